@@ -1,0 +1,36 @@
+"""Every error the package raises on purpose: what was expected; what was found; what to do.
+
+Each is also the built-in exception that `mlx-lm` or Python would raise in its place, so `except ValueError` keeps working.
+"""
+
+
+class DFlashError(Exception):
+    """Base of all errors below. The command line prints it as one line and exits with 1."""
+
+
+class ConfigError(DFlashError, ValueError):
+    """A config.json that cannot be read as a DFlash drafter or a target; all faults are in one message."""
+
+
+class CheckpointError(DFlashError, ValueError):
+    """Files or tensors of a checkpoint are missing, unexpected, damaged or unsafe."""
+
+
+class ConversionError(DFlashError, ValueError):
+    """A checkpoint that was read but cannot be converted as asked."""
+
+
+class PairError(DFlashError, ValueError):
+    """A drafter and a target that do not belong together."""
+
+
+class TapError(DFlashError, RuntimeError):
+    """A target whose layers cannot be tapped; names the family and the layer."""
+
+
+class CacheError(DFlashError, ValueError):
+    """A cache kind that cannot be rolled back, or a prompt cache that does not fit the models."""
+
+
+class GenerationError(DFlashError, ValueError):
+    """An option of the generation loop that cannot be honoured as asked."""
