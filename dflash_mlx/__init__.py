@@ -1,0 +1,36 @@
+"""DFlash block-diffusion speculative decoding on MLX."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .version import __version__
+
+# name: module that holds it. Imported at first use, so that `import dflash_mlx` loads neither mlx_lm nor a model.
+_PUBLIC = {
+    "convert": "conversion",
+    "load": "loading",
+    "load_drafter": "loading",
+    "generate": "generation",
+    "stream_generate": "generation",
+    "make_prompt_cache": "generation",
+    "can_trim_prompt_cache": "cache",
+    "trim_prompt_cache": "cache",
+    "DrafterConfig": "config",
+    "DFlashError": "errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,394 @@
+"""What a DFlash drafter's config.json says, in one spelling.
+
+Knows every published spelling of every key (`_SPELLINGS`) and the rules that turn them into per-layer facts: which layers
+are causal inside the block, which have a window, how each rotates positions. Knows nothing of tensors, files or targets.
+Facts: DFlash (arXiv 2602.06036) and the published z-lab checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+
+# field: every published place of it. All places that hold a value must agree.
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_hidden_layers": ("num_hidden_layers",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "attention_bias": ("attention_bias",),
+    "hidden_act": ("hidden_act", "hidden_activation"),
+    "block_size": ("block_size", "dflash_config.block_size"),
+    "mask_token_id": ("dflash_config.mask_token_id", "mask_token_id"),
+    "target_layer_ids": ("dflash_config.target_layer_ids", "target_layer_ids"),
+    "target_hidden_size": ("target_hidden_size", "dflash_config.target_hidden_size"),
+    "num_target_layers": ("num_target_layers", "dflash_config.num_target_layers"),
+    "draft_vocab_size": ("draft_vocab_size", "dflash_config.draft_vocab_size"),
+    "layer_types": ("layer_types", "dflash_config.layer_types"),
+    "sliding_window": ("sliding_window", "dflash_config.sliding_window"),
+    "sliding_window_pattern": ("sliding_window_pattern", "dflash_config.sliding_window_pattern"),
+    "use_sliding_window": ("use_sliding_window",),
+    "max_window_layers": ("max_window_layers",),
+    "use_swa": ("dflash_config.use_swa", "use_swa"),
+    "swa_window_size": ("dflash_config.swa_window_size", "swa_window_size"),
+    "rope_is_neox_style": ("is_neox_style", "rope_is_neox_style"),
+    "input_embedding_scale": ("dflash_config.input_embedding_scale", "input_embedding_scale"),
+    "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
+    "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
+}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+)
+_POSITIVE_INTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "target_hidden_size",
+    "num_target_layers",
+    "draft_vocab_size",
+    "sliding_window",
+    "swa_window_size",
+)
+_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style")
+# Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
+_CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
+# Published checkpoints whose config leaves out what their authors' code sets.
+_ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MuseGlimmerAssistantModel": {"is_causal": False, "all_sliding": True},
+}
+_MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+# What each kind of RoPE scaling needs; anything else is refused by name.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How one layer rotates positions.
+
+    theta: base; kind: a key of `ROPE_NEEDS`; parameters: the kind's own keys; dims: rotated part of head_dim;
+    traditional: pairs (2i, 2i + 1) instead of halves.
+    """
+
+    theta: float
+    dims: int
+    kind: str = "default"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    traditional: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter, as its loader and its layers need it.
+
+    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor. Per layer:
+    `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
+    `read_from` maps a field to the key it was read from.
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig, ...]
+    max_position_embeddings: int | None = None
+    vocab_size: int | None = None
+    draft_vocab_size: int | None = None
+    num_target_layers: int | None = None
+    quantization: Mapping[str, Any] | None = None
+    unsupported: tuple[str, ...] = ()
+    read_from: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:
+        """Read a drafter's config.json.
+
+        Raises:
+          ConfigError: names every missing, contradicting or impossible key with its value, all at once.
+        """
+        return _Reader(raw, where).read()
+
+
+class _Reader:
+    """Collects faults while reading one config, so that all of them are reported together."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str):
+        self.raw, self.where = raw, where
+        self.faults: list[str] = []
+        self.read_from: dict[str, str] = {}
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{where}: expected a JSON object; found {type(raw).__name__}. Use a drafter's config.json.")
+        nested = raw.get("dflash_config")
+        if nested is not None and not isinstance(nested, Mapping):
+            self.faults.append(f"dflash_config must be an object, found {nested!r}")
+            self.raw = {k: v for k, v in raw.items() if k != "dflash_config"}
+        architectures = raw.get("architectures") or [""]
+        self.architecture = architectures[0] if isinstance(architectures, (list, tuple)) else str(architectures)
+        self.defaults = {
+            **_MODEL_TYPE_DEFAULTS.get(raw.get("model_type"), {}),
+            **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
+        }
+
+    def _at(self, path: str) -> Any:
+        value: Any = self.raw
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def _first(self, name: str, paths: tuple[str, ...], default: Any = None) -> Any:
+        """The value that all given places of a field agree on; null counts as absent."""
+        found = [(path, self._at(path)) for path in paths if self._at(path) is not None]
+        if not found:
+            return self.defaults.get(name, default)
+        path, value = found[0]
+        for other, again in found[1:]:
+            if again != value:
+                self.faults.append(f"{path} = {value!r} contradicts {other} = {again!r}")
+        self.read_from[name] = path
+        return value
+
+    def read(self) -> DrafterConfig:
+        got = {name: self._first(name, paths) for name, paths in _SPELLINGS.items()}
+        for name in _REQUIRED:
+            if got[name] is None:
+                self.faults.append(f"{' or '.join(_SPELLINGS[name])} is missing")
+        for name in _POSITIVE_INTS:
+            if got[name] is not None and not _is_int(got[name], 1):
+                self.faults.append(f"{self.read_from.get(name, name)} = {got[name]!r} must be a positive whole number")
+                got[name] = None
+        for name in _FLAGS:
+            if got[name] is not None and not isinstance(got[name], bool):
+                self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be true or false")
+        eps = 1e-6 if got["rms_norm_eps"] is None else got["rms_norm_eps"]
+        if not _is_number(eps) or eps <= 0:
+            self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
+        if got["hidden_act"] not in (None, "silu", "swish"):
+            self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
+        self._check_block(got)
+
+        heads, hidden = got["num_attention_heads"], got["hidden_size"]
+        kv_heads = got["num_key_value_heads"] or heads
+        head_dim = got["head_dim"] or (hidden // heads if heads and hidden else None)
+        if heads and kv_heads and heads % kv_heads:
+            self.faults.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+        kinds = self._layer_kinds(got)
+        causal = self._causal(got, kinds)
+        windows = tuple(got["sliding_window"] if k == "sliding_attention" else None for k in kinds)
+        ropes = self._ropes(got, kinds, head_dim)
+        if self.faults:
+            raise ConfigError(
+                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(self.faults)}. "
+                "Fix these keys or use the config.json that came with the weights."
+            )
+        unsupported = [
+            f"{self.read_from[name]} = {got[name]!r}"
+            for name in ("input_embedding_scale", "attention_sink_bias", "mask_embedding")
+            if got[name] not in (None, False, 1, 1.0)
+        ]
+        return DrafterConfig(
+            architecture=self.architecture,
+            hidden_size=hidden,
+            intermediate_size=got["intermediate_size"],
+            num_hidden_layers=got["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(eps),
+            attention_bias=bool(got["attention_bias"]),
+            block_size=got["block_size"],
+            mask_token_id=got["mask_token_id"],
+            target_layer_ids=tuple(got["target_layer_ids"]),
+            target_hidden_size=got["target_hidden_size"] or hidden,
+            causal=causal,
+            windows=windows,
+            ropes=ropes,
+            max_position_embeddings=got["max_position_embeddings"],
+            vocab_size=got["vocab_size"],
+            draft_vocab_size=got["draft_vocab_size"],
+            num_target_layers=got["num_target_layers"],
+            quantization=self.raw.get("quantization") or self.raw.get("quantization_config"),
+            unsupported=tuple(unsupported),
+            read_from=self.read_from,
+        )
+
+    def _check_block(self, got: dict[str, Any]) -> None:
+        block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]
+        where = self.read_from
+        if block is not None and not _is_int(block, 2):
+            self.faults.append(f"{where['block_size']} = {block!r} must be a whole number of at least 2 (it counts the anchor)")
+        if mask is not None:
+            if not _is_int(mask, 0):
+                self.faults.append(f"{where['mask_token_id']} = {mask!r} must be a token id, 0 or more")
+            elif got["vocab_size"] and mask >= got["vocab_size"]:
+                self.faults.append(
+                    f"{where['mask_token_id']} = {mask} lies outside the embedding (vocab_size = {got['vocab_size']})"
+                )
+        if taps is None:
+            return
+        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(t, 0) for t in taps):
+            self.faults.append(f"{where['target_layer_ids']} = {taps!r} must be a list of 0-based layer ids, none negative")
+            return
+        n = got["num_target_layers"]
+        if n and max(taps) >= n:
+            self.faults.append(f"{where['target_layer_ids']} = {list(taps)} is out of range: num_target_layers = {n}")
+
+    def _layer_kinds(self, got: dict[str, Any]) -> tuple[str, ...]:
+        """full_attention or sliding_attention for each layer, from whichever key the file has."""
+        n = got["num_hidden_layers"] or 0
+        kinds, pattern, window = got["layer_types"], got["sliding_window_pattern"], got["sliding_window"]
+        if got["use_swa"] or self.defaults.get("all_sliding"):
+            # MiMo's spelling: every layer slides, whatever layer_types says, over its own window key.
+            got["sliding_window"] = got["swa_window_size"] or window
+            kinds = ["sliding_attention"] * n
+        elif kinds is not None:
+            if not isinstance(kinds, (list, tuple)) or len(kinds) != n or any(k not in _LAYER_KINDS for k in kinds):
+                self.faults.append(f"layer_types = {kinds!r} must name {' or '.join(_LAYER_KINDS)} for each of {n} layers")
+                return ("full_attention",) * n
+        elif isinstance(pattern, (list, tuple)):
+            if len(pattern) != n or not all(isinstance(p, (bool, int)) for p in pattern):
+                self.faults.append(f"sliding_window_pattern = {pattern!r} must have one true or false for each of {n} layers")
+                return ("full_attention",) * n
+            kinds = ["sliding_attention" if p else "full_attention" for p in pattern]
+        elif pattern is not None and window:
+            if not _is_int(pattern, 1):
+                self.faults.append(f"sliding_window_pattern = {pattern!r} must be a positive whole number or a list")
+                return ("full_attention",) * n
+            kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(n)]
+        elif got["use_sliding_window"] and window:
+            first = got["max_window_layers"] or 0
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n)]
+        else:
+            kinds = ["full_attention"] * n
+        if "sliding_attention" in kinds and not _is_int(got["sliding_window"], 2):
+            self.faults.append(f"sliding layers need sliding_window of at least 2, found {got['sliding_window']!r}")
+        return tuple(kinds)
+
+    def _causal(self, got: dict[str, Any], kinds: tuple[str, ...]) -> tuple[bool, ...]:
+        for keys in _CAUSAL_KEYS:
+            value = self._first(keys[0].rsplit(".")[-1], keys)
+            if value is not None:
+                if not isinstance(value, bool):
+                    self.faults.append(f"{keys[0]} = {value!r} must be true or false")
+                return (bool(value),) * len(kinds)
+        if got["use_swa"]:
+            return (False,) * len(kinds)
+        return tuple(k == "sliding_attention" for k in kinds)
+
+    def _ropes(self, got: dict[str, Any], kinds: tuple[str, ...], head_dim: int | None) -> tuple[RopeConfig, ...]:
+        new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
+        for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+            if value is not None and not isinstance(value, Mapping):
+                self.faults.append(f"{key} = {value!r} must be an object")
+                return ()
+        per_kind = new is not None and bool(new) and all(isinstance(v, Mapping) for v in new.values())
+        made: dict[str, RopeConfig | None] = {}
+        for kind in dict.fromkeys(kinds):
+            mine = new.get(kind) if per_kind else new
+            if per_kind and mine is None:
+                self.faults.append(f"rope_parameters has no entry for {kind}")
+                continue
+            made[kind] = self._rope(mine, old, got, head_dim)
+        if len(made) < len(set(kinds)) or None in made.values():
+            return ()
+        return tuple(made[k] for k in kinds)
+
+    def _rope(self, new: Mapping | None, old: Mapping | None, got: dict[str, Any], head_dim: int | None) -> RopeConfig | None:
+        thetas = [
+            (name, value)
+            for name, value in (
+                ("rope_theta", self.raw.get("rope_theta")),
+                ("rope_parameters.rope_theta", (new or {}).get("rope_theta")),
+                ("rope_scaling.rope_theta", (old or {}).get("rope_theta")),
+            )
+            if value is not None
+        ]
+        if not thetas:
+            self.faults.append("rope_theta or rope_parameters.rope_theta is missing")
+            return None
+        for name, value in thetas:
+            if not _is_number(value) or value <= 0:
+                self.faults.append(f"{name} = {value!r} must be a positive number")
+                return None
+            if value != thetas[0][1]:
+                self.faults.append(f"{thetas[0][0]} = {thetas[0][1]!r} contradicts {name} = {value!r}")
+        self.read_from["rope_theta"] = thetas[0][0]
+        readings = {name: _scaling(value) for name, value in (("rope_parameters", new), ("rope_scaling", old)) if value}
+        if len(readings) == 2 and readings["rope_parameters"] != readings["rope_scaling"]:
+            self.faults.append(f"rope_parameters = {dict(new)!r} contradicts rope_scaling = {dict(old)!r}")
+        kind, parameters = next(iter(readings.values()), ("default", {}))
+        if readings:
+            self.read_from["rope_scaling"] = next(iter(readings))
+        if kind not in ROPE_NEEDS:
+            self.faults.append(f"RoPE kind {kind!r} is not known (known: {', '.join(ROPE_NEEDS)})")
+            return None
+        missing = [key for key in ROPE_NEEDS[kind] if parameters.get(key) is None]
+        if missing:
+            self.faults.append(f"RoPE kind {kind!r} needs {', '.join(missing)}")
+            return None
+        parameters = dict(parameters)
+        partial = parameters.pop("partial_rotary_factor", None) or self.raw.get("partial_rotary_factor") or 1.0
+        if kind == "yarn":
+            original = parameters.setdefault("original_max_position_embeddings", got["max_position_embeddings"])
+            if original and parameters.get("factor") is None and got["max_position_embeddings"]:
+                parameters["factor"] = got["max_position_embeddings"] / original
+            if not original or not parameters.get("factor"):
+                self.faults.append("RoPE kind 'yarn' needs factor and original_max_position_embeddings")
+                return None
+        elif kind in ("dynamic", "longrope") and not got["max_position_embeddings"]:
+            self.faults.append(f"RoPE kind {kind!r} needs max_position_embeddings")
+            return None
+        traditional = got["rope_is_neox_style"] is False
+        return RopeConfig(float(thetas[0][1]), int((head_dim or 0) * partial), kind, parameters, traditional)
+
+
+def _scaling(value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A rope_scaling or rope_parameters object as (kind, the kind's own keys)."""
+    kind = value.get("rope_type") or value.get("type") or "default"
+    return kind, {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
