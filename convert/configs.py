@@ -1,0 +1,496 @@
+"""What mlx-lm's model class needs to know, from whatever a checkpoint's `config.json` says.
+
+Knows: every spelling of a target's config (transformers 4 and 5, mlx-lm, multimodal wrappers), transformers' own defaults
+(its config classes are pure Python and are asked, never copied), and the keys that mlx-lm reads. Knows no tensors.
+
+The rule for one key: what the file says; else what transformers would take; else mlx-lm's default. RoPE and layer patterns
+have several spellings and are derived, so that a directory saved by any version gives the same model.
+"""
+
+import copy
+import importlib
+import math
+import types
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from dflash_mlx.errors import ConfigError
+
+# model types that mlx-lm does not name but whose text model is, tensor for tensor, one that it has
+EQUIVALENT_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "ministral": "mistral",
+    "gemma4_unified_text": "gemma4_text",
+}
+
+# where multimodal wrappers keep the config of their text model
+TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+# one idea, several names: mlx-lm's ModelArgs use any of these
+THETA_KEYS = ("rope_theta", "rotary_emb_base")
+PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+LOCAL_THETA_KEYS = ("rope_local_base_freq", "swa_rope_theta")
+ROPE_KEYS = {"rope_scaling", "rope_parameters", *THETA_KEYS, *PARTIAL_KEYS, *LOCAL_THETA_KEYS}
+
+# a key of the full-attention layers alone, and the per-layer key it overrides (gemma 4)
+FULL_ATTENTION_KEYS = {
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_key_value_heads",
+}
+
+# same value under another name in mlx-lm
+RENAMED_KEYS = {
+    "block_dim": "hidden_size",
+    "block_ff_dim": "intermediate_size",
+    "layernorm_epsilon": "layer_norm_eps",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_ctx": "max_position_embeddings",
+    "sliding_window_size": "sliding_window",
+    "attention_out_bias": "attention_bias",
+}
+
+# wrapper keys that also concern the text model, copied outwards or inwards when one side lacks them
+SHARED_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization", "quantization_config", "tie_word_embeddings")
+
+
+@dataclass
+class TargetConfig:
+    """A config that mlx-lm's model class can be built from, and what the rest of the conversion needs beside it.
+
+      - config: dict for mlx-lm, wrapper and `text_config` included; safe to write as `config.json`
+      - text: the dict inside `config` that describes the text model (`config` itself without a wrapper)
+      - layer_types: one of "full_attention", "sliding_attention", ... per layer, or None when all layers are alike
+      - windows: per layer, the sliding window that mlx-lm's class ignores and the loader adds, else None
+      - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
+      - head_dims: rotated head size of each layer before any partial factor, or None when not known
+      - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
+      - tied: True or False as the config says, None when neither the file nor transformers decides
+      - tied_in_file: whether the file itself names `tie_word_embeddings`
+      - notes: sentences for the user about anything that was assumed
+    """
+
+    config: dict
+    text: dict
+    family: str
+    layer_types: list[str] | None = None
+    windows: list[int | None] = field(default_factory=list)
+    rope: dict | None = None
+    head_dims: list[int] | None = None
+    unwrapped: bool = False
+    tied: bool | None = None
+    tied_in_file: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_layers(self) -> int | None:
+        return self.text.get("num_hidden_layers")
+
+
+def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
+    """Bring a target's config, in any published spelling, to what mlx-lm's ModelArgs expect.
+
+    Raises:
+      ConfigError: no model type; a model type that mlx-lm does not have; a layer pattern that its class cannot express.
+    """
+    raw = copy.deepcopy(raw)
+    model_type = raw.get("model_type")
+    if not model_type:
+        raise ConfigError(
+            f"expected \"model_type\" in {where}; the key is missing. Take config.json from the original repository of the model."
+        )
+    outer, text, unwrapped = _place_text_config(raw, where)
+    module = mlx_module(outer)
+    known = argument_fields(module)
+    notes: list[str] = []
+
+    reference = _transformers_config(text, notes)
+    source_tied = text.get("tie_word_embeddings", raw.get("tie_word_embeddings"))
+    layer_types = _layer_types(text, reference)
+    rope = _rope_parameters(text, reference)
+    head_dims = _head_dims(text, reference)
+
+    _fill_defaults(text, reference, known)
+    _fill_rope(text, rope, known)
+    _fill_renamed(text, known)
+    _fill_full_attention(text, reference, layer_types, known)
+    windows = _fill_patterns(text, layer_types, known, where)
+    if any(windows):
+        size = max(filter(None, windows))
+        notes.append(f"plain mlx-lm has no sliding window in {text['model_type']}; dflash_mlx.load adds it ({size} tokens)")
+    if outer is not text:
+        for key in SHARED_KEYS:
+            if text.get(key) is None and outer.get(key) is not None:
+                text[key] = outer[key]
+            elif outer.get(key) is None and text.get(key) is not None:
+                outer[key] = text[key]
+        for key, default in known.items():
+            if key in text and key not in outer and key in _own_fields(module) and default is not MISSING:
+                outer[key] = text[key]
+    _drop_empty_quantization(outer)
+    _drop_empty_quantization(text)
+    tied = source_tied if source_tied is not None else text.get("tie_word_embeddings")
+    return TargetConfig(
+        config=outer,
+        text=text,
+        family=module.__name__.rpartition(".")[2],
+        layer_types=layer_types,
+        windows=windows,
+        rope=rope,
+        head_dims=head_dims,
+        unwrapped=unwrapped,
+        tied=tied,
+        tied_in_file=source_tied is not None,
+        notes=notes,
+    )
+
+
+def mlx_module(config: dict) -> types.ModuleType:
+    """The `mlx_lm.models` module for a config. Raises ConfigError naming the model type when mlx-lm has none."""
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, _ = _get_classes(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"expected a model type that mlx-lm has; found \"{config.get('model_type')}\". "
+            "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
+        ) from error
+    return importlib.import_module(model_class.__module__)
+
+
+def has_mlx_module(model_type: Any) -> bool:
+    from mlx_lm.utils import _get_classes
+
+    # the name becomes a module path: only plain identifiers may reach the importer
+    if not isinstance(model_type, str) or not model_type.replace("-", "_").isidentifier():
+        return False
+    try:
+        _get_classes({"model_type": model_type})
+    except ValueError:
+        return False
+    return True
+
+
+def argument_fields(module: types.ModuleType) -> dict[str, Any]:
+    """Every key that a family reads: the fields of its ModelArgs and of the ModelArgs of the modules it is made of.
+
+    Returns: field name -> default, MISSING when the class demands the key.
+    """
+    found: dict[str, Any] = {}
+    for value in [module, *vars(module).values()]:
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("mlx_lm.models."):
+            found |= {k: v for k, v in _own_fields(value).items() if k not in found}
+    found.pop("model_type", None)
+    found.pop("text_config", None)
+    return found
+
+
+def _own_fields(module: types.ModuleType) -> dict[str, Any]:
+    from mlx_lm.models.base import BaseModelArgs
+
+    found: dict[str, Any] = {}
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, BaseModelArgs) and is_dataclass(value):
+            for item in fields(value):
+                default = item.default
+                if default is MISSING and item.default_factory is not MISSING:
+                    default = item.default_factory()
+                found.setdefault(item.name, default)
+    return found
+
+
+def _place_text_config(raw: dict, where: str) -> tuple[dict, dict, bool]:
+    """-> (config for mlx-lm, the text part inside it, whether the text model was taken out of a wrapper)."""
+    model_type = raw["model_type"]
+    inner_key = next((key for key in TEXT_CONFIG_KEYS if isinstance(raw.get(key), dict)), None)
+    if has_mlx_module(model_type):
+        module = mlx_module(raw)
+        if inner_key is None:
+            if "text_config" in _own_fields(module) and _has_text_keys(raw):
+                return {"model_type": model_type, "text_config": raw}, raw, False
+            return raw, raw, False
+        if "text_config" in _own_fields(module):
+            if inner_key != "text_config":
+                raw["text_config"] = raw[inner_key]
+            raw["text_config"].setdefault("model_type", model_type + "_text")
+            return raw, raw["text_config"], False
+    if inner_key is not None:
+        inner = raw[inner_key]
+        for key in SHARED_KEYS:
+            if inner.get(key) is None and raw.get(key) is not None:
+                inner[key] = raw[key]
+        inner.setdefault("model_type", model_type + "_text")
+        outer, text, _ = _place_text_config(inner, where)
+        return outer, text, True
+    if model_type in EQUIVALENT_TYPES:
+        raw["model_type"] = EQUIVALENT_TYPES[model_type]
+        return _place_text_config(raw, where)
+    base = model_type.removesuffix("_text")
+    if base != model_type and has_mlx_module(base):
+        if "text_config" in _own_fields(mlx_module({"model_type": base})):
+            return {"model_type": base, "text_config": raw}, raw, False
+    raise ConfigError(
+        f'expected a model type that mlx-lm has; found "{model_type}" in {where}. '
+        "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
+    )
+
+
+def _has_text_keys(raw: dict) -> bool:
+    return "num_hidden_layers" in raw and "hidden_size" in raw
+
+
+@contextmanager
+def _quiet_transformers():
+    """Transformers logs advice about keys while it parses; the caller gets its exceptions, not its log lines."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _transformers_config(text: dict, notes: list[str]):
+    """Transformers' own config object for a text config: the source of every default. None when it does not know the type."""
+    with _quiet_transformers():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        names = [text["model_type"], *(k for k, v in EQUIVALENT_TYPES.items() if v == text["model_type"])]
+        name = next((n for n in names if n in CONFIG_MAPPING), None)
+        if name is None:
+            return None
+        try:
+            values = copy.deepcopy(text)
+            values.pop("model_type")
+            reference = CONFIG_MAPPING[name].from_dict(values)
+        except Exception as error:  # noqa: BLE001 - its validators raise many kinds; the text goes to the user
+            notes.append(
+                f"transformers cannot read this config ({_one_line(error)}); keys that it lacks take mlx-lm's defaults"
+            )
+            return None
+    inner = getattr(reference, "text_config", None)
+    return inner if inner is not None and hasattr(inner, "num_hidden_layers") else reference
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _reference_value(reference, key: str) -> tuple[bool, Any]:
+    """-> (whether transformers' config has the key, its value). A key that differs between layers counts as absent."""
+    try:
+        value = getattr(reference, key)
+    except Exception:  # noqa: BLE001 - heterogeneous configs raise their own error for per-layer keys
+        return False, None
+    return True, value
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if hasattr(value, "to_dict") else list(value) if isinstance(value, tuple) else value
+
+
+def _fill_defaults(text: dict, reference, known: dict[str, Any]) -> None:
+    """Give every key that mlx-lm reads and the file lacks the value transformers would take."""
+    if reference is None:
+        return
+    for key in known:
+        if key in ROPE_KEYS or text.get(key) is not None:
+            continue
+        has, value = _reference_value(reference, key)
+        if has and not callable(value):
+            text[key] = _plain(value)
+
+
+def _fill_renamed(text: dict, known: dict[str, Any]) -> None:
+    for key, source in RENAMED_KEYS.items():
+        if key in known and text.get(key) is None and text.get(source) is not None:
+            text[key] = text[source]
+    if "head_dim" in known and text.get("head_dim") is None and text.get("num_attention_heads"):
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+
+
+def _layer_types(text: dict, reference) -> list[str] | None:
+    """One entry per layer; all sliding when the config has a window and no pattern (mistral's way)."""
+    if reference is not None:
+        has, value = _reference_value(reference, "layer_types")
+        if has and value:
+            return list(value)
+        # an unknown key of the file becomes an attribute too: only a window that the class itself declares is used
+        has, window = _reference_value(reference, "sliding_window")
+        layers = text.get("num_hidden_layers")
+        if has and window and layers and hasattr(type(reference), "sliding_window"):
+            return ["sliding_attention"] * layers
+        return None
+    value = text.get("layer_types")
+    return list(value) if value else None
+
+
+def _rope_parameters(text: dict, reference) -> dict | None:
+    if reference is not None:
+        has, value = _reference_value(reference, "rope_parameters")
+        if has and value:
+            return _plain(value)
+        return None
+    rope = copy.deepcopy(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    if _is_per_layer_type(rope):
+        return rope
+    theta = next((text[key] for key in THETA_KEYS if text.get(key) is not None), None)
+    if theta is not None:
+        rope.setdefault("rope_theta", theta)
+    partial = next((text[key] for key in PARTIAL_KEYS if text.get(key) is not None), None)
+    if partial is not None:
+        rope.setdefault("partial_rotary_factor", partial)
+    if "rope_theta" not in rope:
+        return None
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _is_per_layer_type(rope: dict) -> bool:
+    return bool(rope) and all(value is None or isinstance(value, dict) for value in rope.values())
+
+
+def rope_for_layer_type(rope: dict | None, layer_type: str | None) -> dict | None:
+    """The RoPE parameters of one kind of layer, whichever way the config nests them."""
+    if not rope or not _is_per_layer_type(rope):
+        return rope
+    return rope.get(layer_type or "full_attention")
+
+
+def _fill_rope(text: dict, rope: dict | None, known: dict[str, Any]) -> None:
+    """Write the RoPE base and scaling in every spelling, so that whichever one mlx-lm reads is right."""
+    if not rope:
+        return
+    nested = _is_per_layer_type(rope)
+    entries = {k: v for k, v in rope.items() if v} if nested else {"full_attention": rope}
+    main = entries.get("full_attention") or next(iter(entries.values()))
+    text["rope_parameters"] = {k: _both_spellings(v) for k, v in entries.items()} if nested else _both_spellings(rope)
+    text["rope_scaling"] = _scaling(main)
+    text["rope_theta"] = main["rope_theta"]
+    local = entries.get("sliding_attention")
+    for keys, value in (
+        (THETA_KEYS, main["rope_theta"]),
+        (PARTIAL_KEYS, main.get("partial_rotary_factor")),
+        (LOCAL_THETA_KEYS, local["rope_theta"] if local else None),
+        (("original_max_position_embeddings",), main.get("original_max_position_embeddings")),
+    ):
+        for key in keys:
+            if value is not None and key in known:
+                text[key] = value
+
+
+def _both_spellings(rope: dict) -> dict:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return {**rope, "rope_type": kind, "type": kind}
+
+
+def _scaling(rope: dict) -> dict | None:
+    """transformers 4's `rope_scaling`: None without scaling; YaRN's attention factor said the way mlx-lm can compute it."""
+    scaling = _both_spellings(rope)
+    if scaling["rope_type"] == "default":
+        return None
+    for key in ("rope_theta", "partial_rotary_factor"):
+        scaling.pop(key, None)
+    factor, attention = scaling.get("factor"), scaling.get("attention_factor")
+    if attention is not None and factor and factor > 1 and "mscale" not in scaling:
+        # mlx-lm's YaRN multiplies by 0.1 * mscale * ln(factor) + 1 and has no attention_factor
+        scaling["mscale"] = (attention - 1.0) / (0.1 * math.log(factor))
+        scaling["mscale_all_dim"] = 0
+    return scaling
+
+
+def _head_dims(text: dict, reference) -> list[int] | None:
+    layers = text.get("num_hidden_layers")
+    if not layers:
+        return None
+    if reference is not None and getattr(reference, "is_heterogeneous", False):
+        return [_one_head_dim(reference.per_layer_config[i]) for i in range(layers)]
+    dim = _one_head_dim(reference) if reference is not None else None
+    dim = dim or text.get("head_dim") or _ratio(text.get("hidden_size"), text.get("num_attention_heads"))
+    return [dim] * layers if dim else None
+
+
+def _one_head_dim(config) -> int | None:
+    has, value = _reference_value(config, "head_dim")
+    if has and value:
+        return value
+    return _ratio(_reference_value(config, "hidden_size")[1], _reference_value(config, "num_attention_heads")[1])
+
+
+def _ratio(size: Any, count: Any) -> int | None:
+    return size // count if isinstance(size, int) and isinstance(count, int) and count else None
+
+
+def _fill_full_attention(text: dict, reference, layer_types: list[str] | None, known: dict[str, Any]) -> None:
+    """Keys of the full-attention layers alone, from transformers 5's `per_layer_config`."""
+    if reference is None or not layer_types or not getattr(reference, "is_heterogeneous", False):
+        return
+    if "full_attention" not in layer_types:
+        return
+    full = reference.per_layer_config[layer_types.index("full_attention")]
+    usual = next((i for i, kind in enumerate(layer_types) if kind != "full_attention"), None)
+    for key, source in FULL_ATTENTION_KEYS.items():
+        if key not in known:
+            continue
+        value = _reference_value(full, source)[1]
+        if value is not None and text.get(key) is None:
+            text[key] = value
+        if usual is not None and text.get(source) is None:
+            text[source] = _reference_value(reference.per_layer_config[usual], source)[1]
+
+
+def _fill_patterns(text: dict, layer_types: list[str] | None, known: dict[str, Any], where: str) -> list[int | None]:
+    """Tell mlx-lm which layers have a window, in the one of its three ways that the family reads.
+
+    Returns: per layer, the window that the family's class cannot express and that must be added to the built model.
+    """
+    if not layer_types:
+        return []
+    sliding = [kind == "sliding_attention" for kind in layer_types]
+    if "hybrid_layer_pattern" in known and text.get("hybrid_layer_pattern") is None:
+        text["hybrid_layer_pattern"] = [int(flag) for flag in sliding]
+    if "full_attention_interval" in known:
+        text["full_attention_interval"] = _period(layer_types, "full_attention", text, where)
+    if "layer_types" in known:
+        text["layer_types"] = layer_types
+        native = "full_attention" in layer_types or not any(sliding)
+    elif "sliding_window_pattern" in known:
+        if isinstance(text.get("sliding_window_pattern"), str) or known["sliding_window_pattern"] is MISSING:
+            text["sliding_window_pattern"] = "".join("LG"[not flag] for flag in sliding) if any(sliding) else None
+            return []
+        period = sliding.index(False) + 1 if False in sliding else 0
+        native = period > 0 and sliding == [(i + 1) % period != 0 for i in range(len(sliding))]
+        text["sliding_window_pattern"] = period if native else 1
+    else:
+        native = not any(sliding) or "hybrid_layer_pattern" in known
+    if native:
+        return []
+    window = text.get("sliding_window")
+    if not window:
+        raise ConfigError(f"expected \"sliding_window\" beside layer_types {layer_types} in {where}; the key is missing.")
+    return [window if flag else None for flag in sliding]
+
+
+def _period(layer_types: list[str], kind: str, text: dict, where: str) -> int:
+    """n such that exactly every n-th layer is of that kind. Raises ConfigError for any other arrangement."""
+    period = layer_types.index(kind) + 1 if kind in layer_types else len(layer_types) + 1
+    if [(i + 1) % period == 0 for i in range(len(layer_types))] != [entry == kind for entry in layer_types]:
+        raise ConfigError(
+            f"expected full attention at every n-th layer, which is all that mlx-lm's {text['model_type']} can express; "
+            f"found layer_types {layer_types} in {where}. This checkpoint needs another implementation."
+        )
+    return period
+
+
+def _drop_empty_quantization(config: dict) -> None:
+    """`quantization: {"bits": null}` means not quantized; some tools write it (mlx-lm then multiplies by None)."""
+    for key in ("quantization", "quantization_config"):
+        value = config.get(key)
+        if key in config and (not value or (isinstance(value, dict) and "bits" in value and value["bits"] is None)):
+            del config[key]

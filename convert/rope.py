@@ -1,0 +1,227 @@
+"""RoPE of a built mlx-lm model, checked against transformers' formulas and corrected where it differs.
+
+Knows: the frequency formulas that transformers uses (default, linear, dynamic, llama3, yarn, longrope, proportional) and the
+RoPE modules of mlx-lm. Knows no files. Some mlx-lm families ignore RoPE scaling, none reads YaRN's `attention_factor` or
+`truncate`, and its longrope always takes the long factors; a model that lost its base still writes fluent text, so every
+RoPE module is compared, not only those known to be wrong.
+Source: transformers 5, modeling_rope_utils.py; arXiv 2309.00071 (YaRN); arXiv 2402.13753 (LongRoPE).
+"""
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.errors import ConfigError
+
+from .configs import TargetConfig, rope_for_layer_type
+
+# float32 tables agree to about 1e-6; a wrong base, factor or ramp differs by far more
+_RELATIVE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """inverse: [dims / 2] float64 turns per position; scale multiplies q and k; beyond `threshold` positions use `long`."""
+
+    inverse: np.ndarray
+    scale: float = 1.0
+    long: np.ndarray | None = None
+    threshold: int = 0
+
+
+class ExactRoPE(nn.Module):
+    """RoPE with given frequencies, where mlx-lm's own module computes others.
+
+    Shapes:
+      - x: [..., S, head_dim]; the first `dims` of the last axis are rotated
+    """
+
+    def __init__(self, dims: int, frequencies: Frequencies, traditional: bool):
+        super().__init__()
+        self.dims = dims
+        self.traditional = traditional
+        self.scale = frequencies.scale
+        self.threshold = frequencies.threshold
+        # mx.fast.rope takes periods: the reciprocal of the inverse frequencies
+        self._freqs = _periods(frequencies.inverse)
+        self._long_freqs = None if frequencies.long is None else _periods(frequencies.long)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        freqs = self._freqs
+        if self._long_freqs is not None:
+            beyond = offset + x.shape[-2] > self.threshold
+            if isinstance(beyond, mx.array):
+                freqs = mx.where(mx.any(beyond), self._long_freqs, self._freqs)
+            elif beyond:
+                freqs = self._long_freqs
+        if self.scale != 1.0:
+            x = x.at[..., : self.dims].multiply(self.scale)
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs)
+
+
+def _periods(inverse: np.ndarray) -> mx.array:
+    with np.errstate(divide="ignore"):
+        return mx.array((1.0 / inverse).astype(np.float32))
+
+
+def correct_rope(model: nn.Module, target: TargetConfig) -> list[str]:
+    """Replace every RoPE module of `model` whose frequencies are not those of transformers.
+
+    Returns: one sentence per kind of layer that was corrected.
+    Raises:
+      ConfigError: RoPE scaling is configured and the model has no RoPE module that could carry it.
+    """
+    found: dict[str, list[int]] = {}
+    audited = 0
+    for index, layer in enumerate(model.layers):
+        kind = target.layer_types[index] if target.layer_types and index < len(target.layer_types) else None
+        rope = rope_for_layer_type(target.rope, kind)
+        for parent, name, module in _rope_modules(layer):
+            actual = _module_frequencies(module)
+            if actual is None or not rope:
+                continue
+            audited += 1
+            expected = expected_frequencies(rope, module.dims, target, index)
+            if not _same(actual, expected):
+                parent[name] = ExactRoPE(module.dims, expected, module.traditional)
+                found.setdefault(str(rope.get("rope_type")), []).append(index)
+    scaled = target.rope and rope_for_layer_type(target.rope, None)
+    if not audited and scaled and scaled.get("rope_type") not in ("default", "proportional", "mrope", "axial"):
+        raise ConfigError(
+            f"expected a RoPE module that can carry \"{scaled['rope_type']}\" scaling; "
+            f"mlx-lm's {target.family} has none. This checkpoint needs another implementation."
+        )
+    return [
+        f"RoPE ({kind}) of layers {_ranges(layers)} set to transformers' frequencies; mlx-lm's {target.family} computes others"
+        for kind, layers in found.items()
+    ]
+
+
+def _ranges(layers: list[int]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1 else str(layers)
+
+
+def _rope_modules(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """-> (parent, attribute, module) of every module that rotates."""
+    return [
+        (parent, name, child)
+        for _, parent in layer.named_modules()
+        for name, child in parent.children().items()
+        if isinstance(child, nn.Module) and "rope" in type(child).__name__.lower() and hasattr(child, "dims")
+        or isinstance(child, nn.Module) and type(child).__name__ == "SuScaledRoPE"
+    ]
+
+
+def _module_frequencies(module: nn.Module) -> Frequencies | None:
+    """What an mlx-lm RoPE module computes. None for a kind that is not compared (it adapts itself to the length)."""
+    kind = type(module).__name__
+    if kind == "RoPE":
+        inverse = module.scale / np.power(float(module.base), np.arange(0, module.dims, 2, dtype=np.float64) / module.dims)
+        return Frequencies(inverse)
+    if kind in ("Llama3RoPE", "ProportionalRoPE", "YarnRoPE"):
+        with np.errstate(divide="ignore"):
+            return Frequencies(1.0 / np.array(module._freqs, dtype=np.float64), float(getattr(module, "mscale", 1.0)))
+    if kind == "SuScaledRoPE":
+        module.dims = module.dim
+        module.traditional = False
+        return Frequencies(1.0 / np.array(module._freqs, dtype=np.float64), float(module._scale))
+    return None
+
+
+def _same(a: Frequencies, b: Frequencies) -> bool:
+    return (
+        b.long is None
+        and a.inverse.shape == b.inverse.shape
+        and np.allclose(a.inverse, b.inverse, rtol=_RELATIVE_TOLERANCE, atol=1e-12)
+        and math.isclose(a.scale, b.scale, rel_tol=_RELATIVE_TOLERANCE)
+    )
+
+
+def expected_frequencies(rope: dict, dims: int, target: TargetConfig, layer: int) -> Frequencies:
+    """Transformers' inverse frequencies for one layer.
+
+    Args:
+      rope: RoPE parameters of that kind of layer; dims: rotated dimensions of the module (even).
+    Raises:
+      ConfigError: a RoPE type without a formula here.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    base = float(rope["rope_theta"])
+    exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
+    plain = 1.0 / np.power(base, exponents)
+    if kind in ("default", "mrope", "axial", "dynamic"):
+        # dynamic scaling equals the default up to max_position_embeddings; mlx-lm's module handles what lies beyond
+        return Frequencies(plain)
+    if kind == "linear":
+        return Frequencies(plain / float(rope["factor"]))
+    if kind == "llama3":
+        return Frequencies(_llama3(plain, rope))
+    if kind in ("yarn", "deepseek_yarn"):
+        return _yarn(plain, base, dims, rope, target)
+    if kind in ("longrope", "su"):
+        return _longrope(plain, rope, target)
+    if kind == "proportional":
+        head_dim = target.head_dims[layer] if target.head_dims else dims
+        rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        inverse = np.zeros(dims // 2)
+        inverse[:rotated] = 1.0 / np.power(base, np.arange(0, 2 * rotated, 2, dtype=np.float64) / head_dim)
+        return Frequencies(inverse / float(rope.get("factor") or 1.0))
+    raise ConfigError(
+        f'expected one of the RoPE types default, linear, dynamic, llama3, yarn, longrope, proportional; found "{kind}". '
+        "This checkpoint needs another implementation."
+    )
+
+
+def _llama3(plain: np.ndarray, rope: dict) -> np.ndarray:
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    context = float(rope["original_max_position_embeddings"])
+    wavelengths = 2 * math.pi / plain
+    smooth = (context / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    scaled = np.where(wavelengths > context / low, plain / factor, plain)
+    medium = (wavelengths <= context / low) & (wavelengths >= context / high)
+    return np.where(medium, blended, scaled)
+
+
+def _magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(plain: np.ndarray, base: float, dims: int, rope: dict, target: TargetConfig) -> Frequencies:
+    context = float(rope.get("original_max_position_embeddings") or target.text["max_position_embeddings"])
+    factor = float(rope.get("factor") or target.text["max_position_embeddings"] / context)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = _magnitude(factor, mscale) / _magnitude(factor, mscale_all) if mscale and mscale_all else _magnitude(factor)
+
+    def dimension_of(rotations: float) -> float:
+        return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(rope.get("beta_fast") or 32), dimension_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    return Frequencies(plain / factor * ramp + plain * (1 - ramp), float(scale))
+
+
+def _longrope(plain: np.ndarray, rope: dict, target: TargetConfig) -> Frequencies:
+    longest = float(target.text["max_position_embeddings"])
+    original = rope.get("original_max_position_embeddings") or target.text.get("original_max_position_embeddings")
+    context = float(original or longest)
+    factor = rope.get("factor") or longest / context
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    return Frequencies(
+        plain / np.array(rope["short_factor"], dtype=np.float64),
+        float(scale),
+        long=plain / np.array(rope["long_factor"], dtype=np.float64),
+        threshold=int(context),
+    )

@@ -1,0 +1,339 @@
+"""A target checkpoint -> an mlx-lm model with exactly its weights.
+
+Knows: mlx-lm's model classes, what `configs` normalised and which `layouts` exist. Knows nothing of writing files. mlx-lm's own
+`sanitize` does the renaming wherever it is right; what it gets wrong is done before it (experts, `1 + weight` in float32) or
+checked after it (every parameter present, nothing left over, shapes equal).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_target
+from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
+
+from .configs import TargetConfig, mlx_module, normalise_config
+from .foreign import decode_quantized
+from .layouts import Layout, Weights, layouts, strip_text_prefix, unused_reason
+from .rope import correct_rope
+from .windows import add_windows
+
+_HALF = (mx.bfloat16, mx.float16)
+_MOST_NAMES = 6
+
+
+@dataclass
+class LoadedTarget:
+    """A built model and how it came about.
+
+      - dropped: source tensor -> why the text model does not use it
+      - layout: name of the layout that fitted
+      - notes: sentences for the user
+    """
+
+    model: nn.Module
+    config: dict
+    target: TargetConfig
+    layout: str
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_target(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    lazy: bool = False,
+) -> tuple[nn.Module, dict]:
+    """Load any target that `convert` accepts straight into an mlx-lm model, writing nothing.
+
+    Args:
+      path_or_repo: a directory saved by transformers 4 or 5 or by mlx-lm, a converted directory, a GGUF file, a hub repository
+      lazy: leave the weights unread until they are used
+    Returns:
+      the model, in the number types of the files (vectors that are formed, such as `1 + weight`, in float32), and its config.
+    Raises:
+      CheckpointError: files or tensors missing, unexpected, damaged, or not a target's
+      ConfigError: a config that mlx-lm cannot express
+    """
+    loaded = read_target(inspect_checkpoint(path_or_repo, revision=revision), trust_remote_code=trust_remote_code)
+    if not lazy:
+        mx.eval(loaded.model.parameters())
+    return loaded.model, loaded.config
+
+
+def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> LoadedTarget:
+    """`load_target` for an inspected checkpoint, with the account of what was done. Weights stay unread where possible."""
+    if checkpoint.kind == "gguf":
+        from .gguf import read_gguf
+
+        source = read_gguf(checkpoint.path)
+        weights = gguf_weights(source)
+        return build_target(source.config, weights, str(checkpoint.path))
+    require_target(checkpoint, trust_remote_code=trust_remote_code)
+    config = checkpoint.config
+    weights, config, notes = decode_quantized(checkpoint.load(), config, checkpoint)
+    loaded = build_target(config, weights, checkpoint.source, checkpoint)
+    loaded.notes = notes + loaded.notes
+    return loaded
+
+
+def gguf_weights(source) -> Weights:
+    """Tensors of a GGUF source under mlx-lm's names: affine ones as weight, scales and biases."""
+    weights: Weights = {}
+    for name, value in source.tensors():
+        if isinstance(value, mx.array):
+            weights[name] = value
+            continue
+        base = name.removesuffix(".weight")
+        weights[name], weights[f"{base}.scales"], weights[f"{base}.biases"] = value.weight, value.scales, value.biases
+    return weights
+
+
+def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Checkpoint | None = None) -> LoadedTarget:
+    """Build the model of a config and load `weights` (source names) into it.
+
+    Raises:
+      CheckpointError: the weights are not exactly the model's parameters; all faults are in one message.
+    """
+    target = normalise_config(raw_config, where=f"{where}/config.json" if checkpoint else where)
+    weights, dropped = _drop_unused(weights, target)
+    _settle_head(weights, dropped, target, where)
+    before = {name: value.dtype for name, value in weights.items()}
+    weights = _vectors_in_float32(weights)
+
+    faults: list[str] | None = None
+    for layout in layouts(target.text["model_type"], weights):
+        model, ready, found = _try_layout(target, weights, layout, where)
+        if not found:
+            break
+        if faults is None or len(found) < len(faults):
+            faults = found
+    else:
+        raise CheckpointError(_fault_message(faults or [], where, target))
+
+    notes = list(target.notes)
+    if any(target.windows):
+        add_windows(model, target.windows)
+    notes += correct_rope(model, target)
+    ready = _vectors_back(ready, before)
+    model.eval()
+    model.load_weights(list(ready.items()), strict=True)
+    if dropped:
+        notes.append(_dropped_note(dropped))
+    return LoadedTarget(model, target.config, target, layout.name, dropped, notes)
+
+
+def _drop_unused(weights: Weights, target: TargetConfig) -> tuple[Weights, dict[str, str]]:
+    kept: Weights = {}
+    dropped: dict[str, str] = {}
+    for name, value in weights.items():
+        reason = unused_reason(name, target.num_layers)
+        if reason:
+            dropped[name] = reason
+        else:
+            kept[strip_text_prefix(name) if target.unwrapped else name] = value
+    return kept, dropped
+
+
+def _settle_head(weights: Weights, dropped: dict[str, str], target: TargetConfig, where: str) -> None:
+    """Make the tensors and `tie_word_embeddings` agree about the output head."""
+    heads = [name for name in weights if name.rpartition("lm_head.")[1] and name.endswith("lm_head.weight")]
+    embeddings = [name for name in weights if name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight"))]
+    if not heads and not target.tied:
+        if target.tied_in_file and target.tied is False and "lm_head" in _parameter_names(target):
+            raise CheckpointError(
+                f"expected lm_head.weight in {where}, whose config says tie_word_embeddings false; the tensor is missing. "
+                "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding."
+            )
+        if not target.tied_in_file:
+            target.tied = True
+            target.notes.append("no lm_head.weight and no tie_word_embeddings: the output head is the embedding")
+    if target.tied:
+        for name in heads:
+            for suffix in ("weight", "scales", "biases"):
+                tensor = name.removesuffix("weight") + suffix
+                if tensor in weights:
+                    del weights[tensor]
+                    dropped[tensor] = "tied: the output head is the embedding"
+    for config in (target.text, target.config):
+        if target.tied is not None:
+            config["tie_word_embeddings"] = target.tied
+    if len(embeddings) != 1:
+        return
+    has_head = "lm_head" in _parameter_names(target)
+    if target.tied and has_head:
+        # a family whose class always has a head of its own
+        for suffix in ("weight", "scales", "biases"):
+            source = embeddings[0].removesuffix("weight") + suffix
+            if source in weights:
+                weights[_head_name(embeddings[0]) + suffix] = weights[source]
+    elif not target.tied and heads and not has_head:
+        if not mx.array_equal(weights[heads[0]], weights[embeddings[0]]).item():
+            raise ConversionError(
+                f"expected an output head equal to the embedding, which is all that mlx-lm's {target.family} has; "
+                f"found another lm_head.weight in {where}. This checkpoint needs another implementation."
+            )
+        for name in heads:
+            dropped[name] = "equal to the embedding"
+            del weights[name]
+
+
+def _head_name(embedding: str) -> str:
+    prefix = embedding[: embedding.index("model.")] if "model." in embedding else ""
+    return f"{prefix}lm_head."
+
+
+def _parameter_names(target: TargetConfig) -> set[str]:
+    """Last component of every module path of the model, e.g. {"lm_head", "embed_tokens", ...}."""
+    return {path.rpartition(".")[2] for path, _ in _construct(target).named_modules()}
+
+
+def _construct(target: TargetConfig) -> nn.Module:
+    module = mlx_module(target.config)
+    try:
+        return module.Model(module.ModelArgs.from_dict(_private_copy(target.config)))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        relaxed = _without_scaling(target.config)
+        if relaxed is not None:
+            try:
+                # some classes refuse RoPE scaling that they do not know; `correct_rope` puts it in afterwards
+                return module.Model(module.ModelArgs.from_dict(relaxed))
+            except (TypeError, ValueError, KeyError, AttributeError):
+                pass
+        raise ConfigError(
+            f"expected a config that mlx-lm's {target.family} can be built from; found: {' '.join(str(error).split())}. "
+            "Compare config.json with the original repository's."
+        ) from error
+
+
+def _private_copy(config: dict) -> dict:
+    # some ModelArgs pop keys out of the nested dicts they are given
+    import copy
+
+    return copy.deepcopy(config)
+
+
+def _without_scaling(config: dict) -> dict | None:
+    relaxed = _private_copy(config)
+    parts = [part for part in (relaxed, relaxed.get("text_config")) if isinstance(part, dict) and part.get("rope_scaling")]
+    for part in parts:
+        part["rope_scaling"] = None
+    return relaxed if parts else None
+
+
+def _vectors_in_float32(weights: Weights) -> Weights:
+    """Half-precision vectors to float32 before `sanitize`: `1 + weight` in bfloat16 loses up to 8 bits of the weight."""
+    return {k: v.astype(mx.float32) if v.ndim == 1 and v.dtype in _HALF else v for k, v in weights.items()}
+
+
+def _vectors_back(weights: Weights, before: dict[str, mx.Dtype]) -> Weights:
+    """Vectors back to the checkpoint's type where that loses nothing; those that `sanitize` formed stay float32."""
+    halves = [dtype for dtype in before.values() if dtype in _HALF]
+    if not halves:
+        return weights
+    half = max(set(halves), key=halves.count)
+    out = {}
+    for name, value in weights.items():
+        if value.ndim == 1 and value.dtype == mx.float32 and before.get(name, half) in _HALF:
+            narrow = value.astype(before.get(name, half))
+            value = narrow if mx.array_equal(narrow.astype(mx.float32), value).item() else value
+        out[name] = value
+    return out
+
+
+def _try_layout(
+    target: TargetConfig, weights: Weights, layout: Layout, where: str
+) -> tuple[nn.Module, Weights, list[str]]:
+    """-> (model, weights under the model's names, faults). A fresh model each time: `sanitize` may change it."""
+    model = _construct(target)
+    try:
+        ready = layout.apply(weights)
+        if hasattr(model, "sanitize"):
+            ready = model.sanitize(dict(ready))
+    except (KeyError, ValueError, IndexError) as error:
+        return model, {}, [f"{layout.name}: {type(error).__name__} {error}"] * (len(weights) + 1)
+    quantize_to_match(model, ready, target.config, where)
+    return model, ready, _faults(model, ready)
+
+
+def quantize_to_match(model: nn.Module, weights: Weights, config: dict, where: str) -> None:
+    """Turn the layers whose weights come with scales into quantized ones, each with its own bits and group size."""
+    from mlx_lm.utils import infer_quant_config
+
+    if not any(name.endswith(".scales") for name in weights):
+        config.pop("quantization", None)
+        return
+    quantization = config.get("quantization") or {}
+    chosen: dict[str, dict] = {}
+
+    def predicate(path: str, module: nn.Module) -> bool | dict:
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        try:
+            chosen[path] = infer_quant_config(path, module, weights)
+        except (ValueError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"expected scales that fit {path}.weight in {where}; {error}. Quantize the checkpoint again."
+            ) from error
+        if f"{path}.biases" not in weights and chosen[path]["mode"] == "affine":
+            raise CheckpointError(f"expected {path}.biases beside {path}.scales in {where}; it is missing. Convert it again.")
+        return chosen[path]
+
+    nn.quantize(model, class_predicate=predicate)
+    if not chosen:
+        return
+    default = {k: quantization[k] for k in ("group_size", "bits", "mode") if quantization.get(k) is not None}
+    common = [(tuple(sorted(entry.items()))) for entry in chosen.values()]
+    usual = dict(max(set(common), key=common.count))
+    default = {**usual, **default} if default.get("bits") and default.get("group_size") else usual
+    spelled = {k: v for k, v in default.items() if k != "mode" or v != "affine"}
+    for path, entry in chosen.items():
+        if any(entry[k] != default.get(k, "affine" if k == "mode" else None) for k in entry):
+            spelled[path] = entry
+    config["quantization"] = spelled
+    config["quantization_config"] = spelled
+
+
+def _faults(model: nn.Module, weights: Weights) -> list[str]:
+    """What keeps `weights` from being exactly the model's parameters: missing, unexpected and misshapen names."""
+    expected = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    missing = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in weights]
+    unexpected = [f"unexpected {name} {list(v.shape)}" for name, v in weights.items() if name not in expected]
+    misshapen = [
+        f"{name} is {list(weights[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != tuple(shape)
+    ]
+    return missing + unexpected + misshapen
+
+
+def _fault_message(faults: list[str], where: str, target: TargetConfig) -> str:
+    kinds: list[tuple[str, Callable[[str], bool]]] = [
+        ("missing", lambda f: f.startswith("missing ")),
+        ("unexpected", lambda f: f.startswith("unexpected ")),
+        ("of another shape", lambda f: not f.startswith(("missing ", "unexpected "))),
+    ]
+    counts = [(word, [f for f in faults if test(f)]) for word, test in kinds]
+    summary = " and ".join(f"{len(items)} {word}" for word, items in counts if items)
+    detail = "; ".join(
+        ", ".join(items[:_MOST_NAMES]) + (f" and {len(items) - _MOST_NAMES} more" if len(items) > _MOST_NAMES else "")
+        for _, items in counts
+        if items
+    )
+    return (
+        f"expected exactly the tensors of mlx-lm's {target.family}; found {summary} in {where}: {detail}. "
+        "The files do not belong to this config.json, or the architecture differs from mlx-lm's."
+    )
+
+
+def _dropped_note(dropped: dict[str, str]) -> str:
+    counts: dict[str, int] = {}
+    for reason in dropped.values():
+        counts[reason] = counts.get(reason, 0) + 1
+    return "dropped " + ", ".join(f"{n} tensor{'s' if n > 1 else ''} ({reason})" for reason, n in sorted(counts.items()))
