@@ -48,9 +48,7 @@ class YarnRoPE(nn.Module):
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
         if self.scale != 1.0:
             x = x.at[..., : self.dims].multiply(self.scale)
-        return mx.fast.rope(
-            x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=self._freqs
-        )
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=self._freqs)
 
 
 def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

@@ -118,6 +118,14 @@ class Target:
             )
         return owners[0]
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
+        tables = [m for _, m in self.backbone.named_modules() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+        if not tables:
+            raise TapError(f"expected a token embedding inside {self.family}; found none. This model cannot be paired.")
+        return max(table.weight.shape[0] for table in tables)
+
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> tuple[mx.array, mx.array]:
         """One target pass without the head.
 

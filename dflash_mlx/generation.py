@@ -1,0 +1,459 @@
+"""The round loop: prefill, then draft -> verify -> accept -> commit until EOS or max_tokens.
+
+The only module that sees the target's and the drafter's caches at once. Knows no files and no terminals.
+Read `_rounds` first: it is the whole method. `stream_generate` puts text and counts round it, as mlx-lm's does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.generate import generation_stream
+from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .accept import accept_match
+from .cache import PairCache, check_rollback, is_pair_cache, rollback
+from .drafter import Drafter
+from .errors import CacheError, GenerationError, PairError
+from .memory import wired_limit
+from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
+from .stats import GenerationStats
+from .taps import Target
+from .verify import logprobs, verify_block
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """mlx-lm's response for one token, plus `stats`: the run's `GenerationStats` so far, None without a DFlash drafter."""
+
+    stats: GenerationStats | None = None
+
+
+def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, max_kv_size: int | None = None) -> list[Any]:
+    """An empty prompt cache: mlx-lm's for the target alone, one list for both with a drafter.
+
+    The list holds only mlx-lm's own cache classes, so `mlx_lm.models.cache.save_prompt_cache` and `load_prompt_cache` carry
+    it. It remembers committed ids, so a later call passes new tokens only, as in mlx-lm.
+
+    Raises:
+      CacheError: if the target has a cache kind that cannot be rolled back, or max_kv_size is given with a DFlash drafter.
+    """
+    target = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
+    if draft_model is None:
+        return target
+    if not isinstance(draft_model, Drafter):
+        return target + mlx_lm_cache.make_prompt_cache(draft_model, max_kv_size)
+    if max_kv_size is not None:
+        raise CacheError(
+            f"expected no max_kv_size with a DFlash drafter; found {max_kv_size}. A rotating target cache cannot be rolled "
+            "back yet: leave max_kv_size out, or run without a drafter."
+        )
+    check_rollback(target, Target(model).family)
+    return PairCache.make(target, draft_model.make_cache())
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: nn.Module | None = None,
+    stream: Any = generation_stream,
+    *,
+    block_size: int | None = None,
+    seed: int | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    logprobs: bool = False,
+    keep_rounds: bool = True,
+    prefill_step_size: int | None = None,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+    quantized_kv_start: int | None = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    num_draft_tokens: int | None = None,
+    input_embeddings: mx.array | None = None,
+) -> Generator[GenerationResponse, None, None]:
+    """Generate text, one response a token: `mlx_lm.stream_generate` with a DFlash drafter as `draft_model`.
+
+    Args beyond mlx-lm's:
+      draft_model: what `load_drafter` returned for this model object. None runs mlx-lm's own loop; an ordinary mlx-lm model
+        is passed through to mlx-lm's speculative decoding.
+      block_size: slots drafted in a round, the anchor included; None: the drafter config's; 1: no drafting.
+        `num_draft_tokens` is the same less one.
+      seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
+      logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
+      keep_rounds: False keeps only the summary of a long run in `stats`.
+    Greedy (no sampler) is mlx-lm's: the argmax of the normalised row. With a sampler or processors the target's token is
+    drawn row by row and drafts are matched with it. Processors are called for committed rows only, one wait a row.
+
+    Raises:
+      GenerationError, CacheError, PairError: an option that cannot be honoured, before anything runs.
+      ValueError: max_tokens 0 or an empty prompt, as in mlx-lm.
+    """
+    given = {
+        "prefill_step_size": prefill_step_size,
+        "max_kv_size": max_kv_size,
+        "kv_bits": kv_bits,
+        "kv_group_size": kv_group_size,
+        "quantized_kv_start": quantized_kv_start,
+        "prompt_progress_callback": prompt_progress_callback,
+        "num_draft_tokens": num_draft_tokens,
+        "input_embeddings": input_embeddings,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if not isinstance(draft_model, Drafter):
+        given |= {"sampler": sampler, "logits_processors": logits_processors, "prompt_cache": prompt_cache}
+        return _mlx_lm(model, tokenizer, prompt, max_tokens, draft_model, stream, block_size, seed, logprobs, given)
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    for name in ("max_kv_size", "kv_bits", "input_embeddings"):
+        if name in given:
+            raise GenerationError(
+                f"expected no {name} with a DFlash drafter; it was given. Its cache cannot be rolled back yet: leave it out, "
+                "or run without a drafter."
+            )
+    if draft_model.target is not model:
+        raise PairError(
+            "expected the model object that this drafter was loaded for; found another. Call load_drafter(path, model)."
+        )
+    stats = GenerationStats(_block_size(draft_model, block_size, num_draft_tokens), keep_rounds)
+    ids = _encode(tokenizer, prompt)
+    if not ids:
+        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+    if prompt_cache is None:
+        prompt_cache = make_prompt_cache(model, draft_model)
+    elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
+        # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place.
+        check_rollback(prompt_cache, Target(model).family)
+        prompt_cache[:] = PairCache.make(list(prompt_cache), draft_model.make_cache())
+    pair = PairCache.read(prompt_cache)
+    if len(pair.drafter) != len(draft_model.layers) or len(pair.target) != len(model.layers):
+        raise CacheError(
+            f"expected a prompt cache of {len(model.layers)} target and {len(draft_model.layers)} drafter entries; found "
+            f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
+        )
+    chooser = _Chooser(sampler, logits_processors or (), seed)
+    steps = _rounds(
+        ids, model, draft_model, pair, stats, chooser, max_tokens, stream, prefill_step_size or 2048, prompt_progress_callback
+    )
+    return _respond(steps, tokenizer, len(ids), max_tokens, [model, draft_model], stream, stats, logprobs)
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs: Any) -> str:
+    """The whole answer as text; keywords as in `stream_generate`. `verbose` prints text and figures, as mlx-lm's does."""
+    text, response = "", None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose and response is not None:
+        print(f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
+        if response.stats is not None and response.stats.tau is not None:
+            print(f"Acceptance: tau {response.stats.tau:.2f} (mean of accepted + 1 over {response.stats.n_drafting} rounds)")
+    return text
+
+
+# One step: (token, log-probabilities [V], whether the drafter proposed it).
+Step = tuple[int, mx.array, bool]
+
+
+def _rounds(
+    prompt: list[int],
+    model: nn.Module,
+    drafter: Drafter,
+    pair: PairCache,
+    stats: GenerationStats,
+    chooser: _Chooser,
+    max_tokens: int,
+    stream: Any,
+    prefill_step_size: int,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[Step]:
+    """Yield committed tokens; every round is one drafter pass, one target pass and one wait for the device.
+
+        ids (committed)      p0 ... pn  a | d1 d2 b         a: anchor, committed but not yet in the target's cache
+        target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
+        drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending as features
+
+    However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `finally` leaves the pair of caches at
+    exactly the tokens that were yielded.
+    """
+    target = Target(model, drafter.config.target_layer_ids)
+    feed = pair.ids[pair.rows :] + prompt
+    history = list(prompt)
+    rows, pending, emitted = pair.rows, pair.features, 0
+    injected = rows - pair.pending
+    try:
+        # Prefill: all but the last token in chunks, whose features go straight into the drafter's cache.
+        total = len(feed)
+        report = progress or (lambda *_: None)
+        report(0, total)
+        while len(feed) > 1:
+            chunk = feed[: min(prefill_step_size, len(feed) - 1)]
+            with mx.stream(stream):
+                _, features = target(mx.array([chunk]), pair.target)
+                features = _join(pending, features)
+                drafter.inject(features, pair.drafter, injected)
+                mx.eval([entry.state for entry in pair.entries[:-1]])
+                mx.clear_cache()
+            pair.ids = pair.ids[:rows] + chunk
+            rows, feed = rows + len(chunk), feed[len(chunk) :]
+            injected, pending = rows, None
+            report(total - len(feed), total)
+        with mx.stream(stream):
+            hidden, features = target(mx.array([feed]), pair.target)
+            nothing = mx.zeros((1, 0), dtype=mx.int32)
+            _, _, token, row_logprobs = chooser.match(target, hidden, features, nothing, pair.drafter, history, rows + 1)
+        pair.ids = pair.ids[:rows] + feed
+        rows, pending = rows + 1, _join(pending, features)
+        report(total, total)
+        steps: list[Step] = [(token, row_logprobs(0), False)]
+
+        while True:
+            # Hand out what the last round committed.
+            for step in steps:
+                pair.ids.append(step[0])
+                history.append(step[0])
+                emitted += 1
+                yield step
+                if emitted == max_tokens:
+                    return
+                if emitted % 256 == 1:
+                    mx.clear_cache()
+
+            width = stats.block_size - 1
+            began = time.perf_counter()
+            with mx.stream(stream):
+                anchor = mx.array([pair.ids[-1]], dtype=mx.int32)
+                if width:
+                    drafted = drafter.draft(anchor, pending, pair.drafter, injected, width + 1)
+                else:
+                    # No drafting: the context stays injectable at the cost of the drafter's key and value products.
+                    drafter.inject(pending, pair.drafter, injected)
+                    drafted = nothing
+                draft_s = None
+                if width and stats.times_next_round:
+                    mx.eval(drafted)
+                    draft_s = time.perf_counter() - began
+                hidden, features = verify_block(target, anchor, drafted, pair.target)
+                ids, accepted, bonus, row_logprobs = chooser.match(
+                    target, hidden, features, drafted, pair.drafter, history, rows + 1
+                )
+            stats.add_passes(time.perf_counter() - began, draft_s)
+
+            # Commit the anchor and the accepted drafts; the bonus becomes the next anchor.
+            began = time.perf_counter()
+            injected, pending = rows, features[:, : accepted + 1]
+            rows += accepted + 1
+            rollback(pair.target, rows)
+            stats.seconds["rollback"] += time.perf_counter() - began
+            stats.add_round(ids, accepted, bonus, width)
+            tokens = [*ids[:accepted], bonus]
+            steps = [(t, row_logprobs(i), i < accepted) for i, t in enumerate(tokens)]
+    finally:
+        # The last token handed out is the anchor: the target does not hold it.
+        keep = min(rows, len(pair.ids) - 1) if emitted else rows
+        rollback(pair.target, keep)
+        for entry in pair.drafter:
+            if entry.offset > injected and isinstance(entry, mlx_lm_cache.KVCache):
+                entry.trim(entry.offset - injected)
+        pair.features = pending[:, : keep - injected] if pending is not None and keep > injected else None
+        pair.write()
+
+
+class _Chooser:
+    """Draws the target's token at each row of a block and matches the drafts with it."""
+
+    def __init__(self, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None):
+        self.sampler, self.processors = sampler, processors
+        self.seed = choose_seed(seed) if sampler or seed is not None else 0
+
+    def _choose(self, row: mx.array, position: int) -> mx.array:
+        """[1, V] log-probabilities to the token [1] at an absolute position."""
+        token = mx.argmax(row, axis=-1) if self.sampler is None else sample_at(self.sampler, self.seed, position, row)
+        return token.astype(mx.int32)
+
+    def match(
+        self,
+        target: Target,
+        hidden: mx.array,
+        features: mx.array,
+        drafted: mx.array,
+        drafter_cache: list[Any],
+        history: list[int],
+        position: int,
+    ) -> tuple[list[int], int, int, Callable[[int], mx.array]]:
+        """Accept drafts while they equal the target's own choice; the round's one wait for the device is here.
+
+        Shapes:
+          - hidden: [1, N + 1, H]; drafted: [1, N]; row 0 chooses the token at absolute `position`, after `history`
+        Returns: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
+        """
+        state = [entry.state for entry in drafter_cache]
+        if self.processors:
+            mx.eval(drafted, hidden, features, state)
+            return self._match_rows(target, hidden, drafted[0].tolist(), history, position)
+        rows = logprobs(target, hidden)
+        if self.sampler is None:
+            choices = mx.argmax(rows, axis=-1).astype(mx.int32)
+        else:
+            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
+        accepted, bonus = accept_match(drafted, choices)
+        packed = mx.concatenate([drafted[0], accepted, bonus])
+        mx.eval(packed, hidden, features, state)
+        *ids, n, last = packed.tolist()
+        # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
+        return ids, n, last, lambda i: logprobs(target, hidden[:, i : i + 1])[0, 0]
+
+    def _match_rows(
+        self, target: Target, hidden: mx.array, ids: list[int], history: list[int], position: int
+    ) -> tuple[list[int], int, int, Callable[[int], mx.array]]:
+        """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
+        see in plain decoding."""
+        context, rows = list(history), []
+        for i in range(len(ids) + 1):
+            row = process(self.processors, mx.array(context), target.head(hidden[:, i : i + 1])[:, 0])
+            token = self._choose(row, position + i).item()
+            rows.append(row[0])
+            if i == len(ids) or token != ids[i]:
+                break
+            context.append(token)
+        return ids, i, token, rows.__getitem__
+
+
+def _respond(
+    steps: Iterator[Step],
+    tokenizer: TokenizerWrapper,
+    prompt_tokens: int,
+    max_tokens: int,
+    models: Sequence[nn.Module],
+    stream: Any,
+    stats: GenerationStats,
+    evaluate: bool,
+) -> Generator[GenerationResponse, None, None]:
+    """Text, counts and rates round the steps, as mlx-lm's stream_generate gives them."""
+    detokenizer = tokenizer.detokenizer
+    with wired_limit(models, stream), closing(steps):
+        began = time.perf_counter()
+        for n, (token, row, from_draft) in enumerate(steps, start=1):
+            if n == 1:
+                prompt_tps = prompt_tokens / (time.perf_counter() - began)
+                began = time.perf_counter()
+            if evaluate:
+                mx.eval(row)
+            stop = token in tokenizer.eos_token_ids
+            last = stop or n == max_tokens
+            if not stop:
+                detokenizer.add_token(token)
+            if last:
+                detokenizer.finalize()
+                # Caches are at this token before the caller sees it.
+                steps.close()
+            elapsed = time.perf_counter() - began
+            spent = stats.seconds
+            spent["host"] = max(elapsed - spent["draft"] - spent["verify"] - spent["rollback"], 0.0)
+            yield GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token,
+                logprobs=row,
+                from_draft=from_draft,
+                prompt_tokens=prompt_tokens,
+                prompt_tps=prompt_tps,
+                generation_tokens=n,
+                generation_tps=n / elapsed if elapsed else 0.0,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if stop else "length") if last else None,
+                stats=stats,
+            )
+            if last:
+                return
+
+
+def _mlx_lm(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: str | mx.array | list[int],
+    max_tokens: int,
+    draft_model: nn.Module | None,
+    stream: Any,
+    block_size: int | None,
+    seed: int | None,
+    evaluate: bool,
+    options: dict[str, Any],
+) -> Generator[GenerationResponse, None, None]:
+    """mlx-lm's own loop, plain or with an ordinary draft model; plain sampling goes through keyed noise."""
+    if block_size is not None:
+        raise GenerationError(f"expected a DFlash drafter for block_size; found {block_size} without one. Leave it out.")
+    if draft_model is not None and seed is not None:
+        raise GenerationError(
+            f"expected no seed with an mlx-lm draft model; found {seed}. Its draws depend on what was drafted: leave it out."
+        )
+    cache = options["prompt_cache"]
+    if cache is not None and is_pair_cache(cache):
+        raise CacheError(
+            "expected a target's prompt cache; found one that also holds a drafter's part. Pass that drafter as draft_model, or "
+            "make_prompt_cache(model)."
+        )
+    prompt = mx.array(_encode(tokenizer, prompt))
+    if seed is not None:
+        choose_seed(seed)
+    if draft_model is None and options["sampler"] is not None:
+        embeddings = options.get("input_embeddings")
+        held = next((entry.offset for entry in cache or [] if hasattr(entry, "offset")), 0)
+        start = held + max(prompt.size, 0 if embeddings is None else len(embeddings))
+        options = {**options, "sampler": KeyedSampler(options["sampler"], choose_seed(seed), start)}
+    steps = mlx_lm_stream_generate(
+        model, tokenizer, prompt, max_tokens=max_tokens, draft_model=draft_model, stream=stream, **options
+    )
+
+    def respond() -> Generator[GenerationResponse, None, None]:
+        with closing(steps):
+            for response in steps:
+                if evaluate:
+                    mx.eval(response.logprobs)
+                yield GenerationResponse(**vars(response))
+
+    return respond()
+
+
+def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
+    """Token ids of a prompt; special tokens are added to text that does not begin with BOS, as in mlx-lm."""
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+    return prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+
+
+def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int:
+    if num_draft_tokens is not None:
+        if block_size is not None and block_size != num_draft_tokens + 1:
+            raise GenerationError(
+                f"expected block_size to be num_draft_tokens + 1; found {block_size} and {num_draft_tokens}. Give one of them."
+            )
+        block_size = num_draft_tokens + 1
+    if block_size is None:
+        return drafter.config.block_size
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
+    return block_size
+
+
+def _join(pending: mx.array | None, features: mx.array) -> mx.array:
+    """Feature rows [1, S, F] after those still pending."""
+    return features if pending is None else mx.concatenate([pending, features], axis=1)

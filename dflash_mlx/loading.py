@@ -1,0 +1,149 @@
+"""From a path, a hub repo or a built-in pair to a loaded target, and to a drafter that is checked and bound to it.
+
+Knows where built-in pairs lie and what makes a drafter and a target belong together. Knows nothing of generation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import DrafterConfig
+from .drafter import Drafter
+from .errors import CheckpointError, ConfigError, PairError, TapError
+from .taps import Target
+
+# name: what it is. Each has a folder target/ and a folder drafter/ in the package.
+BUILTIN_PAIRS = {"tiny": "a 2.7 M-parameter completer of Python source and its drafter (4 MB each at most, runs anywhere)"}
+DEFAULT_PAIR = "tiny"
+# Drafters whose layers this module can build. Others are refused by name.
+_ARCHITECTURES = ("DFlashDraftModel", "")
+
+
+def builtin_path(name: str, part: str) -> Path | None:
+    """The folder of a built-in pair's `target` or `drafter`; None if `name` is no built-in or a path of that name exists."""
+    if name in BUILTIN_PAIRS and not Path(name).exists():
+        return Path(__file__).parent / "pairs" / name / part
+    return None
+
+
+def default_dtype() -> mx.Dtype:
+    """The activation type that `load` uses unless told: float32 on a CPU, bfloat16 on a GPU."""
+    return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+
+
+def load(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
+    """Load a target and its tokenizer, as `mlx_lm.load`.
+
+    Args:
+      path_or_hf_repo: a directory, a hub repo, or the name of a built-in pair.
+      dtype: type of activations and of float weights (for quantized layers of scales and biases); None: `default_dtype`.
+    Returns: the mlx-lm model and its TokenizerWrapper.
+    """
+    from mlx_lm import load as mlx_lm_load
+
+    path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
+    model, tokenizer = mlx_lm_load(str(path), lazy=True)
+    model.set_dtype(dtype or default_dtype())
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def load_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
+    """Load a drafter, check that it belongs to `model`, and let it borrow that target's embedding and head.
+
+    Args:
+      path_or_hf_repo: a directory, a hub repo, or the name of a built-in pair.
+      model: what `load` returned. The drafter runs in its activation type.
+    Raises:
+      ConfigError, CheckpointError: the drafter's config or tensors; every fault in one message.
+      PairError: hidden size, taps, mask row or layer count contradict the target; all of them in one message.
+    """
+    path = Path(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo)
+    config = DrafterConfig.from_dict(json.loads((path / "config.json").read_text()), str(path / "config.json"))
+    return make_drafter(config, dict(mx.load(str(path / "model.safetensors"))), model)
+
+
+def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:
+    """Build a drafter from its config and bare-named tensors, and bind it to a target; faults as in `load_drafter`."""
+    if config.architecture not in _ARCHITECTURES or config.unsupported or config.draft_vocab_size:
+        what = [config.architecture] if config.architecture not in _ARCHITECTURES else list(config.unsupported)
+        if config.draft_vocab_size:
+            what.append(f"draft_vocab_size = {config.draft_vocab_size}")
+        raise ConfigError(
+            f"expected a DFlash drafter ({_ARCHITECTURES[0]}) without extensions; found {', '.join(what)}, which this version "
+            "does not run. Use another drafter for this target."
+        )
+    target = Target(model)
+    check_pair(config, target)
+    drafter = Drafter(config)
+    if config.quantization:
+        group_size, bits = config.quantization["group_size"], config.quantization["bits"]
+        nn.quantize(drafter, group_size, bits, class_predicate=lambda name, _: f"{name}.scales" in weights)
+    expected = {name: value.shape for name, value in _flat(drafter)}
+    faults = [f"missing {name}" for name in expected if name not in weights]
+    faults += [f"unexpected {name}" for name in weights if name not in expected]
+    faults += [
+        f"{name} is {list(weights[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    if faults:
+        raise CheckpointError(
+            f"expected the tensors of a DFlash drafter as its config describes it; {'; '.join(faults)}. "
+            "Use the config.json that came with the weights."
+        )
+    drafter.load_weights(list(weights.items()))
+    drafter.set_dtype(target.embed(mx.zeros((1, 1), dtype=mx.int32)).dtype)
+    drafter.eval()
+    mx.eval(drafter.parameters())
+    return drafter.bind(target.embed, target.head, model)
+
+
+def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(module.parameters())
+
+
+def check_pair(config: DrafterConfig, target: Target) -> None:
+    """Compare a drafter's config with the target as it is, by one pass over one token.
+
+    Raises:
+      PairError: lists every contradiction.
+      TapError: if the target cannot be tapped (compiled, or no module owns its layers).
+    """
+    n, family, faults = len(target.layers), target.family, []
+    ids = config.target_layer_ids
+    if max(ids) >= n:
+        faults.append(f"drafter taps layers {list(ids)}, {family} has {n}")
+    elif max(ids) == n - 1:
+        faults.append(f"drafter taps the last layer {n - 1} of {family}, whose state its authors stored after the final norm")
+    if config.num_target_layers not in (None, n):
+        faults.append(f"drafter expects {config.num_target_layers} target layers, {family} has {n}")
+    token = mx.zeros((1, 1), dtype=mx.int32)
+    tapped = Target(target.model, [i for i in dict.fromkeys(ids) if i < n] or [0])
+    hidden, features = tapped(token)
+    try:
+        mx.eval(features)
+    except (RuntimeError, ValueError) as error:
+        raise TapError(
+            f"expected {family}'s layer outputs as plain arrays; found traced ones ({error}). Pass the uncompiled model."
+        ) from None
+    width = features.shape[-1] // len(tapped.layer_ids)
+    if width != config.target_hidden_size:
+        faults.append(f"drafter expects target hidden_size {config.target_hidden_size}, {family} has {width}")
+    embedding = target.embed(token).shape[-1]
+    if embedding != config.hidden_size:
+        faults.append(f"drafter has hidden_size {config.hidden_size}, {family} embeds into {embedding}")
+    rows = target.vocabulary
+    if config.mask_token_id >= rows:
+        faults.append(f"drafter's mask token {config.mask_token_id} has no row in {family}'s embedding of {rows}")
+    if faults:
+        raise PairError(
+            f"this drafter and this target do not belong together: {'; '.join(faults)}. Use the drafter trained for this target."
+        )

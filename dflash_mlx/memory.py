@@ -1,0 +1,48 @@
+"""MLX's wired-memory limit while generating, as mlx-lm sets it, for several models and several generators at once."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+_lock = threading.Lock()
+_users = 0
+_before: int | None = None
+
+
+@contextmanager
+def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None]:
+    """Raise the wired limit to the recommended size until the last open generator ends; warn if the models hardly fit.
+
+    mlx-lm's own context manager restores what it found, so two generators that end in the order in which they began would
+    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this does nothing.
+    """
+    global _users, _before
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if limit is None:
+        yield
+        return
+    size = sum({id(a): a.nbytes for m in models for _, a in tree_flatten(m.parameters())}.values())
+    if size > 0.9 * limit:
+        warnings.warn(
+            f"the models take {size / 1e9:.1f} GB, close to the {limit / 1e9:.1f} GB that the GPU may hold; this can be slow",
+            stacklevel=3,
+        )
+    with _lock:
+        if _users == 0:
+            _before = mx.set_wired_limit(limit)
+        _users += 1
+    try:
+        yield
+    finally:
+        mx.synchronize(stream)
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                mx.set_wired_limit(_before)

@@ -1,0 +1,82 @@
+"""What a run reports: its rounds, tau, and where the time went. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class Round(dict):
+    """One verify round: `drafted` (all block_size - 1 ids, [] at width 0), `accepted`, `bonus`, `width`.
+
+    A dict, so that it goes into JSON as it is; the four are attributes too.
+    """
+
+    def __getattr__(self, name: str):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass
+class GenerationStats:
+    """Fills as a run goes; the same object hangs on every response of the run.
+
+    rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
+    acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
+    seconds: draft and verify (host wait for the device; split as one round in 16 measures it, see `add_passes`),
+      rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
+    """
+
+    block_size: int
+    keep_rounds: bool = True
+    rounds: list[Round] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    n_rounds: int = 0
+    n_drafting: int = 0
+    n_committed: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
+    _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _passes_s: float = 0.0
+
+    @property
+    def tau(self) -> float | None:
+        """Mean of accepted + 1 over all rounds of width > 0, before any cut at EOS or max_tokens; None without one."""
+        return self.n_committed / self.n_drafting if self.n_drafting else None
+
+    def add_round(self, drafted: list[int], accepted: int, bonus: int, width: int) -> None:
+        self.n_rounds += 1
+        if width:
+            self.n_drafting += 1
+            self.n_committed += accepted + 1
+        if self.keep_rounds:
+            self.rounds.append(Round(drafted=drafted, accepted=accepted, bonus=bonus, width=width))
+            if width:
+                self.acceptance_lengths.append(accepted + 1)
+
+    @property
+    def times_next_round(self) -> bool:
+        """Whether the next round should wait for its draft separately: rounds 2, 18, 34, ... (the first one warms up)."""
+        return self.n_rounds % 16 == 1
+
+    def add_passes(self, total_s: float, draft_s: float | None) -> None:
+        """Add one round's wait; `draft_s` is its draft part in a round that was timed apart, else None.
+
+        A second wait would leave the device idle, so most rounds are measured as a whole and split in the measured ratio.
+        """
+        self._passes_s += total_s
+        if draft_s is not None:
+            self._timed[0] += draft_s
+            self._timed[1] += total_s
+        share = self._timed[0] / self._timed[1] if self._timed[1] else 0.0
+        self.seconds["draft"] = share * self._passes_s
+        self.seconds["verify"] = (1 - share) * self._passes_s
+
+    def summary(self) -> dict:
+        """The fields that `--json` prints, as plain values."""
+        return {
+            "acceptance_lengths": self.acceptance_lengths,
+            "rounds": self.rounds,
+            "tau": self.tau,
+            "seconds": self.seconds,
+        }

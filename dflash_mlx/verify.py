@@ -1,0 +1,29 @@
+"""One target pass over a block. Knows the target; knows nothing of sampling, acceptance or the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .taps import Target
+
+
+def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
+    """Run the target over `[anchor, drafted...]` after the rows its cache holds.
+
+    Shapes:
+      - anchor: [B] int32; drafted: [B, N] int32, N = width of this round
+    Returns:
+      - hidden: [B, N + 1, H] final normed states, row i chooses the token after block slot i
+      - features: [B, N + 1, n_taps * H] taps of the same rows
+    The cache then holds N + 1 rows more; the caller rolls back those it does not commit.
+    """
+    return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache)
+
+
+def logprobs(target: Target, hidden: mx.array) -> mx.array:
+    """[B, L, H] final normed states to log-probabilities [B, L, V], normalised as mlx-lm's loop does."""
+    logits = target.head(hidden)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
