@@ -20,6 +20,8 @@ from .taps import Target
 # name: what it is. Each has a folder target/ and a folder drafter/ in the package.
 BUILTIN_PAIRS = {"tiny": "a 2.7 M-parameter completer of Python source and its drafter (4 MB each at most, runs anywhere)"}
 DEFAULT_PAIR = "tiny"
+# What `generate` completes when no prompt is given.
+EXAMPLE_PROMPTS = {"tiny": "def test_"}
 # Drafters whose layers this module can build. Others are refused by name.
 _ARCHITECTURES = ("DFlashDraftModel", "")
 
@@ -36,7 +38,13 @@ def default_dtype() -> mx.Dtype:
     return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
 
 
-def load(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
+def load(
+    path_or_hf_repo: str,
+    *,
+    dtype: mx.Dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, Any]:
     """Load a target and its tokenizer, as `mlx_lm.load`.
 
     Args:
@@ -47,13 +55,13 @@ def load(path_or_hf_repo: str, *, dtype: mx.Dtype | None = None) -> tuple[nn.Mod
     from mlx_lm import load as mlx_lm_load
 
     path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
-    model, tokenizer = mlx_lm_load(str(path), lazy=True)
+    model, tokenizer = mlx_lm_load(str(path), lazy=True, revision=revision, trust_remote_code=trust_remote_code)
     model.set_dtype(dtype or default_dtype())
     mx.eval(model.parameters())
     return model, tokenizer
 
 
-def load_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
+def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None) -> Drafter:
     """Load a drafter, check that it belongs to `model`, and let it borrow that target's embedding and head.
 
     Args:

@@ -39,12 +39,13 @@ def sample_at(sampler: Sampler, seed: int, position: int, logprobs: mx.array) ->
       - logprobs: [1, V]; position: the sampled token's absolute position
     Returns: [1] token id, not evaluated.
     """
-    state = mx.random.state[0]
+    # The state is a key of two words and cannot be assigned; seeding with both makes the same key again.
+    high, low = mx.random.state[0].tolist()
     mx.random.seed((seed << 32) | position)
     try:
         return sampler(logprobs)
     finally:
-        mx.random.state[0] = state
+        mx.random.seed((high << 32) | low)
 
 
 class KeyedSampler:

@@ -1,0 +1,347 @@
+"""The `dflash-mlx` command: the only module that prints and the only one that exits.
+
+Text goes to stdout, figures, progress and errors to stderr. Everything heavy is imported inside the commands, so that
+`dflash-mlx -h` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from .errors import DFlashError
+from .version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run language models faster and exactly: DFlash block-diffusion speculative decoding on MLX.",
+)
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def main() -> None:
+    """Entry point: runs a command; an error becomes one line on stderr and exit status 1, Ctrl-C 130."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app()
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader left (a closed pager): nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        if os.environ.get("DFLASH_TRACEBACK"):
+            raise
+        kind = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: "
+        _say(f"Error: {kind}{error}")
+        raise SystemExit(1) from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"dflash-mlx {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Option(help="Target: a directory, a hub repo or a built-in pair's name. Default: the built-in pair.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="DFlash drafter for --model, or 'auto'. Without it --model decodes plainly.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads it from standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Most tokens to generate; -1: no limit.")] = 256,
+    system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
+    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability relative to the top token's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Noise of sampling: same seed, same text, with or without a drafter.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Slots drafted a round, the anchor included. Default: the drafter's own.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, bfloat16 on a GPU.")
+    ] = None,
+    prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = None,
+    max_kv_size: Annotated[
+        int | None, typer.Option(min=1, help="Rotating cache of this many rows (plain decoding only).")
+    ] = None,
+    kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Quantize the KV cache (plain decoding only).")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Mark accepted, rejected and bonus tokens in the text.")
+    ] = False,
+) -> None:
+    """Generate text from a prompt and show how much of the drafts was accepted."""
+    if draft_model and not model:
+        raise typer.BadParameter("it needs --model, the target it was trained for", param_hint="--draft-model")
+    if show_drafts and as_json:
+        raise typer.BadParameter("--json already holds every draft under 'rounds'", param_hint="--show-drafts")
+    if system is not None and raw:
+        raise typer.BadParameter("--raw uses no chat template, so there is no place for it", param_hint="--system")
+    for name, value in (("--top-p", top_p), ("--top-k", top_k), ("--min-p", min_p)):
+        if value and temp == 0:
+            raise typer.BadParameter("it has no effect at temperature 0; give --temp", param_hint=name)
+    if max_tokens == 0 or max_tokens < -1:
+        raise typer.BadParameter("give a positive number, or -1 for no limit", param_hint="--max-tokens")
+    if prompt == "-":
+        prompt = sys.stdin.read()
+
+    with _only_ours_on_stdout() as stdout:
+        from mlx_lm.sample_utils import make_sampler
+
+        from . import loading
+        from .generation import stream_generate
+
+        target, drafter = _choose_pair(model, draft_model)
+        if show_drafts and drafter is None:
+            raise DFlashError("expected a drafter for --show-drafts; found none. Give --draft-model, or leave both out.")
+        if prompt is None:
+            prompt = loading.EXAMPLE_PROMPTS.get(target)
+            if prompt is None:
+                raise typer.BadParameter("give -p TEXT, or -p - to read standard input", param_hint="--prompt")
+            _say(f"No prompt given; completing {prompt!r}.")
+        import mlx.core as mx
+
+        type_ = getattr(mx, dtype.value) if dtype else None
+        with _status(f"Loading {target} ..."):
+            lm, tokenizer = loading.load(target, dtype=type_, revision=revision, trust_remote_code=trust_remote_code)
+            draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+        ids = _encode_prompt(tokenizer, prompt, system, raw)
+        # Below this temperature the distribution is its top token.
+        sampler = make_sampler(temp, top_p or 0.0, min_p or 0.0, top_k=top_k or 0) if temp >= 1e-5 else None
+        with _prefill_progress() as progress:
+            responses = stream_generate(
+                lm,
+                tokenizer,
+                ids,
+                max_tokens=max_tokens,
+                draft_model=draft,
+                block_size=block_size,
+                seed=seed,
+                sampler=sampler,
+                prefill_step_size=prefill_step_size,
+                max_kv_size=max_kv_size,
+                kv_bits=kv_bits,
+                prompt_progress_callback=progress,
+            )
+            show = _nothing if as_json else _draft_marker(tokenizer, stdout) if show_drafts else _plain_text(stdout)
+            result = _run(responses, show)
+        if as_json:
+            print(json.dumps({**result, "model": target, "draft_model": drafter}), file=stdout)
+        else:
+            print(file=stdout, flush=True)
+        _say(_figures(result))
+    if result["finish_reason"] == "interrupted":
+        raise SystemExit(130)
+
+
+@contextlib.contextmanager
+def _only_ours_on_stdout() -> Iterator[Any]:
+    """Hand out the real stdout and send everything that libraries print to stderr meanwhile."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield stdout
+
+
+def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
+    """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
+    from . import loading
+
+    if model is None:
+        return loading.DEFAULT_PAIR, loading.DEFAULT_PAIR
+    if draft_model is None:
+        _say("No --draft-model: plain decoding.")
+        return model, None
+    if draft_model != "auto":
+        return model, draft_model
+    if loading.builtin_path(model, "drafter") is None:
+        raise DFlashError(
+            f"expected a target with a drafter known to this version for --draft-model auto; found {model}. "
+            f"Known: {', '.join(loading.BUILTIN_PAIRS)}. Name the drafter's directory or repo."
+        )
+    _say(f"Drafter: {model} (built-in).")
+    return model, model
+
+
+def _encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool) -> list[int] | str:
+    """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so."""
+    if raw:
+        return prompt
+    if not tokenizer.has_chat_template:
+        if system is not None:
+            raise DFlashError("expected a chat template for --system; this tokenizer has none. Leave --system out.")
+        _say("This tokenizer has no chat template: the prompt is used as it is.")
+        return prompt
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[None]:
+    """A spinner on stderr while something loads; nothing when stderr is not a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _prefill_progress() -> Iterator[Any]:
+    """A progress bar over prompt tokens on stderr; it leaves when the prompt is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("prompt"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("prompt", total=None)
+
+    def update(done: int, total: int) -> None:
+        if done < total:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+        else:
+            bar.stop()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+def _run(responses: Iterator[Any], show: Any) -> dict[str, Any]:
+    """Drain a generation, showing each response, into the fields of --json. Ctrl-C ends it with what there is."""
+    text, ids, last, reason = [], [], None, None
+    try:
+        for last in responses:
+            text.append(last.text)
+            ids.append(last.token)
+            show(last)
+        reason = last.finish_reason
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    finally:
+        responses.close()
+    stats = last.stats if last else None
+    none = {
+        "acceptance_lengths": [],
+        "rounds": [],
+        "tau": None,
+        "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
+    }
+    return {
+        "text": "".join(text),
+        "token_ids": ids,
+        "prompt_tokens": last.prompt_tokens if last else None,
+        "generation_tokens": len(ids),
+        "finish_reason": reason,
+        **(stats.summary() if stats else none),
+        "prompt_tps": last.prompt_tps if last else None,
+        "generation_tps": last.generation_tps if last else None,
+        "peak_memory_gb": last.peak_memory if last else None,
+    }
+
+
+def _figures(result: dict[str, Any]) -> str:
+    """The lines under an answer."""
+    if result["prompt_tokens"] is None:
+        return "Interrupted before the first token."
+    lines = [
+        f"Prompt: {result['prompt_tokens']} tokens, {result['prompt_tps']:.1f} tokens/s",
+        f"Generation: {result['generation_tokens']} tokens, {result['generation_tps']:.1f} tokens/s, "
+        f"ended by {result['finish_reason']}; peak memory {result['peak_memory_gb']:.2f} GB",
+    ]
+    if result["tau"] is not None:
+        lengths = result["acceptance_lengths"]
+        counts = ", ".join(f"{n - 1}: {lengths.count(n)}" for n in sorted(set(lengths)))
+        lines.append(
+            f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {len(lengths)} rounds; accepted: rounds {counts})"
+        )
+    return "\n".join(lines)
+
+
+def _nothing(response: Any) -> None:
+    pass
+
+
+def _plain_text(stdout: Any) -> Any:
+    def show(response: Any) -> None:
+        stdout.write(response.text)
+        stdout.flush()
+
+    return show
+
+
+def _draft_marker(tokenizer: Any, stdout: Any) -> Any:
+    """Accepted tokens green, rejected ones red and struck through, bonus tokens yellow; without colours, in word-diff marks."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stdout, highlight=False, soft_wrap=True)
+    coloured = console.color_system is not None
+    styles = {"accepted": ("green", "{}"), "rejected": ("red strike", "[-{}-]"), "bonus": ("bold yellow", "{{+{}+}}")}
+    seen = 0
+
+    def put(text: str, kind: str | None) -> None:
+        style, marks = styles.get(kind, ("", "{}"))
+        if text:
+            console.print(Text(text, style) if coloured else Text(marks.format(text)), end="")
+
+    def show(response: Any) -> None:
+        nonlocal seen
+        if response.from_draft:
+            put(response.text, "accepted")
+            return
+        rounds = response.stats.rounds
+        if len(rounds) == seen:
+            put(response.text, None)
+            return
+        seen = len(rounds)
+        last = rounds[-1]
+        put(tokenizer.decode(last["drafted"][last["accepted"] : last["width"]]), "rejected")
+        put(response.text, "bonus")
+
+    return show
+
+
+if __name__ == "__main__":
+    main()
