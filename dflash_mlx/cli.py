@@ -337,7 +337,8 @@ def _draft_marker(tokenizer: Any, stdout: Any) -> Any:
             return
         seen = len(rounds)
         last = rounds[-1]
-        put(tokenizer.decode(last["drafted"][last["accepted"] : last["width"]]), "rejected")
+        rejected = tokenizer.decode(last["drafted"][last["accepted"] : last["width"]])
+        put(rejected.replace("\n", "\u21b5"), "rejected")
         put(response.text, "bonus")
 
     return show
