@@ -1,0 +1,25 @@
+"""Fixtures that several test files share; makers and checks are in kit.py."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx import load, load_drafter
+
+
+@pytest.fixture(scope="session")
+def pair():
+    """The built-in trained pair: (model, tokenizer, drafter), float32."""
+    import mlx.core as mx
+
+    model, tokenizer = load("tiny", dtype=mx.float32)
+    return model, tokenizer, load_drafter("tiny", model)
+
+
+@pytest.fixture(scope="session")
+def conformance():
+    """All reference outputs, where the checkout has them beside it; tests/data holds a small part for everyone."""
+    path = Path(__file__).resolve().parents[2] / "shared" / "conformance"
+    if not path.is_dir():
+        pytest.skip("the full reference outputs are not beside this checkout")
+    return path
