@@ -212,7 +212,7 @@ def plain(model, tokenizer, prompt, **options):
 
 def run(model, drafter, prompt, max_tokens=30, tokenizer=None, **options):
     """Our responses, with a tokenizer that has no EOS unless one is given."""
-    tokenizer = tokenizer or letters()
+    tokenizer = letters() if tokenizer is None else tokenizer
     return list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=drafter, **options))
 
 
