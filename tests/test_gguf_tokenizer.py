@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from dflash_mlx.conversion.gguf_tokenizer import TokenType, build_tokenizer, special_ids, tokenizer_faults, write_tokenizer
+from gguf_files import CONTROL, byte_level
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
@@ -14,24 +15,6 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 from dflash_mlx.errors import ConversionError
 
 TEXTS = [row["text"] for row in json.loads((Path(__file__).parent / "data/smollm2_tokens.json").read_text(encoding="utf-8"))]
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
-def byte_level(pre: str, merges: list[str] = (), **keys) -> dict:
-    """Metadata of a byte-level vocabulary: three control tokens, a user-defined one, all bytes, merges' results, one unused."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    joined = list(dict.fromkeys(merge.replace(" ", "") for merge in merges))
-    tokens = [*CONTROL, "<tool>", *letters, *joined, "[PAD0]"]
-    types = [3, 3, 3, 4, *[1] * (len(letters) + len(joined)), 5]
-    return {
-        "ggml.model": "gpt2",
-        "ggml.pre": pre,
-        "ggml.tokens": tokens,
-        "ggml.token_type": types,
-        "ggml.merges": list(merges),
-        "ggml.bos_token_id": 1,
-        "ggml.eos_token_id": 2,
-    } | keys
 
 
 def trained_merges(size: int = 900) -> list[str]:
