@@ -156,16 +156,20 @@ def stream_generate(
 def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs: Any) -> str:
     """The whole answer as text; keywords as in `stream_generate`. `verbose` prints text and figures, as mlx-lm's does."""
     text, response = "", None
+    if verbose:
+        print("=" * 10)
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
-    if verbose and response is not None:
-        print(f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+    if verbose:
+        print()
+        print("=" * 10)
+        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
         print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
         print(f"Peak memory: {response.peak_memory:.3f} GB")
         if response.stats is not None and response.stats.tau is not None:
-            print(f"Acceptance: tau {response.stats.tau:.2f} (mean of accepted + 1 over {response.stats.n_drafting} rounds)")
+            print(f"Acceptance: tau {response.stats.tau:.3f} (mean of accepted + 1 over {response.stats.n_drafting} rounds)")
     return text
 
 

@@ -24,7 +24,7 @@ class GenerationStats:
 
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
-    seconds: draft and verify (host wait for the device; split as one round in 16 measures it, see `add_passes`),
+    seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
     """
 
@@ -56,8 +56,8 @@ class GenerationStats:
 
     @property
     def times_next_round(self) -> bool:
-        """Whether the next round should wait for its draft separately: rounds 2, 18, 34, ... (the first one warms up)."""
-        return self.n_rounds % 16 == 1
+        """Whether the next round should wait for its draft separately: rounds 2, 66, 130, ... (the first one warms up)."""
+        return self.n_rounds % 64 == 1
 
     def add_passes(self, total_s: float, draft_s: float | None) -> None:
         """Add one round's wait; `draft_s` is its draft part in a round that was timed apart, else None.
