@@ -48,9 +48,33 @@ RENAMED_KEYS = {
     "block_ff_dim": "intermediate_size",
     "layernorm_epsilon": "layer_norm_eps",
     "layer_norm_epsilon": "rms_norm_eps",
-    "n_ctx": "max_position_embeddings",
+    "n_ctx": "n_positions",
     "sliding_window_size": "sliding_window",
     "attention_out_bias": "attention_bias",
+}
+
+# what transformers has in its code and mlx-lm wants to be told, by mlx-lm module or model type
+IMPLIED_KEYS: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
+}
+
+# transformers 5's names of layer kinds -> the ones a family's code compares with
+LAYER_NAMES: dict[str, dict[str, str]] = {
+    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "jamba": {"linear_attention": "mamba", "full_attention": "attention"},
+}
+
+# families that mlx-lm computes otherwise than transformers, found by comparing with reference outputs
+DIFFERENT_IN_MLX_LM = {
+    "jamba": "normalises the expert weights over the chosen experts, transformers over all",
+    "minimax": "has MiniMax-M2's attention, not MiniMax-Text-01's",
 }
 
 # wrapper keys that also concern the text model, copied outwards or inwards when one side lacks them
@@ -68,8 +92,9 @@ class TargetConfig:
       - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
       - head_dims: rotated head size of each layer before any partial factor, or None when not known
       - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
-      - tied: True or False as the config says, None when neither the file nor transformers decides
-      - tied_in_file: whether the file itself names `tie_word_embeddings`
+      - activation, usual_activation: as the config names it, and transformers' default for the family; None when mlx-lm reads it
+      - tied: every value of `tie_word_embeddings` in the file; wrapper and text model may contradict each other
+      - tied_by_default: what transformers takes when the file says nothing
       - notes: sentences for the user about anything that was assumed
     """
 
@@ -81,8 +106,10 @@ class TargetConfig:
     rope: dict | None = None
     head_dims: list[int] | None = None
     unwrapped: bool = False
-    tied: bool | None = None
-    tied_in_file: bool = False
+    activation: str | None = None
+    usual_activation: str | None = None
+    tied: set[bool] = field(default_factory=set)
+    tied_by_default: bool | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -108,7 +135,14 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     notes: list[str] = []
 
     reference = _transformers_config(text, notes)
-    source_tied = text.get("tie_word_embeddings", raw.get("tie_word_embeddings"))
+    tied = {part["tie_word_embeddings"] for part in (raw, text) if part.get("tie_word_embeddings") is not None}
+    activation, usual_activation = _activations(reference, known)
+    family = module.__name__.rpartition(".")[2]
+    if family in DIFFERENT_IN_MLX_LM and reference is not None and text["model_type"] == family:
+        raise ConfigError(
+            f"expected a family that mlx-lm computes as transformers does; found {family} in {where}: "
+            f"mlx-lm {DIFFERENT_IN_MLX_LM[family]}. This checkpoint needs another implementation."
+        )
     layer_types = _layer_types(text, reference)
     rope = _rope_parameters(text, reference)
     head_dims = _head_dims(text, reference)
@@ -117,7 +151,14 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     _fill_rope(text, rope, known)
     _fill_renamed(text, known)
     _fill_full_attention(text, reference, layer_types, known)
+    _fill_expert_layers(text, reference, known)
     windows = _fill_patterns(text, layer_types, known, where)
+    for key, value in (IMPLIED_KEYS.get(family) or IMPLIED_KEYS.get(text["model_type"], {})).items():
+        if text.get(key) is None:
+            text[key] = value
+    for key in ("layer_types", "layers_block_type"):
+        if text.get(key) and family in LAYER_NAMES:
+            text[key] = [LAYER_NAMES[family].get(kind, kind) for kind in text[key]]
     if any(windows):
         size = max(filter(None, windows))
         notes.append(f"plain mlx-lm has no sliding window in {text['model_type']}; dflash_mlx.load adds it ({size} tokens)")
@@ -132,18 +173,19 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
                 outer[key] = text[key]
     _drop_empty_quantization(outer)
     _drop_empty_quantization(text)
-    tied = source_tied if source_tied is not None else text.get("tie_word_embeddings")
     return TargetConfig(
         config=outer,
         text=text,
-        family=module.__name__.rpartition(".")[2],
+        family=family,
         layer_types=layer_types,
         windows=windows,
         rope=rope,
         head_dims=head_dims,
         unwrapped=unwrapped,
+        activation=activation,
+        usual_activation=usual_activation,
         tied=tied,
-        tied_in_file=source_tied is not None,
+        tied_by_default=text.get("tie_word_embeddings"),
         notes=notes,
     )
 
@@ -170,7 +212,8 @@ def has_mlx_module(model_type: Any) -> bool:
         return False
     try:
         _get_classes({"model_type": model_type})
-    except ValueError:
+    except (ValueError, SystemExit):
+        # mlx-lm's olmo ends the process when a package of its own is absent
         return False
     return True
 
@@ -331,6 +374,29 @@ def _layer_types(text: dict, reference) -> list[str] | None:
     return list(value) if value else None
 
 
+def _activations(reference, known: dict[str, Any]) -> tuple[str | None, str | None]:
+    """-> (the activation that the config names, transformers' default for the family), or (None, None)."""
+    for key in ("hidden_activation", "hidden_act", "activation_function"):
+        if reference is None or key in known:
+            continue
+        value, usual = _reference_value(reference, key)[1], getattr(type(reference), key, None)
+        if isinstance(value, str) and isinstance(usual, str):
+            return value, usual
+    return None, None
+
+
+def _fill_expert_layers(text: dict, reference, known: dict[str, Any]) -> None:
+    """Which layers have experts: transformers 5 lists them, mlx-lm counts the dense ones that come first."""
+    has, kinds = _reference_value(reference, "mlp_layer_types") if reference is not None else (False, None)
+    kinds = kinds if has else text.get("mlp_layer_types")
+    if not kinds:
+        return
+    if "is_moe_layer" in known and text.get("is_moe_layer") is None:
+        text["is_moe_layer"] = [kind == "sparse" for kind in kinds]
+    if "first_k_dense_replace" in known and text.get("first_k_dense_replace") is None:
+        text["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+
+
 def _rope_parameters(text: dict, reference) -> dict | None:
     if reference is not None:
         has, value = _reference_value(reference, "rope_parameters")
@@ -458,8 +524,9 @@ def _fill_patterns(text: dict, layer_types: list[str] | None, known: dict[str, A
     if "full_attention_interval" in known:
         text["full_attention_interval"] = _period(layer_types, "full_attention", text, where)
     if "layer_types" in known:
-        text["layer_types"] = layer_types
         native = "full_attention" in layer_types or not any(sliding)
+        # classes look for the first full layer: with windows everywhere they are told of none, and get them afterwards
+        text["layer_types"] = layer_types if native else ["full_attention"] * len(layer_types)
     elif "sliding_window_pattern" in known:
         if isinstance(text.get("sliding_window_pattern"), str) or known["sliding_window_pattern"] is MISSING:
             text["sliding_window_pattern"] = "".join("LG"[not flag] for flag in sliding) if any(sliding) else None

@@ -151,7 +151,8 @@ def _refuse_integers(weights: Weights, checkpoint: Checkpoint) -> None:
     if integers:
         raise ConversionError(
             f"expected floating-point or MLX-quantized weights in {checkpoint.source}; found 8-bit integers without a "
-            f"stated meaning: {_some(integers)}. They may be fp8 saved as bytes: use the bfloat16 checkpoint that it was made from."
+            f"stated meaning: {_some(integers)}. They may be fp8 saved as bytes: "
+            "use the bfloat16 checkpoint that it was made from."
         )
 
 

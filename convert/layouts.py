@@ -36,6 +36,9 @@ _STACKED = re.compile(
 )
 _PER_EXPERT = re.compile(r"^(?P<base>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<kind>weight|bias|scales|biases)$")
 
+# tensors that change the result: a family whose `sanitize` drops one of these, not zero, computes something else
+NEEDED = re.compile(r"e_score_correction_bias$|_proj\.bias$|router\.bias$")
+
 # prefixes under which multimodal wrappers keep the text model -> its own
 _TEXT_PREFIXES = (
     ("model.language_model.model.", "model."),
@@ -48,6 +51,14 @@ _TEXT_PREFIXES = (
     ("thinker.model.", "model."),
     ("thinker.lm_head.", "lm_head."),
     ("llm.", ""),
+)
+
+# a text model's names as wrappers spell them, tried for a text checkpoint that mlx-lm only has inside a wrapper
+_WRAPPER_PREFIXES = (
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("model.language_model.", "language_model.model."),
+    ("transformer.", ""),
 )
 
 # other spellings of the names around experts, tried when mlx-lm's `sanitize` does not recognise the usual ones
@@ -129,6 +140,8 @@ def layouts(model_type: str, weights: Weights) -> Iterator[Layout]:
         yield Layout("experts stacked", lambda source: rename(stack_experts(source), _SWITCH_NAMES))
         yield Layout("experts fused", fuse_experts)
     yield Layout("model. added", add_model_prefix)
+    for old, new in _WRAPPER_PREFIXES:
+        yield Layout(f"{old} -> {new}", lambda source, old=old, new=new: swap_prefix(source, old, new))
 
 
 def rename(weights: Weights, rules: tuple[tuple[re.Pattern, str], ...]) -> Weights:
@@ -143,6 +156,17 @@ def rename(weights: Weights, rules: tuple[tuple[re.Pattern, str], ...]) -> Weigh
 def add_model_prefix(weights: Weights) -> Weights:
     """A bare text model (`layers.0...`), as `AutoModel` saves it, under the name that a language model gives it."""
     return {name if name.startswith(("model.", "lm_head.")) else "model." + name: value for name, value in weights.items()}
+
+
+def swap_prefix(weights: Weights, old: str, new: str) -> Weights:
+    """Names that begin with `old` begin with `new` instead; the head goes where the wrapper keeps it."""
+    head = "language_model.lm_head." if new == "language_model.model." else "lm_head."
+    pairs = ((old, new), ("lm_head.", head))
+    out: Weights = {}
+    for name, value in weights.items():
+        before, after = next(((b, a) for b, a in pairs if name.startswith(b)), ("", ""))
+        out[after + name[len(before) :]] = value
+    return out
 
 
 def split_experts(weights: Weights, fused: FusedExperts) -> Weights:

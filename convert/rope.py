@@ -80,13 +80,17 @@ def correct_rope(model: nn.Module, target: TargetConfig) -> list[str]:
         kind = target.layer_types[index] if target.layer_types and index < len(target.layer_types) else None
         rope = rope_for_layer_type(target.rope, kind)
         for parent, name, module in _rope_modules(layer):
-            actual = _module_frequencies(module)
-            if actual is None or not rope:
+            if not rope:
                 continue
             audited += 1
-            expected = expected_frequencies(rope, module.dims, target, index)
+            found_module = _module_frequencies(module)
+            if found_module is None:
+                continue
+            actual, dims, traditional = found_module
+            dims = _rotated_dims(dims, rope, target, index)
+            expected = expected_frequencies(rope, dims, target, index)
             if not _same(actual, expected):
-                parent[name] = ExactRoPE(module.dims, expected, module.traditional)
+                parent[name] = ExactRoPE(dims, expected, traditional)
                 found.setdefault(str(rope.get("rope_type")), []).append(index)
     scaled = target.rope and rope_for_layer_type(target.rope, None)
     if not audited and scaled and scaled.get("rope_type") not in ("default", "proportional", "mrope", "axial"):
@@ -110,25 +114,45 @@ def _rope_modules(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
         (parent, name, child)
         for _, parent in layer.named_modules()
         for name, child in parent.children().items()
-        if isinstance(child, nn.Module) and "rope" in type(child).__name__.lower() and hasattr(child, "dims")
-        or isinstance(child, nn.Module) and type(child).__name__ == "SuScaledRoPE"
+        if isinstance(child, nn.Module) and (isinstance(child, nn.RoPE) or type(child).__name__ in _TABLE_MODULES)
     ]
 
 
-def _module_frequencies(module: nn.Module) -> Frequencies | None:
-    """What an mlx-lm RoPE module computes. None for a kind that is not compared (it adapts itself to the length)."""
-    kind = type(module).__name__
-    if kind == "RoPE":
+# mlx-lm's RoPE modules with a table of periods -> how they pair dimensions (None: as their `traditional` says);
+# the dynamic ones have no table: they adapt themselves to the length and are not compared
+_TABLE_MODULES: dict[str, bool | None] = {
+    "Llama3RoPE": None,
+    "ProportionalRoPE": None,
+    "YarnRoPE": None,
+    "SuScaledRoPE": False,
+    "DeepseekV2YarnRotaryEmbedding": True,
+    "DynamicNTKScalingRoPE": None,
+    "DynamicNTKAlphaRoPE": None,
+}
+
+
+def _module_frequencies(module: nn.Module) -> tuple[Frequencies, int, bool] | None:
+    """-> (what an mlx-lm RoPE module computes, rotated dimensions, traditional). None for one that is not compared."""
+    if isinstance(module, nn.RoPE):
         inverse = module.scale / np.power(float(module.base), np.arange(0, module.dims, 2, dtype=np.float64) / module.dims)
-        return Frequencies(inverse)
-    if kind in ("Llama3RoPE", "ProportionalRoPE", "YarnRoPE"):
-        with np.errstate(divide="ignore"):
-            return Frequencies(1.0 / np.array(module._freqs, dtype=np.float64), float(getattr(module, "mscale", 1.0)))
-    if kind == "SuScaledRoPE":
-        module.dims = module.dim
-        module.traditional = False
-        return Frequencies(1.0 / np.array(module._freqs, dtype=np.float64), float(module._scale))
-    return None
+        return Frequencies(inverse), module.dims, module.traditional
+    kind = type(module).__name__
+    if kind.startswith("Dynamic"):
+        return None
+    with np.errstate(divide="ignore"):
+        inverse = 1.0 / np.array(module._freqs, dtype=np.float64)
+    scale = getattr(module, "mscale", getattr(module, "_scale", 1.0))
+    traditional = _TABLE_MODULES[kind]
+    return Frequencies(inverse, float(scale)), 2 * len(inverse), module.traditional if traditional is None else traditional
+
+
+def _rotated_dims(dims: int, rope: dict, target: TargetConfig, layer: int) -> int:
+    """The module's dimensions, or fewer when the family ignores `partial_rotary_factor` and rotates whole heads."""
+    partial = rope.get("partial_rotary_factor")
+    head_dim = target.head_dims[layer] if target.head_dims else None
+    if partial and partial < 1 and dims == head_dim and rope.get("rope_type") != "proportional":
+        return int(head_dim * partial)
+    return dims
 
 
 def _same(a: Frequencies, b: Frequencies) -> bool:

@@ -5,6 +5,8 @@ Knows: mlx-lm's model classes, what `configs` normalised and which `layouts` exi
 checked after it (every parameter present, nothing left over, shapes equal).
 """
 
+import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +18,10 @@ from mlx.utils import tree_flatten
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_target
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
 
+from .activations import correct_activation
 from .configs import TargetConfig, mlx_module, normalise_config
 from .foreign import decode_quantized
-from .layouts import Layout, Weights, layouts, strip_text_prefix, unused_reason
+from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
 from .rope import correct_rope
 from .windows import add_windows
 
@@ -117,10 +120,12 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
     else:
         raise CheckpointError(_fault_message(faults or [], where, target))
 
+    _refuse_lost(weights, ready, target, where)
     notes = list(target.notes)
     if any(target.windows):
         add_windows(model, target.windows)
     notes += correct_rope(model, target)
+    notes += correct_activation(model, target)
     ready = _vectors_back(ready, before)
     model.eval()
     model.load_weights(list(ready.items()), strict=True)
@@ -143,55 +148,48 @@ def _drop_unused(weights: Weights, target: TargetConfig) -> tuple[Weights, dict[
 
 def _settle_head(weights: Weights, dropped: dict[str, str], target: TargetConfig, where: str) -> None:
     """Make the tensors and `tie_word_embeddings` agree about the output head."""
-    heads = [name for name in weights if name.rpartition("lm_head.")[1] and name.endswith("lm_head.weight")]
-    embeddings = [name for name in weights if name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight"))]
-    if not heads and not target.tied:
-        if target.tied_in_file and target.tied is False and "lm_head" in _parameter_names(target):
+    heads = [name for name in weights if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    tied = _is_tied(bool(heads), target, where)
+    if tied:
+        for name in heads:
+            for suffix in _PARTS:
+                if weights.pop(name.removesuffix("weight") + suffix, None) is not None:
+                    dropped[name.removesuffix("weight") + suffix] = "tied: the output head is the embedding"
+    for config in (target.text, target.config):
+        config["tie_word_embeddings"] = tied
+
+
+def _is_tied(has_head: bool, target: TargetConfig, where: str) -> bool:
+    if len(target.tied) == 1:
+        tied = next(iter(target.tied))
+        if not tied and not has_head and _has_own_head(target):
             raise CheckpointError(
                 f"expected lm_head.weight in {where}, whose config says tie_word_embeddings false; the tensor is missing. "
                 "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding."
             )
-        if not target.tied_in_file:
-            target.tied = True
-            target.notes.append("no lm_head.weight and no tie_word_embeddings: the output head is the embedding")
-    if target.tied:
-        for name in heads:
-            for suffix in ("weight", "scales", "biases"):
-                tensor = name.removesuffix("weight") + suffix
-                if tensor in weights:
-                    del weights[tensor]
-                    dropped[tensor] = "tied: the output head is the embedding"
-    for config in (target.text, target.config):
-        if target.tied is not None:
-            config["tie_word_embeddings"] = target.tied
-    if len(embeddings) != 1:
-        return
-    has_head = "lm_head" in _parameter_names(target)
-    if target.tied and has_head:
-        # a family whose class always has a head of its own
-        for suffix in ("weight", "scales", "biases"):
-            source = embeddings[0].removesuffix("weight") + suffix
-            if source in weights:
-                weights[_head_name(embeddings[0]) + suffix] = weights[source]
-    elif not target.tied and heads and not has_head:
-        if not mx.array_equal(weights[heads[0]], weights[embeddings[0]]).item():
-            raise ConversionError(
-                f"expected an output head equal to the embedding, which is all that mlx-lm's {target.family} has; "
-                f"found another lm_head.weight in {where}. This checkpoint needs another implementation."
-            )
-        for name in heads:
-            dropped[name] = "equal to the embedding"
-            del weights[name]
+        return tied
+    if target.tied or not has_head:
+        # wrapper and text model contradict each other, or nobody says: the files decide
+        if not has_head:
+            target.notes.append("no lm_head.weight: the output head is the embedding")
+        return not has_head
+    return bool(target.tied_by_default)
 
 
-def _head_name(embedding: str) -> str:
-    prefix = embedding[: embedding.index("model.")] if "model." in embedding else ""
-    return f"{prefix}lm_head."
+_PARTS = ("weight", "scales", "biases")
 
 
-def _parameter_names(target: TargetConfig) -> set[str]:
-    """Last component of every module path of the model, e.g. {"lm_head", "embed_tokens", ...}."""
-    return {path.rpartition(".")[2] for path, _ in _construct(target).named_modules()}
+def _embedding_name(weights: Weights) -> str | None:
+    names = [name for name in weights if name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight"))]
+    return names[0] if len(names) == 1 else None
+
+
+def _has_own_head(target: TargetConfig) -> bool:
+    untied = TargetConfig(config=_private_copy(target.config), text={}, family=target.family)
+    for part in (untied.config, untied.config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = False
+    return any(path.rpartition(".")[2] == "lm_head" for path, _ in _construct(untied).named_modules())
 
 
 def _construct(target: TargetConfig) -> nn.Module:
@@ -199,32 +197,32 @@ def _construct(target: TargetConfig) -> nn.Module:
     try:
         return module.Model(module.ModelArgs.from_dict(_private_copy(target.config)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        relaxed = _without_scaling(target.config)
-        if relaxed is not None:
+        for scaling in (None, _NEUTRAL_SCALING):
+            # some classes refuse scaling that they do not know, others its absence; `correct_rope` puts the right one in
             try:
-                # some classes refuse RoPE scaling that they do not know; `correct_rope` puts it in afterwards
-                return module.Model(module.ModelArgs.from_dict(relaxed))
+                return module.Model(module.ModelArgs.from_dict(_with_scaling(target.config, scaling)))
             except (TypeError, ValueError, KeyError, AttributeError):
-                pass
+                continue
         raise ConfigError(
             f"expected a config that mlx-lm's {target.family} can be built from; found: {' '.join(str(error).split())}. "
             "Compare config.json with the original repository's."
         ) from error
 
 
-def _private_copy(config: dict) -> dict:
-    # some ModelArgs pop keys out of the nested dicts they are given
-    import copy
+_NEUTRAL_SCALING = {"rope_type": "default", "type": "default", "factor": 1.0}
 
+
+def _private_copy(config: dict) -> dict:
+    # some ModelArgs pop keys out of the nested dicts that they are given
     return copy.deepcopy(config)
 
 
-def _without_scaling(config: dict) -> dict | None:
-    relaxed = _private_copy(config)
-    parts = [part for part in (relaxed, relaxed.get("text_config")) if isinstance(part, dict) and part.get("rope_scaling")]
-    for part in parts:
-        part["rope_scaling"] = None
-    return relaxed if parts else None
+def _with_scaling(config: dict, scaling: dict | None) -> dict:
+    config = _private_copy(config)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and "rope_scaling" in part:
+            part["rope_scaling"] = scaling
+    return config
 
 
 def _vectors_in_float32(weights: Weights) -> Weights:
@@ -259,7 +257,34 @@ def _try_layout(
     except (KeyError, ValueError, IndexError) as error:
         return model, {}, [f"{layout.name}: {type(error).__name__} {error}"] * (len(weights) + 1)
     quantize_to_match(model, ready, target.config, where)
+    _share_embedding(model, ready, target)
+    _fill_shared_keys(model, ready, target)
     return model, ready, _faults(model, ready)
+
+
+def _refuse_lost(source: Weights, ready: Weights, target: TargetConfig, where: str) -> None:
+    """Refuse when mlx-lm's `sanitize` dropped a tensor that takes part in the computation."""
+    kept = {NEEDED.search(name).group() for name in ready if NEEDED.search(name)}
+    lost = [name for name in source if NEEDED.search(name) and NEEDED.search(name).group() not in kept]
+    lost = [name for name in lost if mx.any(source[name] != 0).item()]
+    if lost:
+        raise ConversionError(
+            f"expected that mlx-lm's {target.family} uses every tensor that takes part in the computation; it drops {lost[0]}"
+            f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, which are not zero in {where}. "
+            "This checkpoint needs another implementation."
+        )
+
+
+def _share_embedding(model: nn.Module, weights: Weights, target: TargetConfig) -> None:
+    """Give a tied model's head the embedding, in a family whose class always has a head of its own."""
+    embedding = _embedding_name(weights)
+    if not target.text["tie_word_embeddings"] or embedding is None:
+        return
+    for name, _ in tree_flatten(model.parameters()):
+        path, _, part = name.rpartition(".")
+        source = embedding.removesuffix("weight") + part
+        if path.rpartition(".")[2] == "lm_head" and name not in weights and source in weights:
+            weights[name] = weights[source]
 
 
 def quantize_to_match(model: nn.Module, weights: Weights, config: dict, where: str) -> None:
@@ -298,6 +323,20 @@ def quantize_to_match(model: nn.Module, weights: Weights, config: dict, where: s
             spelled[path] = entry
     config["quantization"] = spelled
     config["quantization_config"] = spelled
+
+
+_SHARED_KEYS = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight$")
+
+
+def _fill_shared_keys(model: nn.Module, weights: Weights, target: TargetConfig) -> None:
+    """Zeros for key and value projections that are never used, because the last layers share those of an earlier one."""
+    shared = target.text.get("num_kv_shared_layers") or 0
+    if not shared or target.num_layers is None:
+        return
+    for name, value in tree_flatten(model.parameters()):
+        match = _SHARED_KEYS.search(name)
+        if match and int(match.group(1)) >= target.num_layers - shared and name not in weights:
+            weights[name] = mx.zeros(value.shape, dtype=mx.bfloat16)
 
 
 def _faults(model: nn.Module, weights: Weights) -> list[str]:

@@ -498,7 +498,8 @@ def require_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     if role == "drafter":
         raise CheckpointError(
             f"expected a target (a whole language model); {checkpoint.source} is a DFlash drafter, "
-            "which has no embedding and no head of its own. Give it as the draft model, beside the target that it was trained for."
+            "which has no embedding and no head of its own. "
+            "Give it as the draft model, beside the target that it was trained for."
         )
     if role != "target":
         raise CheckpointError(
