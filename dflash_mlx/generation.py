@@ -320,7 +320,8 @@ class _Chooser:
             choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
         accepted, bonus = accept_match(drafted, choices)
         packed = mx.concatenate([drafted[0], accepted, bonus])
-        mx.eval(packed, hidden, features, state)
+        # Everything is enqueued; reading one small array is the only wait.
+        mx.async_eval(packed, hidden, features, state)
         *ids, n, last = packed.tolist()
         # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
         return ids, n, last, lambda i: logprobs(target, hidden[:, i : i + 1])[0, 0]
