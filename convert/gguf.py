@@ -47,7 +47,7 @@ class _Architecture:
     - model_type: mlx-lm's module
     - layer: GGUF name of a layer's tensor -> HF name; every layer has all of them
     - optional: config flag -> such names that all layers have or none; the flag says which
-    - keys: GGUF key -> config key, beside `_KEYS`
+    - keys: GGUF key -> config key, beside `_KEYS`; required, unless `defaults` has what llama.cpp takes where it is absent
     - extra: config entries that the file does not state, from those that it does
     - permuted: rows of q and k are interleaved, because llama.cpp's RoPE for this architecture rotates neighbours
     - norm_shift: what llama.cpp's converter added to every norm weight, and mlx-lm's model adds again
@@ -60,6 +60,7 @@ class _Architecture:
     layer: dict[str, str]
     optional: dict[str, dict[str, str]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, float] = field(default_factory=dict)
     extra: Callable[[dict], dict] = lambda config: {}
     permuted: bool = False
     norm_shift: float = 0.0
@@ -192,6 +193,7 @@ _ARCHITECTURES = {
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.sliding_window": "sliding_window",
         },
+        defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 4096},
         extra=_query_scalar(layers_of_27b=46),
         norm_shift=1.0,
         scales_rope=False,
@@ -199,7 +201,12 @@ _ARCHITECTURES = {
     "gemma3": _Architecture(
         "gemma3_text",
         _ATTENTION | _QK_NORMS | _MLP | _GEMMA_NORMS,
-        keys={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "sliding_window_pattern",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        defaults={"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 10000.0},
         extra=_query_scalar(layers_of_27b=62),
         norm_shift=1.0,
     ),
@@ -213,6 +220,14 @@ _MIXTRAL = _Architecture(
     ignored=_LLAMA_IGNORED,
     fixed_head_dim=True,
 )
+
+# Architectures for which there is more to say than that they are not in the table.
+_REFUSED = {
+    "clip": "the image encoder of a multimodal model",
+    # some number target layers from 0, some from 1, and nothing in the file says which
+    "dflash": "a DFlash drafter in GGUF, where files number the target's layers in two ways (use the safetensors drafter)",
+    "dflash-draft": "a DFlash drafter in GGUF, where files number the target's layers in two ways (use the safetensors drafter)",
+}
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -317,7 +332,8 @@ def read_gguf(path: str | Path) -> GGUFSource:
     tokenizer = {key.removeprefix("tokenizer."): _value(reader, key) for key in reader.fields if key.startswith("tokenizer.")}
     faults += tokenizer_faults(tokenizer)
     if architecture is None:
-        faults.append(f"architecture {arch!r}, which is not one of {', '.join(sorted(_ARCHITECTURES))}")
+        known = ", ".join(sorted(_ARCHITECTURES))
+        faults.append(f"architecture {arch!r}, {_REFUSED.get(arch, f'which is not one of {known}')}")
         raise _conversion_error(path, faults)
 
     config, config_faults = _config(reader, arch, architecture, len(tokenizer.get("ggml.tokens", [])))
@@ -401,7 +417,8 @@ def _config(
     found = {key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value for key, value in found.items()}
 
     faults = [f"{arch}.{key}, which differs by layer or is an array" for key, value in found.items() if isinstance(value, list)]
-    if missing := [f"{arch}.{key}" for key in _REQUIRED_KEYS if key not in found]:
+    required = [*_REQUIRED_KEYS, *(key for key in architecture.keys if key not in architecture.defaults)]
+    if missing := [f"{arch}.{key}" for key in required if key not in found]:
         faults.append(f"no {', '.join(missing)}")
     if faults:
         return None, faults
@@ -414,6 +431,7 @@ def _config(
         "attention.head_count_kv": found["attention.head_count"],
         "attention.key_length": per_head,
         "rope.freq_base": 10000.0,
+        **architecture.defaults,
     } | found
     config = {"model_type": architecture.model_type}
     config |= {name: found[key] for key, name in keys.items() if key in found}

@@ -113,10 +113,11 @@ def tokenizer_faults(metadata: dict[str, Any]) -> list[str]:
     tokens = metadata.get("ggml.tokens", [])
     if len(set(tokens)) != len(tokens):
         faults.append(f"{len(tokens) - len(set(tokens))} tokens that occur twice")
-    for key in ("ggml.tokens", "ggml.token_type", _RANKS[model]):
+    for key in ("ggml.tokens", _RANKS[model]):
         if key not in metadata:
             faults.append(f"no tokenizer.{key}")
-        elif key != "ggml.merges" and len(metadata[key]) != len(tokens):
+    for key in ("ggml.token_type", "ggml.scores"):
+        if len(metadata.get(key, tokens)) != len(tokens):
             faults.append(f"{len(metadata[key])} entries in tokenizer.{key} for {len(tokens)} tokens")
     for key in ("bos", "eos", "unknown", "padding", "eot", "eom"):
         if (number := metadata.get(f"ggml.{key}_token_id", 0)) >= len(tokens):
@@ -135,11 +136,10 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, int | list[int]]:
     ids = {f"{name}_token_id": metadata.get(f"ggml.{key}_token_id") for name, key in (("bos", "bos"), ("pad", "padding"))}
     eos = [metadata[key] for key in ("ggml.eos_token_id", "ggml.eot_token_id", "ggml.eom_token_id") if key in metadata]
     template = metadata.get("chat_template", "")
-    types = metadata["ggml.token_type"]
     eos += [
         number
-        for number, token in enumerate(metadata["ggml.tokens"])
-        if token in _END_OF_TURN and token in template and types[number] == TokenType.CONTROL
+        for number, (token, kind) in enumerate(_typed_tokens(metadata))
+        if token in _END_OF_TURN and token in template and kind == TokenType.CONTROL
     ]
     eos = list(dict.fromkeys(eos))
     ids["eos_token_id"] = eos[0] if len(eos) == 1 else eos or None
@@ -196,9 +196,15 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, TokenType]]:
+    """Every token with its type, in the order of the ids. A file without types has only normal tokens (GGUF specification)."""
+    tokens = metadata["ggml.tokens"]
+    return list(zip(tokens, metadata.get("ggml.token_type", [TokenType.NORMAL] * len(tokens)), strict=True))
+
+
 def _texts(metadata: dict[str, Any], *kinds: TokenType) -> list[str]:
     """The tokens of these types, in the order of their ids."""
-    return [text for text, kind in zip(metadata["ggml.tokens"], metadata["ggml.token_type"], strict=True) if kind in kinds]
+    return [text for text, kind in _typed_tokens(metadata) if kind in kinds]
 
 
 def _adds(metadata: dict[str, Any], name: str) -> bool:
@@ -220,8 +226,7 @@ def _adds_prefix(metadata: dict[str, Any]) -> bool:
 
 def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
     """Token -> id, without unused ids: those pad the embedding, and their placeholder text must not be encoded to them."""
-    pairs = enumerate(zip(metadata["ggml.tokens"], metadata["ggml.token_type"], strict=True))
-    return {text: number for number, (text, kind) in pairs if kind != TokenType.UNUSED}
+    return {text: number for number, (text, kind) in enumerate(_typed_tokens(metadata)) if kind != TokenType.UNUSED}
 
 
 def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
@@ -262,8 +267,8 @@ def _merges_by_score(metadata: dict[str, Any]) -> Iterator[tuple[str, str]]:
     SentencePiece joins whichever neighbours form the best-scored token and keeps no list of merges: every way to cut a token into
     two tokens is one, ranked by the score of the whole.
     """
-    pieces = zip(metadata["ggml.tokens"], metadata["ggml.token_type"], metadata["ggml.scores"], strict=True)
-    scores = {text: score for text, kind, score in pieces if kind == TokenType.NORMAL}
+    pieces = zip(_typed_tokens(metadata), metadata["ggml.scores"], strict=True)
+    scores = {text: score for (text, kind), score in pieces if kind == TokenType.NORMAL}
     for text in sorted(scores, key=lambda text: -scores[text]):
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]

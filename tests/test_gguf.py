@@ -334,6 +334,22 @@ def test_an_architecture_without_a_table_is_said_with_those_that_have_one(tmp_pa
         read_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(("arch", "message"), [("dflash", "a DFlash drafter in GGUF"), ("clip", "the image encoder")])
+def test_files_that_hold_no_target_are_told_apart(tmp_path, arch, message):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConversionError, match=f"architecture '{arch}', {message}"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+def test_keys_that_an_architecture_needs_are_named(tmp_path, sound):
+    (tmp_path / "m.gguf").write_bytes(sound.replace(b"llama.block_count", b"llama.bluck_count"))
+    with pytest.raises(ConversionError, match="found no llama.block_count"):
+        read_gguf(tmp_path / "m.gguf")
+
+
 ZERO = (np.zeros(64, np.float32), Kind.F32)
 
 

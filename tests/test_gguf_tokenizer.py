@@ -245,6 +245,15 @@ def test_bos_without_an_id_is_a_fault():
     assert tokenizer_faults(metadata) == ["a tokenizer that adds BOS and has no tokenizer.ggml.bos_token_id"]
 
 
+def test_a_file_without_token_types_has_only_normal_tokens(tmp_path):
+    metadata = byte_level("smollm", ["a b"])
+    del metadata["ggml.token_type"]
+    write_tokenizer(metadata, tmp_path)
+    assert len(build_tokenizer(metadata).encode("<tool>").ids) == len("<tool>")
+    # transformers makes special what tokenizer_config.json names
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("ab<|im_end|>") == [metadata["ggml.tokens"].index("ab"), 2]
+
+
 def test_merges_of_unknown_pieces_are_refused():
     with pytest.raises(ConversionError, match="expected merges of the file's own tokens"):
         build_tokenizer(byte_level("smollm") | {"ggml.merges": ["a b"]})
