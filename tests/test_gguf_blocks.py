@@ -8,7 +8,7 @@ from dflash_mlx.conversion.gguf_blocks import AffineTensor, affine_bits, can_dec
 from gguf import GGMLQuantizationType as Kind
 
 EXACT = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K]
-DEQUANTIZED = [Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ2_XXS, Kind.TQ1_0, Kind.MXFP4]
+DEQUANTIZED = [Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ2_XXS, Kind.IQ3_S, Kind.TQ1_0]
 
 
 def random_blocks(kind: Kind, rows: tuple[int, ...], width: int, seed: int = 0) -> np.ndarray:
