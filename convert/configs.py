@@ -168,11 +168,12 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
                 text[key] = outer[key]
             elif outer.get(key) is None and text.get(key) is not None:
                 outer[key] = text[key]
-        for key, default in known.items():
-            if key in text and key not in outer and key in _own_fields(module) and default is not MISSING:
-                outer[key] = text[key]
-    _drop_empty_quantization(outer)
-    _drop_empty_quantization(text)
+        # some wrappers read keys of the text model beside it (gemma 4: vocab_size)
+        for item in fields(module.ModelArgs):
+            if item.name in text and item.name not in outer:
+                outer[item.name] = text[item.name]
+    drop_empty_quantization(outer)
+    drop_empty_quantization(text)
     return TargetConfig(
         config=outer,
         text=text,
@@ -555,7 +556,7 @@ def _period(layer_types: list[str], kind: str, text: dict, where: str) -> int:
     return period
 
 
-def _drop_empty_quantization(config: dict) -> None:
+def drop_empty_quantization(config: dict) -> None:
     """`quantization: {"bits": null}` means not quantized; some tools write it (mlx-lm then multiplies by None)."""
     for key in ("quantization", "quantization_config"):
         value = config.get(key)

@@ -35,6 +35,7 @@ class LoadedTarget:
 
       - dropped: source tensor -> why the text model does not use it
       - layout: name of the layout that fitted
+      - fates: source tensor -> under which name the model has it, or by what it was combined
       - notes: sentences for the user
     """
 
@@ -43,6 +44,7 @@ class LoadedTarget:
     target: TargetConfig
     layout: str
     dropped: dict[str, str] = field(default_factory=dict)
+    fates: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,6 +123,7 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
         raise CheckpointError(_fault_message(faults or [], where, target))
 
     _refuse_lost(weights, ready, target, where)
+    fates = _fates(weights, ready, layout.name)
     notes = list(target.notes)
     if any(target.windows):
         add_windows(model, target.windows)
@@ -131,7 +134,7 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
     model.load_weights(list(ready.items()), strict=True)
     if dropped:
         notes.append(_dropped_note(dropped))
-    return LoadedTarget(model, target.config, target, layout.name, dropped, notes)
+    return LoadedTarget(model, target.config, target, layout.name, dropped, fates, notes)
 
 
 def _drop_unused(weights: Weights, target: TargetConfig) -> tuple[Weights, dict[str, str]]:
@@ -260,6 +263,13 @@ def _try_layout(
     _share_embedding(model, ready, target)
     _fill_shared_keys(model, ready, target)
     return model, ready, _faults(model, ready)
+
+
+def _fates(source: Weights, ready: Weights, layout: str) -> dict[str, str]:
+    """What became of each source tensor; arrays that `sanitize` left alone are recognised by identity."""
+    names = {id(value): name for name, value in ready.items()}
+    combined = f"combined, split or transposed (layout: {layout}; mlx-lm's sanitize)"
+    return {name: f"as {names[id(value)]}" if id(value) in names else combined for name, value in source.items()}
 
 
 def _refuse_lost(source: Weights, ready: Weights, target: TargetConfig, where: str) -> None:

@@ -1,0 +1,243 @@
+"""`convert`: a checkpoint of any published spelling -> an MLX directory that is right, or one sentence why not.
+
+Knows the order of the steps: inspect, load under mlx-lm's names, cast, quantize, write to a temporary directory, load that back
+and compare, record, rename. Each step has a module of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.errors import ConversionError
+
+from . import report
+from .drafters import cast_tensors, quantize_tensors, read_drafter
+from .quantize import Predicate, Recipe, cast, check_options, mixed_recipe, quantize
+from .targets import LoadedTarget, quantize_to_match, read_target
+from .tokenizers import copy_tokenizer
+from .write import staged_directory, write_json, write_weights
+
+_RECORD = "conversion.json"
+
+
+@dataclass
+class Conversion:
+    """What `convert` did: the directory, whether a target or a drafter, the record (also in conversion.json), and notes."""
+
+    path: Path
+    kind: str
+    record: dict
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    hf_path: str,
+    mlx_path: str = "mlx_model",
+    quantize: bool = False,
+    q_group_size: int = 64,
+    q_bits: int = 4,
+    dtype: str | None = None,
+    revision: str | None = None,
+    quant_predicate: Predicate | str | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> Conversion:
+    """Convert a target or a drafter, as `mlx_lm.convert`.
+
+    Args:
+      hf_path: a directory saved by transformers 4 or 5 or by mlx-lm, a GGUF file, or a hub repository
+      mlx_path: the directory to write; its parents are made
+      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs
+      dtype: "float32", "bfloat16" or "float16" for everything that stays float; None keeps the checkpoint's own types
+      revision: branch, tag or commit of a hub repository
+      quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
+      trust_remote_code: let code that comes with the checkpoint run
+      force: replace an existing directory
+    Returns:
+      what was done; the same is written to conversion.json beside the weights.
+    Raises:
+      CheckpointError, ConfigError: the source is damaged, or not something that mlx-lm or this package can run
+      ConversionError: options, destination or tensors do not allow it
+    """
+    check_options(q_bits, q_group_size, dtype)
+    if quant_predicate is not None and not quantize:
+        raise ConversionError(
+            "expected quantize=True (-q) with a quantization recipe; it is off. Turn it on, or drop the recipe."
+        )
+    checkpoint = inspect_checkpoint(hf_path, revision=revision)
+    is_drafter = checkpoint.kind == "safetensors" and checkpoint.role == "drafter"
+    with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
+        if is_drafter:
+            done = _convert_drafter(checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate)
+        else:
+            done = _convert_target(
+                checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate, trust_remote_code
+            )
+        done.record["written"] = report.written_files(staging)
+        write_json(staging / _RECORD, done.record)
+    done.path = Path(mlx_path).expanduser()
+    return done
+
+
+def _convert_target(
+    checkpoint: Checkpoint,
+    staging: Path,
+    quantized: bool,
+    group_size: int,
+    bits: int,
+    dtype: str | None,
+    predicate: Predicate | str | None,
+    trust_remote_code: bool,
+) -> Conversion:
+    loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
+    model, config = loaded.model, dict(loaded.config)
+    cast(model, dtype)
+    recipe = Recipe()
+    if quantized:
+        if isinstance(predicate, str):
+            predicate = mixed_recipe(predicate, model, group_size)
+        recipe = quantize(model, group_size, bits, predicate, getattr(model, "quant_predicate", None))
+        config["quantization"] = config["quantization_config"] = recipe.config
+    elif "quantization" not in config:
+        recipe.fates = {name: "float" for name, _ in tree_flatten(model.parameters())}
+    config = {k: v for k, v in config.items() if k not in _NOT_WRITTEN}
+    _name_dtype(config, dtype)
+    write_json(staging / "config.json", dict(sorted(config.items())))
+    weights = dict(tree_flatten(model.parameters()))
+    tensors = _tensor_record(weights, recipe)
+    family, layout, dropped, fates, notes = loaded.target.family, loaded.layout, loaded.dropped, loaded.fates, loaded.notes
+    del model, loaded
+    write_weights(staging, weights, checkpoint.largest_file_bytes)
+    copy_tokenizer(checkpoint, staging)
+
+    record = _record("target", checkpoint, tensors, recipe, dropped, fates, notes)
+    record["family"], record["layout"] = family, layout
+    source = report.target_logits(lambda: _with_vocabulary(read_target(checkpoint, trust_remote_code=trust_remote_code)))
+    written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
+    record["parity"] = report.compare_logits(source, written) | {"reference": "the source, loaded by this package"}
+    if not quantized:
+        record["parity"]["cannot_prove"] = report.CANNOT_PROVE
+    return Conversion(staging, "target", record, notes + _kept_notes(recipe))
+
+
+# what a language model alone has no use for; the auto_map would make other tools run code that is not in the directory
+_NOT_WRITTEN = ("vision_config", "audio_config", "auto_map", "_name_or_path")
+
+
+def _with_vocabulary(loaded: LoadedTarget):
+    return loaded.model, loaded.target.text["vocab_size"]
+
+
+def _convert_drafter(
+    checkpoint: Checkpoint,
+    staging: Path,
+    quantized: bool,
+    group_size: int,
+    bits: int,
+    dtype: str | None,
+    predicate: Predicate | str | None,
+) -> Conversion:
+    if isinstance(predicate, str):
+        raise ConversionError(f"expected a Python predicate for a drafter; found the recipe {predicate}, which is for targets.")
+    drafter = read_drafter(checkpoint)
+    already = "quantization" in drafter.raw
+    if quantized and already:
+        raise ConversionError(
+            "expected float weights to quantize; found weights that are quantized already. "
+            "Convert without -q to keep them, or start from the float checkpoint."
+        )
+    weights = cast_tensors(drafter.weights, dtype)
+    config = {k: v for k, v in drafter.raw.items() if k not in _NOT_WRITTEN}
+    recipe = Recipe()
+    if quantized:
+        weights, recipe = quantize_tensors(weights, group_size, bits, predicate)
+        config["quantization"] = config["quantization_config"] = recipe.config
+    elif not already:
+        recipe.fates = dict.fromkeys(weights, "float")
+    _name_dtype(config, dtype)
+    write_json(staging / "config.json", dict(sorted(config.items())))
+    tensors = _tensor_record(weights, recipe)
+    notes, dropped, parsed, raw = drafter.notes, drafter.dropped, drafter.config, drafter.raw
+    fates = {name: f"as {name.removeprefix('model.')}" for name in checkpoint.tensors if name not in dropped}
+    del drafter
+    write_weights(staging, weights, checkpoint.largest_file_bytes)
+    if any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        copy_tokenizer(checkpoint, staging)
+
+    record = _record("drafter", checkpoint, tensors, recipe, dropped, fates, notes)
+    record["parity"] = _drafter_parity(checkpoint, staging, parsed, raw)
+    if not quantized and "not_checked" not in record["parity"]:
+        record["parity"]["cannot_prove"] = report.CANNOT_PROVE
+    return Conversion(staging, "drafter", record, notes + _kept_notes(recipe))
+
+
+def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig, raw: Mapping) -> dict:
+    if config.architecture not in ("DFlashDraftModel", "") or config.unsupported or config.draft_vocab_size:
+        return {"not_checked": f"this version cannot run {config.architecture or 'such a drafter'} on its own"}
+
+    def build(model, weights) -> None:
+        quantize_to_match(model, weights, dict(raw), checkpoint.source)
+        model.load_weights(list(weights.items()), strict=True)
+
+    try:
+        source = report.drafter_outputs(config, read_drafter(checkpoint).weights, build)
+    except ValueError as error:
+        raise ConversionError(
+            f"expected the tensors of a DFlash drafter as config.json describes it in {checkpoint.source}; "
+            f"found: {' '.join(str(error).split())}. Use the config.json that came with the weights."
+        ) from error
+    written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, build)
+    return report.compare_drafters(source, written) | {"reference": "the source, loaded by this package"}
+
+
+def _name_dtype(config: dict, dtype: str | None) -> None:
+    if dtype is None:
+        return
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("torch_dtype", None)
+            part["dtype"] = dtype
+
+
+def _tensor_record(weights: Mapping[str, mx.array], recipe: Recipe) -> dict:
+    return {
+        name: {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("mlx.core."),
+            "recipe": recipe.fates.get(name) or _as_it_was(name, weights),
+        }
+        for name, value in weights.items()
+    }
+
+
+def _as_it_was(name: str, weights: Mapping[str, mx.array]) -> str:
+    base = name.rpartition(".")[0]
+    return "part of a quantized matrix" if f"{base}.scales" in weights else "kept as it was"
+
+
+def _record(
+    kind: str, checkpoint: Checkpoint, tensors: dict, recipe: Recipe, dropped: dict, fates: dict, notes: list[str]
+) -> dict:
+    return {
+        "kind": kind,
+        "source": report.provenance(checkpoint),
+        "versions": report.versions(),
+        "number_types": {
+            "source": report.number_types({name: info.dtype for name, info in checkpoint.tensors.items()}),
+            "written": report.number_types({name: entry["dtype"] for name, entry in tensors.items()}),
+        },
+        "quantization": recipe.config,
+        "kept_float": recipe.kept_float,
+        "notes": notes,
+        "tensors": tensors,
+        "source_tensors": fates | {name: f"dropped: {reason}" for name, reason in dropped.items()},
+    }
+
+
+def _kept_notes(recipe: Recipe) -> list[str]:
+    return [f"{name}: {fate}" for name, fate in recipe.kept_float.items()]

@@ -1,0 +1,107 @@
+"""DFlash drafter checkpoints: tensors under their published bare names, and quantizing them.
+
+Knows the names that drafters are published with. Knows nothing of targets and builds no model but a linear layer at a time, so
+that variants which this version cannot run still convert. A converted drafter keeps the published names and its config.json.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.errors import CheckpointError
+
+from .configs import drop_empty_quantization
+from .foreign import decode_quantized
+from .layouts import Weights, unused_reason
+from .quantize import FLOAT_DTYPES, Predicate, Recipe, choose
+
+_PREFIX = "model."
+
+
+@dataclass
+class LoadedDrafter:
+    """A drafter's files: raw config, bare-named tensors (unread until used), what was dropped and said."""
+
+    raw: dict
+    config: DrafterConfig
+    weights: Weights
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_drafter_weights(path_or_repo: str | Path, *, revision: str | None = None) -> tuple[dict, Weights]:
+    """A drafter's config.json and its tensors under bare names, from a published or a converted directory or a hub repository.
+
+    Returns:
+      - config: as the file has it; `quantization` only where the tensors are quantized
+      - weights: name -> array, without the prefix `model.`; quantized ones as weight, scales and biases
+    Raises:
+      CheckpointError: damaged or missing files, or not a DFlash drafter
+      ConfigError: a config that is not a drafter's
+    """
+    drafter = read_drafter(inspect_checkpoint(path_or_repo, revision=revision))
+    return drafter.raw, drafter.weights
+
+
+def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
+    """`load_drafter_weights` for an inspected checkpoint, with the account of what was done."""
+    require_drafter(checkpoint)
+    weights, raw, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint)
+    drop_empty_quantization(raw)
+    config = DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
+    bare: Weights = {}
+    dropped: dict[str, str] = {}
+    for name, value in weights.items():
+        reason = unused_reason(name, None)
+        short = name.removeprefix(_PREFIX)
+        if reason:
+            dropped[name] = reason
+        elif short in bare:
+            raise CheckpointError(
+                f"expected each tensor of {checkpoint.source} once; found {short} with and without the prefix {_PREFIX}. "
+                "Delete the copy that does not belong."
+            )
+        else:
+            bare[short] = value
+    prefixed = sum(name.startswith(_PREFIX) for name in weights)
+    if prefixed:
+        notes.append(f"prefix {_PREFIX} removed from {prefixed} tensors")
+    if not any(name.endswith(".scales") for name in bare):
+        raw.pop("quantization", None)
+    return LoadedDrafter(raw, config, bare, dropped, notes)
+
+
+def cast_tensors(weights: Weights, dtype: str | None) -> Weights:
+    """Float tensors in another number type; integers (maps of reduced vocabularies, packed weights) as they are."""
+    if dtype is None:
+        return weights
+    to = FLOAT_DTYPES[dtype]
+    return {name: value.astype(to) if mx.issubdtype(value.dtype, mx.floating) else value for name, value in weights.items()}
+
+
+def quantize_tensors(weights: Weights, group_size: int, bits: int, predicate: Predicate | None) -> tuple[Weights, Recipe]:
+    """Quantize the matrices among a drafter's tensors. Shapes: `X.weight` [out, in]; see `quantize` for the recipe."""
+    recipe = Recipe()
+    chosen: dict[str, dict] = {}
+    out: Weights = {}
+    for name, value in weights.items():
+        path, _, part = name.rpartition(".")
+        is_matrix = part == "weight" and value.ndim == 2 and mx.issubdtype(value.dtype, mx.floating)
+        if not is_matrix:
+            out[name] = value
+            recipe.fates[name] = f"float: {'codebook' if 'codebook' in name else 'norm' if 'norm' in name else 'not a matrix'}"
+            continue
+        layer = nn.Embedding(1, 1) if path.endswith("embed_tokens") else nn.Linear(1, 1, bias=False)
+        layer.weight = value
+        recipe.fates[name], options = choose(path, layer, group_size, bits, predicate, None)
+        if options is None:
+            out[name] = value
+            continue
+        chosen[path] = options
+        out[name], out[f"{path}.scales"], out[f"{path}.biases"] = mx.quantize(value, **options)
+    recipe.settle(chosen, {"group_size": group_size, "bits": bits})
+    return out, recipe

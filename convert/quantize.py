@@ -1,0 +1,153 @@
+"""Which tensors are quantized, with how many bits, and why the others are not.
+
+Knows MLX's affine format and what kinds of tensors there are. Knows no files and no families beyond what a module says of
+itself. The recipe per class of tensor:
+
+    matrices of linear layers, embeddings, heads, stacked experts     quantized
+    routers and gates that the family's mlx-lm class names            as that class says (mostly 8 bits)
+    norms, biases, other vectors, recurrent parameters                float
+    codebooks (only ever gathered) and convolution kernels            float
+    a matrix whose rows do not divide into groups                     float, listed with the reason
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.errors import ConversionError
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+FLOAT_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+Predicate = Callable[[str, nn.Module], bool | dict]
+
+
+@dataclass
+class Recipe:
+    """What was chosen: `config` for config.json, `fates` one phrase for every parameter."""
+
+    config: dict | None = None
+    fates: dict[str, str] = field(default_factory=dict)
+
+    def settle(self, chosen: dict[str, dict], default: dict) -> None:
+        """Write `config` in mlx-lm's form: the default, then every layer that differs. Raises when nothing was chosen."""
+        if not chosen:
+            raise ConversionError(
+                f"expected at least one matrix whose rows divide into groups of {default['group_size']}; found none. "
+                "Use a smaller --q-group-size."
+            )
+        self.config = default | {path: options for path, options in chosen.items() if options != default}
+
+    @property
+    def kept_float(self) -> dict[str, str]:
+        """Matrices that stay float although quantization was asked for, with the reason."""
+        return {name: fate for name, fate in self.fates.items() if fate.startswith("float: ") and "input size" in fate}
+
+
+def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
+    """Raises ConversionError naming every option that MLX does not support."""
+    faults = []
+    if q_bits not in BITS:
+        faults.append(f"q_bits {q_bits} (MLX has {', '.join(map(str, BITS))})")
+    if q_group_size not in GROUP_SIZES:
+        faults.append(f"q_group_size {q_group_size} (MLX has {', '.join(map(str, GROUP_SIZES))})")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        faults.append(f"dtype {dtype} (one of {', '.join(FLOAT_DTYPES)})")
+    if faults:
+        raise ConversionError(f"expected options that MLX supports; found {'; '.join(faults)}. Choose one of those listed.")
+
+
+def cast(model: nn.Module, dtype: str | None) -> None:
+    """Give the float parameters another type, except those that the family's class keeps (`cast_predicate`)."""
+    if dtype is None:
+        return
+    to = FLOAT_DTYPES[dtype]
+    may = getattr(model, "cast_predicate", lambda _: True)
+    floats = [(name, value) for name, value in tree_flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)]
+    model.load_weights([(name, value.astype(to)) for name, value in floats if may(name)], strict=False)
+
+
+def quantize(
+    model: nn.Module, group_size: int, bits: int, predicate: Predicate | None = None, own_rules: Predicate | None = None
+) -> Recipe:
+    """Quantize a float model in place.
+
+    Args:
+      predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}; the user's mixed recipe
+      own_rules: the same from the model's class, asked first; it can only make a layer finer or leave it float
+    Raises:
+      ConversionError: the model is quantized already, or nothing in it can be quantized.
+    """
+    if any(hasattr(module, "scales") for _, module in model.named_modules()):
+        raise ConversionError(
+            "expected float weights to quantize; found weights that are quantized already. "
+            "Convert without -q to keep them, or start from the float checkpoint."
+        )
+    recipe = Recipe()
+    chosen: dict[str, dict] = {}
+
+    def predicate_for(path: str, module: nn.Module) -> bool | dict:
+        fate, options = choose(path, module, group_size, bits, predicate, own_rules)
+        for name, _ in tree_flatten(module.parameters()):
+            recipe.fates[f"{path}.{name}"] = fate if name == "weight" or not options else "float: bias"
+        if options:
+            chosen[path] = options
+        return options or False
+
+    # nn.quantize asks once per leaf; parameters outside any leaf (A_log, sinks, codebooks) are filled in afterwards
+    nn.quantize(model, group_size, bits, class_predicate=predicate_for)
+    for name, value in tree_flatten(model.parameters()):
+        if not name.endswith((".scales", ".biases")):
+            recipe.fates.setdefault(name, f"float: {_vector_kind(name, value)}")
+    recipe.settle(chosen, {"group_size": group_size, "bits": bits})
+    return recipe
+
+
+def choose(
+    path: str, module: nn.Module, group_size: int, bits: int, predicate: Predicate | None, own_rules: Predicate | None
+) -> tuple[str, dict | None]:
+    """What becomes of one module's matrix -> (the fate in words, quantization options or None)."""
+    if not hasattr(module, "to_quantized"):
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
+            return "float: convolution kernel", None
+        return f"float: {'norm' if 'norm' in path.lower() else 'not a matrix'}", None
+    if "codebook" in path:
+        return "float: codebook", None
+    options = {"group_size": group_size, "bits": bits}
+    for who, rules in (("the family's class", own_rules), ("the predicate", predicate)):
+        answer = rules(path, module) if rules is not None else True
+        if answer is False:
+            return f"float: {who} says so", None
+        if isinstance(answer, dict):
+            options = {"group_size": answer.get("group_size", group_size), "bits": answer.get("bits", bits)}
+            if answer.get("mode", "affine") != "affine":
+                raise ConversionError(
+                    f'expected mode "affine" from {who} for {path}; found "{answer["mode"]}". Use bits and group_size only.'
+                )
+            check_options(options["bits"], options["group_size"], None)
+    size = module.weight.shape[-1]
+    if size % options["group_size"]:
+        return f"float: input size {size} is not a multiple of group size {options['group_size']}", None
+    return f"affine {options['bits']}-bit, group {options['group_size']}", options
+
+
+def _vector_kind(name: str, value: mx.array) -> str:
+    return "codebook" if "codebook" in name else "vector" if value.ndim <= 1 else "not the matrix of a layer"
+
+
+def mixed_recipe(name: str, model: nn.Module, group_size: int) -> Predicate:
+    """mlx-lm's named mixed recipes ("mixed_4_6", ...) as a predicate."""
+    from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
+
+    if name not in QUANT_RECIPES:
+        raise ConversionError(f"expected a recipe among {', '.join(QUANT_RECIPES)}; found {name}. Or give a Python predicate.")
+    try:
+        return mixed_quant_predicate_builder(name, model, group_size)
+    except ValueError as error:
+        raise ConversionError(
+            f"expected layers that the recipe {name} knows; {error} Give a Python predicate instead."
+        ) from error

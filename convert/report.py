@@ -1,0 +1,134 @@
+"""The record beside converted weights: where they come from, what became of every tensor, and how close the result is.
+
+Knows hashes, versions and how to compare two models on fixed ids. Knows nothing of how a conversion is done. The comparison
+loads the written directory afresh, so it covers what was written, not what was meant.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.checkpoint import Checkpoint
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.drafter import Drafter
+from dflash_mlx.version import __version__
+
+from .write import file_record
+
+_POSITIONS = 48
+_HEAD_ROWS = 1024
+_PACKAGES = ("mlx", "mlx-lm", "transformers", "gguf", "numpy")
+
+CANNOT_PROVE = (
+    "Both sides were read through the same mapping of names, layouts and config, so an error in that mapping would show on "
+    "neither. That is what the reference outputs in the project's tests are for."
+)
+
+
+def fixed_ids(vocabulary: int) -> mx.array:
+    """[1, 48] int32: the same spread-out ids for every run, none of them special by construction."""
+    return mx.array([[(17 + 7919 * i) % vocabulary for i in range(_POSITIONS)]], dtype=mx.int32)
+
+
+def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
+    """Logits [48, V] in float32 of the model that `load` gives with its vocabulary size.
+
+    The model is dropped before its graph runs, so that each layer's weights are freed once they are used.
+    """
+    model, vocabulary = load()
+    model.set_dtype(mx.float32)
+    logits = model(fixed_ids(vocabulary))[0]
+    del model
+    mx.eval(logits)
+    return logits
+
+
+def compare_logits(source: mx.array, written: mx.array) -> dict:
+    """How far the written model's logits are from the source's. Both [48, V] float32."""
+    p, q = _log_softmax(source), _log_softmax(written)
+    kl = mx.sum(mx.exp(p) * (p - q), axis=-1)
+    return {
+        "positions": _POSITIONS,
+        "max_logit_difference": float(mx.abs(source - written).max()),
+        "max_logit": float(mx.abs(source).max()),
+        "mean_kl_nats": max(0.0, float(kl.mean())),
+        "argmax_agreement": float((mx.argmax(source, -1) == mx.argmax(written, -1)).mean()),
+        "computed_in": "float32",
+    }
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], build: Callable[[Drafter, dict], None]) -> mx.array:
+    """Hidden states [K, H] in float32 of one drafter pass over fixed random context features and block.
+
+    Args:
+      build: puts the weights into a fresh drafter (quantizing its layers first where they are quantized).
+    """
+    drafter = Drafter(config)
+    build(drafter, weights)
+    drafter.set_dtype(mx.float32)
+    keys = mx.random.split(mx.random.key(7), 2)
+    features = mx.random.normal((1, _POSITIONS, len(config.target_layer_ids) * config.target_hidden_size), key=keys[0])
+    block = mx.random.normal((1, config.block_size, config.hidden_size), key=keys[1])
+    hidden = drafter(block, features, drafter.make_cache(), 0)[0]
+    mx.eval(hidden)
+    return hidden
+
+
+def compare_drafters(source: mx.array, written: mx.array) -> dict:
+    """Difference of hidden states [K, H], and agreement of the ids that a fixed random head would draft from them."""
+    head = mx.random.normal((_HEAD_ROWS, source.shape[-1]), key=mx.random.key(11))
+    ids = [mx.argmax(hidden[1:] @ head.T, axis=-1) for hidden in (source, written)]
+    return {
+        "context_rows": _POSITIONS,
+        "max_hidden_difference": float(mx.abs(source - written).max()),
+        "max_hidden": float(mx.abs(source).max()),
+        "drafted_id_agreement": float((ids[0] == ids[1]).mean()),
+        "head": f"a fixed random head of {_HEAD_ROWS} rows: a drafter has none of its own",
+        "computed_in": "float32",
+    }
+
+
+def provenance(checkpoint: Checkpoint) -> dict:
+    """Source, revision and the hash of every weight and config file."""
+    record = {"path_or_repo": checkpoint.source, "kind": checkpoint.kind}
+    if checkpoint.revision:
+        record["revision"] = checkpoint.revision
+    if checkpoint.path.parent.name == "snapshots":
+        record["commit"] = checkpoint.path.name
+    names = list(checkpoint.files)
+    if checkpoint.kind != "gguf":
+        names += [name for name in ("config.json", "generation_config.json") if (checkpoint.path / name).exists()]
+    record["files"] = {name: file_record(checkpoint.file_path(name)) for name in names}
+    if checkpoint.ignored:
+        record["ignored_files"] = dict(checkpoint.ignored)
+    return record
+
+
+def versions() -> dict:
+    found = {"dflash-mlx": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def number_types(dtypes: Mapping[str, str]) -> dict[str, int]:
+    """How many tensors have each number type."""
+    return dict(Counter(dtypes.values()).most_common())
+
+
+def written_files(directory: Path) -> dict:
+    """The hash of every file of a converted directory but the record itself."""
+    files = [file for file in sorted(directory.iterdir()) if file.is_file() and file.name != "conversion.json"]
+    return {file.name: file_record(file) for file in files}

@@ -1,0 +1,175 @@
+"""Writing a converted directory: all of it, or nothing.
+
+Knows files, shards and hashes. Knows no models. Everything goes to a hidden directory beside the destination, which is renamed
+at the end; whatever ends the conversion early (an error, a full disk, Ctrl-C) removes it, and the source is only ever read.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.checkpoint import Checkpoint
+from dflash_mlx.errors import ConversionError
+
+_MIN_SHARD_BYTES = 128 << 20
+_MAX_SHARD_BYTES = 5 << 30
+
+
+@contextmanager
+def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> Iterator[Path]:
+    """A temporary directory that becomes `destination` when the block ends without an error.
+
+    Raises:
+      ConversionError: the destination exists (without `force`), is no directory, or touches the source.
+    """
+    destination = Path(os.path.abspath(destination.expanduser()))
+    _check_destination(destination, source, force)
+    made = _make_parents(destination.parent)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
+    try:
+        yield staging
+        os.chmod(staging, 0o777 & ~_umask())
+        _swap_in(staging, destination)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        for parent in reversed(made):
+            parent.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, ConversionError):
+            raise ConversionError(f"expected to write {destination}; found: {error}. Nothing was left behind.") from error
+        raise
+
+
+def _check_destination(destination: Path, source: Checkpoint, force: bool) -> None:
+    origin = source.path.resolve() if source.kind != "gguf" else source.path.resolve().parent
+    real = destination.resolve()
+    if real == origin or origin.is_relative_to(real) or (source.kind != "gguf" and real.is_relative_to(origin)):
+        raise ConversionError(
+            f"expected an output path apart from the source; {destination} and {source.source} contain one another. "
+            "Choose another."
+        )
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise ConversionError(f"expected a new directory; {destination} is a file or a link. Choose another path.")
+    if destination.exists() and not force:
+        raise ConversionError(
+            f"expected a new directory; {destination} exists. Choose another path, or pass --force to replace it."
+        )
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    made = [p for p in [parent, *parent.parents] if not p.exists()][::-1]
+    parent.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _swap_in(staging: Path, destination: Path) -> None:
+    """Rename into place; an existing directory is moved aside first and removed only when the new one stands."""
+    if not destination.exists():
+        staging.rename(destination)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.replaced-", dir=destination.parent)) / "old"
+    destination.rename(aside)
+    try:
+        staging.rename(destination)
+    except BaseException:
+        aside.rename(destination)
+        raise
+    finally:
+        shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def check_space(directory: Path, needed_bytes: int) -> None:
+    """Raises ConversionError when the disk of `directory` has not that many bytes left."""
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        raise ConversionError(
+            f"expected {needed_bytes / 1e9:.2f} GB of free disk space in {directory.parent}; found {free / 1e9:.2f} GB. "
+            "Free some space."
+        )
+
+
+def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_file_bytes: int) -> list[str]:
+    """Write tensors as safetensors shards with an index, one shard in memory at a time; `weights` is emptied.
+
+    A shard is at most half the largest source file (never under 128 MB): with the source tensors that one shard is made from,
+    memory stays below twice that file.
+    Raises:
+      ConversionError: a float16 tensor with infinite values, named.
+    """
+    total = sum(value.nbytes for value in weights.values())
+    check_space(directory, total)
+    limit = min(_MAX_SHARD_BYTES, max(_MIN_SHARD_BYTES, largest_source_file_bytes // 2))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, value in weights.items():
+        if shards[-1] and size + value.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += value.nbytes
+    weight_map: dict[str, str] = {}
+    files = []
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        part = {name: weights.pop(name) for name in names}
+        _check_finite(part)
+        _save(directory / file, part)
+        weight_map |= dict.fromkeys(names, file)
+        files.append(file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(directory / "model.safetensors.index.json", index)
+    return files
+
+
+def _save(file: Path, part: dict[str, mx.array]) -> None:
+    """Save one shard and make sure that all of it is there: MLX does not report a write that fell short."""
+    try:
+        mx.save_safetensors(str(file), part, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        raise OSError(f"{file.name} could not be written ({' '.join(str(error).split())})") from error
+    if file.stat().st_size < sum(value.nbytes for value in part.values()):
+        raise OSError(f"{file.name} is cut short; the disk is full or a file size limit was met")
+
+
+def _check_finite(part: dict[str, mx.array]) -> None:
+    for name, value in part.items():
+        if value.dtype == mx.float16 and not mx.all(mx.isfinite(value)).item():
+            raise ConversionError(
+                f"expected values that float16 holds (up to 65504); {name} exceeds them. "
+                "Convert with --dtype bfloat16 or float32."
+            )
+
+
+def write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(_tag_infinities(value), indent=4, ensure_ascii=False) + "\n")
+
+
+def _tag_infinities(value):
+    """Infinities as transformers writes them, so that the file stays valid JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, dict):
+        return {k: _tag_infinities(v) for k, v in value.items()}
+    return [_tag_infinities(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def file_record(file: Path) -> dict:
+    """{"bytes": ..., "sha256": ...} of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
