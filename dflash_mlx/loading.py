@@ -5,7 +5,6 @@ Knows where built-in pairs lie and what makes a drafter and a target belong toge
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,18 @@ def load(
     """Load a target and its tokenizer, as `mlx_lm.load`.
 
     Args:
-      path_or_hf_repo: a directory, a hub repo, or the name of a built-in pair.
+      path_or_hf_repo: a directory (saved by transformers 4 or 5, mlx-lm or `convert`), a GGUF file, a hub repo, or the name
+        of a built-in pair.
       dtype: type of activations and of float weights (for quantized layers of scales and biases); None: `default_dtype`.
     Returns: the mlx-lm model and its TokenizerWrapper.
     """
-    from mlx_lm import load as mlx_lm_load
+    from .conversion import load_target, load_tokenizer
 
     path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
-    model, tokenizer = mlx_lm_load(str(path), lazy=True, revision=revision, trust_remote_code=trust_remote_code)
+    model, _ = load_target(path, revision=revision, trust_remote_code=trust_remote_code, lazy=True)
     model.set_dtype(dtype or default_dtype())
     mx.eval(model.parameters())
-    return model, tokenizer
+    return model, load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None) -> Drafter:
@@ -71,13 +71,17 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
       ConfigError, CheckpointError: the drafter's config or tensors; every fault in one message.
       PairError: hidden size, taps, mask row or layer count contradict the target; all of them in one message.
     """
-    path = Path(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo)
-    config = DrafterConfig.from_dict(json.loads((path / "config.json").read_text()), str(path / "config.json"))
-    return make_drafter(config, dict(mx.load(str(path / "model.safetensors"))), model)
+    from .conversion import load_drafter_weights
+
+    path = builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo
+    raw, weights = load_drafter_weights(path, revision=revision)
+    return make_drafter(DrafterConfig.from_dict(raw, f"{path}/config.json"), weights, model)
 
 
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:
     """Build a drafter from its config and bare-named tensors, and bind it to a target; faults as in `load_drafter`."""
+    from .conversion import quantize_to_match
+
     if config.architecture not in _ARCHITECTURES or config.unsupported or config.draft_vocab_size:
         what = [config.architecture] if config.architecture not in _ARCHITECTURES else list(config.unsupported)
         if config.draft_vocab_size:
@@ -89,9 +93,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     target = Target(model)
     check_pair(config, target)
     drafter = Drafter(config)
-    if config.quantization:
-        group_size, bits = config.quantization["group_size"], config.quantization["bits"]
-        nn.quantize(drafter, group_size, bits, class_predicate=lambda name, _: f"{name}.scales" in weights)
+    quantize_to_match(drafter, weights, {"quantization": config.quantization}, "the drafter")
     expected = {name: value.shape for name, value in _flat(drafter)}
     faults = [f"missing {name}" for name in expected if name not in weights]
     faults += [f"unexpected {name}" for name in weights if name not in expected]
