@@ -34,6 +34,26 @@ class Conversion:
     record: dict
     notes: list[str] = field(default_factory=list)
 
+    def summary(self) -> str:
+        """What was written and how close it is to the source, with units, in two lines."""
+        size = sum(entry["bytes"] for name, entry in self.record["written"].items() if name.endswith(".safetensors"))
+        lines = [f"Wrote {self.kind} {self.path}: {len(self.record['tensors'])} tensors, {size / 1e9:.3f} GB"]
+        parity = self.record["parity"]
+        if "not_checked" in parity:
+            lines.append(f"Not compared with the source: {parity['not_checked']}.")
+        elif self.kind == "target":
+            lines.append(
+                f"Against the source, {parity['positions']} positions: max logit difference {parity['max_logit_difference']:.3g} "
+                f"(of {parity['max_logit']:.3g}), mean KL {parity['mean_kl_nats']:.3g} nats, "
+                f"argmax agreement {parity['argmax_agreement']:.0%}"
+            )
+        else:
+            lines.append(
+                f"Against the source: max hidden difference {parity['max_hidden_difference']:.3g} "
+                f"(of {parity['max_hidden']:.3g}), drafted ids under a random head agree {parity['drafted_id_agreement']:.0%}"
+            )
+        return "\n".join(lines)
+
 
 def convert(
     hf_path: str,

@@ -172,6 +172,40 @@ def generate(
         raise SystemExit(130)
 
 
+@app.command()
+def convert(
+    hf_path: Annotated[str, typer.Option("--hf-path", "--model", help="Target or drafter: a directory, a GGUF file or a hub repo.")],
+    mlx_path: Annotated[str, typer.Option(help="Directory to write.")] = "mlx_model",
+    quantize: Annotated[bool, typer.Option("--quantize", "-q", help="Quantize the matrices.")] = False,
+    q_bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4, 5, 6 or 8.")] = 4,
+    q_group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64 or 128.")] = 64,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of what stays float. Default: as in the checkpoint.")] = None,
+    quant_predicate: Annotated[str | None, typer.Option(help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repo.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with the checkpoint run.")] = False,
+) -> None:
+    """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
+    with _only_ours_on_stdout(), _status(f"Converting {hf_path} ..."):
+        from .conversion import convert as convert_checkpoint
+
+        done = convert_checkpoint(
+            hf_path,
+            mlx_path,
+            quantize=quantize,
+            q_group_size=q_group_size,
+            q_bits=q_bits,
+            dtype=dtype.value if dtype else None,
+            revision=revision,
+            quant_predicate=quant_predicate,
+            trust_remote_code=trust_remote_code,
+            force=force,
+        )
+    for note in done.notes:
+        _say(f"Note: {note}.")
+    _say(done.summary())
+
+
 @contextlib.contextmanager
 def _only_ours_on_stdout() -> Iterator[Any]:
     """Hand out the real stdout and send everything that libraries print to stderr meanwhile."""
