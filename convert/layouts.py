@@ -204,7 +204,7 @@ def unstack_experts(weights: Weights) -> Weights:
     out: Weights = {}
     for name, value in weights.items():
         match = _STACKED.match(name)
-        if not match or match["kind"] not in (".weight", ".bias") or value.ndim < 2:
+        if not match or match["kind"] not in (".weight", ".bias") or value.ndim < 2 or value.dtype == mx.uint32:
             out[name] = value
             continue
         for expert in range(value.shape[0]):

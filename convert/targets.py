@@ -308,7 +308,7 @@ def quantize_to_match(model: nn.Module, weights: Weights, config: dict, where: s
     chosen: dict[str, dict] = {}
 
     def predicate(path: str, module: nn.Module) -> bool | dict:
-        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+        if not hasattr(module, "to_quantized") or not {f"{path}.scales", f"{path}.weight"} <= weights.keys():
             return False
         try:
             chosen[path] = infer_quant_config(path, module, weights)

@@ -174,7 +174,7 @@ def generate(
 
 @app.command()
 def convert(
-    hf_path: Annotated[str, typer.Option("--hf-path", "--model", help="Target or drafter: a directory, a GGUF file or a hub repo.")],
+    hf_path: Annotated[str, typer.Option("--hf-path", help="Target or drafter: a directory, a GGUF file or a hub repo.")],
     mlx_path: Annotated[str, typer.Option(help="Directory to write.")] = "mlx_model",
     quantize: Annotated[bool, typer.Option("--quantize", "-q", help="Quantize the matrices.")] = False,
     q_bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4, 5, 6 or 8.")] = 4,
