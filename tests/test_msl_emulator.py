@@ -18,7 +18,8 @@ BARRIER = "threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
 
 
 def run(source, inputs=None, threads=THREADS, groups=1, template=(), out=None, dtype=mx.float32, header="", order=0):
-    """One kernel `y = f(x, n)` over `groups` threadgroups of `threads`."""
+    """One kernel `y = f(x, n)` over `groups` threadgroups of `threads`; TID is a thread's index in its threadgroup."""
+    source = source.replace("TID", "thread_index_in_threadgroup")
     inputs = inputs or [mx.arange(threads * groups).astype(mx.float32), mx.array([3], dtype=mx.int32)]
     kernel = emulator.metal_kernel("faulty", ["x", "n"], ["y"], source, header=header)
     before, emulator.ORDER[0] = emulator.ORDER[0], order
@@ -38,7 +39,7 @@ def run(source, inputs=None, threads=THREADS, groups=1, template=(), out=None, d
 def test_a_sound_kernel_runs_with_barriers_and_simd_functions():
     y = run(f"""
         threadgroup float tile[64];
-        const uint t = thread_index_in_threadgroup;
+        const uint t = TID;
         tile[t] = x[thread_position_in_grid.x];
         {BARRIER}
         const float other = tile[63 - t];
@@ -57,49 +58,49 @@ def test_threadgroups_run_in_either_order(order):
 
 
 @pytest.mark.parametrize("name, source, message", [
-    ("read beyond an input", "y[thread_index_in_threadgroup] = x[thread_index_in_threadgroup + 1];", "line 1: out of bounds: x"),
-    ("write before an output", "\ny[int(thread_index_in_threadgroup) - 1] = 0.0f;", "line 2: out of bounds: y"),
+    ("read beyond an input", "y[TID] = x[TID + 1];", "line 1: out of bounds: x"),
+    ("write before an output", "\ny[int(TID) - 1] = 0.0f;", "line 2: out of bounds: y"),
     ("threadgroup array overrun",
-     "threadgroup float t[32];\nt[thread_index_in_threadgroup] = 0.0f;\ny[thread_index_in_threadgroup] = 0.0f;",
+     "threadgroup float t[32];\nt[TID] = 0.0f;\ny[TID] = 0.0f;",
      "line 2: out of bounds: t"),
     ("unset threadgroup memory",
-     f"threadgroup float t[128];\nt[thread_index_in_threadgroup] = 0.0f;\n{BARRIER}\n"
-     "y[thread_index_in_threadgroup] = t[thread_index_in_threadgroup + 64];",
+     f"threadgroup float t[128];\nt[TID] = 0.0f;\n{BARRIER}\n"
+     "y[TID] = t[TID + 64];",
      "line 4: read before any write: t"),
     ("barrier missing",
-     "threadgroup float t[64];\nt[thread_index_in_threadgroup] = 0.0f;\ny[thread_index_in_threadgroup] = t[thread_index_in_threadgroup ^ 1];",
+     "threadgroup float t[64];\nt[TID] = 0.0f;\ny[TID] = t[TID ^ 1];",
      "line 3: (race: t|read before any write: t)"),
     ("two writers",
-     "threadgroup float t[1];\nt[0] = float(thread_index_in_threadgroup);\n" + BARRIER + "\ny[thread_index_in_threadgroup] = t[0];",
+     "threadgroup float t[1];\nt[0] = float(TID);\n" + BARRIER + "\ny[TID] = t[0];",
      "line 2: race: t"),
     ("read, then written, with no barrier between",
-     f"threadgroup float t[64];\nt[thread_index_in_threadgroup] = 1.0f;\n{BARRIER}\n"
-     "const float a = t[(thread_index_in_threadgroup + 1) % 64];\nt[thread_index_in_threadgroup] = a;\ny[thread_index_in_threadgroup] = a;",
+     f"threadgroup float t[64];\nt[TID] = 1.0f;\n{BARRIER}\n"
+     "const float a = t[(TID + 1) % 64];\nt[TID] = a;\ny[TID] = a;",
      "line (4|5): race: t"),
     ("a simd-group barrier does not order two simd groups",
-     "threadgroup float t[64];\nt[thread_index_in_threadgroup] = 1.0f;\nsimdgroup_barrier(metal::mem_flags::mem_threadgroup);\n"
-     "y[thread_index_in_threadgroup] = t[(thread_index_in_threadgroup + 32) % 64];",
+     "threadgroup float t[64];\nt[TID] = 1.0f;\nsimdgroup_barrier(metal::mem_flags::mem_threadgroup);\n"
+     "y[TID] = t[(TID + 32) % 64];",
      "line 4: (race: t|read before any write: t)"),
-    ("two threads write one output word", "y[thread_index_in_threadgroup / 2] = 0.0f;", "line 1: race: y"),
+    ("two threads write one output word", "y[TID / 2] = 0.0f;", "line 1: race: y"),
     ("barrier in a branch",
-     f"if (thread_index_in_threadgroup < 40) {{\n{BARRIER}\n}}\ny[thread_index_in_threadgroup] = 0.0f;",
+     f"if (TID < 40) {{\n{BARRIER}\n}}\ny[TID] = 0.0f;",
      "line 2: barrier not reached by all"),
     ("two different barriers",
-     f"if (thread_index_in_threadgroup < 32) {{\n{BARRIER}\n}} else {{\n{BARRIER}\n}}\ny[thread_index_in_threadgroup] = 0.0f;",
+     f"if (TID < 32) {{\n{BARRIER}\n}} else {{\n{BARRIER}\n}}\ny[TID] = 0.0f;",
      "line 2: barrier not reached by all"),
     ("simd function in a branch",
-     "float s = 0.0f;\nif (thread_index_in_simdgroup < 31) s = simd_sum(1.0f);\ny[thread_index_in_threadgroup] = s;",
+     "float s = 0.0f;\nif (thread_index_in_simdgroup < 31) s = simd_sum(1.0f);\ny[TID] = s;",
      "line 2: simd function not reached by all"),
     ("simd function after some have ended",
-     "y[thread_index_in_threadgroup] = 0.0f;\nif (thread_index_in_simdgroup == 7) return;\nsimd_max(1.0f);",
+     "y[TID] = 0.0f;\nif (thread_index_in_simdgroup == 7) return;\nsimd_max(1.0f);",
      "line 3: simd function not reached by all"),
-    ("an output word left out", "if (thread_index_in_threadgroup) y[thread_index_in_threadgroup] = 0.0f;", "4 bytes of output y were never written"),
+    ("an output word left out", "if (TID) y[TID] = 0.0f;", "4 bytes of output y were never written"),
     ("misaligned vector load",
      "const device vec<float, 4>* p = (const device vec<float, 4>*)(x + 1);\nconst vec<float, 4> v = p[0];\n"
-     "y[thread_index_in_threadgroup] = v[0];",
+     "y[TID] = v[0];",
      "line 2: misaligned: x"),
-    ("too much threadgroup memory", "threadgroup float t[8193];\ny[thread_index_in_threadgroup] = 0.0f;", "line 1: 32772 bytes"),
-    ("shuffle from no lane", "y[thread_index_in_threadgroup] = simd_shuffle(1.0f, 32);", "line 1: simd shuffle from lane 32"),
+    ("too much threadgroup memory", "threadgroup float t[8193];\ny[TID] = 0.0f;", "line 1: 32772 bytes"),
+    ("shuffle from no lane", "y[TID] = simd_shuffle(1.0f, 32);", "line 1: simd shuffle from lane 32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_fault_is_reported_with_its_line(name, source, message, order):
@@ -109,15 +110,15 @@ def test_a_fault_is_reported_with_its_line(name, source, message, order):
 
 def test_threadgroups_may_not_share_an_output_word():
     with pytest.raises(KernelFault, match="line 1: race: y"):
-        run("y[thread_index_in_threadgroup] = 0.0f;", groups=2, out=(64,))
+        run("y[TID] = 0.0f;", groups=2, out=(64,))
 
 
 def test_a_simd_group_barrier_orders_its_own_threads():
     source = """
         threadgroup float t[64];
-        t[thread_index_in_threadgroup] = x[thread_index_in_threadgroup];
+        t[TID] = x[TID];
         {}
-        y[thread_index_in_threadgroup] = t[thread_index_in_threadgroup ^ 1];
+        y[TID] = t[TID ^ 1];
     """
     y = run(source.format("simdgroup_barrier(metal::mem_flags::mem_threadgroup);"))
     assert np.array_equal(np.array(y), np.arange(64) ^ 1)
@@ -127,7 +128,7 @@ def test_a_simd_group_barrier_orders_its_own_threads():
 
 def test_a_barrier_for_threadgroup_memory_does_not_order_device_memory():
     source = """
-        const uint t = thread_index_in_threadgroup;
+        const uint t = TID;
         y[t] = x[t];
         threadgroup_barrier(metal::mem_flags::{});
         const float other = y[63 - t];
@@ -139,16 +140,16 @@ def test_a_barrier_for_threadgroup_memory_does_not_order_device_memory():
 
 
 @pytest.mark.parametrize("source, message", [
-    ("const device int* p = n; y[thread_index_in_threadgroup] = float(p[0]);", "conversion"),  # n has 1 element: constant
-    ("const constant float* p = x; y[thread_index_in_threadgroup] = p[0];", "conversion"),  # x has 64: device
-    ("device float* p = (device float*)x; y[thread_index_in_threadgroup] = p[0];", "no matching function"),  # casts const away
-    ("const float* p = x; y[thread_index_in_threadgroup] = p[0];", "pointer without an address space"),
-    ("threadgroup float t[4]; device float* p = t; y[thread_index_in_threadgroup] = p[0];", "conversion"),
-    ("y[thread_index_in_threadgroup] = 1.0 * double(x[0]);", "'double' does not exist in Metal"),
+    ("const device int* p = n; y[TID] = float(p[0]);", "conversion"),  # n has 1 element: constant
+    ("const constant float* p = x; y[TID] = p[0];", "conversion"),  # x has 64: device
+    ("device float* p = (device float*)x; y[TID] = p[0];", "no matching function"),  # casts const away
+    ("const float* p = x; y[TID] = p[0];", "pointer without an address space"),
+    ("threadgroup float t[4]; device float* p = t; y[TID] = p[0];", "conversion"),
+    ("y[TID] = 1.0 * double(x[0]);", "'double' does not exist in Metal"),
     ("if (true) { threadgroup float t[4]; }", "outermost scope"),
-    ("x[thread_index_in_threadgroup] = 1.0f;", "store through a pointer to const"),  # an input is const
-    ("auto v = x[0]; y[thread_index_in_threadgroup] = v;", "name the type"),
-    ("y[thread_index_in_threadgroup] = undeclared;", "undeclared"),
+    ("x[TID] = 1.0f;", "store through a pointer to const"),  # an input is const
+    ("auto v = x[0]; y[TID] = v;", "name the type"),
+    ("y[TID] = undeclared;", "undeclared"),
 ])  # fmt: skip
 def test_what_a_mac_would_not_compile_does_not_compile(source, message):
     with pytest.raises(CompileFault, match=message):
@@ -157,7 +158,7 @@ def test_what_a_mac_would_not_compile_does_not_compile(source, message):
 
 def test_bfloat_needs_a_cast_and_rounds_to_nearest_even():
     with pytest.raises(CompileFault):
-        run("y[thread_index_in_threadgroup] = x[thread_index_in_threadgroup];", dtype=mx.bfloat16)
+        run("y[TID] = x[TID];", dtype=mx.bfloat16)
     values = np.concatenate(
         [np.random.default_rng(0).normal(size=4000) * 10.0 ** np.arange(-20, 20).repeat(100), [65504, 65520, 1e-8, np.inf]]
     )
@@ -196,7 +197,7 @@ def test_the_signature_follows_mlx():
 def test_strides_of_a_slice_are_handed_over():
     x = mx.arange(48).astype(mx.float32).reshape(4, 12)[:, :5]
     kernel = emulator.metal_kernel(
-        "strided", ["x"], ["y"], "const uint i = thread_position_in_grid.x;\ny[i] = x[i / 5 * x_strides[0] + i % 5 * x_strides[1]];",
+        "strided", ["x"], ["y"], "uint i = thread_position_in_grid.x;\ny[i] = x[i / 5 * x_strides[0] + i % 5 * x_strides[1]];",
         ensure_row_contiguous=False,
     )  # fmt: skip
     launch = {"grid": (20, 1, 1), "threadgroup": (20, 1, 1), "output_shapes": [(4, 5)], "output_dtypes": [mx.float32]}

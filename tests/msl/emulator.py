@@ -62,9 +62,7 @@ VALUES = {
     "thread_position_in_grid": "xyz(msl::g.position[0])",
     "thread_position_in_threadgroup": "xyz(msl::g.position[1])",
     "threadgroup_position_in_grid": "xyz(msl::g.position[2])",
-    "threadgroups_per_grid": (
-        "uint3(msl::g.grid[0] / msl::g.group_size[0], msl::g.grid[1] / msl::g.group_size[1], msl::g.grid[2] / msl::g.group_size[2])"
-    ),
+    "threadgroups_per_grid": "xyz(msl::g.groups)",
     "threads_per_grid": "xyz(msl::g.grid)",
     "threads_per_simdgroup": "32u",
     "threads_per_threadgroup": "xyz(msl::g.group_size)",
@@ -244,7 +242,7 @@ def _cache() -> Path:
     return path
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _native(cxx: str) -> tuple[str, ...]:
     """Options that make `fma` one instruction and unset variables visible, where the compiler has them."""
     wanted = ("-march=native", "-ftrivial-auto-var-init=pattern")
@@ -258,7 +256,7 @@ def _native(cxx: str) -> tuple[str, ...]:
     return tuple(ok)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _build(code: str) -> ctypes.CDLL:
     """Compile once per text: libraries are kept by hash in the temporary folder."""
     cxx = compiler()

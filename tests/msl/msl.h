@@ -155,7 +155,7 @@ struct State {
   size_t message_bytes = 0;
   bool failed = false;
   uint32_t position[3][3];                    // thread in grid, thread in threadgroup, threadgroup in grid
-  uint32_t grid[3], group_size[3];
+  uint32_t grid[3], group_size[3], groups[3];
   std::vector<Region> shared;                 // by declaration number
   size_t shared_bytes = 0;
 };
@@ -468,7 +468,7 @@ inline int run_grid(void (*body)(void*), void* arguments, const uint32_t* grid, 
   g.threads = 1;
   uint64_t groups = 1;
   for (int a = 0; a < 3; ++a) {
-    g.grid[a] = grid[a], g.group_size[a] = group[a];
+    g.grid[a] = grid[a], g.group_size[a] = group[a], g.groups[a] = grid[a] / group[a];
     g.threads *= group[a];
     groups *= grid[a] / group[a];
   }
