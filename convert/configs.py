@@ -89,6 +89,7 @@ class TargetConfig:
       - text: the dict inside `config` that describes the text model (`config` itself without a wrapper)
       - layer_types: one of "full_attention", "sliding_attention", ... per layer, or None when all layers are alike
       - windows: per layer, the sliding window that mlx-lm's class ignores and the loader adds, else None
+      - while_building: keys of the text config that mlx-lm's class must see otherwise until the windows are added
       - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
       - head_dims: rotated head size of each layer before any partial factor, or None when not known
       - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
@@ -103,6 +104,7 @@ class TargetConfig:
     family: str
     layer_types: list[str] | None = None
     windows: list[int | None] = field(default_factory=list)
+    while_building: dict[str, Any] = field(default_factory=dict)
     rope: dict | None = None
     head_dims: list[int] | None = None
     unwrapped: bool = False
@@ -152,7 +154,7 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     _fill_renamed(text, known)
     _fill_full_attention(text, reference, layer_types, known)
     _fill_expert_layers(text, reference, known)
-    windows = _fill_patterns(text, layer_types, known, where)
+    windows, while_building = _fill_patterns(text, layer_types, known, where)
     for key, value in (IMPLIED_KEYS.get(family) or IMPLIED_KEYS.get(text["model_type"], {})).items():
         if text.get(key) is None:
             text[key] = value
@@ -180,6 +182,7 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
         family=family,
         layer_types=layer_types,
         windows=windows,
+        while_building=while_building,
         rope=rope,
         head_dims=head_dims,
         unwrapped=unwrapped,
@@ -312,6 +315,9 @@ def _transformers_config(text: dict, notes: list[str]):
         try:
             values = copy.deepcopy(text)
             values.pop("model_type")
+            if _is_per_layer_type(values.get("rope_parameters") or {}):
+                # transformers lets the older key win, which cannot hold one entry per kind of layer
+                values.pop("rope_scaling", None)
             reference = CONFIG_MAPPING[name].from_dict(values)
         except Exception as error:  # noqa: BLE001 - its validators raise many kinds; the text goes to the user
             notes.append(
@@ -512,13 +518,18 @@ def _fill_full_attention(text: dict, reference, layer_types: list[str] | None, k
             text[source] = _reference_value(reference.per_layer_config[usual], source)[1]
 
 
-def _fill_patterns(text: dict, layer_types: list[str] | None, known: dict[str, Any], where: str) -> list[int | None]:
+def _fill_patterns(
+    text: dict, layer_types: list[str] | None, known: dict[str, Any], where: str
+) -> tuple[list[int | None], dict[str, Any]]:
     """Tell mlx-lm which layers have a window, in the one of its three ways that the family reads.
 
-    Returns: per layer, the window that the family's class cannot express and that must be added to the built model.
+    Returns:
+      - per layer, the window that the family's class cannot express and that must be added to the built model
+      - keys that the class must see otherwise while it is built, so that it makes layers without windows
     """
     if not layer_types:
-        return []
+        return [], {}
+    text["layer_types"] = layer_types
     sliding = [kind == "sliding_attention" for kind in layer_types]
     if "hybrid_layer_pattern" in known and text.get("hybrid_layer_pattern") is None:
         text["hybrid_layer_pattern"] = [int(flag) for flag in sliding]
@@ -526,23 +537,25 @@ def _fill_patterns(text: dict, layer_types: list[str] | None, known: dict[str, A
         text["full_attention_interval"] = _period(layer_types, "full_attention", text, where)
     if "layer_types" in known:
         native = "full_attention" in layer_types or not any(sliding)
-        # classes look for the first full layer: with windows everywhere they are told of none, and get them afterwards
-        text["layer_types"] = layer_types if native else ["full_attention"] * len(layer_types)
+        # classes look for the first full layer: with windows everywhere they are told of none
+        instead = {"layer_types": ["full_attention"] * len(layer_types)}
     elif "sliding_window_pattern" in known:
         if isinstance(text.get("sliding_window_pattern"), str) or known["sliding_window_pattern"] is MISSING:
             text["sliding_window_pattern"] = "".join("LG"[not flag] for flag in sliding) if any(sliding) else None
-            return []
+            return [], {}
         period = sliding.index(False) + 1 if False in sliding else 0
         native = period > 0 and sliding == [(i + 1) % period != 0 for i in range(len(sliding))]
-        text["sliding_window_pattern"] = period if native else 1
+        instead = {"sliding_window_pattern": 1}
+        if native:
+            text["sliding_window_pattern"] = period
     else:
-        native = not any(sliding) or "hybrid_layer_pattern" in known
+        native, instead = not any(sliding) or "hybrid_layer_pattern" in known, {}
     if native:
-        return []
+        return [], {}
     window = text.get("sliding_window")
     if not window:
         raise ConfigError(f"expected \"sliding_window\" beside layer_types {layer_types} in {where}; the key is missing.")
-    return [window if flag else None for flag in sliding]
+    return [window if flag else None for flag in sliding], instead
 
 
 def _period(layer_types: list[str], kind: str, text: dict, where: str) -> int:

@@ -140,10 +140,23 @@ def _convert_target(
     source = report.target_logits(lambda: _with_vocabulary(read_target(checkpoint, trust_remote_code=trust_remote_code)))
     written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
     record["parity"] = report.compare_logits(source, written) | {"reference": "the source, loaded by this package"}
+    if not quantized and dtype in (None, "float32"):
+        _require_equal(record["parity"])
     if not quantized:
         record["parity"]["cannot_prove"] = report.CANNOT_PROVE
     return Conversion(staging, "target", record, notes + _kept_notes(recipe))
 
+
+def _require_equal(parity: Mapping) -> None:
+    """Nothing was rounded, so the written model must compute what the source does: anything else is a fault of this package."""
+    if parity["max_logit_difference"] > _SAME_LOGITS * parity["max_logit"]:
+        raise ConversionError(
+            f"expected the written directory to give the source's logits; they differ by {parity['max_logit_difference']:.3g} "
+            f"of {parity['max_logit']:.3g}. Nothing was written: please report this checkpoint's config.json."
+        )
+
+
+_SAME_LOGITS = 1e-3
 
 # what a language model alone has no use for; the auto_map would make other tools run code that is not in the directory
 _NOT_WRITTEN = ("vision_config", "audio_config", "auto_map", "_name_or_path")

@@ -188,22 +188,23 @@ def _embedding_name(weights: Weights) -> str | None:
 
 
 def _has_own_head(target: TargetConfig) -> bool:
-    untied = TargetConfig(config=_private_copy(target.config), text={}, family=target.family)
-    for part in (untied.config, untied.config.get("text_config")):
-        if isinstance(part, dict):
-            part["tie_word_embeddings"] = False
+    untied = copy.deepcopy(target)
+    for part in (untied.config, untied.text):
+        part["tie_word_embeddings"] = False
     return any(path.rpartition(".")[2] == "lm_head" for path, _ in _construct(untied).named_modules())
 
 
 def _construct(target: TargetConfig) -> nn.Module:
     module = mlx_module(target.config)
+    config = _private_copy(target.config)
+    (config["text_config"] if target.text is not target.config else config).update(target.while_building)
     try:
-        return module.Model(module.ModelArgs.from_dict(_private_copy(target.config)))
+        return module.Model(module.ModelArgs.from_dict(_private_copy(config)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         for scaling in (None, _NEUTRAL_SCALING):
             # some classes refuse scaling that they do not know, others its absence; `correct_rope` puts the right one in
             try:
-                return module.Model(module.ModelArgs.from_dict(_with_scaling(target.config, scaling)))
+                return module.Model(module.ModelArgs.from_dict(_with_scaling(config, scaling)))
             except (TypeError, ValueError, KeyError, AttributeError):
                 continue
         raise ConfigError(
