@@ -24,29 +24,34 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def load_tokenizer(path_or_repo: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    tokenizer_config: Mapping | None = None,
+) -> Any:
     """Load the tokenizer that belongs to a target.
 
     Args:
       path_or_repo: whatever `load_target` accepts
+      tokenizer_config: keywords for transformers' tokenizer beside those in its files, as in mlx-lm
     Returns:
       mlx-lm's TokenizerWrapper; its `eos_token_ids` join those of the tokenizer, config.json and generation_config.json.
     Raises:
       CheckpointError: no tokenizer files, damaged ones, or ones that need code of their own without `trust_remote_code`.
     """
-    return read_tokenizer(inspect_checkpoint(path_or_repo, revision=revision), trust_remote_code=trust_remote_code)
-
-
-def read_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> Any:
-    """`load_tokenizer` for an inspected checkpoint."""
+    checkpoint = inspect_checkpoint(path_or_repo, revision=revision)
+    # said outright: with None transformers asks on the terminal whether to run the checkpoint's code
+    settings = {**(tokenizer_config or {}), "trust_remote_code": trust_remote_code}
     if checkpoint.kind == "gguf":
         from .gguf import read_gguf
 
         source = read_gguf(checkpoint.path)
         with tempfile.TemporaryDirectory(prefix="dflash-mlx-tokenizer-") as directory:
             source.write_tokenizer(directory)
-            return _load(Path(directory), checkpoint.source, source.config, {}, trust_remote_code)
-    return _load(checkpoint.path, checkpoint.source, checkpoint.config, checkpoint.generation_config, trust_remote_code)
+            return _load(Path(directory), checkpoint.source, source.config, {}, settings)
+    return _load(checkpoint.path, checkpoint.source, checkpoint.config, checkpoint.generation_config, settings)
 
 
 def eos_ids(config: Mapping, generation_config: Mapping) -> list[int]:
@@ -61,7 +66,7 @@ def eos_ids(config: Mapping, generation_config: Mapping) -> list[int]:
     return found
 
 
-def _load(directory: Path, source: str, config: Mapping, generation_config: Mapping, trust_remote_code: bool) -> Any:
+def _load(directory: Path, source: str, config: Mapping, generation_config: Mapping, settings: dict) -> Any:
     from mlx_lm.tokenizer_utils import load
 
     if not tokenizer_files(directory):
@@ -72,8 +77,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
     try:
         return load(
             directory,
-            # said outright: with None transformers asks on the terminal whether to run the checkpoint's code
-            {"trust_remote_code": trust_remote_code},
+            settings,
             eos_token_ids=eos_ids(config, generation_config) or None,
             defaults=_tokenizer_defaults(config),
         )

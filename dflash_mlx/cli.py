@@ -126,20 +126,21 @@ def generate(
     with _only_ours_on_stdout() as stdout:
         from mlx_lm.sample_utils import make_sampler
 
-        from . import loading
+        from . import builtin, loading
         from .generation import stream_generate
 
         target, drafter = _choose_pair(model, draft_model)
         if show_drafts and drafter is None:
             raise DFlashError("expected a drafter for --show-drafts; found none. Give --draft-model, or leave both out.")
         if prompt is None:
-            prompt = loading.EXAMPLE_PROMPTS.get(target)
+            prompt = builtin.BUILTIN_PAIRS[target].prompt if target in builtin.BUILTIN_PAIRS else None
             if prompt is None:
                 raise typer.BadParameter("give -p TEXT, or -p - to read standard input", param_hint="--prompt")
             _say(f"No prompt given; completing {prompt!r}.")
         import mlx.core as mx
 
         type_ = getattr(mx, dtype.value) if dtype else None
+        builtin.builtin_path(target, "target", say=_say)
         with _status(f"Loading {target} ..."):
             lm, tokenizer = loading.load(target, dtype=type_, revision=revision, trust_remote_code=trust_remote_code)
             draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
@@ -216,19 +217,19 @@ def _only_ours_on_stdout() -> Iterator[Any]:
 
 def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
     """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
-    from . import loading
+    from . import builtin
 
     if model is None:
-        return loading.DEFAULT_PAIR, loading.DEFAULT_PAIR
+        return builtin.DEFAULT_PAIR, builtin.DEFAULT_PAIR
     if draft_model is None:
         _say("No --draft-model: plain decoding.")
         return model, None
     if draft_model != "auto":
         return model, draft_model
-    if loading.builtin_path(model, "drafter") is None:
+    if builtin.builtin_path(model, "drafter") is None:
         raise DFlashError(
             f"expected a target with a drafter known to this version for --draft-model auto; found {model}. "
-            f"Known: {', '.join(loading.BUILTIN_PAIRS)}. Name the drafter's directory or repo."
+            f"Known: {', '.join(builtin.BUILTIN_PAIRS)}. Name the drafter's directory or repo."
         )
     _say(f"Drafter: {model} (built-in).")
     return model, model

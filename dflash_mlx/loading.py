@@ -11,25 +11,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .builtin import builtin_path
 from .config import DrafterConfig
 from .drafter import Drafter
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .taps import Target
 
-# name: what it is. Each has a folder target/ and a folder drafter/ in the package.
-BUILTIN_PAIRS = {"tiny": "a 2.7 M-parameter completer of Python source and its drafter (4 MB each at most, runs anywhere)"}
-DEFAULT_PAIR = "tiny"
-# What `generate` completes when no prompt is given.
-EXAMPLE_PROMPTS = {"tiny": "def test_"}
 # Drafters whose layers this module can build. Others are refused by name.
 _ARCHITECTURES = ("DFlashDraftModel", "")
-
-
-def builtin_path(name: str, part: str) -> Path | None:
-    """The folder of a built-in pair's `target` or `drafter`; None if `name` is no built-in or a path of that name exists."""
-    if name in BUILTIN_PAIRS and not Path(name).exists():
-        return Path(__file__).parent / "pairs" / name / part
-    return None
 
 
 def default_dtype() -> mx.Dtype:
@@ -39,26 +28,43 @@ def default_dtype() -> mx.Dtype:
 
 def load(
     path_or_hf_repo: str,
-    *,
-    dtype: mx.Dtype | None = None,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, Any]:
+    *,
+    dtype: mx.Dtype | None = None,
+) -> tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]:
     """Load a target and its tokenizer, as `mlx_lm.load`.
 
     Args:
       path_or_hf_repo: a directory (saved by transformers 4 or 5, mlx-lm or `convert`), a GGUF file, a hub repo, or the name
         of a built-in pair.
       dtype: type of activations and of float weights (for quantized layers of scales and biases); None: `default_dtype`.
-    Returns: the mlx-lm model and its TokenizerWrapper.
+      The others are mlx-lm's; `model_config`, which changes what a checkpoint says of itself, is refused.
+    Returns: the mlx-lm model and its TokenizerWrapper, and the config with `return_config`.
     """
     from .conversion import load_target, load_tokenizer
 
+    if model_config:
+        raise ConfigError(
+            f"expected a checkpoint's own config; found model_config = {model_config!r}. Change config.json in a copy instead."
+        )
     path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
-    model, _ = load_target(path, revision=revision, trust_remote_code=trust_remote_code, lazy=True)
+    model, config = load_target(path, revision=revision, trust_remote_code=trust_remote_code, lazy=True)
+    if adapter_path is not None:
+        from mlx_lm.utils import load_adapters
+
+        model = load_adapters(model, adapter_path)
+        model.eval()
     model.set_dtype(dtype or default_dtype())
-    mx.eval(model.parameters())
-    return model, load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    if not lazy:
+        mx.eval(model.parameters())
+    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None) -> Drafter:

