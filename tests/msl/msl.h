@@ -266,7 +266,8 @@ struct Ptr {
     if (offset < 0 || size_t(offset) + sizeof(T) > region->bytes) {
       fault(line, "out of bounds: %s (%s, %zu bytes) at byte %lld", region->name, Space::name, region->bytes, (long long)offset);
     }
-    if (reinterpret_cast<uintptr_t>(at) % alignof(T)) {
+    // A GPU buffer begins at a multiple of any vector's size; the array at hand need not.
+    if (offset % int64_t(alignof(T))) {
       fault(line, "misaligned: %s at byte %lld needs a multiple of %zu", region->name, (long long)offset, alignof(T));
     }
     return size_t(offset);

@@ -1,0 +1,244 @@
+"""Which kernels run: what the user said, and what this machine has shown.
+
+    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the verdict is kept
+                         off       none
+                         on        all that are eligible, faster or not
+                         a,b       these, faster or not; no others
+
+Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the verdicts while
+it runs: a kernel that hung the machine is found by its marker and not tried again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import DFlashError
+from .kernel import Kernel
+
+VARIABLE = "DFLASH_MLX_KERNELS"
+NAMES = ("block_qmm", "block_gather_qmm", "accept", "head_argmax", "block_attention")
+
+_log = logging.getLogger("dflash_mlx.kernels")
+# This process's verdicts, and kernels switched off in it: key -> Verdict, name -> reason.
+_known: dict[str, Verdict] = {}
+_off: dict[str, str] = {}
+
+
+class KernelError(DFlashError, RuntimeError):
+    """A kernel that the user asked for by name and that cannot run here or is wrong here."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one machine found about one kernel at one shape. Times are medians, None where the trial did not get there."""
+
+    kernel: str
+    shape: str
+    use: bool
+    reason: str
+    kernel_s: float | None = None
+    stock_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison: both callables return the same outputs from the same made-up inputs.
+
+    `same(kernel_outputs, stock_outputs)` says whether the kernel is right: None, or what is wrong.
+    """
+
+    kernel: Callable[[], Sequence[mx.array]]
+    stock: Callable[[], Sequence[mx.array]]
+    same: Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]
+
+
+def asked() -> str | frozenset[str]:
+    """What DFLASH_MLX_KERNELS says: "auto", "off", "on" or the names given.
+
+    Raises:
+      KernelError: if it names a kernel that does not exist.
+    """
+    return _parse(os.environ.get(VARIABLE, ""))
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(value: str) -> str | frozenset[str]:
+    value = value.strip().lower()
+    if value in ("", "auto", "on", "off"):
+        return value or "auto"
+    names = frozenset(n.strip() for n in value.split(",") if n.strip())
+    if unknown := sorted(names - set(NAMES)):
+        raise KernelError(
+            f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. Correct the variable."
+        )
+    return names
+
+
+def has_gpu() -> bool:
+    """Whether launches have somewhere to go: a GPU that MLX sees and that is the default device."""
+    return (mx.metal.is_available() or mx.cuda.is_available()) and mx.default_device() == mx.Device(mx.gpu)
+
+
+def cache_directory() -> Path:
+    """Where verdicts are kept: `kernels` in $DFLASH_MLX_CACHE, or in dflash-mlx's part of the user's cache directory."""
+    if own := os.environ.get("DFLASH_MLX_CACHE"):
+        return Path(own).expanduser() / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(base).expanduser() / "dflash-mlx" / "kernels"
+
+
+def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
+    """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
+
+    Args:
+      shape: what the time depends on, e.g. "float16 4 bit group 64 N 4096 K 4096"; one verdict each.
+      trial: makes the trials; faster means a smaller sum of times over them.
+    Raises:
+      KernelError: if the user asked for this kernel and it cannot run or is wrong.
+    """
+    wanted = asked()
+    if wanted == "off" or kernel.name in _off or (isinstance(wanted, frozenset) and kernel.name not in wanted):
+        return False
+    forced = wanted != "auto"
+    if not has_gpu():
+        if isinstance(wanted, frozenset):
+            raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
+        return False
+    verdict = _verdict(kernel, shape, trial)
+    if not forced:
+        return verdict.use
+    if verdict.kernel_s is None:
+        raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {verdict.reason}. Unset the variable.")
+    return True
+
+
+def switch_off(name: str, reason: str) -> None:
+    """No launch of this kernel for the rest of the process, e.g. because it gave a value that is not finite. One line says so."""
+    if name not in _off:
+        _off[name] = reason
+        _log.warning("kernel %s is off: %s", name, reason)
+
+
+def verdicts() -> list[Verdict]:
+    """All verdicts kept for this machine, for `doctor`; those of this process included."""
+    kept = {k: Verdict(**v) for k, v in _load().items() if k.startswith(_machine())}
+    return list({**kept, **_known}.values())
+
+
+def _machine() -> str:
+    """The device and the versions that a verdict holds for."""
+    info = mx.device_info() if has_gpu() else {}
+    return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} mlx {mx.__version__} "
+
+
+def _file() -> Path:
+    return cache_directory() / "verdicts.json"
+
+
+def _load() -> dict[str, dict]:
+    try:
+        return json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(key: str, verdict: Verdict) -> None:
+    """Add one verdict to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
+    _known[key] = verdict
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        new = _file().with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps({**_load(), key: asdict(verdict)}, indent=1))
+        os.replace(new, _file())
+    except OSError as e:
+        _log.warning("verdicts are not kept: %s", e)
+
+
+def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+    text = hashlib.sha256((kernel.header + kernel.source).encode()).hexdigest()[:12]
+    key = f"{_machine()}{kernel.name} {text} {shape}"
+    if key in _known:
+        return _known[key]
+    if key in (kept := _load()):
+        _known[key] = Verdict(**kept[key])
+        return _known[key]
+    marker = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
+    if marker.exists():
+        verdict = Verdict(
+            kernel.name, shape, False, f"its trial did not come back at an earlier start (delete {marker} to try again)"
+        )
+        _known[key] = verdict
+    else:
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.write_text(key)
+        except OSError:
+            pass  # Without a marker a hang would be tried again; without a cache there is nowhere to put one.
+        verdict = _judge(kernel.name, shape, trial)
+        _keep(key, verdict)
+        marker.unlink(missing_ok=True)
+    if not verdict.use and verdict.kernel_s is None:
+        _log.warning("kernel %s is off for %s: %s", kernel.name, shape, verdict.reason)
+    return verdict
+
+
+def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+    """Run the trials: right first, then faster."""
+    try:
+        with mx.stream(mx.new_stream(mx.default_device())):
+            trials = trial()
+            for t in trials:
+                ours, theirs = t.kernel(), t.stock()
+                mx.eval(ours, theirs)
+                if wrong := t.same(ours, theirs):
+                    return Verdict(name, shape, False, wrong)
+            kernel_s, stock_s = sum(_median_s(t.kernel) for t in trials), sum(_median_s(t.stock) for t in trials)
+    except Exception as e:  # a text that does not compile or launch comes as any of several types
+        return Verdict(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
+    faster = kernel_s < stock_s
+    reason = f"right, {stock_s / kernel_s:.2f} times as fast as stock MLX"
+    return Verdict(name, shape, faster, reason, kernel_s, stock_s)
+
+
+def _median_s(run: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> float:
+    """Seconds of one call: the median over samples of `calls` calls evaluated together."""
+    times = []
+    for _ in range(samples):
+        begin = time.perf_counter()
+        mx.eval([run() for _ in range(calls)])
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
+
+
+def same_floats(tolerance: float) -> Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]:
+    """A `same` for float outputs: finite where stock is, and within `tolerance` of the largest stock value of each output."""
+
+    def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
+        for a, b in zip(ours, theirs, strict=True):
+            a, b = a.astype(mx.float32), b.astype(mx.float32)
+            if not bool(mx.all(mx.isfinite(a) | ~mx.isfinite(b))):
+                return "a value is not finite where stock MLX's is"
+            off = float(mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-30))
+            if not off <= tolerance:
+                return f"differs from stock MLX by {off:.2g} of the largest value, {tolerance:.2g} allowed"
+        return None
+
+    return same
+
+
+def same_ids(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
+    """A `same` for integer outputs."""
+    return None if all(bool(mx.array_equal(a, b)) for a, b in zip(ours, theirs, strict=True)) else "ids differ from stock MLX's"

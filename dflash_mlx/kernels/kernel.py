@@ -1,0 +1,180 @@
+"""One kernel object, three back ends: Metal on a Mac, CUDA on an NVIDIA GPU, and whatever tests put in Metal's place.
+
+Knows how a body becomes a launch. A body is Metal; CUDA reads the same string through `_CUDA_PRELUDE`, which gives meaning
+to the Metal names that our bodies use. Rules that keep one text good for both: `metal::fma` for every multiply-add (so that no
+compiler decides about contraction), `auto` for pointers derived from an input (MLX puts one of fewer than 8 elements in
+constant memory), `vec<T, n>` for vectors, a grid that is a multiple of its threadgroup.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+Triple = tuple[int, int, int]
+
+_CUDA_PRELUDE = """
+#define METAL_FUNC __device__ __forceinline__
+#undef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+
+namespace mlx::core::cu {
+
+using half = __half;
+using bfloat = __nv_bfloat16;
+using float16_t = __half;
+using bfloat16_t = __nv_bfloat16;
+using uint = unsigned int;
+using ushort = unsigned short;
+using uchar = unsigned char;
+
+template <typename T, int N>
+struct alignas(N * sizeof(T)) vec {
+  T at[N];
+  __device__ T& operator[](int i) { return at[i]; }
+  __device__ const T& operator[](int i) const { return at[i]; }
+};
+
+template <typename T, typename F>
+METAL_FUNC T as_type(F f) {
+  static_assert(sizeof(T) == sizeof(F), "as_type between types of one size");
+  T t;
+  memcpy(&t, &f, sizeof(T));
+  return t;
+}
+
+// Lanes a and b of each step hold the same sum: addition of two numbers does not depend on their order.
+template <typename T>
+METAL_FUNC T simd_sum(T v) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+template <typename T>
+METAL_FUNC T simd_max(T v) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    T o = __shfl_xor_sync(0xffffffffu, v, step);
+    v = v < o ? o : v;
+  }
+  return v;
+}
+template <typename T>
+METAL_FUNC T simd_min(T v) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    T o = __shfl_xor_sync(0xffffffffu, v, step);
+    v = o < v ? o : v;
+  }
+  return v;
+}
+template <typename T>
+METAL_FUNC T simd_shuffle(T v, uint lane) { return __shfl_sync(0xffffffffu, v, lane); }
+template <typename T>
+METAL_FUNC T simd_broadcast(T v, uint lane) { return __shfl_sync(0xffffffffu, v, lane); }
+template <typename T>
+METAL_FUNC T simd_shuffle_xor(T v, uint mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+
+namespace metal {
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+METAL_FUNC float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+METAL_FUNC float exp(float a) { return ::expf(a); }
+METAL_FUNC float tanh(float a) { return ::tanhf(a); }
+METAL_FUNC float rsqrt(float a) { return ::rsqrtf(a); }
+METAL_FUNC float sqrt(float a) { return ::sqrtf(a); }
+template <typename T>
+METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
+template <typename T>
+METAL_FUNC T max(T a, T b) { return a < b ? b : a; }
+}  // namespace metal
+
+METAL_FUNC void threadgroup_barrier(metal::mem_flags) { __syncthreads(); }
+METAL_FUNC void simdgroup_barrier(metal::mem_flags) { __syncwarp(); }
+METAL_FUNC uint dflash_thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+
+}  // namespace mlx::core::cu
+"""
+
+# After every use of __device__, which is a macro for __attribute__((device)): hence a helper in `header` takes values only.
+_CUDA_WORDS = """
+#define device
+#define constant const
+#define thread
+#define threadgroup __shared__
+#define thread_position_in_grid \\
+  (uint3{blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z})
+#define threadgroup_position_in_grid (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
+#define thread_index_in_threadgroup (dflash_thread())
+#define simdgroup_index_in_threadgroup (dflash_thread() / 32)
+#define thread_index_in_simdgroup (dflash_thread() % 32)
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A body with its names, launched on the device at hand.
+
+    Args:
+      name: of the kernel and of its file.
+      inputs, outputs: argument names, in order. A shape is read in the body as `NAME_shape[i]`, strides as `NAME_strides[i]`.
+      source: the body, the very string that `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` are given.
+      header: helper functions, each `METAL_FUNC`, on values: no address space is named in it.
+      row_contiguous: False hands inputs over as they lie, so that a slice of a long cache is not copied.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+    header: str = ""
+    row_contiguous: bool = True
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        template: Sequence[tuple[str, Any]],
+        grid: Triple,
+        threadgroup: Triple,
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        stream: Any = None,
+    ) -> list[mx.array]:
+        """Launch over `grid` threads, as `mx.fast.metal_kernel` counts them.
+
+        Raises:
+          ValueError: if the grid is not a multiple of the threadgroup (Metal would cut the last group, CUDA would not).
+          RuntimeError: if there is no GPU.
+        """
+        if any(n % t for n, t in zip(grid, threadgroup, strict=True)):
+            raise ValueError(f"expected a grid that is a multiple of the threadgroup; found {grid} and {threadgroup}")
+        given = {} if stream is None else {"stream": stream}
+        return self._made()(
+            inputs=list(inputs),
+            template=list(template),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=list(output_shapes),
+            output_dtypes=list(output_dtypes),
+            **given,
+        )
+
+    def _made(self) -> Callable[..., list[mx.array]]:
+        # The maker is part of the key: tests put an emulator in the place of mx.fast.metal_kernel.
+        return _make(self, mx.fast.cuda_kernel if mx.cuda.is_available() else mx.fast.metal_kernel, mx.cuda.is_available())
+
+
+@functools.lru_cache(maxsize=256)
+def _make(kernel: Kernel, maker: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
+    return maker(
+        name=f"dflash_{kernel.name}",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=kernel.source,
+        header=f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{kernel.header}\n}}\n{_CUDA_WORDS}" if cuda else kernel.header,
+        ensure_row_contiguous=kernel.row_contiguous,
+    )

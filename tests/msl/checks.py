@@ -1,0 +1,31 @@
+"""What the kernel tests share: the emulator as a fixture's body, float64 views, and error in units of the last place."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+MANTISSA = {mx.float32: 24, mx.float16: 11, mx.bfloat16: 8}
+SMALLEST = {mx.float32: -126, mx.float16: -14, mx.bfloat16: -126}
+
+
+def f64(a: mx.array) -> np.ndarray:
+    """The array's exact values as float64."""
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def ulp(value: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Distance between neighbours of `dtype` at a value."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(value), 2.0 ** SMALLEST[dtype])))
+    return 2.0 ** (exponent + 1 - MANTISSA[dtype])
+
+
+def worst_ulp(got: mx.array, want: np.ndarray, scale: np.ndarray) -> float:
+    """The largest error beyond rounding to `got`'s type, in float32 ulps of `scale`.
+
+    `scale` is the sum of the absolute values that a result was added up from: where they cancel, the result's own last place
+    says nothing about the arithmetic. Half an ulp of the type itself is every kernel's due for its one rounding.
+    """
+    error = np.abs(f64(got) - want)
+    beyond = np.maximum(error - 0.5 * ulp(want, got.dtype), 0) if got.dtype != mx.float32 else error
+    return float((beyond / ulp(scale, mx.float32)).max(initial=0))

@@ -1,0 +1,93 @@
+"""The CUDA file that MLX would generate for a kernel, compiled (not run) with nvcc: the prelude's twin of the emulator.
+
+MLX hands CUDA texts to NVRTC, which has no host headers; `-D__CUDACC_RTC__` is not enough to imitate that with nvcc, so the
+text is searched for includes instead: it may have none of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
+    mx.bool_: "bool",
+}
+# What MLX puts in front: its own header brings these.
+FRONT = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda/std/array>
+#include <cuda/std/cstdint>
+namespace mlx::core::cu {
+using Shape = cuda::std::array<int32_t, 10>;
+using Strides = cuda::std::array<int64_t, 10>;
+}
+"""
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc")
+
+
+def cuda_kernel(name, input_names, output_names, source, header="", ensure_row_contiguous=True, shared_memory=0):
+    """Stands in for `mx.fast.cuda_kernel`; a launch compiles the text and gives zeros back."""
+
+    def launch(*, inputs, grid, threadgroup, output_shapes, output_dtypes, template=(), **others):
+        assert "#include" not in header + source, "a text for NVRTC has no includes of its own"
+        parameters = []
+        for n, a in zip(input_names, inputs, strict=True):
+            parameters.append(f"const {TYPES[a.dtype]}* {n}")
+            for end, kind in (("_shape", "Shape"), ("_strides", "Strides"), ("_ndim", "int")):
+                if n + end in source and a.ndim:
+                    parameters.append(f"const __grid_constant__ {kind} {n}{end}")
+        parameters += [f"{TYPES[d]}* {n}" for n, d in zip(output_names, output_dtypes, strict=True)]
+        constants = []
+        for n, v in template:
+            kind = "bool" if isinstance(v, bool) else "int" if isinstance(v, int) else None
+            constants.append(f"constexpr {kind} {n} = {str(v).lower()};" if kind else f"using {n} = {TYPES[v]};")
+        compile_text(
+            f"{FRONT}{header}\nnamespace mlx::core::cu {{\n__global__ void custom_kernel_{name}(\n"
+            + ",\n".join(parameters)
+            + ") {\n"
+            + "\n".join(constants)
+            + f"\n{source}\n}}\n}}\n"
+        )
+        return [mx.zeros(s, dtype=d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+
+    return launch
+
+
+def compile_text(code: str, arch: str = "sm_90") -> None:
+    with tempfile.TemporaryDirectory() as tmp:
+        file = Path(tmp) / "kernel.cu"
+        file.write_text(code)
+        done = subprocess.run(
+            [
+                nvcc(),
+                "-std=c++20",
+                f"-arch={arch}",
+                "-cubin",
+                str(file),
+                "-o",
+                str(Path(tmp) / "kernel.cubin"),
+                "--resource-usage",
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        LAST[:] = [done.stderr]
+
+
+# What nvcc said of the last text: registers, spills.
+LAST: list[str] = []
