@@ -14,14 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
-from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .accept import accept_match
-from .cache import PairCache, check_rollback, is_pair_cache, rollback
+from .cache import KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, rollback
 from .drafter import Drafter
 from .errors import CacheError, GenerationError, PairError
 from .memory import wired_limit
@@ -45,17 +45,18 @@ def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, ma
     it. It remembers committed ids, so a later call passes new tokens only, as in mlx-lm.
 
     Raises:
-      CacheError: if the target has a cache kind that cannot be rolled back, or max_kv_size is given with a DFlash drafter.
+      CacheError: if the target has a cache kind that cannot be rolled back, or with a DFlash drafter max_kv_size is given for a
+        target that makes its own caches (mlx-lm would ignore it).
     """
     target = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
     if draft_model is None:
         return target
     if not isinstance(draft_model, Drafter):
         return target + mlx_lm_cache.make_prompt_cache(draft_model, max_kv_size)
-    if max_kv_size is not None:
+    if max_kv_size is not None and hasattr(model, "make_cache"):
         raise CacheError(
-            f"expected no max_kv_size with a DFlash drafter; found {max_kv_size}. A rotating target cache cannot be rolled "
-            "back yet: leave max_kv_size out, or run without a drafter."
+            f"expected no max_kv_size; found {max_kv_size}. {Target(model).family} sizes its caches itself, so the number "
+            "would have no effect: leave it out."
         )
     check_rollback(target, Target(model).family)
     return PairCache.make(target, draft_model.make_cache())
@@ -120,12 +121,15 @@ def stream_generate(
         return _mlx_lm(model, tokenizer, prompt, max_tokens, draft_model, stream, block_size, seed, logprobs, given)
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    for name in ("max_kv_size", "kv_bits", "input_embeddings"):
-        if name in given:
-            raise GenerationError(
-                f"expected no {name} with a DFlash drafter; it was given. Its cache cannot be rolled back yet: leave it out, "
-                "or run without a drafter."
-            )
+    if input_embeddings is not None:
+        raise GenerationError(
+            "expected no input_embeddings with a DFlash drafter; they were given. The drafter needs token ids: pass a prompt, or "
+            "run without a drafter."
+        )
+    if max_kv_size is not None and prompt_cache is not None:
+        raise GenerationError(
+            f"expected max_kv_size or prompt_cache; found both. Pass max_kv_size = {max_kv_size} to make_prompt_cache instead."
+        )
     if draft_model.target is not model:
         raise PairError(
             "expected the model object that this drafter was loaded for; found another. Call load_drafter(path, model)."
@@ -135,20 +139,37 @@ def stream_generate(
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
     if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model, draft_model)
+        prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
     elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
         # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place.
         check_rollback(prompt_cache, Target(model).family)
         prompt_cache[:] = PairCache.make(list(prompt_cache), draft_model.make_cache())
     pair = PairCache.read(prompt_cache)
-    if len(pair.drafter) != len(draft_model.layers) or len(pair.target) != len(model.layers):
+    n_target = len(mlx_lm_cache.make_prompt_cache(model))
+    if len(pair.drafter) != len(draft_model.layers) or len(pair.target) != n_target:
         raise CacheError(
-            f"expected a prompt cache of {len(model.layers)} target and {len(draft_model.layers)} drafter entries; found "
+            f"expected a prompt cache of {n_target} target and {len(draft_model.layers)} drafter entries; found "
             f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
         )
+    quantization = None
+    if kv_bits is not None:
+        # mlx-lm's defaults.
+        start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
+        quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
+        _check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
     chooser = _Chooser(sampler, logits_processors or (), seed)
     steps = _rounds(
-        ids, model, draft_model, pair, stats, chooser, max_tokens, stream, prefill_step_size or 2048, prompt_progress_callback
+        ids,
+        model,
+        draft_model,
+        pair,
+        stats,
+        chooser,
+        max_tokens,
+        stream,
+        prefill_step_size or 2048,
+        prompt_progress_callback,
+        quantization,
     )
     return _respond(steps, tokenizer, len(ids), max_tokens, [model, draft_model], stream, stats, logprobs)
 
@@ -188,6 +209,7 @@ def _rounds(
     stream: Any,
     prefill_step_size: int,
     progress: Callable[[int, int], None] | None,
+    quantization: KVQuantization | None,
 ) -> Iterator[Step]:
     """Yield committed tokens; every round is one drafter pass, one target pass and one wait for the device.
 
@@ -203,6 +225,8 @@ def _rounds(
     history = list(prompt)
     rows, pending, emitted = pair.rows, pair.features, 0
     injected = rows - pair.pending
+    context = [entry.state for entry in pair.drafter]
+    point = checkpoint(pair.target, rows)
     try:
         # Prefill: all but the last token in chunks, whose features go straight into the drafter's cache.
         total = len(feed)
@@ -214,11 +238,15 @@ def _rounds(
                 _, features = target(mx.array([chunk]), pair.target)
                 features = _join(pending, features)
                 drafter.inject(features, pair.drafter, injected)
+                if quantization:
+                    quantization.apply(pair)
                 mx.eval([entry.state for entry in pair.entries[:-1]])
                 mx.clear_cache()
             pair.ids = pair.ids[:rows] + chunk
-            rows, feed = rows + len(chunk), feed[len(chunk) :]
-            injected, pending = rows, None
+            feed, done = feed[len(chunk) :], rows + len(chunk)
+            # One statement, so that an interruption falls before or after it.
+            rows, injected, pending, context = done, done, None, [entry.state for entry in pair.drafter]
+            point = checkpoint(pair.target, rows)
             report(total - len(feed), total)
         with mx.stream(stream):
             hidden, features = target(mx.array([feed]), pair.target)
@@ -226,6 +254,7 @@ def _rounds(
             _, _, token, row_logprobs = chooser.match(target, hidden, features, nothing, pair.drafter, history, rows + 1)
         pair.ids = pair.ids[:rows] + feed
         rows, pending = rows + 1, _join(pending, features)
+        point = checkpoint(pair.target, rows)
         report(total, total)
         steps: list[Step] = [(token, row_logprobs(0), False)]
 
@@ -242,11 +271,15 @@ def _rounds(
                     mx.clear_cache()
 
             width = stats.block_size - 1
+            if quantization:
+                # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
+                quantization.apply(pair)
+                width = quantization.cut(rows, width)
             began = time.perf_counter()
             with mx.stream(stream):
                 anchor = mx.array([pair.ids[-1]], dtype=mx.int32)
                 if width:
-                    drafted = drafter.draft(anchor, pending, pair.drafter, injected, width + 1)
+                    drafted = drafter.draft(anchor, pending, pair.drafter, injected, stats.block_size)
                 else:
                     # No drafting: the context stays injectable at the cost of the drafter's key and value products.
                     drafter.inject(pending, pair.drafter, injected)
@@ -255,7 +288,8 @@ def _rounds(
                 if width and stats.times_next_round:
                     mx.eval(drafted)
                     draft_s = time.perf_counter() - began
-                hidden, features = verify_block(target, anchor, drafted, pair.target)
+                point = checkpoint(pair.target, rows)
+                hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
                 ids, accepted, bonus, row_logprobs = chooser.match(
                     target, hidden, features, drafted, pair.drafter, history, rows + 1
                 )
@@ -263,9 +297,9 @@ def _rounds(
 
             # Commit the anchor and the accepted drafts; the bonus becomes the next anchor.
             began = time.perf_counter()
-            injected, pending = rows, features[:, : accepted + 1]
+            injected, pending, context = rows, features[:, : accepted + 1], [entry.state for entry in pair.drafter]
             rows += accepted + 1
-            rollback(pair.target, rows)
+            rollback(pair.target, point, rows)
             stats.seconds["rollback"] += time.perf_counter() - began
             stats.add_round(ids, accepted, bonus, width)
             tokens = [*ids[:accepted], bonus]
@@ -273,11 +307,17 @@ def _rounds(
     finally:
         # The last token handed out is the anchor: the target does not hold it.
         keep = min(rows, len(pair.ids) - 1) if emitted else rows
-        rollback(pair.target, keep)
-        for entry in pair.drafter:
-            if entry.offset > injected and isinstance(entry, mlx_lm_cache.KVCache):
-                entry.trim(entry.offset - injected)
+        rollback(pair.target, point, keep)
+        if quantization:
+            quantization.apply(pair)
+        for entry, state in zip(pair.drafter, context, strict=True):
+            # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
+            if isinstance(entry, mlx_lm_cache.KVCache):
+                entry.trim(max(entry.offset - injected, 0))
+            else:
+                entry.state = state
         pair.features = pending[:, : keep - injected] if pending is not None and keep > injected else None
+        pair.rows = keep
         pair.write()
 
 
@@ -306,7 +346,7 @@ class _Chooser:
         """Accept drafts while they equal the target's own choice; the round's one wait for the device is here.
 
         Shapes:
-          - hidden: [1, N + 1, H]; drafted: [1, N]; row 0 chooses the token at absolute `position`, after `history`
+          - hidden: [1, N + 1, H]; drafted: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
         """
         state = [entry.state for entry in drafter_cache]
@@ -318,7 +358,7 @@ class _Chooser:
             choices = mx.argmax(rows, axis=-1).astype(mx.int32)
         else:
             choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
-        accepted, bonus = accept_match(drafted, choices)
+        accepted, bonus = accept_match(drafted[:, : rows.shape[1] - 1], choices)
         packed = mx.concatenate([drafted[0], accepted, bonus])
         # Everything is enqueued; reading one small array is the only wait.
         mx.async_eval(packed, hidden, features, state)
@@ -332,11 +372,12 @@ class _Chooser:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
         context, rows = list(history), []
-        for i in range(len(ids) + 1):
+        width = hidden.shape[1] - 1
+        for i in range(width + 1):
             row = process(self.processors, mx.array(context), target.head(hidden[:, i : i + 1])[:, 0])
             token = self._choose(row, position + i).item()
             rows.append(row[0])
-            if i == len(ids) or token != ids[i]:
+            if i == width or token != ids[i]:
                 break
             context.append(token)
         return ids, i, token, rows.__getitem__
@@ -457,6 +498,24 @@ def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int 
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
     return block_size
+
+
+def _check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache: list[Any]) -> None:
+    """Run three rows with a quantized cache, as plain decoding would, before anything else runs.
+
+    Raises:
+      GenerationError: mlx-lm cannot run this target with it.
+    """
+    try:
+        for _ in range(3):
+            logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+            quantization.convert(cache, 0)
+        mx.eval(logits)
+    except Exception as error:
+        raise GenerationError(
+            f"expected a target whose caches mlx-lm can quantize to {quantization.bits} bits in groups of "
+            f"{quantization.group_size}; {Target(model).family} fails with it ({error}). Leave kv_bits out."
+        ) from None
 
 
 def _join(pending: mx.array | None, features: mx.array) -> mx.array:

@@ -4,19 +4,24 @@ Knows how to find a model's layers and the module that owns them (its backbone).
 
 mlx-lm models offer no hook, and many build `model.layers` afresh at each access. What works for all of them: the layer
 OBJECT gets a subclass of its own class for the length of one pass, and its old class back afterwards.
+
+The same interception finds the modules that change a recurrent or convolution state, and remembers their inputs for the
+length of a block, so that any number of the block's rows can be run through them again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList
 
-from .errors import TapError
+from .cache import Checkpoint, leaves
+from .errors import CacheError, TapError
 
 # One made class per (class, role): a new type each pass would defeat caches keyed by type.
 _made: dict[tuple[type, str], type] = {}
@@ -43,11 +48,17 @@ def _swapped(cls: type, role: str) -> type:
     return made
 
 
+def _chain(outer: Handler, within: Handler | None) -> Handler:
+    if within is None:
+        return outer
+    return lambda inner, args, kwargs: outer(lambda *a, **k: within(inner, a, k), args, kwargs)
+
+
 @contextmanager
 def _intercept(handlers: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
-    """Route the calls of some modules through handlers, in this thread, until the block ends."""
+    """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost."""
     before = getattr(_local, "handlers", {})
-    _local.handlers = {**before, **{id(m): h for m, h in handlers}}
+    _local.handlers = {**before, **{id(m): _chain(h, before.get(id(m))) for m, h in handlers}}
     with _lock:
         for module, _ in handlers:
             if not _held.get(id(module)):
@@ -71,6 +82,68 @@ class _Stop(BaseException):
 
 def _array(value: Any) -> mx.array:
     return value[0] if isinstance(value, (tuple, list)) else value
+
+
+def _given(args: tuple, kwargs: dict) -> list[Any]:
+    """The caches among a call's arguments: entries, not lists of a whole model's."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, (ArraysCache, CacheList))]
+
+
+def _recorder(module: nn.Module, point: Checkpoint, rows: int) -> Handler:
+    """Leaves in `point` how to run the first n rows of this call again, for the state that it leaves in its cache entry.
+
+    Linear layers inside work row by row, so their outputs are kept and cut instead of computed again; what is left to do is
+    the convolution and the recurrence. What the call returns is not looked at, and MLX computes only what is.
+    """
+    linears = [m for _, m in module.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
+
+    def handler(inner, args, kwargs):
+        # Per layer, in the order of its calls: (shape of the input without its rows, output).
+        kept: dict[int, list[tuple[tuple, mx.array]]] = {id(m): [] for m in linears}
+
+        def keep(key: int) -> Handler:
+            def linear(inner, args, kwargs):
+                out = inner(*args, **kwargs)
+                B, *shape = args[0].shape
+                if len(shape) > 1 and shape[0] == rows:
+                    kept[key].append(((B, *shape[1:]), out))
+                return out
+
+            return linear
+
+        def replay(n: int) -> None:
+            left = {key: list(outputs) for key, outputs in kept.items()}
+
+            def give(key: int) -> Handler:
+                def linear(inner, args, kwargs):
+                    B, *shape = args[0].shape
+                    if left[key] and shape[0] == n and left[key][0][0] == (B, *shape[1:]):
+                        return left[key].pop(0)[1][:, :n]
+                    return inner(*args, **kwargs)
+
+                return linear
+
+            with _intercept([(m, give(id(m))) for m in linears]):
+                inner(*(_first_rows(a, rows, n) for a in args), **{k: _first_rows(a, rows, n) for k, a in kwargs.items()})
+
+        with _intercept([(m, keep(id(m))) for m in linears]):
+            out = inner(*args, **kwargs)
+        for entry in _given(args, kwargs):
+            point.replays.setdefault(id(entry), []).append(replay)
+        return out
+
+    return handler
+
+
+def _first_rows(value: Any, rows: int, n: int) -> Any:
+    """An argument of a call over `rows` rows cut to the first n: [B, rows, ...] states and [..., rows, T + rows] masks."""
+    if not isinstance(value, mx.array) or value.ndim < 2:
+        return value
+    if value.shape[1] == rows:
+        return value[:, :n]
+    if value.shape[-2] == rows and value.shape[-1] > rows:
+        return value[..., :n, : value.shape[-1] - (rows - n)]
+    return value
 
 
 class Target:
@@ -102,6 +175,8 @@ class Target:
                 "Use the drafter that was trained for this target."
             )
         self.backbone = self._owner()
+        # Modules that change an ArraysCache, from the first pass that had one.
+        self._stateful: list[nn.Module] | None = None
 
     def _owner(self) -> nn.Module:
         """The innermost module whose own list holds the layers: its output is the final normed hidden state."""
@@ -121,16 +196,22 @@ class Target:
     @property
     def vocabulary(self) -> int:
         """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
-        tables = [m for _, m in self.backbone.named_modules() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+        modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
+        tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
         if not tables:
             raise TapError(f"expected a token embedding inside {self.family}; found none. This model cannot be paired.")
         return max(table.weight.shape[0] for table in tables)
 
-    def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, ids: mx.array, cache: Sequence[Any] | None = None, point: Checkpoint | None = None
+    ) -> tuple[mx.array, mx.array]:
         """One target pass without the head.
 
         Shapes:
           - ids: [B, L] int32
+        Args:
+          point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
+            inputs of stateful modules are kept, for every row.
         Returns:
           - hidden: [B, L, H] final normed states; features: [B, L, n_taps * H] taps joined in the order of `layer_ids`
         Raises:
@@ -153,7 +234,7 @@ class Target:
             return out
 
         handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
-        with _intercept(handlers):
+        with _intercept(handlers), self._states(cache, point, ids.shape[1]):
             # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
             self.model(ids, cache=cache)
         wrong = [f"layer {i} ran {len(v)} times" for i, v in got.items() if len(v) != 1]
@@ -164,8 +245,74 @@ class Target:
                 f"expected each tapped part of {self.family} to run once in a pass; {'; '.join(wrong)}. "
                 "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
             )
+        if point is not None:
+            point.rows = ids.shape[1]
         taps = [got[i][0] for i in self.layer_ids]
+        odd = [f"layer {i} gives {list(t.shape)}" for i, t in zip(self.layer_ids, taps, strict=True) if t.ndim != 3]
+        if odd:
+            raise TapError(
+                f"expected each layer of {self.family} to give [B, L, H]; {'; '.join(odd)}. Its layers carry several streams: no "
+                "drafter can be fed with them."
+            )
         return final[0], (mx.concatenate(taps, axis=-1) if taps else final[0][..., :0])
+
+    def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
+        """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""
+        if not any(type(entry) is ArraysCache for entry in leaves(cache or ())):
+            return nullcontext()
+        if self._stateful is None:
+            return self._find_stateful(cache)
+        if point is None:
+            return nullcontext()
+        return _intercept([(module, _recorder(module, point, rows)) for module in self._stateful])
+
+    @contextmanager
+    def _find_stateful(self, cache: Sequence[Any]) -> Iterator[None]:
+        """Watch one pass for the smallest modules outside of which no `ArraysCache` changes.
+
+        A call is charged with a change that happens before, between or after the calls inside it.
+
+        Raises:
+          CacheError: if a state changes where no module can be run again.
+        """
+        states = {id(entry): entry for entry in leaves(cache) if type(entry) is ArraysCache}
+        # Per state the open calls, outermost first: [arrays as last seen, charged, modules charged inside].
+        open_calls = {key: [[list(entry.cache), False, []]] for key, entry in states.items()}
+
+        def charge(key: int) -> None:
+            call, now = open_calls[key][-1], states[key].cache
+            call[1] |= any(a is not b for a, b in zip(call[0], now, strict=True))
+            call[0] = list(now)
+
+        def watch(module: nn.Module) -> Handler:
+            def handler(inner, args, kwargs):
+                keys = [id(e) for e in leaves(_given(args, kwargs)) if id(e) in states]
+                for key in keys:
+                    charge(key)
+                    open_calls[key].append([list(states[key].cache), False, []])
+                out = inner(*args, **kwargs)
+                for key in keys:
+                    charge(key)
+                    arrays, charged, inside = open_calls[key].pop()
+                    outer = open_calls[key][-1]
+                    outer[0] = arrays
+                    outer[2] += [module] if charged else inside
+                return out
+
+            return handler
+
+        modules = {id(m): m for _, m in self.model.named_modules() if m is not self.model}
+        with _intercept([(m, watch(m)) for m in modules.values()]):
+            yield
+        for key in states:
+            charge(key)
+        if any(calls[0][1] for calls in open_calls.values()):
+            raise CacheError(
+                f"expected each recurrent state of {self.family} to change inside a module that is handed it; found one that "
+                "does not, so it cannot be rolled back. Run this target without a drafter (draft_model=None)."
+            )
+        found = {id(m): m for calls in open_calls.values() for m in calls[0][2]}
+        self._stateful = list(found.values())
 
     def embed(self, ids: mx.array) -> mx.array:
         """[B, L] ids to [B, L, H]: what the first layer is given, any embedding scale included."""

@@ -7,20 +7,26 @@ from typing import Any
 
 import mlx.core as mx
 
+from .cache import Checkpoint, exact_windows
 from .taps import Target
 
 
-def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
+def verify_block(
+    target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: Checkpoint
+) -> tuple[mx.array, mx.array]:
     """Run the target over `[anchor, drafted...]` after the rows its cache holds.
 
     Shapes:
       - anchor: [B] int32; drafted: [B, N] int32, N = width of this round
+    Args:
+      point: `checkpoint(cache)`
     Returns:
       - hidden: [B, N + 1, H] final normed states, row i chooses the token after block slot i
       - features: [B, N + 1, n_taps * H] taps of the same rows
-    The cache then holds N + 1 rows more; the caller rolls back those it does not commit.
+    The cache then holds N + 1 rows more; the caller rolls back to `point` and keeps those it commits.
     """
-    return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache)
+    with exact_windows(cache):
+        return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache, point)
 
 
 def logprobs(target: Target, hidden: mx.array) -> mx.array:
