@@ -320,23 +320,23 @@ def read_gguf(path: str | Path) -> GGUFSource:
         or key, tensors missing or without a place. All such faults are in one message.
     """
     path = Path(path)
-    reader = _open(path)
-    arch = _value(reader, "general.architecture")
-    architecture = _MIXTRAL if arch == "llama" and _value(reader, "llama.expert_count", 0) else _ARCHITECTURES.get(arch)
+    reader, metadata = _open(path)
+    arch = metadata.get("general.architecture")
+    architecture = _MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else _ARCHITECTURES.get(arch)
 
     faults = []
-    if (parts := _value(reader, "split.count", 1)) > 1:
+    if (parts := metadata.get("split.count", 1)) != 1:
         faults.append(f"it is one of {parts} parts (join them with `llama-gguf-split --merge`)")
     unreadable = Counter(t.tensor_type.name for t in reader.tensors if not can_decode(t.tensor_type))
     faults += [f"{count} tensors of type {kind}, which gguf cannot dequantize" for kind, count in unreadable.items()]
-    tokenizer = {key.removeprefix("tokenizer."): _value(reader, key) for key in reader.fields if key.startswith("tokenizer.")}
+    tokenizer = {key.removeprefix("tokenizer."): value for key, value in metadata.items() if key.startswith("tokenizer.")}
     faults += tokenizer_faults(tokenizer)
     if architecture is None:
         known = ", ".join(sorted(_ARCHITECTURES))
         faults.append(f"architecture {arch!r}, {_REFUSED.get(arch, f'which is not one of {known}')}")
         raise _conversion_error(path, faults)
 
-    config, config_faults = _config(reader, arch, architecture, len(tokenizer.get("ggml.tokens", [])))
+    config, config_faults = _config(reader, metadata, architecture, len(tokenizer.get("ggml.tokens", [])))
     faults += config_faults
     if config is not None:
         names, fates = _names(reader, architecture, config, faults)
@@ -353,8 +353,18 @@ def _conversion_error(path: Path, faults: list[str]) -> ConversionError:
     )
 
 
+class _Mapped(np.ndarray):
+    """The file's bytes, whose slices end where the file ends or raise. A slice of numpy's would be short instead, and a damaged
+    array length would have the reader collect empty slices for hours."""
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        if key.stop > self.size:
+            raise IndexError(f"byte {key.stop} of {self.size} is needed")
+        return super().__getitem__(key).view(np.ndarray)
+
+
 class _Reader(gguf.GGUFReader):
-    """The same reader over a plain array: slices of `np.memmap` cost four times as much, and a vocabulary is 10^5 slices."""
+    """The same reader over `_Mapped`. Plain slices also cost a quarter of `np.memmap`'s, and a vocabulary is 10^5 slices."""
 
     @property
     def data(self) -> np.ndarray:
@@ -363,11 +373,11 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: np.memmap) -> None:
         # a view: still the mapped file, read on demand
-        self._data = mapped.view(np.ndarray)
+        self._data = mapped.view(_Mapped)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
-    """Map the file and read its header; raises CheckpointError for what is no whole little-endian GGUF file."""
+def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    """Map the file; its reader and metadata. Raises CheckpointError for what is no whole little-endian GGUF file."""
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
         raise CheckpointError(f"{path}: expected a GGUF file; found {found}; check the path.")
@@ -380,6 +390,7 @@ def _open(path: Path) -> gguf.GGUFReader:
         raise CheckpointError(f"{path}: expected a GGUF file, which begins with b'GGUF'; found {start[:4]!r}; check the file.")
     try:
         reader = _Reader(path)
+        metadata = {key: _value(field) for key, field in reader.fields.items()}
     except _READER_ERRORS as error:
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             raise ConversionError(
@@ -391,14 +402,11 @@ def _open(path: Path) -> gguf.GGUFReader:
         ) from error
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise CheckpointError(f"{path}: expected little-endian GGUF; found big-endian; convert it with gguf-convert-endian.")
-    return reader
+    return reader, metadata
 
 
-def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
+def _value(field: gguf.ReaderField) -> Any:
     """A metadata value as Python's; a float32 becomes the shortest decimal that rounds to it (1e-05, not 9.99999974e-06)."""
-    field = reader.get_field(key)
-    if field is None:
-        return default
     value = field.contents()
     return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
 
@@ -409,17 +417,26 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 
 
 def _config(
-    reader: gguf.GGUFReader, arch: str, architecture: _Architecture, tokens: int
+    reader: gguf.GGUFReader, metadata: dict[str, Any], architecture: _Architecture, tokens: int
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The HF-style config and what speaks against it; None if the keys do not give one."""
+    arch = metadata["general.architecture"]
     keys = _KEYS | architecture.keys
-    found = {key.removeprefix(f"{arch}."): _value(reader, key) for key in reader.fields if key.startswith(f"{arch}.")}
+    found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     found = {key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value for key, value in found.items()}
 
     faults = [f"{arch}.{key}, which differs by layer or is an array" for key, value in found.items() if isinstance(value, list)]
     required = [*_REQUIRED_KEYS, *(key for key in architecture.keys if key not in architecture.defaults)]
     if missing := [f"{arch}.{key}" for key in required if key not in found]:
         faults.append(f"no {', '.join(missing)}")
+    faults += [
+        f"{arch}.{key} = {found[key]!r}, which is no positive number"
+        for key in keys
+        if key in found and not isinstance(found[key], list) and not (isinstance(found[key], int | float) and found[key] > 0)
+    ]
+    # also keeps a damaged count from being gone through layer by layer
+    if isinstance(layers := found.get("block_count"), int) and layers > len(reader.tensors):
+        faults.append(f"{arch}.block_count = {layers} for {len(reader.tensors)} tensors")
     if faults:
         return None, faults
     if unknown := sorted(found.keys() - keys.keys() - _CHECKED_KEYS - architecture.ignored):

@@ -108,7 +108,9 @@ def write_model(
     for key, value in changes.get("tokenizer", byte_level("smollm", ["a b"], **{"ggml.add_bos_token": False})).items():
         _write_value(writer, f"tokenizer.{key}", value)
 
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    # smollm3 is younger than the oldest gguf that the project takes, and has llama's names
+    table_arch = "llama" if arch == "smollm3" else arch
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == table_arch)
     table = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     meant = {}
     for name, weight in weights.items():

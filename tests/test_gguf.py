@@ -306,6 +306,27 @@ def test_a_truncated_file_is_said_wherever_it_ends(tmp_path, sound, part):
         read_gguf(tmp_path / "m.gguf")
 
 
+def test_a_damaged_array_length_is_said_at_once(tmp_path, sound):
+    at = sound.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 4 + 4
+    assert int.from_bytes(sound[at : at + 8], "little") == 262
+    (tmp_path / "m.gguf").write_bytes(sound[: at + 5] + b"\x7f" + sound[at + 6 :])
+    with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .*byte [0-9]+ of [0-9]+ is needed"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+def test_damaged_bytes_anywhere_in_the_header_give_a_sentence_or_a_sound_file(tmp_path, sound):
+    header = sound.index(b"output_norm.weight") + 60
+    rng = np.random.default_rng(5)
+    refused = 0
+    for at in rng.integers(4, header, 150):
+        (tmp_path / "m.gguf").write_bytes(sound[:at] + bytes([sound[at] ^ (1 << rng.integers(8))]) + sound[at + 1 :])
+        try:
+            read_gguf(tmp_path / "m.gguf")
+        except (CheckpointError, ConversionError) as error:
+            refused += "expected" in str(error) and "found" in str(error)
+    assert refused > 20
+
+
 def test_paths_that_are_no_file_are_said(tmp_path):
     with pytest.raises(CheckpointError, match="found nothing; check the path"):
         read_gguf(tmp_path / "absent.gguf")
@@ -350,6 +371,13 @@ def test_keys_that_an_architecture_needs_are_named(tmp_path, sound):
         read_gguf(tmp_path / "m.gguf")
 
 
+def test_a_layer_count_beyond_the_tensors_is_said_at_once(tmp_path, sound):
+    at = sound.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    (tmp_path / "m.gguf").write_bytes(sound[: at + 3] + b"\x7f" + sound[at + 4 :])
+    with pytest.raises(ConversionError, match=r"llama.block_count = 2130706435 for 30 tensors"):
+        read_gguf(tmp_path / "m.gguf")
+
+
 ZERO = (np.zeros(64, np.float32), Kind.F32)
 
 
@@ -363,6 +391,7 @@ ZERO = (np.zeros(64, np.float32), Kind.F32)
         ({"keys": {"llama.rope.dimension_count": 12}}, "llama.rope.dimension_count = 12 beside heads of 24"),
         ({"keys": {"llama.rope.scaling.type": "longrope"}}, "llama.rope.scaling.type = 'longrope'"),
         ({"keys": {"llama.expert_used_count": [2, 3, 2]}}, "llama.expert_used_count, which differs by layer or is an array"),
+        ({"config": FAMILIES["llama"] | {"rope_theta": 0.0}}, "llama.rope.freq_base = 0.0, which is no positive number"),
         ({"keys": {"split.count": 3}}, "it is one of 3 parts"),
         ({"drop": ["blk.2.ffn_up.weight"]}, "1 missing tensors: blk.2.ffn_up.weight"),
         ({"add": {"blk.0.ffn_gate_shexp.weight": ZERO}}, "1 unexpected tensors: blk.0.ffn_gate_shexp.weight"),
