@@ -1,0 +1,499 @@
+"""The loop's contract: options, responses, EOS and limits, waits, memory, threads and interruptions."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import mlx.core as mx
+import pytest
+from kit import (
+    DATA,
+    Noisy,
+    Oracle,
+    greedy_ids,
+    ids_of,
+    letters,
+    plain,
+    references,
+    rounds_of,
+    run,
+    text_of,
+    tiny_drafter,
+    tiny_target,
+    variant,
+)
+
+import dflash_mlx
+from dflash_mlx import drafter as drafter_module
+from dflash_mlx import generation, make_prompt_cache, taps
+from dflash_mlx.cache import PairCache
+from dflash_mlx.errors import GenerationError, PairError
+
+PROMPT = [5, 9, 33, 7, 20]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A random target, its greedy line after PROMPT, and an oracle and a noisy drafter that know it."""
+    model = tiny_target(seed=2)
+    line = greedy_ids(model, PROMPT, 60)
+    oracle, noisy = (tiny_drafter(model, cls=cls).learn(PROMPT + line, model) for cls in (Oracle, Noisy))
+    return model, line, oracle, noisy
+
+
+@pytest.fixture(scope="module")
+def sliding(pair):
+    reference = references(DATA / "variants" / "sliding.json")
+    return pair[0], pair[1], variant(pair[0], reference["config"]), reference["prompts"][6]["prompt_ids"]
+
+
+# EOS, limits, text
+
+
+def test_all_eos_ids_of_the_tokenizer_end_the_answer(tiny):
+    model, line, oracle, _ = tiny
+    for eos in ((line[9],), (line[9], line[4]), (60, line[4], line[9])):
+        got = run(model, oracle, PROMPT, 30, letters(*eos))
+        theirs = plain(model, letters(*eos), PROMPT, max_tokens=30)
+        assert ids_of(got) == ids_of(theirs) and got[-1].finish_reason == "stop" and text_of(got) == text_of(theirs)
+
+
+def test_eos_as_the_first_token_is_one_response_without_text_and_no_round(tiny):
+    model, line, oracle, _ = tiny
+    (only,) = run(model, oracle, PROMPT, 30, letters(line[0]))
+    assert (only.token, only.text, only.generation_tokens, only.finish_reason) == (line[0], "", 1, "stop")
+    assert only.stats.rounds == [] and only.stats.tau is None
+
+
+def test_a_tokenizer_without_eos_runs_to_the_limit(tiny):
+    model, line, oracle, _ = tiny
+    got = run(model, oracle, PROMPT, 17, letters())
+    assert ids_of(got) == line[:17] and got[-1].finish_reason == "length"
+
+
+def test_a_huggingface_tokenizer_is_wrapped_as_mlx_lm_does(pair):
+    model, tokenizer, drafter = pair
+    got = run(model, drafter, "def main", 20, tokenizer._tokenizer)
+    assert ids_of(got) == ids_of(run(model, drafter, "def main", 20, tokenizer))
+
+
+def test_characters_split_over_tokens_and_blocks_arrive_whole(pair):
+    model, tokenizer, drafter = pair
+    text = "é€ 日😀"
+    script = tokenizer.encode(text, add_special_tokens=False)
+    assert len(script) > len(text), "no character is split over tokens"
+    prompt = [10, 20]
+
+    def force(history, logits):
+        at = len(history) - len(prompt)
+        return mx.where(mx.arange(logits.shape[-1]) == script[at], 0.0, -mx.inf)[None]
+
+    for block in (1, 5):
+        got = run(model, drafter, prompt, len(script), tokenizer, block_size=block, logits_processors=[force])
+        assert ids_of(got) == script and text_of(got) == text
+        assert not any("\ufffd" in r.text for r in got)
+
+
+def test_max_tokens_minus_one_goes_on_until_the_caller_stops(tiny):
+    model, line, oracle, _ = tiny
+    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, max_tokens=-1, draft_model=oracle)
+    assert [next(steps).token for _ in range(40)] == line[:40]
+    steps.close()
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_max_tokens_zero_and_an_empty_prompt_raise_as_in_mlx_lm(tiny, drafted):
+    model, _, oracle, _ = tiny
+    draft_model = oracle if drafted else None
+    with pytest.raises(ValueError, match="Maximum number of tokens must be non-zero"):
+        run(model, draft_model, PROMPT, 0)
+    with pytest.raises(ValueError, match="Either input_embeddings or prompt"):
+        run(model, draft_model, [], 4)
+
+
+def test_prompts_may_be_text_lists_or_arrays(pair):
+    model, tokenizer, drafter = pair
+    ids = tokenizer.encode("import os", add_special_tokens=True)
+    for prompt in ("import os", ids, mx.array(ids)):
+        assert ids_of(run(model, drafter, prompt, 12, tokenizer)) == ids_of(plain(model, tokenizer, "import os", max_tokens=12))
+
+
+def test_generate_returns_the_streams_text_and_prints_only_when_verbose(pair, capsys):
+    model, tokenizer, drafter = pair
+    expected = text_of(run(model, drafter, "import os", 12, tokenizer))
+    assert dflash_mlx.generate(model, tokenizer, "import os", draft_model=drafter, max_tokens=12) == expected
+    assert capsys.readouterr() == ("", "")
+    dflash_mlx.generate(model, tokenizer, "import os", verbose=True, draft_model=drafter, max_tokens=12)
+    assert expected in capsys.readouterr().out
+
+
+# Drafters
+
+
+@pytest.mark.parametrize("block", [2, 5, 8, 16])
+def test_an_oracle_is_accepted_in_full_and_a_noisy_one_changes_nothing(tiny, block):
+    model, line, oracle, noisy = tiny
+    got = run(model, oracle, PROMPT, 40, block_size=block)
+    assert ids_of(got) == line[:40]
+    assert all(r["accepted"] == block - 1 for r in got[-1].stats.rounds) and got[-1].stats.tau == block
+    # All but the prefill's token and each round's bonus came from the drafter.
+    assert [r.from_draft for r in got][: 1 + block] == [False] + [True] * (block - 1) + [False]
+    worse = run(model, noisy, PROMPT, 40, block_size=block)
+    assert ids_of(worse) == line[:40]
+    assert 1 < worse[-1].stats.tau < block and len(worse[-1].stats.rounds) > len(got[-1].stats.rounds)
+
+
+def test_an_oracle_notices_a_wrong_feature_row(tiny):
+    model, line, oracle, _ = tiny
+    right = oracle._features
+    oracle._features = right + 0
+    oracle._features[7, 3] += 0.01
+    with pytest.raises(AssertionError, match="are not the target's states there"):
+        run(model, oracle, PROMPT, 20, block_size=5)
+    oracle._features = right
+
+
+def test_a_hopeless_drafter_changes_nothing(tiny):
+    model, line, *_ = tiny
+    got = run(model, tiny_drafter(model), PROMPT, 30)
+    assert ids_of(got) == line[:30] and got[-1].stats.tau < 1.5
+
+
+def test_every_round_drafts_the_full_block_also_at_the_end(tiny):
+    model, _, oracle, _ = tiny
+    rounds = run(model, oracle, PROMPT, 8, block_size=5)[-1].stats.rounds
+    assert [len(r["drafted"]) for r in rounds] == [4, 4] and sum(r["accepted"] + 1 for r in rounds) == 10
+
+
+def test_block_size_one_decodes_without_drafting_and_keeps_the_context(tiny):
+    model, line, oracle, _ = tiny
+    cache = make_prompt_cache(model, oracle)
+    got = run(model, oracle, PROMPT, 10, block_size=1, prompt_cache=cache)
+    assert ids_of(got) == line[:10] and got[-1].stats.tau is None
+    assert {(tuple(r["drafted"]), r["accepted"], r["width"]) for r in got[-1].stats.rounds} == {((), 0, 0)}
+    # The oracle compares every context row: those of the rounds without a draft are there.
+    oracle.learn(PROMPT + line[:10] + line[10:], model)
+    again = run(model, oracle, [line[10]], 10, block_size=5, prompt_cache=cache)
+    assert ids_of(again) == line[11:21]
+
+
+# Options
+
+
+def test_block_size_defaults_to_the_configs_and_may_be_given_as_draft_tokens(tiny):
+    model, _, oracle, _ = tiny
+    widths = [
+        run(model, oracle, PROMPT, 12, **options)[-1].stats.rounds[0]["width"]
+        for options in ({}, {"block_size": 3}, {"num_draft_tokens": 6}, {"num_draft_tokens": 6, "block_size": 7})
+    ]
+    assert widths == [4, 2, 6, 6]
+
+
+@pytest.mark.parametrize("block", [0, -1, 2.0, True, "5"])
+def test_an_impossible_block_size_is_refused(tiny, block):
+    with pytest.raises(GenerationError, match=r"expected block_size of at least 1 \(it counts the anchor\); found"):
+        run(tiny[0], tiny[2], PROMPT, 4, block_size=block)
+
+
+def test_contradicting_block_sizes_are_refused(tiny):
+    with pytest.raises(GenerationError, match=r"block_size to be num_draft_tokens \+ 1; found 5 and 5"):
+        run(tiny[0], tiny[2], PROMPT, 4, block_size=5, num_draft_tokens=5)
+
+
+def test_input_embeddings_are_refused_with_a_drafter(tiny):
+    with pytest.raises(GenerationError, match="expected no input_embeddings with a DFlash drafter"):
+        run(tiny[0], tiny[2], PROMPT, 4, input_embeddings=mx.zeros((5, 24)))
+
+
+def test_a_block_size_without_a_dflash_drafter_is_refused(tiny):
+    with pytest.raises(GenerationError, match="expected a DFlash drafter for block_size; found 5 without one"):
+        run(tiny[0], None, PROMPT, 4, block_size=5)
+
+
+def test_a_drafter_of_another_model_object_is_refused(tiny):
+    with pytest.raises(PairError, match="expected the model object that this drafter was loaded for; found another"):
+        run(tiny_target(seed=2), tiny[2], PROMPT, 4)
+
+
+def test_an_unknown_keyword_is_an_error(tiny):
+    with pytest.raises(TypeError, match="temperature"):
+        run(tiny[0], tiny[2], PROMPT, 4, temperature=0.5)
+
+
+def test_every_keyword_of_mlx_lm_is_in_the_signature():
+    import inspect
+
+    from mlx_lm.generate import generate_step, speculative_generate_step
+
+    ours = set(inspect.signature(dflash_mlx.stream_generate).parameters)
+    for theirs in (generate_step, speculative_generate_step):
+        assert set(inspect.signature(theirs).parameters) - {"tokenizer"} <= ours
+
+
+def test_progress_reports_the_tokens_that_went_through_the_target(tiny):
+    model, _, oracle, _ = tiny
+    seen = []
+    run(model, oracle, PROMPT, 4, prefill_step_size=2, prompt_progress_callback=lambda *args: seen.append(args))
+    theirs = []
+    run(model, None, PROMPT, 4, prefill_step_size=2, prompt_progress_callback=lambda *args: theirs.append(args))
+    assert seen == theirs == [(0, 5), (2, 5), (4, 5), (5, 5)]
+
+
+def test_an_mlx_lm_draft_model_is_passed_through(tiny):
+    model, line, *_ = tiny
+    got = run(model, tiny_target(seed=2), PROMPT, 12, num_draft_tokens=3)
+    assert ids_of(got) == line[:12] and got[-1].stats is None and any(r.from_draft for r in got)
+    with pytest.raises(GenerationError, match="expected no seed with an mlx-lm draft model; found 3"):
+        run(model, tiny_target(seed=2), PROMPT, 12, seed=3)
+
+
+def test_without_a_drafter_the_responses_are_mlx_lms(tiny):
+    model, line, *_ = tiny
+    got, theirs = run(model, None, PROMPT, 12, letters(line[7])), plain(model, letters(line[7]), PROMPT, max_tokens=12)
+    fields = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
+    assert [[getattr(r, f) for f in fields] for r in got] == [[getattr(r, f) for f in fields] for r in theirs]
+    assert all(r.stats is None for r in got)
+
+
+def test_another_stream_may_be_given(tiny):
+    model, line, oracle, _ = tiny
+    assert ids_of(run(model, oracle, PROMPT, 12, stream=mx.new_stream(mx.cpu))) == line[:12]
+
+
+# Responses
+
+
+def test_responses_count_and_time_as_mlx_lms(tiny):
+    model, _, oracle, _ = tiny
+    got = run(model, oracle, PROMPT, 12)
+    assert [r.generation_tokens for r in got] == list(range(1, 13)) and {r.prompt_tokens for r in got} == {5}
+    assert all(r.prompt_tps > 0 and r.generation_tps > 0 and r.peak_memory > 0 for r in got)
+    assert {id(r.stats) for r in got} == {id(got[0].stats)}
+    assert set(got[-1].stats.seconds) == {"draft", "verify", "rollback", "host"}
+
+
+def test_logprobs_equal_plain_decodings(pair):
+    model, tokenizer, drafter = pair
+    got = run(model, drafter, "import os", 30, tokenizer)
+    theirs = plain(model, tokenizer, "import os", max_tokens=30)
+    for a, b in zip(got, theirs, strict=True):
+        assert a.logprobs.shape == b.logprobs.shape == (1536,) and a.logprobs.dtype == b.logprobs.dtype
+        # float32, many rows against one: bit-equal on the CPUs that were tried, 1e-5 leaves room for another BLAS.
+        assert mx.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5).item()
+        assert mx.argmax(a.logprobs).item() == a.token
+
+
+def test_kept_logprobs_keep_neither_block_logits_nor_caches_alive(tiny):
+    vocab = 20000
+    model = tiny_target(seed=3, layers=2, vocab=vocab)
+    line = greedy_ids(model, PROMPT, 40)
+    oracle = tiny_drafter(model, cls=Oracle, taps=(0, 0)).learn(PROMPT + line, model)
+    kept = [r.logprobs for r in run(model, oracle, PROMPT, 33, block_size=16)]
+    cache = make_prompt_cache(model, oracle)
+    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 33, oracle, block_size=16, prompt_cache=cache)
+    del kept
+    gc.collect()
+    before = mx.get_active_memory()
+    kept = [r.logprobs for r in steps]
+    weak = weakref.ref(cache[0])
+    del steps, cache
+    gc.collect()
+    assert weak() is None
+    # 33 unevaluated rows hold hidden states and constants, by far not one row of logits each.
+    assert mx.get_active_memory() - before < 8 * vocab * 4
+    assert [mx.argmax(row).item() for row in kept] == line[:33]
+
+
+def test_logprobs_can_be_asked_for_now_and_read_by_another_thread(tiny):
+    model, line, oracle, _ = tiny
+    rows = [r.logprobs for r in run(model, oracle, PROMPT, 12, logprobs=True)]
+    got = []
+    reader = threading.Thread(target=lambda: got.extend(mx.argmax(row).item() for row in rows))
+    reader.start()
+    reader.join()
+    assert got == line[:12]
+
+
+def test_a_summary_only_run_keeps_tau_and_drops_rounds(tiny):
+    model, _, _, noisy = tiny
+    full = run(model, noisy, PROMPT, 30)[-1].stats
+    short = run(model, noisy, PROMPT, 30, keep_rounds=False)[-1].stats
+    assert short.rounds == [] and short.acceptance_lengths == [] and short.tau == full.tau > 1
+    assert short.n_rounds == len(full.rounds)
+
+
+# Waits, memory, output
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts what makes the host wait for the device."""
+    count = {"wait": 0}
+
+    def counting(function):
+        def call(*args, **kwargs):
+            count["wait"] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(mx, "eval", counting(mx.eval))
+    monkeypatch.setattr(mx, "synchronize", counting(mx.synchronize))
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(mx.array, name, counting(getattr(mx.array, name)))
+    return count
+
+
+def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
+    model, line, *_ = tiny
+    drafter = tiny_drafter(model)
+    per_round = []
+    add_round = generation.GenerationStats.add_round
+
+    def record(self, *args):
+        per_round.append(waits["wait"])
+        return add_round(self, *args)
+
+    monkeypatch.setattr(generation.GenerationStats, "add_round", record)
+    assert ids_of(run(model, drafter, PROMPT, 40)) == line[:40]
+    waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
+    # Rounds 2, 18, 34 wait for their draft apart, to split the time.
+    apart = [n for n in (0, 16, 32) if n < len(waited)]
+    assert len(waited) > 20
+    assert [waited[n] for n in apart] and all(w == 1 for n, w in enumerate(waited) if n not in apart), waited
+
+
+def test_the_buffer_cache_is_cleared_at_mlx_lms_cadence(tiny, monkeypatch):
+    model = tiny[0]
+    oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + greedy_ids(model, PROMPT, 280), model)
+    calls = []
+    clear = mx.clear_cache
+    monkeypatch.setattr(mx, "clear_cache", lambda: (calls.append(1), clear()))
+    counts = []
+    for draft_model, tokens in ((None, 200), (oracle, 200), (None, 262), (oracle, 262)):
+        calls.clear()
+        run(model, draft_model, PROMPT, tokens, prefill_step_size=2)
+        counts.append(len(calls))
+    assert counts == [3, 3, 4, 4], "two prefill chunks, and tokens 1 and 257"
+
+
+def test_prefill_evaluates_chunk_by_chunk(tiny, monkeypatch):
+    model = tiny[0]
+    drafter, calls = tiny_drafter(model), []
+    original = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *args: (calls.append(1), original(*args))[1])
+    run(model, drafter, PROMPT * 8, 1, prefill_step_size=4)
+    assert len(calls) == 10, "39 tokens in chunks of 4"
+
+
+def test_nothing_is_written_to_stdout_or_stderr():
+    code = (
+        "from dflash_mlx import load, load_drafter, stream_generate\n"
+        "m, t = load('tiny'); d = load_drafter('tiny', m)\n"
+        "assert len(list(stream_generate(m, t, 'import os', 20, d))) == 20\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Threads and interruptions
+
+
+def test_a_worker_thread_generates_what_the_main_thread_does(sliding):
+    model, tokenizer, drafter, prompt = sliding
+    expected = run(model, drafter, prompt[:30], 20, tokenizer)
+    got, errors = [], []
+
+    def work():
+        try:
+            got.extend(run(model, drafter, prompt[:30], 20, tokenizer, prefill_step_size=8))
+        except Exception as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert not errors and ids_of(got) == ids_of(expected) and rounds_of(got) == rounds_of(expected)
+
+
+def interrupt(monkeypatch, owner, name, nth, after):
+    """Raise KeyboardInterrupt at call number `nth` of owner.name, before or after it ran."""
+    original, calls = getattr(owner, name), [0]
+
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == nth and not after:
+            raise KeyboardInterrupt
+        result = original(*args, **kwargs)
+        if calls[0] == nth:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+PLACES = {
+    "drafter.draft": (drafter_module.Drafter, "draft", (1, 3)),
+    "drafter attention": (drafter_module.Attention, "__call__", (1, 2, 3, 7)),
+    "drafter injection": (drafter_module.Drafter, "inject", (1, 2)),
+    "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
+    "target pass": (taps.Target, "__call__", (1, 2, 4, 6)),
+    "verify": (generation, "verify_block", (1, 3)),
+    "match": (generation._Chooser, "match", (1, 2, 4)),
+    "rollback": (generation, "rollback", (1, 2)),
+    "end of round": (generation.GenerationStats, "add_round", (1, 3)),
+}
+MOMENTS = [
+    # The quick tier takes the last call of each place, the full one all.
+    pytest.param(place, nth, after, marks=[] if nth == nths[-1] else pytest.mark.full)
+    for place, (_, _, nths) in PLACES.items()
+    for nth in nths
+    for after in (False, True)
+]
+
+
+@pytest.mark.parametrize("place,nth,after", MOMENTS)
+def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after):
+    model, tokenizer, drafter, prompt = sliding
+    cache = make_prompt_cache(model, drafter)
+    out = ids_of(run(model, drafter, prompt[:30], 3, tokenizer, prompt_cache=cache))
+    before = prompt[:30] + out
+    calls = interrupt(monkeypatch, *PLACES[place][:2], nth, after)
+    got = []
+    with pytest.raises(KeyboardInterrupt):
+        for r in dflash_mlx.stream_generate(
+            model, tokenizer, prompt[30:50], 30, drafter, prompt_cache=cache, prefill_step_size=8
+        ):
+            got.append(r.token)
+    assert calls[0] >= nth
+    monkeypatch.undo()
+    ids = PairCache.read(cache).ids
+    line = before + prompt[30:50] + got
+    assert ids == line[: len(ids)] and len(ids) >= len(before)
+    assert len(ids) == len(line) or not got
+    assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
+    again = run(model, drafter, prompt[60:63], 10, tokenizer, prompt_cache=cache)
+    fresh = run(model, drafter, ids + prompt[60:63], 10, tokenizer)
+    assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
+
+
+def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding):
+    model, tokenizer, drafter, prompt = sliding
+    cache, calls, got = make_prompt_cache(model, drafter), [0], []
+
+    def sampler(row):
+        calls[0] += 1
+        if calls[0] == 20:
+            raise RuntimeError("sampler broke")
+        return mx.argmax(row, axis=-1)
+
+    with pytest.raises(RuntimeError, match="sampler broke"):
+        for r in dflash_mlx.stream_generate(model, tokenizer, prompt[:30], 30, drafter, sampler=sampler, prompt_cache=cache):
+            got.append(r.token)
+    assert got and PairCache.read(cache).ids == prompt[:30] + got
+    again = run(model, drafter, prompt[60:63], 10, tokenizer, prompt_cache=cache)
+    fresh = run(model, drafter, prompt[:30] + got + prompt[60:63], 10, tokenizer)
+    assert rounds_of(again) == rounds_of(fresh)
