@@ -82,7 +82,8 @@ def _parse(value: str) -> str | frozenset[str]:
     names = frozenset(n.strip() for n in value.split(",") if n.strip())
     if unknown := sorted(names - set(NAMES)):
         raise KernelError(
-            f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. Correct the variable."
+            f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. "
+            "Correct the variable."
         )
     return names
 

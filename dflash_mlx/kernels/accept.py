@@ -1,0 +1,94 @@
+"""Compare, count and commit on the device: one launch for what `dflash_mlx.accept.accept_match` does in several.
+
+    draft       d1 d2 d3          lane i compares d[i] with t[i]; the smallest i that differs is `accepted`
+    target      t1 t2 t3 t4
+    committed   t1 t2 t3 -1       d1, d2 accepted, then the bonus t3, which is the next anchor; -1 beyond
+
+Knows arrays only. The bytes are few; what is saved is launches between two passes.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import choice
+from .kernel import Kernel
+
+_SOURCE = """
+    const int N = draft_shape[1];
+    const int row = int(threadgroup_position_in_grid.x);
+    const int lane = int(thread_index_in_simdgroup);
+
+    int differs = N;
+    for (int i = lane; i < N; i += 32) {
+        if (differs == N && draft[row * N + i] != target[row * (N + 1) + i]) differs = i;
+    }
+    const int kept = simd_min(differs);
+
+    for (int i = lane; i <= N; i += 32) {
+        committed[row * (N + 1) + i] = i <= kept ? int(target[row * (N + 1) + i]) : -1;
+    }
+    if (lane == 0) {
+        accepted[row] = kept;
+        bonus[row] = target[row * (N + 1) + kept];
+    }
+"""
+
+KERNEL = Kernel("accept", inputs=("draft", "target"), outputs=("accepted", "bonus", "committed"), source=_SOURCE)
+
+
+def accept_ops(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """The answer, in MLX's own operations. Shapes as in `accept`."""
+    n = draft.shape[1]
+    match = (draft == target[:, :n]).astype(mx.int32)
+    accepted = mx.cumprod(match, axis=1).sum(axis=1).astype(mx.int32)
+    bonus = mx.take_along_axis(target, accepted[:, None], axis=1)[:, 0]
+    committed = mx.where(mx.arange(n + 1)[None] <= accepted[:, None], target, mx.array(-1, dtype=mx.int32))
+    return accepted, bonus, committed
+
+
+def accept_kernel(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Launch: one simd group a sequence. Shapes as in `accept`."""
+    b, n = draft.shape
+    accepted, bonus, committed = KERNEL(
+        [draft, target],
+        template=[],
+        grid=(32 * b, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(b,), (b,), (b, n + 1)],
+        output_dtypes=[mx.int32] * 3,
+    )
+    return accepted, bonus, committed
+
+
+def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Keep the leading draft tokens that the target chose too, and lay out what is committed.
+
+    Shapes:
+      - draft: [B, N] int32; target: [B, N + 1] int32
+    Returns:
+      - accepted: [B] int32, 0..N; bonus: [B] int32, the next anchor
+      - committed: [B, N + 1] int32: accepted drafts, bonus, then -1
+    Raises:
+      ValueError: if target is not one longer than draft.
+    """
+    if target.shape != (draft.shape[0], draft.shape[1] + 1):
+        raise ValueError(f"expected one target choice more than drafts; found {target.shape} for {draft.shape}")
+    eligible = (
+        draft.size > 0  # an empty array has no buffer
+        and draft.dtype == mx.int32  # ids are compared as they are
+        and target.dtype == mx.int32
+    )
+    b, n = draft.shape
+    if eligible and choice.use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)):
+        return accept_kernel(draft, target)
+    return accept_ops(draft, target)
+
+
+def trials(b: int, n: int) -> list[choice.Trial]:
+    """One comparison with MLX on made-up ids that often agree."""
+    keys = mx.random.split(mx.random.key(0), 2)
+    target = mx.random.randint(0, 100, (b, n + 1), dtype=mx.int32, key=keys[0])
+    draft = mx.where(mx.random.uniform(shape=(b, n), key=keys[1]) < 0.8, target[:, :n], target[:, 1:])
+    mx.eval(draft, target)
+    return [choice.Trial(lambda: accept_kernel(draft, target), lambda: accept_ops(draft, target), choice.same_ids)]
