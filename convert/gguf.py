@@ -88,7 +88,7 @@ _REQUIRED_KEYS = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-# Held by `_config_faults` and `_rope_scaling`; `vocab_size` and `tensor_data_layout` have no part in the computation.
+# Looked at by `_config` and `_rope_scaling`; `vocab_size` and `tensor_data_layout` have no part in the computation.
 _CHECKED_KEYS = frozenset(
     {
         "attention.causal",
@@ -520,15 +520,17 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[st
       - factors: [head_dim / 2] float32
     Source: `generate_extra_tensors` of llama.cpp's LlamaModel; `Llama3RoPE` of mlx-lm.
     """
-    if factors.shape != (head_dim // 2,):
+    factor = float(factors.max())
+    if factors.shape != (head_dim // 2,) or not (factors.min() > 0.9999 and 1.0001 < factor < math.inf):
         return None
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    factor = float(factors.max())
     slanted = (factors > 1.0001) & (factors < 0.9999 * factor)
     smooth = (1 / factors[slanted].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
     high = 4.0
     if slanted.sum() > 1:
         slope, offset = np.polyfit(1 / wavelengths[slanted], smooth, 1)
+        if slope <= 0 or offset >= 0:
+            return None
         high, original = round(1 - 1 / offset, 3), -slope / offset
     elif slanted.sum() == 1:
         original = float(wavelengths[slanted][0] * (1 + smooth[0] * (high - 1)))
@@ -572,6 +574,12 @@ def _names(
     for fault, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
         if names:
             faults.append(f"{len(names)} {fault} tensors: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
+
+    for name, hf_name in expected.items():
+        heads = "num_attention_heads" if ".q_proj." in hf_name else "num_key_value_heads" if ".k_proj." in hf_name else None
+        if heads and name in tensors and _shape(tensors[name])[0] != config[heads] * config["head_dim"]:
+            rows = _shape(tensors[name])[0]
+            faults.append(f"{rows} rows in {name} for {config[heads]} heads of {config['head_dim']}")
 
     bits = {
         hf_name.removesuffix(".weight"): affine_bits(tensors[name].tensor_type)

@@ -239,6 +239,23 @@ def test_llama3_frequency_factors_become_rope_scaling(head_dim, factor, original
         assert (scaling["factor"], scaling["low_freq_factor"]) == (factor, 1)
 
 
+@pytest.mark.parametrize(
+    "factors",
+    [
+        np.linspace(1, 8, 12),
+        np.linspace(8, 1, 12),
+        np.full(12, 0.5),
+        np.full(12, np.nan),
+        np.array([1] * 11 + [np.inf]),
+        np.array([1, 8] * 6),
+        np.ones(11) * 2,
+    ],
+    ids=["rising", "falling", "below one", "nan", "infinite", "alternating", "too few"],
+)
+def test_frequency_factors_of_no_llama3_scaling_are_told(factors):
+    assert gguf_module._llama3_scaling(factors.astype(np.float32), 24, 50000.0) is None
+
+
 def test_frequency_factors_in_a_file_end_in_the_config(tmp_path):
     freqs = {"rope_freqs.weight": (llama3_factors(24, 50000.0, 8.0, 512), Kind.F32)}
     write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), add=freqs)
@@ -392,6 +409,7 @@ ZERO = (np.zeros(64, np.float32), Kind.F32)
         ({"keys": {"llama.rope.scaling.type": "longrope"}}, "llama.rope.scaling.type = 'longrope'"),
         ({"keys": {"llama.expert_used_count": [2, 3, 2]}}, "llama.expert_used_count, which differs by layer or is an array"),
         ({"config": FAMILIES["llama"] | {"rope_theta": 0.0}}, "llama.rope.freq_base = 0.0, which is no positive number"),
+        ({"config": FAMILIES["llama"] | {"num_key_value_heads": 4}}, "48 rows in blk.0.attn_k.weight for 4 heads of 24"),
         ({"keys": {"split.count": 3}}, "it is one of 3 parts"),
         ({"drop": ["blk.2.ffn_up.weight"]}, "1 missing tensors: blk.2.ffn_up.weight"),
         ({"add": {"blk.0.ffn_gate_shexp.weight": ZERO}}, "1 unexpected tensors: blk.0.ffn_gate_shexp.weight"),
