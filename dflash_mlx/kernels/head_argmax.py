@@ -1,0 +1,335 @@
+"""LM head, soft-cap, logit bias and argmax for all rows without writing [M, V] logits.
+
+    head_argmax           a threadgroup takes a stripe of the vocabulary, its simd groups parts of it, in ascending order
+                          lane m keeps row m's best, its id and the runner-up     -> [M, stripes]
+    head_argmax_reduce    one simd group a row goes over the stripes              -> id, margin
+
+Logits are rounded to the activation type as the head would store them, so ties are the head's own ties and the lowest id
+wins, as in `mx.argmax`. mlx-lm takes the argmax of `logits - logsumexp`, which can merge two neighbouring logits of a 16-bit
+type: such a row has a `margin` of one step or less, and counts as a tie.
+
+The final norm is not fused: each stripe would redo it, three operations a value beside four multiply-adds, to save 2 M H
+values of traffic where the head is V H / 2 bytes. `norm=` runs MLX's own before the launch. Knows arrays only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import choice
+from .block_qmm import MAX_ROWS, TYPES, row_tile
+from .kernel import Kernel
+
+SIMDGROUPS = 4
+COLUMNS = 4  # of one simd group at a time
+STEPS = 8  # times that, one after the other: a stripe is 4 * 4 * 8 = 128 ids
+
+_SOURCE = """
+    constexpr int PER_WORD = 32 / BITS;
+    constexpr int CHUNK = 2 * PER_WORD;
+    constexpr uint MASK = (1u << (BITS - 1)) * 2u - 1u;
+    const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+    const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
+    const int stripe = int(threadgroup_position_in_grid.x), stripes = int(threadgroups_per_grid.x);
+    const int words = K / PER_WORD, groups = K / GROUP;
+
+    threadgroup float part_best[SIMDGROUPS * ROWS];
+    threadgroup float part_second[SIMDGROUPS * ROWS];
+    threadgroup int part_id[SIMDGROUPS * ROWS];
+
+    // Of row `lane`.
+    float best = -INFINITY, second = -INFINITY;
+    int id = 0;
+
+    for (int step = 0; step < STEPS; ++step) {
+        const int first = ((stripe * SIMDGROUPS + part) * STEPS + step) * COLS;
+        if (first < N) {
+            float sum[ROWS][COLS];
+            #pragma unroll
+            for (int m = 0; m < ROWS; ++m) {
+                #pragma unroll
+                for (int c = 0; c < COLS; ++c) sum[m][c] = 0.0f;
+            }
+            for (int k = lane * CHUNK; k < K; k += 32 * CHUNK) {
+                #pragma unroll
+                for (int word = 0; word < 2; ++word) {
+                    float weight[COLS][PER_WORD];
+                    #pragma unroll
+                    for (int c = 0; c < COLS; ++c) {
+                        // Ids beyond the last one repeat it; they are not compared.
+                        const size_t n = size_t(first + c < N ? first + c : N - 1);
+                        if (DENSE) {
+                            const vec<T, 4> four = ((const device vec<T, 4>*)(w + n * K + k + word * PER_WORD))[0];
+                            #pragma unroll
+                            for (int j = 0; j < PER_WORD; ++j) weight[c][j] = float(four[j % 4]);
+                        } else {
+                            const uint packed = uint(w[n * words + k / PER_WORD + word]);
+                            const float scale = float(scales[n * groups + k / GROUP]);
+                            const float bias = float(biases[n * groups + k / GROUP]);
+                            #pragma unroll
+                            for (int j = 0; j < PER_WORD; ++j) {
+                                weight[c][j] = metal::fma(float((packed >> (j * BITS)) & MASK), scale, bias);
+                            }
+                        }
+                    }
+                    #pragma unroll
+                    for (int m = 0; m < ROWS; ++m) {
+                        if (m < M) {
+                            const device vec<T, 4>* row = (const device vec<T, 4>*)(x + size_t(m) * K + k + word * PER_WORD);
+                            #pragma unroll
+                            for (int q = 0; q < PER_WORD / 4; ++q) {
+                                const vec<T, 4> four = row[q];
+                                #pragma unroll
+                                for (int c = 0; c < COLS; ++c) {
+                                    #pragma unroll
+                                    for (int i = 0; i < 4; ++i) {
+                                        sum[m][c] = metal::fma(float(four[i]), weight[c][4 * q + i], sum[m][c]);
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            #pragma unroll
+            for (int m = 0; m < ROWS; ++m) {
+                if (m < M) {
+                    #pragma unroll
+                    for (int c = 0; c < COLS; ++c) {
+                        const float total = simd_sum(sum[m][c]);
+                        if (lane == m && first + c < N) {
+                            // Rounded where the head's own operations round.
+                            T logit = T(total);
+                            if (CAPPED) {
+                                logit = T(float(logit) / cap[0]);
+                                logit = T(metal::tanh(float(logit)));
+                                logit = T(float(logit) * cap[0]);
+                            }
+                            if (BIASED) logit = T(float(logit) + float(logit_bias[first + c]));
+                            const float value = float(logit);
+                            // The first NaN wins and stays, as in mx.argmax.
+                            if (value > best || (value != value && best == best)) {
+                                second = best;
+                                best = value;
+                                id = first + c;
+                            } else {
+                                second = metal::max(second, value);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    if (lane < ROWS) {
+        part_best[part * ROWS + lane] = best;
+        part_second[part * ROWS + lane] = second;
+        part_id[part * ROWS + lane] = id;
+    }
+    threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    if (part == 0 && lane < ROWS && lane < M) {
+        for (int p = 1; p < SIMDGROUPS; ++p) {
+            const float other = part_best[p * ROWS + lane], other_second = part_second[p * ROWS + lane];
+            if (other > best || (other != other && best == best)) {
+                second = metal::max(best, other_second);
+                best = other;
+                id = part_id[p * ROWS + lane];
+            } else {
+                second = metal::max(second, other);
+            }
+        }
+        stripe_best[lane * stripes + stripe] = best;
+        stripe_second[lane * stripes + stripe] = second;
+        stripe_id[lane * stripes + stripe] = id;
+    }
+"""
+
+_REDUCE_SOURCE = """
+    const int P = stripe_best_shape[1];
+    const int row = int(threadgroup_position_in_grid.x), lane = int(thread_index_in_simdgroup);
+    const int none = 0x7fffffff;
+
+    float best = -INFINITY, second = -INFINITY;
+    int id = none, not_a_number = none;
+    for (int p = lane; p < P; p += 32) {
+        const float value = stripe_best[row * P + p];
+        const int at = stripe_id[row * P + p];
+        if (value != value) {
+            not_a_number = metal::min(not_a_number, at);
+        } else if (value > best || id == none) {
+            second = metal::max(best, float(stripe_second[row * P + p]));
+            best = value;
+            id = at;
+        } else {
+            second = metal::max(second, value);
+        }
+    }
+    const float top = simd_max(best);
+    const int winner = simd_min(best == top ? id : none);
+    const float runner_up = simd_max(id == winner ? second : best);
+    const int spoilt = simd_min(not_a_number);
+    if (lane == 0) {
+        ids[row] = spoilt < none ? spoilt : winner;
+        margin[row] = spoilt < none ? as_type<float>(0x7fc00000u) : top - runner_up;
+    }
+"""
+
+KERNEL = Kernel(
+    "head_argmax",
+    inputs=("x", "w", "scales", "biases", "logit_bias", "cap"),
+    outputs=("stripe_best", "stripe_second", "stripe_id"),
+    source=_SOURCE,
+)
+REDUCE = Kernel(
+    "head_argmax_reduce",
+    inputs=("stripe_best", "stripe_second", "stripe_id"),
+    outputs=("ids", "margin"),
+    source=_REDUCE_SOURCE,
+)
+
+
+def head_argmax_ops(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    group_size: int = 64,
+    bits: int = 4,
+    softcap: float | None = None,
+    logit_bias: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The answer, in MLX's own operations. Shapes as in `head_argmax_kernel`."""
+    if scales is None:
+        logits = x @ w.T
+    else:
+        logits = mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=group_size, bits=bits)
+    if softcap is not None:
+        logits = mx.tanh(logits / softcap) * softcap
+    if logit_bias is not None:
+        logits = logits + logit_bias.astype(logits.dtype)
+    two = mx.topk(logits.astype(mx.float32), 2, axis=-1)
+    return mx.argmax(logits, axis=-1).astype(mx.int32), mx.max(two, axis=-1) - mx.min(two, axis=-1)
+
+
+def head_argmax_kernel(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    group_size: int = 64,
+    bits: int = 4,
+    softcap: float | None = None,
+    logit_bias: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Two launches: a stripe of 128 ids a threadgroup, then one simd group a row over the stripes.
+
+    Shapes:
+      - x: [M, H] final normed states, M = 1..16; w: [V, H] in x's type, or [V, H * bits / 32] uint32 with scales and biases
+        [V, H / group_size]; logit_bias: [V]
+    Returns:
+      - ids: [M] int32; margin: [M] float32, best logit less runner-up, NaN where a logit of the row is NaN
+    """
+    m, v = x.shape[0], w.shape[0]
+    dense = scales is None
+    unused = mx.zeros((8,), dtype=x.dtype)
+    stripes = -(-v // (COLUMNS * SIMDGROUPS * STEPS))
+    best, second, ids = KERNEL(
+        [
+            x,
+            w,
+            unused if dense else scales,
+            unused if dense else biases,
+            unused if logit_bias is None else logit_bias,
+            mx.array([softcap or 0.0], dtype=mx.float32),
+        ],
+        template=[
+            ("T", x.dtype),
+            ("DENSE", dense),
+            ("BITS", 8 if dense else bits),  # dense: two vectors of 4, as two words of 8 bit
+            ("GROUP", group_size),
+            ("ROWS", row_tile(m)),
+            ("COLS", COLUMNS),
+            ("STEPS", STEPS),
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("CAPPED", softcap is not None),
+            ("BIASED", logit_bias is not None),
+        ],
+        grid=(stripes * SIMDGROUPS * 32, 1, 1),
+        threadgroup=(SIMDGROUPS * 32, 1, 1),
+        output_shapes=[(m, stripes)] * 3,
+        output_dtypes=[mx.float32, mx.float32, mx.int32],
+    )
+    chosen, margin = REDUCE(
+        [best, second, ids],
+        template=[],
+        grid=(32 * m, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(m,), (m,)],
+        output_dtypes=[mx.int32, mx.float32],
+    )
+    return chosen, margin
+
+
+def head_argmax(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    group_size: int = 64,
+    bits: int = 4,
+    softcap: float | None = None,
+    logit_bias: mx.array | None = None,
+    norm: tuple[mx.array, float] | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The greedy choice of each row and how clear it was.
+
+    Shapes:
+      - x: [..., H] hidden states after the final norm, or before it with `norm` = (weight [H], eps)
+      - w, scales, biases, logit_bias: as in `head_argmax_kernel`
+    Returns:
+      - ids: [...] int32; margin: [...] float32, a tie where it is at most one step of the activation type
+    """
+    if norm is not None:
+        x = mx.fast.rms_norm(x, *norm)
+    rows, (v, h) = x.reshape(-1, x.shape[-1]), (w.shape[0], x.shape[-1])
+    eligible = (
+        1 <= rows.shape[0] <= MAX_ROWS  # sums in registers, and one lane a row
+        and x.dtype in TYPES
+        and rows.size >= 8  # in device memory
+        and h % 8 == 0  # two whole vectors of 4
+        and (
+            w.dtype == x.dtype  # MLX would promote
+            if scales is None
+            else (bits in (4, 8) and group_size in (32, 64, 128) and scales.dtype == x.dtype and biases is not None)
+        )
+        and v >= 8
+    )
+    kind = "dense" if scales is None else f"{bits} bit group {group_size}"
+    shape = f"{x.dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if logit_bias is not None else ''}"
+    given = (scales, biases, group_size, bits, softcap, logit_bias)
+    if eligible and choice.use(KERNEL, shape, lambda: trials(v, h, x.dtype, None if scales is None else (group_size, bits))):
+        ids, margin = head_argmax_kernel(rows, w, *given)
+    else:
+        ids, margin = head_argmax_ops(rows, w, *given)
+    return ids.reshape(x.shape[:-1]), margin.reshape(x.shape[:-1])
+
+
+def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 4, 8, 16)) -> list[choice.Trial]:
+    """Comparisons with MLX on made-up values; ids may differ where the margin is a rounding's."""
+    keys = mx.random.split(mx.random.key(0), 2)
+    w = mx.random.normal((v, h), dtype=dtype, key=keys[0])
+    x = mx.random.normal((max(rows), h), dtype=dtype, key=keys[1])
+    weights = (w,) if quantized is None else (*mx.quantize(w, group_size=quantized[0], bits=quantized[1]), *quantized)
+    mx.eval(weights[:3], x)
+
+    def same(ours, theirs):
+        # Logits are of size sqrt(H): two steps of the type there, for rounding in another place.
+        step = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype] * 4 * h**0.5
+        clear = mx.maximum(ours[1], theirs[1]) > step
+        return None if bool(mx.all((ours[0] == theirs[0]) | ~clear)) else "ids differ from stock MLX's beyond ties"
+
+    return [
+        choice.Trial(lambda m=m: head_argmax_kernel(x[:m], *weights), lambda m=m: head_argmax_ops(x[:m], *weights), same)
+        for m in rows
+    ]
