@@ -22,6 +22,8 @@ from mlx_lm import generate, load
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model, load_tokenizer
 
+from dflash_mlx import convert
+from dflash_mlx import load as dflash_load
 from dflash_mlx.errors import CheckpointError, ConversionError
 
 IDS = mx.array([[7, 41, 263, 5, 99, 180, 12, 77, 250, 3, 64, 131, 131, 20, 9, 201, 33, 58, 270, 144, 2, 90, 17, 226]])
@@ -96,6 +98,53 @@ def test_every_weight_equals_what_gguf_dequantizes(tmp_path, kind):
     assert found["model.norm.weight"].dtype == mx.float32
     if kind not in QUANTIZED:
         assert found["model.layers.0.mlp.up_proj.weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.BF16], ids=lambda kind: kind.name)
+def test_load_and_convert_take_a_gguf_file(tmp_path, kind):
+    meant = write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), kind)
+    expected = logits(tmp_path / "expected", FAMILIES["llama"], as_arrays(meant))
+    convert(str(tmp_path / "m.gguf"), str(tmp_path / "converted"))
+    for path in ("m.gguf", "converted"):
+        model, tokenizer = dflash_load(str(tmp_path / path), dtype=mx.float32)
+        assert relative(np.array(model(IDS)), expected) < 2e-4
+        assert tokenizer.encode("ab<|im_end|>") == [260, 2] and tokenizer.eos_token_ids == {2}
+
+
+def published(directory: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Config and weights as transformers saved them, under the keys and names that the writer of test files takes."""
+    config = json.loads((directory / "config.json").read_text())
+    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    weights, experts = {}, {}
+    for name, weight in mx.load(str(directory / "model.safetensors")).items():
+        weight = np.array(weight.astype(mx.float32))
+        block, _, expert = name.partition(".experts.")
+        if expert:
+            number, projection, _ = expert.split(".")
+            experts.setdefault(f"{block}.switch_mlp.{projection}.weight", {})[int(number)] = weight
+        elif not (name == "lm_head.weight" and config["tie_word_embeddings"]):
+            weights[name] = weight
+    return config, weights | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
+
+
+@pytest.mark.parametrize(
+    ("target", "family"),
+    [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3"), ("qwen3_moe", "qwen3moe"), ("smollm3", "smollm3")],
+)
+def test_logits_that_transformers_computed_come_through_a_gguf_file(conformance, tmp_path, target, family):
+    directory = conformance / "targets" / target
+    config, weights = published(directory)
+    rope, add = config["rope_parameters"], {}
+    if rope["rope_type"] == "llama3":
+        factors = llama3_factors(config["head_dim"], rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"])
+        add["rope_freqs.weight"] = factors, Kind.F32
+    write_model(tmp_path / "m.gguf", family, weights, config=config, add=add)
+    golden = mx.load(str(directory / "golden.safetensors"))
+    source = read_gguf(tmp_path / "m.gguf")
+    found = logits(tmp_path / "found", source.config, flat(source), golden["input_ids"].astype(mx.int32))
+    # float32 on both sides, in PyTorch and in MLX
+    assert relative(found, np.array(golden["logits"])) < 1e-5
 
 
 def q_and_k(fault: str, tensors: dict[str, mx.array], config: dict) -> dict[str, mx.array]:
