@@ -22,11 +22,17 @@ def add_windows(model: nn.Module, windows: list[int | None]) -> None:
             layer.__class__ = _windowed(type(layer), window)
 
 
+class _Windowed:
+    """Mixed into a layer's class in front of it, so that no other layer's class is a base of the made one."""
+
+    window: int
+
+    def __call__(self, x: mx.array, mask=None, cache=None, **kwargs):
+        # x: [B, S, H]; an array mask in every case, since some families cannot take mlx-lm's "causal"
+        mask = create_attention_mask(x, cache, window_size=self.window, return_array=x.shape[1] > 1)
+        return super().__call__(x, mask, cache, **kwargs)
+
+
 @functools.cache
 def _windowed(cls: type, window: int) -> type:
-    def call(self, x: mx.array, mask=None, cache=None, **kwargs):
-        # x: [B, S, H]; an array mask in every case, since some families cannot take mlx-lm's "causal"
-        mask = create_attention_mask(x, cache, window_size=window, return_array=x.shape[1] > 1)
-        return cls.__call__(self, x, mask, cache, **kwargs)
-
-    return type("Windowed" + cls.__name__, (cls,), {"__call__": call, "window": window})
+    return type("Windowed" + cls.__name__, (_Windowed, cls), {"window": window})
