@@ -120,3 +120,51 @@ def _nested_rope(part: dict, rope: dict) -> None:
         return
     _flat_rope(part, rope["full_attention"])
     part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+
+
+SOME_CONFIG = {"model_type": "llama"}
+
+
+def shards(directory, count=2, index=True):
+    """A sharded checkpoint: one tensor t1, t2, ... a file."""
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for i, name in enumerate(names, start=1):
+        write_checkpoint(directory, SOME_CONFIG, {f"t{i}": mx.ones((i, 3))}, name)
+    if index:
+        weight_map = {f"t{i}": name for i, name in enumerate(names, start=1)}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def llama_config(**changes):
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, vocab_size=64, max_position_embeddings=128,
+        rope_theta=5000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.update(changes)
+    return {k: v for k, v in config.items() if v is not None}
+
+
+def llama_weights():
+    """Random weights under published names; H != heads * D != V, I distinct."""
+    h, i, v, q, kv = 32, 48, 64, 64, 32
+    mx.random.seed(3)
+    shapes = {"model.embed_tokens.weight": (v, h), "lm_head.weight": (v, h), "model.norm.weight": (h,)}
+    for layer in range(2):
+        p = f"model.layers.{layer}."
+        shapes |= {p + f"self_attn.{n}_proj.weight": s for n, s in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q)))}
+        shapes |= {p + f"mlp.{n}_proj.weight": s for n, s in (("gate", (i, h)), ("up", (i, h)), ("down", (h, i)))}
+        shapes |= {p + f"{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
+    return {name: mx.random.normal(shape) * (0.4 if len(shape) > 1 else 1.0) for name, shape in shapes.items()}
+
+
+def mark_fp8(file, names):
+    """Change the dtype of some tensors in a safetensors header from U8 to F8_E4M3 (MLX writes only the former)."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name in names:
+        header[name]["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])

@@ -11,6 +11,9 @@ from convert_kit import (
     family,
     golden_faults,
     in_float32,
+    llama_config,
+    llama_weights,
+    mark_fp8,
     spelled_by_transformers_4,
     write_checkpoint,
 )
@@ -140,29 +143,6 @@ def test_formed_norms_are_written_in_float32_and_the_rest_as_it_was(conformance,
 
 
 # --- spellings --------------------------------------------------------------------------------------------------------
-
-
-def llama_config(**changes):
-    config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, vocab_size=64, max_position_embeddings=128,
-        rope_theta=5000.0, tie_word_embeddings=False,
-    )  # fmt: skip
-    config.update(changes)
-    return {k: v for k, v in config.items() if v is not None}
-
-
-def llama_weights(**sizes):
-    """Random weights under published names; H != heads * D != V, I distinct."""
-    h, i, v, q, kv = 32, 48, 64, 64, 32
-    mx.random.seed(3)
-    shapes = {"model.embed_tokens.weight": (v, h), "lm_head.weight": (v, h), "model.norm.weight": (h,)}
-    for layer in range(2):
-        p = f"model.layers.{layer}."
-        shapes |= {p + f"self_attn.{n}_proj.weight": s for n, s in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q)))}
-        shapes |= {p + f"mlp.{n}_proj.weight": s for n, s in (("gate", (i, h)), ("up", (i, h)), ("down", (h, i)))}
-        shapes |= {p + f"{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
-    return {name: mx.random.normal(shape) * (0.4 if len(shape) > 1 else 1.0) for name, shape in shapes.items()}
 
 
 def logits_of(path):
@@ -312,17 +292,6 @@ def test_fp8_weights_with_block_scales_are_dequantized(tmp_path, plain):
     mark_fp8(path / "model.safetensors", raw)
     expected = logits_of(write_checkpoint(tmp_path / "rounded", llama_config(), rounded))
     assert mx.array_equal(logits_of(path), expected)
-
-
-def mark_fp8(file, names):
-    """Change the dtype of some tensors in a safetensors header from U8 to F8_E4M3 (MLX writes only the former)."""
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    for name in names:
-        header[name]["dtype"] = "F8_E4M3"
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def test_bytes_without_a_stated_meaning_are_refused_by_name(tmp_path, plain):

@@ -1,0 +1,122 @@
+"""Headers, indexes, links, the hub: what is found without loading data, and the sentence for each fault."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from convert_kit import SOME_CONFIG, shards, write_checkpoint
+
+from dflash_mlx.checkpoint import inspect_checkpoint, require_drafter, require_target
+from dflash_mlx.errors import CheckpointError
+
+
+def test_a_single_file_gives_names_shapes_and_types_unread(tmp_path):
+    weights = {"a": mx.ones((2, 3), dtype=mx.bfloat16), "b": mx.zeros((0, 4)), "c": mx.array(1)}
+    found = inspect_checkpoint(write_checkpoint(tmp_path, SOME_CONFIG, weights))
+    assert {n: (t.dtype, t.shape, t.nbytes) for n, t in found.tensors.items()} == {
+        "a": ("BF16", (2, 3), 12),
+        "b": ("F32", (0, 4), 0),
+        "c": ("I32", (), 4),
+    }
+    assert found.kind == "safetensors" and found.files == ("model.safetensors",)
+
+
+def test_shards_are_read_with_and_without_an_index(tmp_path):
+    assert list(inspect_checkpoint(shards(tmp_path / "a")).tensors) == ["t1", "t2"]
+    assert list(inspect_checkpoint(shards(tmp_path / "b", index=False)).tensors) == ["t1", "t2"]
+
+
+def test_stray_files_beside_an_index_are_left_alone_and_listed(tmp_path):
+    shards(tmp_path)
+    write_checkpoint(tmp_path, SOME_CONFIG, {"t1": mx.zeros((9, 9))}, "model-00001-of-00003.safetensors")
+    found = inspect_checkpoint(tmp_path)
+    assert found.tensors["t1"].shape == (1, 3)
+    assert found.ignored == {"model-00001-of-00003.safetensors": "not named by the index"}
+
+
+def test_paths_with_a_tilde_and_a_trailing_slash_are_paths(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/m", "m", "./m/", f"{tmp_path}/m/"):
+        assert list(inspect_checkpoint(path).tensors) == ["a"]
+
+
+def test_links_into_the_hub_cache_are_followed(tmp_path):
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "abc123", repository / "blobs"
+    write_checkpoint(blobs, SOME_CONFIG, {"a": mx.ones((1,))})
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert list(inspect_checkpoint(snapshot).tensors) == ["a"]
+
+
+def test_tagged_infinities_become_floats(tmp_path):
+    path = write_checkpoint(tmp_path, {"model_type": "x", "limit": [0.0, {"__float__": "Infinity"}]}, {"a": mx.ones((1,))})
+    assert inspect_checkpoint(path).config["limit"] == [0.0, float("inf")]
+
+
+@pytest.mark.parametrize(
+    "config, names, role",
+    [
+        ({"model_type": "llama"}, ["model.embed_tokens.weight"], "target"),
+        ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}}, ["fc.weight"], "drafter"),
+        ({"model_type": "qwen3"}, ["model.fc.weight", "model.hidden_norm.weight"], "drafter"),
+        ({"speculators_model_type": "dflash"}, ["fc.weight", "hidden_norm.weight"], "speculators"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, ["fc.weight"], "EAGLE"),
+        ({"model_type": "llama"}, ["midlayer.self_attn.q_proj.weight"], "EAGLE"),
+        ({"dflash_config": {"projector_type": "dspark"}}, ["fc.weight"], "dspark"),
+        ({"architectures": ["MuseGlimmerAssistantModel"]}, ["encoder.fc.weight"], "Muse assistant"),
+        ({"medusa_num_heads": 4}, ["0.linear.weight"], "Medusa"),
+    ],
+)
+def test_roles_are_told_apart(tmp_path, config, names, role):
+    found = inspect_checkpoint(write_checkpoint(tmp_path, config, {name: mx.ones((1,)) for name in names}))
+    assert found.role == role
+    for wanted, require in (("target", require_target), ("drafter", require_drafter)):
+        if role == wanted:
+            require(found)
+        else:
+            with pytest.raises(CheckpointError, match=f"expected a (target|DFlash drafter).*{found.source}"):
+                require(found)
+
+
+def hub_answers(monkeypatch, error):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: (_ for _ in ()).throw(error))
+
+
+def response(status):
+    """What the hub's errors keep of an answer, whichever HTTP library is installed."""
+    return SimpleNamespace(status_code=status, headers={}, request=None, url="https://huggingface.co/org/name", json=dict)
+
+
+def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
+    from huggingface_hub import errors as hub
+
+    cases = [
+        (hub.GatedRepoError("no", response=response(403)), "it is gated. Accept .*huggingface.co/org/name and set HF_TOKEN"),
+        (hub.RepositoryNotFoundError("no", response=response(404)), "neither, or it is private.*HF_TOKEN"),
+        (hub.RevisionNotFoundError("no", response=response(404)), "expected revision v9 of org/name"),
+        (hub.HfHubHTTPError("no", response=response(401)), "the hub answered 401. .*HF_TOKEN"),
+        (hub.LocalEntryNotFoundError("no"), "in the hub cache or a connection"),
+        (hub.OfflineModeIsEnabled("no"), "in the hub cache or a connection.*HF_HUB_OFFLINE"),
+        (ConnectionError("unreachable"), "from the hub or its cache; found: unreachable"),
+    ]
+    for error, message in cases:
+        hub_answers(monkeypatch, error)
+        with pytest.raises(CheckpointError, match=message):
+            inspect_checkpoint("org/name", revision="v9")
+
+
+def test_a_revision_and_no_code_are_asked_of_the_hub(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(repo, **options):
+        asked.update(options, repo=repo)
+        return str(write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((1,))}))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert inspect_checkpoint("org/name", revision="v2").revision == "v2"
+    assert asked["repo"] == "org/name" and asked["revision"] == "v2"
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in asked["allow_patterns"])
