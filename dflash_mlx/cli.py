@@ -97,9 +97,9 @@ def generate(
     ] = None,
     prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = None,
     max_kv_size: Annotated[
-        int | None, typer.Option(min=1, help="Rotating cache of this many rows (plain decoding only).")
+        int | None, typer.Option(min=1, help="Rotating KV cache of this many rows.")
     ] = None,
-    kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Quantize the KV cache (plain decoding only).")] = None,
+    kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Quantize the KV cache to this many bits.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,

@@ -116,7 +116,7 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", "--model", "tiny", "-p", "x", "--show-drafts"], 1, "drafter"),
         (["generate", "--model", "tiny", "-p", "x", "--block-size", "4"], 1, "drafter"),
         (["generate", "--kv-bits", "4", "-p", "x"], 1, "kv_bits"),
-        (["generate", "--max-kv-size", "64", "-p", "x"], 1, "max_kv_size"),
+        (["generate", "--dtype", "float64", "-p", "x"], 2, "float64"),
         (["generate", "--model", "tiny", "--draft-model", "no/such/folder", "-p", "x"], 1, "no/such/folder"),
         (["generate", "--seed", "-1", "--temp", "1", "-p", "x"], 1, "seed"),
     ],
