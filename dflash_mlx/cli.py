@@ -207,6 +207,65 @@ def convert(
     _say(done.summary())
 
 
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Option(help="Target, as in generate. Default: the built-in pair.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter for --model, or 'auto'.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of one answer. Default: 1024.")
+    ] = None,
+    temp: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0, the default, is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability relative to the top token's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Noise of sampling.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Slots drafted a round, the anchor included.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="The template's enable_thinking.")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Continue and keep the session of this name; 'last' is where the last chat was left.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Answers as they are, not drawn as Markdown.")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
+) -> None:
+    """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
+    if draft_model and not model:
+        raise typer.BadParameter("it needs --model, the target it was trained for", param_hint="--draft-model")
+    if block_size is not None and model and not draft_model:
+        raise typer.BadParameter("it needs a drafter", param_hint="--block-size")
+    from .chat import Chat, Conversation, Pair, Settings, read_session, session_path
+
+    def load(name: str | None, drafter: str | None) -> Pair:
+        with _only_ours_on_stdout():
+            return Pair(*_load_pair(name, drafter, dtype, revision, trust_remote_code))
+
+    given = {
+        "temp": temp,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "block_size": block_size,
+        "thinking": thinking,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    # A file that cannot be continued is found before the models are loaded.
+    state = read_session(session) if session and session_path(session).exists() else None
+    if state and model is None:
+        model, draft_model = state["model"], state["draft_model"]
+    conversation = Conversation(load(model, draft_model), Settings(**given), system)
+    if state:
+        conversation.restore(state, given)
+        conversation.system = system or conversation.system
+    room = Chat(conversation, load, _draft_marker, session=session or ("last" if sys.stdin.isatty() else None), plain=plain)
+    room.run()
+    if room.failed and not room.interactive:
+        raise SystemExit(1)
+
+
 @contextlib.contextmanager
 def _only_ours_on_stdout() -> Iterator[Any]:
     """Hand out the real stdout and send everything that libraries print to stderr meanwhile."""
@@ -233,6 +292,24 @@ def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str |
         )
     _say(f"Drafter: {model} (built-in).")
     return model, model
+
+
+def _load_pair(
+    model: str | None, draft_model: str | None, dtype: Dtype | None, revision: str | None, trust_remote_code: bool
+) -> tuple[str, str | None, Any, Any, Any]:
+    """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
+    import mlx.core as mx
+
+    from . import builtin, loading
+
+    target, drafter = _choose_pair(model, draft_model)
+    builtin.builtin_path(target, "target", say=_say)
+    with _status(f"Loading {target} ..."):
+        lm, tokenizer = loading.load(
+            target, dtype=getattr(mx, dtype.value) if dtype else None, revision=revision, trust_remote_code=trust_remote_code
+        )
+        draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+    return target, drafter, lm, tokenizer, draft
 
 
 def _encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool) -> list[int] | str:

@@ -1,0 +1,333 @@
+"""The chat as people use it: a pseudo-terminal, a dumb terminal, a pipe; and the parts that need no process."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pexpect
+import pytest
+from kit import TINY, tiny_target
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from rich.console import Console
+
+from dflash_mlx.chat import Conversation, Pair, Settings, _MarkdownScreen, read_session, split_blocks
+from dflash_mlx.errors import DFlashError
+
+COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "chat"]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+# What a terminal draws with, and what it asks the terminal for.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>()][0-9A-B]?|\r")
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory):
+    """The built-in target with a chat template."""
+    path = tmp_path_factory.mktemp("chatty")
+    for file in (TINY / "target").iterdir():
+        shutil.copy(file, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return str(path)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """An environment whose sessions and history lie in a folder of this test."""
+    return {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+def piped(lines, env, *args):
+    return subprocess.run(
+        [*COMMAND, *args], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=120, env=env, encoding="utf-8"
+    )
+
+
+class Terminal:
+    """A chat in a pseudo-terminal; `say` waits for the status line of the answer."""
+
+    def __init__(self, env, *args):
+        self.child = pexpect.spawn(
+            COMMAND[0], [*COMMAND[1:], *args], env=env, encoding="utf-8", timeout=60, dimensions=(30, 100), codec_errors="replace"
+        )
+        self.child.expect("lists commands")
+        self.ready()
+
+    def ready(self):
+        """Wait until the line editor listens: pasting is marked, the cursor is shown."""
+        self.child.expect(r"\x1b\[\?2004h")
+        self.child.expect(r"\x1b\[\?25h")
+
+    def say(self, text, wait=r"context \d+"):
+        self.child.send(text + "\r")
+        self.child.expect(wait)
+        shown = CONTROL.sub("", self.child.before)
+        held = self.child.after
+        self.ready()
+        return shown + held + CONTROL.sub("", self.child.before)
+
+    def leave(self):
+        self.child.send("\x04")
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        return self.child.exitstatus
+
+
+def test_a_pipe_carries_answers_on_stdout_and_everything_else_on_stderr(home):
+    done = piped(["def test_", "/stats"], home, "-m", "12")
+    assert done.returncode == 0, done.stderr
+    plain = subprocess.run(
+        [sys.executable, "-m", "dflash_mlx.cli", "generate", "-m", "12", "-p", "def test_"], capture_output=True, text=True
+    )
+    assert done.stdout == plain.stdout
+    assert "no chat template" in done.stderr and "tau" in done.stderr and "context 15 of 4096 (0 reused)" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_tells(home):
+    done = piped(["/nonsense", "/set temp hot", "//x", "def f"], home, "-m", "4")
+    assert done.returncode == 1
+    assert "found /nonsense" in done.stderr and "expected temp to be a number at least 0; found 'hot'" in done.stderr
+    assert done.stderr.count("4 tokens,") == 2 and "Traceback" not in done.stderr
+
+
+def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text_do_no_harm(home, chatty):
+    done = subprocess.run(
+        [*COMMAND, "--model", chatty, "-m", "3"],
+        input='"""\nfirst\n\nsecond 👩‍🚀\n"""\n/save kept\n'.encode() + b"\xff\xfe\n",
+        capture_output=True,
+        timeout=120,
+        env=home,
+    )
+    assert done.returncode == 0, done.stderr
+    path = os.path.join(home["XDG_STATE_HOME"], "dflash-mlx", "sessions", "kept.json")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    messages = json.loads(open(path, encoding="utf-8").read())["messages"]
+    assert messages[0] == {"role": "user", "content": "first\n\nsecond 👩‍🚀"} and len(messages) == 2
+
+
+def test_a_second_turn_runs_only_what_is_new(home, chatty):
+    done = piped(["def add(a, b):", "and now subtract"], home, "--model", chatty, "--draft-model", "tiny", "-m", "8")
+    assert done.returncode == 0, done.stderr
+    (used, _), (_, reused) = re.findall(r"context (\d+) of 4096 \((\d+) reused\)", done.stderr)
+    # The last token of an answer that was cut by its limit, and what the template puts behind it, may differ.
+    assert int(reused) >= int(used) - 2 > 10
+
+
+def test_without_prompt_toolkit_a_terminal_is_told_what_is_missing_and_works(home, tmp_path):
+    (tmp_path / "hidden" / "prompt_toolkit").mkdir(parents=True)
+    (tmp_path / "hidden" / "prompt_toolkit" / "__init__.py").write_text("raise ImportError('not installed')")
+    env = {**home, "PYTHONPATH": os.pathsep.join([str(tmp_path / "hidden"), home.get("PYTHONPATH", "")])}
+    child = pexpect.spawn(COMMAND[0], [*COMMAND[1:], "-m", "4"], env=env, encoding="utf-8", timeout=60)
+    child.expect(r"pip install 'dflash-mlx\[chat\]'")
+    child.expect("> ")
+    child.sendline("def f")
+    child.expect("4 tokens, ")
+    child.expect("> ")
+    child.sendline("/exit")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_dumb_terminal_gets_no_control_sequences(home, chatty):
+    child = pexpect.spawn(
+        COMMAND[0], [*COMMAND[1:], "--model", chatty, "-m", "4"], env={**home, "TERM": "dumb"}, encoding="utf-8", timeout=60
+    )
+    child.expect("> ")
+    seen = child.before
+    child.sendline("def f")
+    child.expect("4 tokens, ")
+    seen += child.before
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0 and "\x1b" not in seen and "prompt_toolkit" not in seen
+
+
+@pytest.mark.full
+def test_ten_turns_in_a_terminal_with_ctrl_c_an_emoji_a_pasted_block_and_a_resumed_session(home, chatty):
+    args = ("--model", chatty, "--draft-model", "tiny", "-m", "12")
+    chat = Terminal(home, *args)
+    assert "12 tokens" in chat.say("def add(a, b):")
+    chat.say("/set max_tokens 2000", "max_tokens 2000")
+    # An answer that is stopped keeps what there is, and the session.
+    chat.child.send("class Node:\r")
+    chat.child.expect(r"\x1b\[\?2004l")
+    chat.child.expect(r"[a-z]+\W+[a-z]+\W+[a-z]+")
+    chat.child.sendintr()
+    chat.child.expect("stopped")
+    chat.ready()
+    chat.say("/set max_tokens 8", "max_tokens 8")
+    assert "8 tokens" in chat.say("👩‍🚀 → naïve?")
+    # A pasted block of several lines is one message.
+    assert "8 tokens" in chat.say("\x1b[200~for i in range(3):\n    print(i)\n\nprint('end')\x1b[201~")
+    chat.say("/undo", "Took back: for i in range")
+    assert "8 tokens" in chat.say("first line\x1b\rsecond line")
+    assert "8 tokens" in chat.say("/retry", r"same answer again[\s\S]*context \d+")
+    assert "tau" in chat.say("/stats", "rollback")
+    chat.say("/drafts", "Drafts are marked")
+    assert "context" in chat.say("x = ")
+    chat.say("/system Be brief.", "System message: Be brief.")
+    chat.say("/save work", "Saved as")
+    chat.say("and then")
+    assert chat.leave() == 0
+    sessions = os.path.join(home["XDG_STATE_HOME"], "dflash-mlx", "sessions")
+    work, last = (json.load(open(os.path.join(sessions, f"{n}.json"), encoding="utf-8")) for n in ("work", "last"))
+    said = [m["content"] for m in work["messages"] if m["role"] == "user"]
+    assert said == ["def add(a, b):", "class Node:", "👩‍🚀 → naïve?", "first line\nsecond line", "x = "]
+    assert work["system"] == "Be brief." and len(last["messages"]) == len(work["messages"]) + 2
+    again = Terminal(home, *args[:-2], "--session", "last")
+    again.say("/set", "max_tokens 8")
+    again.say("/load work", "Continuing a session of 10 messages")
+    assert "8 tokens" in again.say("more")
+    # The line that the first chat read last is the newest of the history.
+    again.child.send("\x1b[A\x1b[A\x1b[A\x1b[A")
+    again.child.expect("and then")
+    again.child.sendintr()
+    again.ready()
+    assert again.leave() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        ("# A\n\ntext\n\n- one\n", "# A\n\ntext\n\n"),
+        ("one\n\n", ""),
+        ("one\n\ntw", "one\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+        ("- a\n\n  still a\n\nb", "- a\n\n  still a\n\n"),
+        ("", ""),
+    ],
+)
+def test_growing_markdown_is_cut_behind_its_last_finished_block(text, done):
+    assert split_blocks(text) == (done, text[len(done) :])
+
+
+@pytest.mark.parametrize("redraw", [0.0, float("inf")])
+def test_markdown_that_comes_letter_by_letter_is_printed_for_good_once(redraw):
+    text = "# Title\n\nSome *words* and `code`.\n\n1. one\n2. two\n\n```python\nx = 1\n\ny = 2\n```\n\nThe end."
+    console = Console(force_terminal=True, width=60, height=20, record=True, file=open(os.devnull, "w"))
+    screen, kept = _MarkdownScreen(console), []
+    show = screen._print
+    screen._print = lambda part: (kept.append(part), show(part))
+    with screen:
+        for letter in text:
+            # Drawn again at every letter, or never before the end.
+            screen.drawn = redraw
+            screen.show("answer", letter)
+    assert "".join(kept) == text
+    drawn = console.export_text()
+    assert all(line in drawn for line in ("Title", "Some words and code.", " 1 one", " 2 two", "x = 1", "y = 2", "The end."))
+
+
+class Thinking:
+    """A tokenizer whose token i is one character, with <think> marks and a template that opens a thinking block."""
+
+    chat_template = "thinks"
+    bos_token = eos_token_id = None
+    alphabet = "abcdefghijklmnopqrstuvwxyz </>"
+
+    def get_vocab(self):
+        return {"<think>": 59, "</think>": 60}
+
+    def decode(self, ids):
+        return "".join({59: "<think>", 60: "</think>"}.get(i) or self.alphabet[i % 30] for i in ids)
+
+    def encode(self, text, add_special_tokens=True):
+        return {"<think>": [59], "</think>": [60]}.get(text) or [self.alphabet.find(c) % 30 for c in text]
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, return_dict=False, **kwargs):
+        ids = [t for m in messages for t in self.encode(m["content"])]
+        return ids + ([59] if add_generation_prompt and kwargs.get("enable_thinking", True) else [])
+
+
+def scripted(line):
+    """A target that says `line` of token ids, whatever it reads, then token 0."""
+    import mlx.core as mx
+
+    model = tiny_target()
+    state = {"at": 0}
+
+    def call(self, inputs, cache=None, **kwargs):
+        for entry in cache:
+            entry.update_and_fetch(mx.zeros((1, 2, inputs.shape[1], 8)), mx.zeros((1, 2, inputs.shape[1], 8)))
+        at = state["at"] = state["at"] + (inputs.shape[1] == 1)
+        token = line[at - 1] if 0 < at <= len(line) else 0
+        return mx.broadcast_to(mx.arange(61) == token, (1, inputs.shape[1], 61)).astype(mx.float32) * 9
+
+    model.__class__ = type("Scripted", (type(model),), {"__call__": call})
+    return model
+
+
+def talk_with(model, tokenizer, **settings):
+    return Conversation(Pair("m", None, model, tokenizer, None), Settings(**settings))
+
+
+def heard(conversation):
+    got = {"answer": "", "thinking": ""}
+    for kind, text, _ in conversation.answer(lambda: False, lambda done, total: None):
+        got[kind] += text
+    return got
+
+
+def test_thinking_that_the_template_opened_is_kept_apart_from_the_answer():
+    tokenizer = TokenizerWrapper(Thinking())
+    words = tokenizer.encode("hmm") + [60] + tokenizer.encode("yes")
+    conversation = talk_with(scripted(words), tokenizer, max_tokens=len(words))
+    conversation.messages.append({"role": "user", "content": "go"})
+    assert heard(conversation) == {"thinking": "hmm", "answer": "yes"}
+    assert conversation.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
+
+
+def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
+    model, tokenizer, drafter = pair
+    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=5))
+    conversation.messages.append({"role": "user", "content": "def test"})
+    heard(conversation)
+    conversation.messages.append({"role": "user", "content": "(x)"})
+    ids, _ = conversation.prompt()
+    answer = conversation.messages[1]["ids"]
+    assert ids == [*tokenizer.encode("def test"), *answer, *tokenizer.encode("(x)")] and len(answer) == 5
+    assert conversation.undo() == "(x)" and conversation.undo() == "def test" and conversation.undo() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("temp", "-1", "temp to be a number at least 0; found '-1'"),
+        ("temp", "nan", "found 'nan'"),
+        ("temp", "inf", "found 'inf'"),
+        ("top_p", "1.5", "from 0 to 1"),
+        ("seed", "4294967296", "from 0 to 4294967295"),
+        ("max_tokens", "2.5", "a whole number"),
+        ("thinking", "maybe", "on, off or default"),
+        ("colour", "red", "found 'colour'. There are: temp"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(name, text, message):
+    with pytest.raises(DFlashError, match=re.escape(message)):
+        Settings().change(name, text)
+
+
+def test_a_setting_taken_back_is_the_default():
+    settings = Settings(temp=0.5, seed=3)
+    settings.change("temp", "default")
+    settings.change("seed", "default")
+    assert settings == Settings()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', '{"version": 1, "settings": {"heat": 1}, "messages": []}'])
+def test_a_file_that_is_no_session_is_refused(tmp_path, content):
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(DFlashError, match="x.json is something else"):
+        read_session(str(file))
+    with pytest.raises(DFlashError, match="found no .*absent.json"):
+        read_session(str(tmp_path / "absent.json"))
