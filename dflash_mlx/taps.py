@@ -27,8 +27,8 @@ from .errors import CacheError, TapError
 _made: dict[tuple[type, str], type] = {}
 # Per thread: id(module) -> what to do with its call. Values live here, never on a module (an array there is a parameter).
 _local = threading.local()
-# How many passes, over all threads, hold a module in its made class.
-_held: dict[int, int] = {}
+# Which passes, over all threads, hold a module in its made class.
+_held: dict[int, set[object]] = {}
 _lock = threading.Lock()
 
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
@@ -57,23 +57,26 @@ def _chain(outer: Handler, within: Handler | None) -> Handler:
 @contextmanager
 def _intercept(handlers: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
     """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost."""
-    before = getattr(_local, "handlers", {})
-    _local.handlers = {**before, **{id(m): _chain(h, before.get(id(m))) for m, h in handlers}}
-    with _lock:
-        for module, _ in handlers:
-            if not _held.get(id(module)):
-                module.__class__ = _swapped(type(module), "Tapped")
-            _held[id(module)] = _held.get(id(module), 0) + 1
+    before, me = getattr(_local, "handlers", {}), object()
     try:
-        yield
-    finally:
         with _lock:
             for module, _ in handlers:
-                _held[id(module)] -= 1
-                if not _held[id(module)]:
-                    del _held[id(module)]
-                    module.__class__ = type(module).__mro__[1]
+                _held.setdefault(id(module), set()).add(me)
+                if (type(module).__mro__[1], "Tapped") not in _made:
+                    module.__class__ = _swapped(type(module), "Tapped")
+        _local.handlers = {**before, **{id(m): _chain(h, before.get(id(m))) for m, h in handlers}}
+        yield
+    finally:
         _local.handlers = before
+        with _lock:
+            # Right for any part of the above that an interruption left undone.
+            for module, _ in handlers:
+                holders = _held.get(id(module), set())
+                holders.discard(me)
+                if not holders:
+                    _held.pop(id(module), None)
+                    if (type(module).__mro__[1], "Tapped") in _made:
+                        module.__class__ = type(module).__mro__[1]
 
 
 class _Stop(BaseException):
