@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from dflash_mlx.stats import GenerationStats, Round
+
+
+def make_stats(*rounds, **options):
+    stats = GenerationStats(block_size=5, **options)
+    for drafted, accepted, bonus, width in rounds:
+        stats.add_round(drafted, accepted, bonus, width)
+    return stats
+
+
+ROUNDS = (([1, 2, 3, 4], 4, 9, 4), ([5, 6, 7, 8], 0, 3, 4), ([], 0, 7, 0), ([5, 6, 7, 8], 1, 2, 2))
+
+
+def test_tau_is_the_mean_of_accepted_plus_one_over_rounds_that_drafted():
+    stats = make_stats(*ROUNDS)
+    assert stats.acceptance_lengths == [5, 1, 2]
+    assert stats.tau == pytest.approx(8 / 3) and (stats.n_rounds, stats.n_drafting) == (4, 3)
+
+
+def test_tau_of_no_round_is_none():
+    assert make_stats().tau is None and make_stats(([], 0, 7, 0)).tau is None
+
+
+def test_rounds_are_plain_json_and_have_attributes():
+    stats = make_stats(*ROUNDS)
+    assert json.loads(json.dumps(stats.rounds))[1] == {"drafted": [5, 6, 7, 8], "accepted": 0, "bonus": 3, "width": 4}
+    assert stats.rounds[3].width == 2 and stats.rounds[0].drafted == [1, 2, 3, 4]
+    with pytest.raises(AttributeError, match="colour"):
+        Round(width=1).colour  # noqa: B018
+
+
+def test_a_summary_keeps_counts_and_no_rounds():
+    stats = make_stats(*ROUNDS, keep_rounds=False)
+    assert (stats.rounds, stats.acceptance_lengths, stats.n_rounds, stats.n_drafting) == ([], [], 4, 3)
+    assert stats.tau == pytest.approx(8 / 3)
+
+
+def test_time_of_passes_is_split_as_the_rounds_timed_apart_say():
+    stats = make_stats()
+    stats.add_passes(2.0, 0.5)
+    stats.add_passes(6.0, None)
+    assert stats.seconds["draft"] == pytest.approx(2.0) and stats.seconds["verify"] == pytest.approx(6.0)
+    stats.add_passes(2.0, 1.5)
+    assert stats.seconds["draft"] == pytest.approx(5.0) and stats.seconds["verify"] == pytest.approx(5.0)
+
+
+def test_before_a_round_was_timed_apart_all_waiting_counts_as_verify():
+    stats = make_stats()
+    stats.add_passes(3.0, None)
+    assert (stats.seconds["draft"], stats.seconds["verify"]) == (0.0, 3.0)
+
+
+def test_the_summary_names_what_json_prints():
+    summary = make_stats(*ROUNDS).summary()
+    assert {"acceptance_lengths", "rounds", "tau", "seconds"} <= set(summary)
+    assert set(summary["seconds"]) == {"draft", "verify", "rollback", "host"}

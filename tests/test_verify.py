@@ -1,0 +1,54 @@
+import mlx.core as mx
+from kit import full_forward, tiny_target
+
+from dflash_mlx.cache import checkpoint, rollback
+from dflash_mlx.taps import Target
+from dflash_mlx.verify import logprobs, verify_block
+
+PROMPT, BLOCK = [5, 9, 33, 7], [20, 41, 3, 17]
+
+
+def test_a_block_gets_the_states_of_a_full_forward_and_lengthens_the_cache_by_its_rows():
+    model = tiny_target()
+    target, cache = Target(model, (0, 2)), model.make_cache()
+    target(mx.array([PROMPT]), cache)
+    hidden, features = verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, checkpoint(cache, 4))
+    outputs = full_forward(model, PROMPT + BLOCK)
+    # float32; another number of rows a pass: bit-equal on the CPUs that were tried, 1e-5 leaves room for another BLAS.
+    expected = mx.concatenate([outputs[0], outputs[2]], axis=-1)[4:]
+    assert features.shape == (1, 4, 48) and mx.allclose(features[0], expected, rtol=1e-5, atol=1e-5).item()
+    assert mx.allclose(hidden[0], model.model.norm(outputs[-1])[4:], rtol=1e-5, atol=1e-5).item()
+    assert [entry.offset for entry in cache] == [8] * 4
+
+
+def test_a_block_of_the_anchor_alone_is_a_plain_step():
+    model = tiny_target()
+    target, cache = Target(model, (1,)), model.make_cache()
+    target(mx.array([PROMPT]), cache)
+    hidden, _ = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, checkpoint(cache, 4))
+    assert hidden.shape == (1, 1, 24) and cache[0].offset == 5
+    assert mx.allclose(target.head(hidden)[0, 0], model(mx.array([PROMPT + BLOCK[:1]]))[0, -1], rtol=1e-5, atol=1e-5).item()
+
+
+def test_rows_rolled_back_after_a_block_leave_no_trace():
+    model = tiny_target()
+    target, cache = Target(model, (1,)), model.make_cache()
+    target(mx.array([PROMPT]), cache)
+    point = checkpoint(cache, 4)
+    verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, point)
+    rollback(cache, point, 6)
+    assert [entry.offset for entry in cache] == [6] * 4
+    hidden, _ = target(mx.array([[50, 51]]), cache)
+    expected = model(mx.array([PROMPT + BLOCK[:2] + [50, 51]]))[0, -2:]
+    assert mx.allclose(target.head(hidden)[0], expected, rtol=1e-5, atol=1e-5).item()
+
+
+def test_logprobs_are_the_heads_logits_normalised():
+    model = tiny_target()
+    target = Target(model)
+    hidden, _ = target(mx.array([PROMPT]))
+    rows = logprobs(target, hidden)
+    logits = model(mx.array([PROMPT]))
+    assert mx.array_equal(rows, logits - mx.logsumexp(logits, axis=-1, keepdims=True)).item()
+    # float32 sum over 61 probabilities.
+    assert mx.allclose(mx.exp(rows).sum(axis=-1), mx.ones((1, 4)), atol=1e-5).item()
