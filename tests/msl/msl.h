@@ -69,7 +69,7 @@ struct Small {
   template <typename Other, typename = std::enable_if_t<!std::is_same<Other, Code>::value>>
   explicit Small(Small<Other> o) : code(Code::encode(float(o))) {}
   template <typename Space, typename T>
-  explicit Small(Ref<Space, T> r) : Small(typename Ref<Space, T>::Value(r)) {}
+  explicit Small(Ref<Space, T> r) : code(Small(r.p.load(r.line)).code) {}
   operator float() const { return Code::decode(code); }
   friend Small operator+(Small a, Small b) { return Small(float(a) + float(b)); }
   friend Small operator-(Small a, Small b) { return Small(float(a) - float(b)); }

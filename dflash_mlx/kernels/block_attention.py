@@ -1,0 +1,346 @@
+"""M rows against a long KV cache: each key and value is read once per KV head, for all rows and all query heads of it.
+
+    threadgroup = one KV head x one chunk of 256 keys             row r = query head r / M, block row r % M
+      tile of 32 keys in threadgroup memory     lane = key        score[row] = q . k
+      then 32 values in the same memory         lane = part of D  out[row] += p[key] * v[key]
+    block_attention_reduce: one simd group a row joins the chunks, sinks included
+
+Chunks are counted from position 0 of the text, never from the end, and masked keys are skipped rather than multiplied by
+zero: a row's bits depend on its own query and the keys up to it, not on M and not on what later rows hold.
+Knows arrays only; the keys and values may be slices of a longer cache and are not copied.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import choice
+from .block_qmm import MAX_ROWS, TYPES, row_tile
+from .kernel import Kernel
+
+CHUNK_TILES = 8
+CHUNK = 32 * CHUNK_TILES
+# Outputs that a thread holds: 48 floats beside scores and weights stay in an Apple GPU's registers.
+MAX_HELD = 48
+
+_SOURCE = """
+    constexpr int STRIDE = D + 4;
+    constexpr int PARTS = D / 32;
+    const int M = queries_shape[2], S = keys_shape[2];
+    const int HK = keys_shape[1], HQ = queries_shape[1];
+    const int REP = HQ / HK, R = REP * M;
+    const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
+    const int thread_id = int(thread_index_in_threadgroup);
+    const int group = int(threadgroup_position_in_grid.x), groups = int(threadgroups_per_grid.x);
+    const int b = int(threadgroup_position_in_grid.y) / HK, hk = int(threadgroup_position_in_grid.y) % HK;
+    // Positions in the text: key j stands at begin + j, block row m at own + m.
+    const int begin = start[0], own = begin + S - M;
+    const int chunk = (first_chunk[0] + group) * 32 * TILES;
+
+    threadgroup T tile[32 * STRIDE];
+
+    float out[ROWS][PARTS], top[ROWS], total[ROWS], weight[ROWS];
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        top[i] = -INFINITY;
+        total[i] = 0.0f;
+        #pragma unroll
+        for (int t = 0; t < PARTS; ++t) out[i][t] = 0.0f;
+    }
+
+    for (int n = 0; n < TILES; ++n) {
+        const int first = chunk + 32 * n - begin;
+        // Nothing to see here for any row; all threads agree.
+        const bool before = first + 31 < 0 || (WINDOW > 0 && begin + first + 31 <= own - WINDOW);
+        if (first < S && !before) {
+            const auto head_keys = keys + b * keys_strides[0] + hk * keys_strides[1];
+            for (int e = 4 * thread_id; e < 32 * D; e += 4 * 32 * SIMDGROUPS) {
+                const int j = first + e / D, d = e % D;
+                const bool inside = j >= 0 && j < S;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    tile[e / D * STRIDE + d + i] =
+                        inside ? T(head_keys[j * keys_strides[2] + (d + i) * keys_strides[3]]) : T(0.0f);
+                }
+            }
+            threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+            #pragma unroll
+            for (int i = 0; i < ROWS; ++i) weight[i] = 0.0f;
+            for (int d = 0; d < D; d += 4) {
+                float key[4];
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) key[c] = float(tile[lane * STRIDE + d + c]);
+                #pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    const int r = part + SIMDGROUPS * i;
+                    if (r < R) {
+                        const int row = (b * HQ + hk * REP + r / M) * M + r % M;
+                        const vec<T, 4> query = ((const device vec<T, 4>*)(queries + size_t(row) * D + d))[0];
+                        #pragma unroll
+                        for (int c = 0; c < 4; ++c) weight[i] = metal::fma(float(query[c]), key[c], weight[i]);
+                    }
+                }
+            }
+            #pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int r = part + SIMDGROUPS * i;
+                if (r < R) {
+                    const int j = first + lane, position = own + r % M;
+                    bool seen = j >= 0 && j < S;
+                    if (CAUSAL) seen = seen && begin + j <= position;
+                    if (WINDOW > 0) seen = seen && begin + j > position - WINDOW;
+                    const float score = seen ? weight[i] * scale[0] : -INFINITY;
+                    const float tile_top = simd_max(score);
+                    const float new_top = metal::max(top[i], tile_top);
+                    // A tile that this row does not see leaves it as it is.
+                    const bool any = tile_top > -INFINITY || tile_top != tile_top;
+                    const float p = any && seen ? metal::exp(score - new_top) : 0.0f;
+                    const float sum = simd_sum(p);
+                    weight[i] = p;
+                    if (any) {
+                        const float shrink = top[i] > -INFINITY ? metal::exp(top[i] - new_top) : 0.0f;
+                        total[i] = metal::fma(total[i], shrink, sum);
+                        top[i] = new_top;
+                        #pragma unroll
+                        for (int t = 0; t < PARTS; ++t) out[i][t] = out[i][t] * shrink;
+                    }
+                }
+            }
+            threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+            const auto head_values = values + b * values_strides[0] + hk * values_strides[1];
+            for (int e = 4 * thread_id; e < 32 * D; e += 4 * 32 * SIMDGROUPS) {
+                const int j = first + e / D, d = e % D;
+                const bool inside = j >= 0 && j < S;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    tile[e / D * STRIDE + d + i] =
+                        inside ? T(head_values[j * values_strides[2] + (d + i) * values_strides[3]]) : T(0.0f);
+                }
+            }
+            threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+            for (int j = 0; j < 32; ++j) {
+                float value[PARTS];
+                #pragma unroll
+                for (int t = 0; t < PARTS; ++t) value[t] = float(tile[j * STRIDE + 32 * t + lane]);
+                #pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    if (part + SIMDGROUPS * i < R) {
+                        const float p = simd_broadcast(weight[i], uint(j));
+                        // A masked value may be anything; zero times it may not.
+                        if (p != 0.0f) {
+                            #pragma unroll
+                            for (int t = 0; t < PARTS; ++t) out[i][t] = metal::fma(p, value[t], out[i][t]);
+                        }
+                    }
+                }
+            }
+            threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        }
+    }
+
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int r = part + SIMDGROUPS * i;
+        if (r < R) {
+            const size_t at = (size_t(b * HQ + hk * REP + r / M) * M + r % M) * groups + group;
+            #pragma unroll
+            for (int t = 0; t < PARTS; ++t) chunk_out[at * D + 32 * t + lane] = out[i][t];
+            if (lane == 0) {
+                chunk_top[at] = top[i];
+                chunk_total[at] = total[i];
+            }
+        }
+    }
+"""
+
+_REDUCE_SOURCE = """
+    constexpr int PARTS = D / 32;
+    const int C = chunk_top_shape[3], M = chunk_top_shape[2], HQ = chunk_top_shape[1];
+    const int row = int(threadgroup_position_in_grid.x), lane = int(thread_index_in_simdgroup);
+
+    float top = -INFINITY;
+    for (int c = lane; c < C; c += 32) top = metal::max(top, float(chunk_top[row * C + c]));
+    top = simd_max(top);
+    float total = 0.0f;
+    if (SINKS) {
+        const float sink = float(sinks[row / M % HQ]);
+        top = metal::max(top, sink);
+        total = metal::exp(sink - top);
+    }
+    float sum[PARTS];
+    #pragma unroll
+    for (int t = 0; t < PARTS; ++t) sum[t] = 0.0f;
+    for (int c = 0; c < C; ++c) {
+        const float part = chunk_total[row * C + c];
+        // A chunk that the row does not see adds nothing, as if it were not there.
+        if (part != 0.0f) {
+            const float shrink = metal::exp(float(chunk_top[row * C + c]) - top);
+            total = metal::fma(part, shrink, total);
+            #pragma unroll
+            for (int t = 0; t < PARTS; ++t) {
+                sum[t] = metal::fma(float(chunk_out[(size_t(row) * C + c) * D + 32 * t + lane]), shrink, sum[t]);
+            }
+        }
+    }
+    #pragma unroll
+    for (int t = 0; t < PARTS; ++t) y[size_t(row) * D + 32 * t + lane] = T(sum[t] / total);
+"""
+
+KERNEL = Kernel(
+    "block_attention",
+    inputs=("queries", "keys", "values", "scale", "start", "first_chunk"),
+    outputs=("chunk_out", "chunk_top", "chunk_total"),
+    source=_SOURCE,
+    row_contiguous=False,
+)
+REDUCE = Kernel(
+    "block_attention_reduce", inputs=("chunk_out", "chunk_top", "chunk_total", "sinks"), outputs=("y",), source=_REDUCE_SOURCE
+)
+
+
+def block_attention_ops(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    sinks: mx.array | None = None,
+    start: int = 0,
+) -> mx.array:
+    """The answer, in MLX's own operation. Shapes as in `block_attention`."""
+    m, s = queries.shape[2], keys.shape[2]
+    row, key = mx.arange(s - m, s)[:, None], mx.arange(s)[None]
+    mask = key <= row if causal else None
+    if window:
+        mask = mask & (key > row - window)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def layout(rows: int, head_dim: int) -> tuple[int, int]:
+    """(simd groups of a threadgroup, rows of each) for `rows` = query heads a KV head x block rows. Bits do not depend on it."""
+    for simdgroups in (4, 8, 16, 32):
+        each = -(-rows // simdgroups)
+        if each * (head_dim // 32) <= MAX_HELD:
+            return simdgroups, each
+    return 0, 0
+
+
+def block_attention_kernel(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    sinks: mx.array | None = None,
+    start: int = 0,
+) -> mx.array:
+    """Two launches: a threadgroup for each KV head and chunk of keys, then a simd group for each row.
+
+    Shapes: as in `block_attention`.
+    """
+    (b, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
+    simdgroups, each = layout(hq // hk * row_tile(m), d)
+    first = max(start, start + s - m - window + 1 if window else start) // CHUNK
+    chunks = (start + s - 1) // CHUNK - first + 1
+    out, top, total = KERNEL(
+        [
+            mx.contiguous(queries),
+            keys,
+            values,
+            mx.array([scale], dtype=mx.float32),
+            mx.array([start], dtype=mx.int32),
+            mx.array([first], dtype=mx.int32),
+        ],
+        template=[
+            ("T", queries.dtype),
+            ("D", d),
+            ("ROWS", each),
+            ("SIMDGROUPS", simdgroups),
+            ("TILES", CHUNK_TILES),
+            ("CAUSAL", causal),
+            ("WINDOW", window),
+        ],
+        grid=(chunks * simdgroups * 32, b * hk, 1),
+        threadgroup=(simdgroups * 32, 1, 1),
+        output_shapes=[(b, hq, m, chunks, d), (b, hq, m, chunks), (b, hq, m, chunks)],
+        output_dtypes=[mx.float32] * 3,
+    )
+    (y,) = REDUCE(
+        [out, top, total, mx.zeros((8,), dtype=mx.float32) if sinks is None else sinks],
+        template=[("T", queries.dtype), ("D", d), ("SINKS", sinks is not None)],
+        grid=(32 * b * hq * m, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(b, hq, m, d)],
+        output_dtypes=[queries.dtype],
+    )
+    return y
+
+
+def block_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    sinks: mx.array | None = None,
+    start: int = 0,
+) -> mx.array:
+    """Attention of the last M positions of a text, all M of them among the keys.
+
+    Shapes:
+      - queries: [B, HQ, M, D]; keys, values: [B, HK, S, D], S >= M, in the order of the text; sinks: [HQ]
+    Args:
+      causal: a row sees keys up to its own; False (a drafter's block): all S.
+      window: a row sees only its last `window` keys; 0: all.
+      start: position in the text of key 0, for caches that have dropped earlier ones: chunks are counted from there.
+    Returns:
+      - [B, HQ, M, D]
+    Raises:
+      ValueError: for a window that is not causal.
+    """
+    (_, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
+    if window and not causal:
+        raise ValueError(f"expected causal=True with a window; found causal=False, window={window}. Leave one of them out.")
+    eligible = (
+        1 <= m <= MAX_ROWS
+        and m <= s
+        and hq % hk == 0
+        and d % 32 == 0  # lanes share a head's values evenly
+        and values.shape == keys.shape
+        and queries.dtype in TYPES
+        and keys.dtype == values.dtype == queries.dtype  # MLX would promote
+        and d * queries.dtype.size <= 512  # a tile of 32 keys fits threadgroup memory
+        and layout(hq // hk * MAX_ROWS, d)[0] > 0  # outputs fit registers at any row count
+        and queries.size >= 8
+    )
+    given = (scale, causal, window, sinks, start)
+    # A chunk's cost is its keys': lengths within a factor of two share a verdict.
+    longest = 1 << (s - 1).bit_length()
+    shape = f"{queries.dtype} HQ {hq} HK {hk} D {d} S {longest}{'' if causal else ' full'}{f' window {window}' if window else ''}"
+    if eligible and choice.use(KERNEL, shape, lambda: trials(hq, hk, d, longest, queries.dtype, causal, window)):
+        return block_attention_kernel(queries, keys, values, *given)
+    return block_attention_ops(queries, keys, values, *given)
+
+
+def trials(
+    hq: int, hk: int, d: int, s: int, dtype: mx.Dtype, causal: bool, window: int, rows=(1, 4, 8, 16)
+) -> list[choice.Trial]:
+    """Comparisons with MLX on made-up values, at several row counts."""
+    keys = mx.random.split(mx.random.key(0), 3)
+    s = max(s, max(rows))
+    q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=keys[0])
+    k, v = (mx.random.normal((1, hk, s, d), dtype=dtype, key=key) for key in keys[1:])
+    mx.eval(q, k, v)
+    same = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
+
+    def one(m: int) -> choice.Trial:
+        a = (q[:, :, :m], k, v, d**-0.5, causal, window)
+        return choice.Trial(lambda: [block_attention_kernel(*a)], lambda: [block_attention_ops(*a)], same)
+
+    return [one(m) for m in rows]
