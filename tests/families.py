@@ -1,0 +1,366 @@
+"""Tiny random targets of many mlx-lm families, and drafters that are right, noisy or hopeless for any of them.
+
+Every kind of cache of mlx-lm is here: plain, rotating, chunked, arrays (gated delta, Mamba, RWKV, short convolution, linear
+attention), lists of these, caches shared between layers, and MLA's. Windows are 16, so that a run wraps them many times.
+"""
+
+import importlib
+
+import mlx.core as mx
+from kit import greedy_ids, raw_config
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from dflash_mlx import cache as cache_module
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.drafter import Drafter
+from dflash_mlx.taps import Target
+from dflash_mlx.verify import verify_block
+
+WINDOW = 16
+V = 83
+BASE = {
+    "vocab_size": V,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_MLA = {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
+_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "n_shared_experts": 1}
+_GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA = {"state_size": 10, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True}
+_LFM2 = {"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [1, 3]}
+
+# name: (module of mlx_lm.models, its arguments beyond the base)
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, mixed windows": ("llama", {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8.0}),
+    "gemma3": ("gemma3_text", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "cohere2": (
+        "cohere2",
+        {"head_dim": 12, "sliding_window": WINDOW, "sliding_window_pattern": 2, "layer_norm_eps": 1e-5, "logit_scale": 1.0},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_MLA, **_MOE, "first_k_dense_replace": 1}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_MLA, **_MOE, "first_k_dense_replace": 1, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 12},
+    ),
+    "kimi_k25": ("kimi_k25", {"text_config": {**BASE, "num_key_value_heads": 4, **_MLA, **_MOE, "first_k_dense_replace": 1}}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_GDN,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 28,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "full_attention_interval": 2,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            **_LFM2,
+            "block_dim": 48,
+            "block_ff_dim": 40,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "mamba": ("mamba", {**_MAMBA, "time_step_rank": 6}),
+    "mamba2": (
+        "mamba2",
+        {
+            **_MAMBA,
+            "num_heads": 8,
+            "head_dim": 12,
+            "layer_norm_epsilon": 1e-5,
+            "n_groups": 2,
+            "time_step_limit": (0.0, 100.0),
+            "time_step_rank": 6,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "attention_bias": False,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "mamba_proj_bias": False,
+            "ssm_state_size": 10,
+            "conv_kernel": 4,
+            "n_groups": 2,
+            "mlp_bias": False,
+            "layer_norm_epsilon": 1e-5,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "hybrid_override_pattern": "M*-M*-",
+            "num_hidden_layers": 6,
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "attention_bias": False,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_proj_bias": False,
+            "mamba_d_state": 10,
+            "mamba_d_conv": 4,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": True,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {"mamba_d_conv": 4, "mamba_d_head": 12, "mamba_d_ssm": 96, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_n_heads": 8},
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 10,
+            "mamba_expand": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "rwkv7": (
+        "rwkv7",
+        {"norm_eps": 1e-5, "a_low_rank_dim": 6, "v_low_rank_dim": 7, "gate_low_rank_dim": 9, "decay_low_rank_dim": 5},
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            "attention_bias": False,
+            "conv1d_width": 4,
+            "logits_soft_cap": 30.0,
+            "num_key_value_heads": 1,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    "baichuan_m1": (
+        "baichuan_m1",
+        {"sliding_window": WINDOW, "sliding_window_layers": [0, 2], "conv_window": 2},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_MLA,
+            "num_key_value_heads": 4,
+            "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "kda_layers": [1, 3]},
+            "model_max_length": 4096,
+            "num_experts": 4,
+            "moe_intermediate_size": 28,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+        },
+    ),
+    "bailing_moe_linear": (
+        "bailing_moe_linear",
+        {
+            "moe_intermediate_size": 28,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "layer_group_size": 2,
+            "group_norm_size": 2,
+            "topk_group": 1,
+        },
+    ),
+    "plamo2": (
+        "plamo2",
+        {"hidden_size_per_head": 12, "full_attention_idx": [1], "mamba_d_state": 10, "mamba_num_heads": 4},
+    ),
+    "llama4": (
+        "llama4",
+        {
+            "text_config": {
+                **BASE,
+                "model_type": "llama4_text",
+                "attention_bias": False,
+                "attention_chunk_size": WINDOW,
+                "interleave_moe_layer_step": 2,
+                "intermediate_size_mlp": 44,
+                "num_experts_per_tok": 1,
+                "num_local_experts": 4,
+                "rope_scaling": None,
+                "use_qk_norm": True,
+                "num_hidden_layers": 5,
+            }
+        },
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            **_GDN,
+            "linear_allow_neg_eigval": True,
+            "attention_bias": False,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "longcat_flash_ngram": (
+        "longcat_flash_ngram",
+        {
+            **_MLA,
+            "ffn_hidden_size": 40,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 28,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "num_layers": 4,
+            "routed_scaling_factor": 1.0,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "ngram_vocab_size_ratio": 3,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "global_head_dim": 8,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": V,
+            "hidden_size_per_layer_input": 6,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": False,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+}
+
+
+def family(name, seed=3, factor=3.0):
+    """A random model of a family, float32, its matrices scaled up so that its tokens vary."""
+    module, args = FAMILIES[name]
+    module = importlib.import_module(f"mlx_lm.models.{module}")
+    mx.random.seed(seed)
+    args = {**BASE, "model_type": module.__name__.rpartition(".")[2], **args}
+    return varied(module.Model(module.ModelArgs.from_dict(args)), factor)
+
+
+def varied(model, factor):
+    """Matrices times `factor`; what a model begins with as zeros (RWKV's mixing, biases) gets values too: it hides faults."""
+
+    def vary(a):
+        if a.ndim > 1 and a.shape[-1] > 1:
+            a = a * factor
+        return mx.random.normal(a.shape) * 0.3 if mx.all(a == 0).item() else a
+
+    model.update(tree_map(vary, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+class Known(Drafter):
+    """Drafts a known line where `right(position)` says so and another token elsewhere; its context is not looked at."""
+
+    right = staticmethod(lambda position: True)
+
+    def draft(self, anchor, features, cache, start, block_size):
+        self.inject(features, cache, start)
+        at = start + features.shape[1]
+        known = [*self._line[at + 1 : at + block_size], *[0] * block_size][: block_size - 1]
+        return mx.array([[t if self.right(at + 1 + i) else (t + 1) % 50 for i, t in enumerate(known)]], dtype=mx.int32)
+
+
+RIGHT = {
+    "oracle": lambda position: True,
+    "noisy": lambda position: (position * 7919) % 10 > 2,
+    "hopeless": lambda position: False,
+}
+
+
+def known_drafter(model, line, quality="noisy", taps=(0, 2), **changes):
+    """A random drafter for any target that drafts `line` as well as `quality` says."""
+    token = mx.zeros((1, 1), dtype=mx.int32)
+    target = Target(model, taps)
+    hidden, features = target(token)
+    width = features.shape[-1] // len(taps)
+    raw = raw_config(target.embed(token).shape[-1], target.vocabulary, taps, target_hidden_size=width, **changes)
+    drafter = Known(DrafterConfig.from_dict(raw))
+    drafter._line, drafter.right = list(line), RIGHT[quality]
+    mx.eval(drafter.parameters())
+    return drafter.bind(target.embed, target.head, model)
+
+
+def greedy_line(model, prompt, n, **options):
+    return [*prompt, *greedy_ids(model, prompt, n, **options)]
+
+
+def one_at_a_time(model, line, start, cache=None):
+    """Logits [T - start, V] of mlx-lm's own passes over single rows, after the first `start` tokens in one pass."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    model(mx.array([line[:start]]), cache=cache)
+    rows = [model(mx.array([[token]]), cache=cache)[0, -1] for token in line[start:]]
+    mx.eval(rows)
+    return mx.stack(rows)
+
+
+def in_blocks(model, line, start, plan, cache=None):
+    """The same logits from passes over blocks. `plan`: (rows of the block, rows of it that are kept) again and again; rows that
+    are not kept hold other tokens than the line. A round that keeps none was interrupted."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    target = Target(model, (0,))
+    target(mx.array([line[:start]]), cache)
+    at, rows, i = start, [], 0
+    while at < len(line):
+        size, keep = plan[i % len(plan)]
+        keep, i = min(keep, len(line) - at), i + 1
+        block = [*line[at : at + keep], *((t + 1) % 50 for t in [*line[at + keep : at + size], *[7] * size])][:size]
+        point = cache_module.checkpoint(cache, at)
+        hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]], dtype=mx.int32), cache, point)
+        rows.append(target.head(hidden)[0, :keep])
+        cache_module.rollback(cache, point, at + keep)
+        mx.eval(rows[-1])
+        at += keep
+    return mx.concatenate(rows)
+
+
+# Rounds of all depths, several of them one row; the sum is no divisor of the window.
+PLAN = [(5, 2), (3, 3), (1, 1), (8, 1), (1, 1), (1, 1), (4, 0), (16, 11), (2, 1), (1, 0), (5, 5), (20, 3)]
+
+
+def error(got, expected):
+    """Largest difference relative to the largest logit."""
+    return (mx.abs(got - expected).max() / mx.abs(expected).max()).item()
+
+
+def some_line(n, vocab=V):
+    return [(i * i * 31 + i * 17 + 5) % vocab for i in range(n)]

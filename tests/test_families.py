@@ -1,0 +1,203 @@
+"""Every target family that mlx-lm runs: with a drafter the ids are plain greedy decoding's, and nothing is left on the target.
+
+No module between the checkpoint and the text may know a family by name: what works here works for a family that nobody named.
+Quick: one run each. Full (`pytest -m full`): 200 tokens, every block size and drafter, float32 and 4 bit, quantized KV.
+"""
+
+import ast
+import inspect
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from dflash_mlx.conversion import load_target
+from families import (
+    BASE,
+    FAMILIES,
+    PLAN,
+    RIGHT,
+    V,
+    error,
+    family,
+    greedy_line,
+    in_blocks,
+    known_drafter,
+    one_at_a_time,
+    some_line,
+)
+from kit import flat, greedy_ids, ids_of, plant, run
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import gemma3n
+
+from dflash_mlx import cache as cache_module
+from dflash_mlx import generation, make_prompt_cache, taps, verify
+from dflash_mlx.errors import CacheError, GenerationError, TapError
+from dflash_mlx.loading import check_pair
+from dflash_mlx.taps import Target
+
+# Those whose plain passes over one row and over many differ by rounding: other sums in MLA, Mamba-2 and rings.
+TOLERANCE = 1e-4
+
+
+def agree(model, line, n_prompt, blocks=(2, 5, 16), qualities=tuple(RIGHT), **options):
+    """Every (drafter, block size) whose ids are not the line's."""
+    wrong, prompt = [], line[:n_prompt]
+    for quality in qualities:
+        drafter = known_drafter(model, line, quality)
+        for block in blocks:
+            got = run(model, drafter, prompt, len(line) - n_prompt, block_size=block, **options)
+            if ids_of(got) != line[n_prompt:]:
+                wrong.append((quality, block))
+            lengths = got[-1].stats.acceptance_lengths
+            # The oracle is always right and the hopeless one never, so each run is what it claims to be.
+            if quality == "oracle" and any(n != block for n in lengths[:-1]) or quality == "hopeless" and max(lengths) > 1:
+                wrong.append((quality, block, lengths))
+    return wrong
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_plain_decodings_ids_and_logits(name):
+    model, prompt = family(name), some_line(19)
+    line = greedy_line(model, prompt, 40)
+    assert agree(model, line, 19, blocks=(5,), qualities=("noisy",)) == []
+    # In plain mlx-lm nothing has changed.
+    assert greedy_line(model, prompt, 40) == line
+    # The logits of each kept row too, whatever the text: a line of greedy tokens may repeat itself.
+    line = some_line(60)
+    assert error(in_blocks(model, line, 19, PLAN), one_at_a_time(model, line, 19)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_too_many_is_seen_in_a_family(monkeypatch, name):
+    model, line = family(name), some_line(50)
+    expected = one_at_a_time(model, line, 19)
+    plant(
+        monkeypatch, cache_module, "rollback", "keep = length - point.length", "keep = min(length - point.length + 1, point.rows)"
+    )
+    try:
+        seen = error(in_blocks(model, line, 19, PLAN), expected) > TOLERANCE
+    except (CacheError, ValueError):
+        seen = True
+    assert seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_change_no_logit_and_leave_nothing_behind(name):
+    model, ids = family(name), mx.array([some_line(23)])
+    names, classes = set(flat(model)), [type(m) for _, m in model.named_modules()]
+    cache = mlx_lm_cache.make_prompt_cache(model)
+    target = Target(model, range(len(list(model.layers))))
+    hidden, features = target(ids, cache)
+    assert mx.array_equal(target.head(hidden), model(ids, cache=mlx_lm_cache.make_prompt_cache(model)))
+    assert features.shape == (1, 23, len(target.layers) * (features.shape[-1] // len(target.layers)))
+    assert set(flat(model)) == names and [type(m) for _, m in model.named_modules()] == classes
+
+
+def test_each_tap_is_its_layers_output(conformance):
+    """Bit-exact reference states exist for the families beside the checkout: J = l + 1 is the output of layer l."""
+    for path in sorted((conformance / "targets").iterdir()):
+        model, _ = load_target(path)
+        model.set_dtype(mx.float32)
+        golden = mx.load(str(path / "golden.safetensors"))
+        target = Target(model, (0, 1, 2))
+        hidden, features = target(golden["input_ids"])
+        for i in range(3):
+            width = features.shape[-1] // 3
+            got, expected = features[..., i * width : (i + 1) * width], golden[f"hidden_states.{i + 1}"]
+            assert error(got, expected) < 1e-3, (path.name, i)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_exact_for_200_tokens_with_every_drafter_and_block(name, bits):
+    model, prompt = family(name), some_line(19)
+    if bits:
+        quantize(model, bits)
+    line = greedy_line(model, prompt, 200)
+    assert agree(model, line, 19) == []
+    assert greedy_line(model, prompt, 200) == line
+
+
+def quantize(model, bits):
+    """Every matrix whose rows have a multiple of 32 columns; the tiny ones of other sizes stay."""
+
+    def can(_, module):
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    nn.quantize(model, 32, bits, class_predicate=can)
+    mx.eval(model.parameters())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_conformance_targets_are_exact_for_200_tokens(conformance, bits):
+    paths = sorted((conformance / "targets").iterdir())
+    assert len(paths) == 12
+    for path in paths:
+        model, _ = load_target(path)
+        model.set_dtype(mx.float32)
+        golden = mx.load(str(path / "golden.safetensors"))["greedy_ids"][0].tolist()
+        assert greedy_ids(model, golden[:20], 48) == golden[20:]
+        if bits:
+            quantize(model, bits)
+        line = greedy_line(model, golden[:20], 200)
+        assert agree(model, line, 20) == [], path.name
+        assert greedy_line(model, golden[:20], 200) == line, path.name
+        # Some of these repeat themselves: random tokens do not.
+        line = some_line(90, 300)
+        assert error(in_blocks(model, line, 20, PLAN), one_at_a_time(model, line, 20)) < TOLERANCE, path.name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kv_bits_runs_exactly_or_is_an_early_error(name):
+    """mlx-lm's own run decides which: where it fails so do we, before the first token."""
+    model, prompt = family(name), some_line(19)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}
+    try:
+        line = greedy_line(model, prompt, 60, **options)
+    except Exception:
+        with pytest.raises(GenerationError, match="whose caches mlx-lm can quantize"):
+            run(model, known_drafter(model, []), prompt, 5, **options)
+        return
+    assert agree(model, line, 19, **options) == []
+
+
+def test_layers_with_several_streams_are_refused():
+    text = {
+        **BASE,
+        "model_type": "gemma3n_text",
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": V,
+        "sliding_window": 16,
+        "rope_local_base_freq": 10000.0,
+        "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 6,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 4,
+    }
+    model = gemma3n.Model(gemma3n.ModelArgs.from_dict({"model_type": "gemma3n", "text_config": text}))
+    with pytest.raises(TapError, match=r"layer 1 gives \[2, 1, 1, 48\]. Its layers carry several streams"):
+        Target(model, (1,))(mx.array([[3]]))
+
+
+def test_no_module_on_the_way_compares_a_family_by_name():
+    for module in (taps, cache_module, verify, generation):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Compare):
+                assert "model_type" not in ast.unparse(node), f"{module.__name__}, line {node.lineno}"
+
+
+def test_a_pair_is_checked_with_any_family():
+    for name in ("kimi_k25", "nemotron_h", "plamo2", "longcat_flash_ngram"):
+        model = family(name)
+        drafter = known_drafter(model, [])
+        check_pair(drafter.config, Target(model))
+        assert Target(model).vocabulary >= V
+        assert len(make_prompt_cache(model, drafter)) > 3
