@@ -108,6 +108,7 @@ _CUDA_WORDS = """
 #define thread_position_in_grid \\
   (uint3{blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z})
 #define threadgroup_position_in_grid (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
+#define threadgroups_per_grid (uint3{gridDim.x, gridDim.y, gridDim.z})
 #define thread_index_in_threadgroup (dflash_thread())
 #define simdgroup_index_in_threadgroup (dflash_thread() / 32)
 #define thread_index_in_simdgroup (dflash_thread() % 32)
