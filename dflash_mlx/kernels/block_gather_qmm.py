@@ -1,0 +1,204 @@
+"""The mixture-of-experts form of block_qmm: each (row, expert) pair's product, an expert's weights read once for its rows.
+
+    pairs     row 0: e5 e2 | row 1: e5 e7 | row 2: e2 e5        threadgroups stand over (pair, columns)
+    leaders         *  *            .  *           .  .         a pair that is not its expert's first leaves at once
+    e5 leads        rows 0, 1, 2 in one pass over e5's weights
+
+Nothing is sorted and the host waits for nothing. A row's sum is block_qmm's: its bits do not depend on which other rows chose
+the same expert. Knows arrays only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import choice
+from .block_qmm import MAX_ROWS, SIMDGROUPS, TOLERANCE, TYPES
+from .kernel import Kernel
+
+MAX_PAIRS = 256
+COLUMNS = 4
+
+_SOURCE = """
+    constexpr int PER_WORD = 32 / BITS;
+    constexpr int CHUNK = 2 * PER_WORD;
+    constexpr uint MASK = (1u << BITS) - 1u;
+    const int none = 0x7fffffff;
+    const int K = x_shape[1], N = w_shape[1], P = indices_shape[0];
+    const int share = P / x_shape[0];
+    const int lane = int(thread_index_in_simdgroup);
+    const int first = (int(threadgroup_position_in_grid.x) * SIMDGROUPS + int(simdgroup_index_in_threadgroup)) * COLS;
+    const int own = int(threadgroup_position_in_grid.y);
+    const size_t expert = size_t(indices[own]);
+    const int words = K / PER_WORD, groups = K / GROUP;
+
+    int leader = none;
+    for (int i = lane; i < own; i += 32) {
+        if (leader == none && size_t(indices[i]) == expert) leader = i;
+    }
+    if (simd_min(leader) != none) return;
+
+    int last = own - 1;
+    while (true) {
+        // The next ROWS pairs of this expert; weights are read again only for more than that.
+        int pair[ROWS];
+        #pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            int next = none;
+            for (int i = lane; i < P; i += 32) {
+                if (next == none && i > last && size_t(indices[i]) == expert) next = i;
+            }
+            pair[m] = simd_min(next);
+            last = pair[m] == none ? none : pair[m];
+        }
+        if (pair[0] == none) return;
+
+        float sum[ROWS][COLS];
+        #pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            #pragma unroll
+            for (int c = 0; c < COLS; ++c) sum[m][c] = 0.0f;
+        }
+        for (int k = lane * CHUNK; k < K; k += 32 * CHUNK) {
+            vec<uint, 2> packed[COLS];
+            float scale[COLS], bias[COLS];
+            #pragma unroll
+            for (int c = 0; c < COLS; ++c) {
+                // Columns beyond the last one repeat it; their sums are not stored.
+                const size_t n = expert * N + size_t(first + c < N ? first + c : N - 1);
+                packed[c] = ((const device vec<uint, 2>*)(w + n * words + k / PER_WORD))[0];
+                scale[c] = float(scales[n * groups + k / GROUP]);
+                bias[c] = float(biases[n * groups + k / GROUP]);
+            }
+            #pragma unroll
+            for (int word = 0; word < 2; ++word) {
+                float weight[COLS][PER_WORD];
+                #pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    #pragma unroll
+                    for (int j = 0; j < PER_WORD; ++j) {
+                        weight[c][j] = metal::fma(float((packed[c][word] >> (j * BITS)) & MASK), scale[c], bias[c]);
+                    }
+                }
+                #pragma unroll
+                for (int m = 0; m < ROWS; ++m) {
+                    if (pair[m] != none) {
+                        const device vec<T, 4>* row =
+                            (const device vec<T, 4>*)(x + size_t(pair[m] / share) * K + k + word * PER_WORD);
+                        float value[PER_WORD];
+                        #pragma unroll
+                        for (int q = 0; q < PER_WORD / 4; ++q) {
+                            const vec<T, 4> four = row[q];
+                            #pragma unroll
+                            for (int i = 0; i < 4; ++i) value[4 * q + i] = float(four[i]);
+                        }
+                        #pragma unroll
+                        for (int c = 0; c < COLS; ++c) {
+                            #pragma unroll
+                            for (int j = 0; j < PER_WORD; ++j) sum[m][c] = metal::fma(value[j], weight[c][j], sum[m][c]);
+                        }
+                    }
+                }
+            }
+        }
+        #pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            if (pair[m] != none) {
+                #pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    const float total = simd_sum(sum[m][c]);
+                    if (lane == 0 && first + c < N) y[size_t(pair[m]) * N + first + c] = T(total);
+                }
+            }
+        }
+    }
+"""
+
+KERNEL = Kernel("block_gather_qmm", inputs=("x", "w", "scales", "biases", "indices"), outputs=("y",), source=_SOURCE)
+
+
+def block_gather_qmm_ops(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array, group_size: int, bits: int
+) -> mx.array:
+    """The answer, in MLX's own operation. Shapes as in `block_gather_qmm`."""
+    share = indices.size // x.shape[0]
+    rows = mx.arange(indices.size, dtype=mx.uint32) // share
+    options = {"transpose": True, "group_size": group_size, "bits": bits}
+    return mx.gather_qmm(x[:, None], w, scales, biases, lhs_indices=rows, rhs_indices=indices, **options)[:, 0]
+
+
+def block_gather_qmm_kernel(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array, group_size: int, bits: int
+) -> mx.array:
+    """Launch: a threadgroup for each pair and `COLUMNS * SIMDGROUPS` columns. Shapes as in `block_gather_qmm`."""
+    pairs, n = indices.size, w.shape[1]
+    groups = -(-n // (COLUMNS * SIMDGROUPS))
+    (y,) = KERNEL(
+        [x, w, scales, biases, indices],
+        template=[
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            # Rows of one expert in one pass over its weights: more where more are to be expected.
+            ("ROWS", 4 if 2 * pairs <= w.shape[0] else 8),
+            ("COLS", COLUMNS),
+            ("SIMDGROUPS", SIMDGROUPS),
+        ],
+        grid=(groups * SIMDGROUPS * 32, pairs, 1),
+        threadgroup=(SIMDGROUPS * 32, 1, 1),
+        output_shapes=[(pairs, n)],
+        output_dtypes=[x.dtype],
+    )
+    return y
+
+
+def block_gather_qmm(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array, group_size: int, bits: int
+) -> mx.array:
+    """Products of rows with the experts that they chose.
+
+    Shapes:
+      - x: [X, K]; indices: [P] integers, P a multiple of X: pair p belongs to row p // (P // X)
+      - w: [E, N, K * bits / 32] uint32; scales, biases: [E, N, K / group_size]
+    Returns:
+      - [P, N] in x's type
+    Raises:
+      ValueError: if P is not a multiple of X.
+    """
+    if indices.size % x.shape[0]:
+        raise ValueError(f"expected a multiple of {x.shape[0]} rows in indices; found {indices.size}")
+    (e, n), k = w.shape[:2], x.shape[1]
+    eligible = (
+        0 < indices.size <= MAX_PAIRS  # each pair looks through all of them
+        and bits in (4, 8)  # a word holds a whole number of weights
+        and group_size in (32, 64, 128)  # a lane's values lie in one group
+        and x.dtype in TYPES
+        and scales.dtype == x.dtype  # MLX would promote
+        and biases is not None  # affine
+        and x.size >= 8  # in device memory
+        and scales.size >= 8
+    )
+    given = (x, w, scales, biases, indices, group_size, bits)
+    share = indices.size // x.shape[0]
+    shape = f"{x.dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
+    if eligible and choice.use(KERNEL, shape, lambda: trials(e, n, k, share, group_size, bits, x.dtype)):
+        return block_gather_qmm_kernel(*given)
+    return block_gather_qmm_ops(*given)
+
+
+def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[choice.Trial]:
+    """Comparisons with MLX on made-up values, experts chosen at random."""
+    keys = mx.random.split(mx.random.key(0), 3)
+    w = mx.random.normal((e * n, k), dtype=dtype, key=keys[0])
+    weights = [a.reshape(e, n, -1) for a in mx.quantize(w, group_size=group_size, bits=bits)]
+    most = MAX_ROWS if share > 1 else MAX_PAIRS
+    x = mx.random.normal((most, k), dtype=dtype, key=keys[1])
+    indices = mx.random.randint(0, e, (most * share,), key=keys[2]).astype(mx.uint32)
+    mx.eval(weights, x, indices)
+
+    def one(rows: int) -> choice.Trial:
+        a = (x[:rows], *weights, indices[: rows * share], group_size, bits)
+        same = choice.same_floats(TOLERANCE[dtype])
+        return choice.Trial(lambda: [block_gather_qmm_kernel(*a)], lambda: [block_gather_qmm_ops(*a)], same)
+
+    return [one(rows) for rows in (1, 4, 8, 16)]
