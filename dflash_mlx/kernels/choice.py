@@ -11,6 +11,7 @@ it runs: a kernel that hung the machine is found by its marker and not tried aga
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -190,7 +191,8 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
             pass  # Without a marker a hang would be tried again; without a cache there is nowhere to put one.
         verdict = _judge(kernel.name, shape, trial)
         _keep(key, verdict)
-        marker.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            marker.unlink()
     if not verdict.use and verdict.kernel_s is None:
         _log.warning("kernel %s is off for %s: %s", kernel.name, shape, verdict.reason)
     return verdict

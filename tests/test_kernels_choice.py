@@ -1,0 +1,244 @@
+"""Which kernels run: the variable, trials, verdicts kept, hangs marked, and layers swapped for one pass."""
+
+import logging
+import re
+import sys
+import threading
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+sys.path.insert(0, str(Path(__file__).parent / "msl"))
+import emulator
+
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
+from dflash_mlx.kernels.choice import KernelError, Trial
+from dflash_mlx.kernels.kernel import Kernel
+from dflash_mlx.kernels.layers import BlockLayers
+
+needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
+KERNEL = Kernel("accept", ("x",), ("y",), "y[0] = x[0];")
+ONE = mx.array([1.0])
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No verdict of another test, an empty cache directory, the variable unset."""
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_off", {})
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if the CPU were a GPU whose kernels are as fast as the test says: times are [kernel, stock]."""
+    times = {"kernel": 1.0, "stock": 2.0}
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "_median_s", lambda run: times["kernel" if run.__name__ == "kernel" else "stock"])
+    return times
+
+
+def trial(ours=ONE, theirs=ONE, calls=None):
+    def kernel():
+        if calls is not None:
+            calls.append(1)
+        if isinstance(ours, Exception):
+            raise ours
+        return [ours]
+
+    def stock():
+        return [theirs]
+
+    return lambda: [Trial(kernel, stock, choice.same_floats(1e-3))]
+
+
+def test_without_a_gpu_no_trial_runs_and_a_named_kernel_is_an_error(monkeypatch):
+    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried")) is False
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried")) is False
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
+    with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=accept; found none. Unset"):
+        choice.use(KERNEL, "s", trial())
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept,qmm")
+    with pytest.raises(KernelError, match="block_qmm, .*; found qmm. Correct the variable"):
+        choice.asked()
+
+
+def test_every_kernel_can_be_named():
+    named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_qmm, head_argmax)}
+    assert named == set(choice.NAMES)
+
+
+def test_right_and_faster_is_used_and_tried_once(gpu, fresh):
+    calls = []
+    assert choice.use(KERNEL, "s", trial(calls=calls)) and choice.use(KERNEL, "s", trial(calls=calls))
+    assert len(calls) == 1
+    choice._known.clear()  # a new process
+    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    (verdict,) = choice.verdicts()
+    assert (verdict.kernel, verdict.use, verdict.reason) == ("accept", True, "right, 2.00 times as fast as stock MLX")
+    assert not list(fresh.glob("*.trying"))
+
+
+def test_right_but_slower_is_not_used_unless_asked_for(gpu, monkeypatch):
+    gpu["kernel"] = 3.0
+    assert not choice.use(KERNEL, "s", trial())
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
+    assert choice.use(KERNEL, "s", trial())
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    assert choice.use(KERNEL, "s", trial())
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
+    assert not choice.use(KERNEL, "s", trial())
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+
+
+@pytest.mark.parametrize("ours, reason", [
+    (mx.array([1.1]), "differs from stock MLX by 0.1 of the largest value"),
+    (mx.array([float("nan")]), "not finite where stock MLX's is"),
+    (mx.array([float("inf")]), "not finite where stock MLX's is"),
+    (RuntimeError("no such function\nmore"), "RuntimeError: no such function$"),
+])  # fmt: skip
+def test_wrong_is_off_with_one_line_and_asking_for_it_is_an_error(ours, reason, gpu, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not choice.use(KERNEL, "s", trial(ours)) and not choice.use(KERNEL, "s", trial(ours))
+    assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
+    assert re.search(reason, choice.verdicts()[0].reason)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    with pytest.raises(KernelError, match="expected accept to run"):
+        choice.use(KERNEL, "s", trial(ours))
+
+
+def test_a_hang_is_not_tried_again(gpu, fresh):
+    def killed():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        choice.use(KERNEL, "s", killed)
+    (marker,) = fresh.glob("*.trying")
+    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    assert str(marker) in choice.verdicts()[0].reason
+    choice._known.clear()
+    marker.unlink()
+    assert choice.use(KERNEL, "s", trial())
+
+
+def test_another_text_or_shape_is_another_verdict(gpu):
+    calls = []
+    for kernel in (KERNEL, Kernel("accept", ("x",), ("y",), "y[0] = x[0] + 0;")):
+        for shape in ("a", "b"):
+            choice.use(kernel, shape, trial(calls=calls))
+    assert len(calls) == 4
+
+
+def test_a_kernel_can_be_switched_off_for_the_process(gpu, caplog):
+    assert choice.use(KERNEL, "s", trial())
+    choice.switch_off("accept", "a logit was not finite")
+    choice.switch_off("accept", "again")
+    assert not choice.use(KERNEL, "s", trial())
+    assert [r.getMessage() for r in caplog.records] == ["kernel accept is off: a logit was not finite"]
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_memory(gpu, monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(blocked))
+    assert choice.use(KERNEL, "s", trial()) and choice.verdicts()
+
+
+def test_times_are_medians_of_real_calls():
+    assert 0 < choice._median_s(lambda: [mx.ones((4,)) * 2]) < 0.1
+
+
+@needs_compiler
+def test_every_kernels_own_trials_pass_in_the_emulator():
+    quantized = (32, 4)
+    made = [
+        block_qmm.trials(40, 64, 32, 4, mx.float32, rows=(1, 16)),
+        block_gather_qmm.trials(5, 16, 64, 2, 32, 4, mx.float32),
+        accept.trials(2, 15),
+        head_argmax.trials(200, 64, mx.float32, quantized, rows=(1, 16)),
+        head_argmax.trials(200, 64, mx.float32, None, rows=(4,)),
+        block_attention.trials(4, 2, 32, 64, mx.float32, True, 16, rows=(4,)),
+    ]
+    with emulator.emulated():
+        for trials in made:
+            for t in trials:
+                assert t.same(t.kernel(), t.stock()) is None
+
+
+class Net(nn.Module):
+    """A linear layer with a bias, experts, and a layer that must be left alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 96, bias=True)
+        self.experts = SwitchGLU(96, 64, 6)
+        self.wide = nn.Linear(96, 96, bias=False)
+
+    def __call__(self, x, indices):
+        h = self.up(x)
+        return self.experts(h, indices).sum(-2) + self.wide(h)
+
+
+@pytest.fixture
+def net():
+    mx.random.seed(0)
+    net = Net()
+    nn.quantize(net, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m is not net.wide)
+    mx.eval(net.parameters())
+    return net
+
+
+def classes(net):
+    return [type(m) for _, m in net.named_modules()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+def test_a_models_layers_run_through_the_kernels_for_one_pass(net, rows, monkeypatch):
+    x = mx.random.normal((1, rows, 64))
+    indices = mx.random.randint(0, 6, (1, rows, 2)).astype(mx.uint32)
+    want = net(x, indices)
+    before, seen = classes(net), []
+    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
+    layers = BlockLayers(net)
+    assert len(layers.layers) == 4
+    with emulator.emulated(), layers.swapped():
+        got = net(x, indices)
+        mx.eval(got)
+        assert isinstance(net.up, nn.QuantizedLinear) and type(net.up) is not nn.QuantizedLinear
+    assert classes(net) == before
+    assert seen == (["block_qmm"] if rows <= 16 else []) + ["block_gather_qmm"] * 3
+    assert float(mx.abs(got - want).max() / mx.abs(want).max()) < 1e-5
+    assert mx.array_equal(net(x, indices), want)
+
+
+def test_the_swap_ends_with_an_error_nests_and_stays_in_its_thread(net, monkeypatch):
+    asked = []
+    monkeypatch.setattr(choice, "use", lambda kernel, *a: asked.append(kernel.name))
+    layers, other = BlockLayers(net), BlockLayers(net)
+    x, indices = mx.ones((1, 3, 64)), mx.zeros((1, 3, 2), dtype=mx.uint32)
+    before = classes(net)
+    with pytest.raises(ZeroDivisionError), layers.swapped(), other.swapped():
+        raise ZeroDivisionError
+    assert classes(net) == before
+    with layers.swapped():
+        with other.swapped():
+            pass
+        thread = threading.Thread(target=lambda: net(x, indices))
+        thread.start()
+        thread.join()
+        assert asked == []  # the other thread got the layers' own call
+        net(x, indices)
+        assert asked == ["block_qmm"] + ["block_gather_qmm"] * 3
+    assert classes(net) == before
+    assert any(isinstance(m, QuantizedSwitchLinear) for _, m in net.named_modules())
