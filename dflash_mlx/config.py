@@ -7,6 +7,7 @@ Facts: DFlash (arXiv 2602.06036) and the published z-lab checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,15 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,7 @@ class _Reader:
         architectures = raw.get("architectures") or [""]
         self.architecture = architectures[0] if isinstance(architectures, (list, tuple)) else str(architectures)
         self.defaults = {
-            **_MODEL_TYPE_DEFAULTS.get(raw.get("model_type"), {}),
+            **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
             **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
         }
 
@@ -216,7 +226,7 @@ class _Reader:
         ropes = self._ropes(got, kinds, head_dim)
         if self.faults:
             raise ConfigError(
-                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(self.faults)}. "
+                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}. "
                 "Fix these keys or use the config.json that came with the weights."
             )
         unsupported = [
@@ -357,7 +367,7 @@ class _Reader:
         kind, parameters = next(iter(readings.values()), ("default", {}))
         if readings:
             self.read_from["rope_scaling"] = next(iter(readings))
-        if kind not in ROPE_NEEDS:
+        if not isinstance(kind, str) or kind not in ROPE_NEEDS:
             self.faults.append(f"RoPE kind {kind!r} is not known (known: {', '.join(ROPE_NEEDS)})")
             return None
         missing = [key for key in ROPE_NEEDS[kind] if parameters.get(key) is None]
@@ -366,6 +376,12 @@ class _Reader:
             return None
         parameters = dict(parameters)
         partial = parameters.pop("partial_rotary_factor", None) or self.raw.get("partial_rotary_factor") or 1.0
+        odd = [f"{key} = {value!r}" for key, value in parameters.items() if key in _ROPE_NUMBERS and not _is_positive(value)]
+        if not _is_positive(partial) or partial > 1:
+            odd.append(f"partial_rotary_factor = {partial!r}")
+        if odd:
+            self.faults.append(f"RoPE kind {kind!r} has {', '.join(odd)}: expected positive numbers, a part of at most 1")
+            return None
         if kind == "yarn":
             original = parameters.setdefault("original_max_position_embeddings", got["max_position_embeddings"])
             if original and parameters.get("factor") is None and got["max_position_embeddings"]:
@@ -392,3 +408,7 @@ def _is_int(value: Any, least: int) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
