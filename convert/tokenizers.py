@@ -7,6 +7,7 @@ and one file rarely has them all.
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,8 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
     from mlx_lm.tokenizer_utils import load
 
     if not tokenizer_files(directory):
-        raise CheckpointError(
-            f"expected tokenizer files (tokenizer.json or tokenizer.model) in {source}; found none. "
-            "Download them from the model's repository into the directory."
-        )
+        warnings.warn(_without_files(source), stacklevel=2)
+        return _ids_only(source, eos_ids(config, generation_config))
     try:
         return load(
             directory,
@@ -91,6 +90,49 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
         raise CheckpointError(
             f"expected a tokenizer that transformers can load from {source}; found: {text}. Download its files again."
         ) from error
+
+
+def _without_files(source: str) -> str:
+    return (
+        f"expected tokenizer files (tokenizer.json or tokenizer.model) in {source}; found none: token ids only, no text. "
+        "Download them from the model's repository into the directory."
+    )
+
+
+def _ids_only(source: str, ids: list[int]) -> Any:
+    """A wrapper for a model without tokenizer files: ids in and out work, the text of every token is empty, encoding raises."""
+    from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+    from transformers import PreTrainedTokenizerBase
+
+    class NoText(StreamingDetokenizer):
+        def __init__(self, tokenizer):
+            self.reset()
+
+        def reset(self):
+            self.offset, self.tokens, self.text = 0, [], ""
+
+        def add_token(self, token):
+            self.tokens.append(token)
+
+        def finalize(self):
+            pass
+
+    class IdsOnly:
+        eos_token_id = bos_token = bos_token_id = chat_template = None
+        clean_up_tokenization_spaces = False
+        # recognised by the wrapper as transformers' own, that is, as no chat template
+        apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
+
+        def encode(self, *args, **kwargs):
+            raise CheckpointError(_without_files(source))
+
+        def decode(self, *args, **kwargs) -> str:
+            return ""
+
+        def get_vocab(self) -> dict:
+            return {}
+
+    return TokenizerWrapper(IdsOnly(), NoText, eos_token_ids=ids)
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

@@ -63,7 +63,7 @@ def test_tagged_infinities_become_floats(tmp_path):
         ({"model_type": "llama"}, ["model.embed_tokens.weight"], "target"),
         ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}}, ["fc.weight"], "drafter"),
         ({"model_type": "qwen3"}, ["model.fc.weight", "model.hidden_norm.weight"], "drafter"),
-        ({"speculators_model_type": "dflash"}, ["fc.weight", "hidden_norm.weight"], "speculators"),
+        ({"speculators_model_type": "eagle3"}, ["fc.weight", "hidden_norm.weight"], "speculators"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["fc.weight"], "EAGLE"),
         ({"model_type": "llama"}, ["midlayer.self_attn.q_proj.weight"], "EAGLE"),
         ({"dflash_config": {"projector_type": "dspark"}}, ["fc.weight"], "dspark"),

@@ -115,7 +115,7 @@ def typeless(d):
 
 
 def speculators(d):
-    write_checkpoint(d, {"speculators_model_type": "dflash"}, {"fc.weight": mx.ones((2, 2))})
+    write_checkpoint(d, {"speculators_model_type": "eagle3"}, {"fc.weight": mx.ones((2, 2))})
 
 
 def eagle(d):

@@ -19,7 +19,7 @@ from convert_kit import (
 )
 from dflash_mlx.conversion import load_target
 
-from dflash_mlx import convert, load
+from dflash_mlx import convert, generate, load
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
 
 
@@ -340,3 +340,13 @@ def test_plain_mlx_lm_loads_a_converted_directory(conformance, tmp_path):
     model, _ = load_model(tmp_path / "mlx")
     golden = mx.load(str(source / "golden.safetensors"))
     assert mx.allclose(model(golden["input_ids"]), golden["logits"], rtol=0, atol=1e-3)
+
+
+def test_a_target_without_tokenizer_files_takes_ids_and_says_so(tmp_path, plain):
+    path = write_checkpoint(tmp_path / "ids", llama_config(eos_token_id=[5, 6]), plain[0])
+    with pytest.warns(UserWarning, match="found none: token ids only"):
+        model, tokenizer = load(str(path))
+    assert tokenizer.eos_token_ids == {5, 6} and not tokenizer.has_chat_template
+    with pytest.raises(CheckpointError, match="expected tokenizer files"):
+        generate(model, tokenizer, "text", max_tokens=2)
+    assert generate(model, tokenizer, [1, 2, 3], max_tokens=4) == ""
