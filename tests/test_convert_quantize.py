@@ -141,3 +141,9 @@ def test_quantized_parity_is_reported_against_the_float_source(tmp_path):
     assert 0 < fine["mean_kl_nats"] < coarse["mean_kl_nats"]
     assert coarse["argmax_agreement"] <= fine["argmax_agreement"] <= 1
     assert "cannot_prove" not in fine
+
+
+def test_a_short_row_and_a_large_group_stay_float(tmp_path):
+    source = write_checkpoint(tmp_path / "source", llama_config(), llama_weights())
+    with pytest.raises(ConversionError, match="expected at least one matrix whose rows divide into groups of 128"):
+        convert(str(source), str(tmp_path / "out"), quantize=True, q_group_size=128)

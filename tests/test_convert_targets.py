@@ -18,6 +18,7 @@ from convert_kit import (
     write_checkpoint,
 )
 from dflash_mlx.conversion import load_target
+from dflash_mlx.conversion.configs import EQUIVALENT_TYPES, normalise_config
 
 from dflash_mlx import convert, generate, load
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
@@ -350,3 +351,41 @@ def test_a_target_without_tokenizer_files_takes_ids_and_says_so(tmp_path, plain)
     with pytest.raises(CheckpointError, match="expected tokenizer files"):
         generate(model, tokenizer, "text", max_tokens=2)
     assert generate(model, tokenizer, [1, 2, 3], max_tokens=4) == ""
+
+
+@pytest.mark.parametrize("name", sorted(EQUIVALENT_TYPES))
+def test_equivalent_model_types_lead_to_a_family_of_mlx_lm(name):
+    text = {"model_type": name, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    assert normalise_config(text).family in (EQUIVALENT_TYPES[name], "llama")
+
+
+@pytest.mark.parametrize("wrapper", ["gemma4", "gemma4_unified"])
+def test_new_names_of_a_wrapper_are_the_same_model(tmp_path, wrapper):
+    path, golden = family("gemma4-wrapper", tmp_path / "source", lambda raw: raw | {"model_type": wrapper})
+    assert golden_faults(in_float32(path), golden) == []
+
+
+def test_relative_paths_tildes_and_trailing_slashes_convert(tmp_path, plain, monkeypatch):
+    write_checkpoint(tmp_path / "m", llama_config(), plain[0])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for source, out in (("m", "out1"), ("./m/", "new/out2/"), ("~/m", "~/out3")):
+        convert(source, out)
+    for out in ("out1", "new/out2", "out3"):
+        assert mx.array_equal(logits_of(tmp_path / out), plain[1])
+
+
+def test_loading_changes_nothing_global(tmp_path, plain):
+    """Another model made by mlx-lm itself behaves as before: no class, table or verbosity is changed."""
+    import transformers
+    from mlx_lm.models import llama
+    from mlx_lm.utils import load_model
+
+    path = write_checkpoint(tmp_path / "m", llama_config(), plain[0])
+    before = load_model(path)[0](mx.arange(9)[None])
+    verbosity, classes = transformers.logging.get_verbosity(), (llama.TransformerBlock.__call__, llama.MLP.__call__)
+    window = llama_config(model_type="mistral", sliding_window=4, hidden_act="gelu")
+    load_target(write_checkpoint(tmp_path / "w", window, plain[0]))
+    assert (llama.TransformerBlock.__call__, llama.MLP.__call__) == classes
+    assert transformers.logging.get_verbosity() == verbosity
+    assert mx.array_equal(load_model(path)[0](mx.arange(9)[None]), before)
