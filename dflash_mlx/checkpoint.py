@@ -48,13 +48,13 @@ class TensorInfo:
 class Checkpoint:
     """An inspected checkpoint.
 
-      - path: the directory, or the .gguf file
-      - source: what the user named (repository or path), for messages and provenance
-      - kind: "safetensors" or "gguf"
-      - config, generation_config: parsed JSON; empty for GGUF, whose reader builds them
-      - tensors: name -> header entry, in file order
-      - files: weight files, relative to `path`
-      - ignored: files beside them that look like weights and are not read, with the reason
+    - path: the directory, or the .gguf file
+    - source: what the user named (repository or path), for messages and provenance
+    - kind: "safetensors" or "gguf"
+    - config, generation_config: parsed JSON; empty for GGUF, whose reader builds them
+    - tensors: name -> header entry, in file order
+    - files: weight files, relative to `path`
+    - ignored: files beside them that look like weights and are not read, with the reason
     """
 
     path: Path
@@ -467,7 +467,10 @@ def _role(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     architectures = [architectures] if isinstance(architectures, str) else list(architectures)
     nested = config.get("dflash_config") or {}
     projector = str(nested.get("projector_type") or config.get("projector_type") or "").lower()
-    if "speculators_model_type" in config or "speculators_config" in config:
+    speculator = str(config.get("speculators_model_type") or "")
+    if speculator in ("dflash", "dspark"):
+        return "drafter" if speculator == "dflash" else speculator
+    if speculator or "speculators_config" in config:
         return "speculators"
     if projector in ("dspark", "domino") or any(n.startswith(("markov_head.", "confidence_head.")) for n in names):
         return projector or "dspark"

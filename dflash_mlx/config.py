@@ -29,7 +29,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "hidden_act": ("hidden_act", "hidden_activation"),
     "block_size": ("block_size", "dflash_config.block_size"),
     "mask_token_id": ("dflash_config.mask_token_id", "mask_token_id"),
-    "target_layer_ids": ("dflash_config.target_layer_ids", "target_layer_ids"),
+    "target_layer_ids": ("dflash_config.target_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids - 1"),
     "target_hidden_size": ("target_hidden_size", "dflash_config.target_hidden_size"),
     "num_target_layers": ("num_target_layers", "dflash_config.num_target_layers"),
     "draft_vocab_size": ("draft_vocab_size", "dflash_config.draft_vocab_size"),
@@ -42,6 +42,17 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "swa_window_size": ("dflash_config.swa_window_size", "swa_window_size"),
     "rope_is_neox_style": ("is_neox_style", "rope_is_neox_style"),
     "input_embedding_scale": ("dflash_config.input_embedding_scale", "input_embedding_scale"),
+    "conv_kernel_size": ("dflash_config.conv_kernel_size", "conv_kernel_size"),
+    "conv_group_size": ("dflash_config.conv_group_size", "conv_group_size"),
+    "selector_rank": ("dflash_config.selector_rank", "selector_rank"),
+    "selector_top_k": ("dflash_config.selector_top_k", "selector_top_k"),
+    "selector_vocab_size": ("dflash_config.selector_vocab_size", "selector_vocab_size"),
+    "output_multiplier": ("dflash_config.output_multiplier", "output_multiplier"),
+    "final_logit_softcapping": ("dflash_config.final_logit_softcapping", "final_logit_softcapping"),
+    "projector_type": ("dflash_config.projector_type", "projector_type"),
+    "markov_rank": ("dflash_config.markov_rank", "markov_rank"),
+    "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
+    "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
     "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
     "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
 }
@@ -54,6 +65,20 @@ _REQUIRED = (
     "mask_token_id",
     "target_layer_ids",
 )
+# What a DFlash 2 drafter's layers and selector need besides.
+_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# Extensions that change what a drafter computes: one that says so is refused by name.
+_EXTENSIONS = (
+    "input_embedding_scale",
+    "attention_sink_bias",
+    "mask_embedding",
+    "projector_type",
+    "markov_rank",
+    "enable_confidence_head",
+    "sample_from_anchor",
+)
+# Their values that change nothing.
+_PLAIN = {"input_embedding_scale": (1,), "projector_type": ("dflash", "")}
 _POSITIVE_INTS = (
     "hidden_size",
     "intermediate_size",
@@ -68,6 +93,8 @@ _POSITIVE_INTS = (
     "draft_vocab_size",
     "sliding_window",
     "swa_window_size",
+    *_DFLASH2,
+    "selector_vocab_size",
 )
 _FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style")
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
@@ -144,6 +171,13 @@ class DrafterConfig:
     vocab_size: int | None = None
     draft_vocab_size: int | None = None
     num_target_layers: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    selector_vocab_size: int | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
     quantization: Mapping[str, Any] | None = None
     unsupported: tuple[str, ...] = ()
     read_from: Mapping[str, str] = field(default_factory=dict)
@@ -167,6 +201,7 @@ class _Reader:
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where}: expected a JSON object; found {type(raw).__name__}. Use a drafter's config.json.")
+        raw = self.raw = _flatten_speculators(raw)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
             self.faults.append(f"dflash_config must be an object, found {nested!r}")
@@ -213,7 +248,11 @@ class _Reader:
             self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
         if got["hidden_act"] not in (None, "silu", "swish"):
             self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
+        for name in ("output_multiplier", "final_logit_softcapping"):
+            if got[name] is not None and (not _is_number(got[name]) or got[name] <= 0):
+                self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a positive number")
         self._check_block(got)
+        self._check_dflash2(got)
 
         heads, hidden = got["num_attention_heads"], got["hidden_size"]
         kv_heads = got["num_key_value_heads"] or heads
@@ -231,8 +270,8 @@ class _Reader:
             )
         unsupported = [
             f"{self.read_from[name]} = {got[name]!r}"
-            for name in ("input_embedding_scale", "attention_sink_bias", "mask_embedding")
-            if got[name] not in (None, False, 1, 1.0)
+            for name in _EXTENSIONS
+            if got[name] is not None and got[name] is not False and got[name] not in _PLAIN.get(name, ())
         ]
         return DrafterConfig(
             architecture=self.architecture,
@@ -255,6 +294,7 @@ class _Reader:
             vocab_size=got["vocab_size"],
             draft_vocab_size=got["draft_vocab_size"],
             num_target_layers=got["num_target_layers"],
+            **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", "output_multiplier", "final_logit_softcapping")},
             quantization=self.raw.get("quantization") or self.raw.get("quantization_config"),
             unsupported=tuple(unsupported),
             read_from=self.read_from,
@@ -280,6 +320,16 @@ class _Reader:
         n = got["num_target_layers"]
         if n and max(taps) >= n:
             self.faults.append(f"{where['target_layer_ids']} = {list(taps)} is out of range: num_target_layers = {n}")
+
+    def _check_dflash2(self, got: dict[str, Any]) -> None:
+        if self.architecture != "DFlash2DraftModel":
+            return
+        self.faults += [f"{_SPELLINGS[name][0]} is missing" for name in _DFLASH2 if not got[name]]
+        if not got["vocab_size"] and not got["selector_vocab_size"]:
+            self.faults.append("vocab_size is missing")
+        hidden, group = got["hidden_size"], got["conv_group_size"]
+        if hidden and group and hidden % group:
+            self.faults.append(f"hidden_size = {hidden} is not a multiple of conv_group_size = {group}")
 
     def _layer_kinds(self, got: dict[str, Any]) -> tuple[str, ...]:
         """full_attention or sliding_attention for each layer, from whichever key the file has."""
@@ -319,7 +369,7 @@ class _Reader:
                 if not isinstance(value, bool):
                     self.faults.append(f"{keys[0]} = {value!r} must be true or false")
                 return (bool(value),) * len(kinds)
-        if got["use_swa"]:
+        if got["use_swa"] or self.raw.get("sliding_window_non_causal"):
             return (False,) * len(kinds)
         return tuple(k == "sliding_attention" for k in kinds)
 
@@ -394,6 +444,25 @@ class _Reader:
             return None
         traditional = got["rope_is_neox_style"] is False
         return RopeConfig(float(thetas[0][1]), int((head_dim or 0) * partial), kind, parameters, traditional)
+
+
+def _flatten_speculators(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
+
+    Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
+    """
+    if raw.get("speculators_model_type") != "dflash":
+        return raw
+    inner = raw.get("transformer_layer_config") or {}
+    flat = {**inner, **{k: v for k, v in raw.items() if k != "transformer_layer_config" and v is not None}}
+    flat["architectures"] = ["DFlashDraftModel"]
+    ids = flat.get("aux_hidden_state_layer_ids")
+    if isinstance(ids, (list, tuple)) and all(_is_int(i, 0) for i in ids):
+        flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
+    methods = (flat.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    if flat.get("block_size") is None and _is_int(methods[0].get("speculative_tokens"), 1):
+        flat["block_size"] = methods[0]["speculative_tokens"] + 1
+    return flat
 
 
 def _scaling(value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,8 +1,9 @@
 """The DFlash drafter: one pass fills a block `[anchor, MASK, MASK, ...]` from the target's context features.
 
 Knows its layers, their masks and positions, and its own context cache. Knows nothing of files, and of the target only the
-two functions that `bind` hands it: token ids to embeddings, hidden states to logits.
-Source: DFlash, arXiv 2602.06036, section 4 and appendix A; masks and windows as in the published checkpoints.
+two functions that `bind` hands it: token ids to embeddings, hidden states to logits. A drafter with an embedding or a head of
+its own uses that. `ARCHITECTURES` lists the variants: DFlash, and DFlash 2 with convolutions and a candidate selector.
+Source: DFlash, arXiv 2602.06036, section 4 and appendix A; masks, windows and DFlash 2 as in the published checkpoints.
 
 Dimensions: B batch, S new context rows, C context rows in all, K block_size, H hidden, D head_dim, V vocabulary.
 """
@@ -10,7 +11,7 @@ Dimensions: B batch, S new context rows, C context rows in all, K block_size, H 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -205,19 +206,26 @@ class DecoderLayer(nn.Module):
 class Drafter(nn.Module):
     """A DFlash drafter with the published tensor names. `bind` it to a target before `draft`."""
 
+    layer_class = DecoderLayer
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
         features = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(features, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
 
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
-        """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V])."""
-        self._embed, self._head, self._target = embed, head, target
+        """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).
+
+        One that the drafter has of its own is used instead, always.
+        """
+        self._embed = (lambda ids: self.embed_tokens(ids)) if "embed_tokens" in self else embed
+        self._head = (lambda hidden: self.lm_head(hidden)) if "lm_head" in self else head
+        self._target = target
         return self
 
     @property
@@ -262,10 +270,171 @@ class Drafter(nn.Module):
 
         Shapes:
           - anchor: [B] int32; features: [B, S, n_taps * H_target], row 0 at position `start`
-        Returns: [B, block_size - 1] int32, the argmax of the target's head at each mask slot.
+        Returns: [B, block_size - 1] int32
         """
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
         hidden = self(self._embed(ids), features, cache, start)
         # Slot 0 is the anchor itself: its row predicts nothing.
-        return mx.argmax(self._head(hidden[:, 1:]), axis=-1).astype(mx.int32)
+        return self.choose(hidden[:, 1:], anchor)
+
+    def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
+        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32: the argmax of the head at each."""
+        return self.target_ids(mx.argmax(self._head(hidden), axis=-1))
+
+    def target_ids(self, ids: mx.array) -> mx.array:
+        """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""
+        return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2: short causal convolutions over the block's rows, before and after a sublayer, with kernels made per row.
+
+        out[i, ch] = sum over t of (base[side, t, ch] + c[i, side, t, ch // group]) * x[i - t, ch]        rows before 0 are zero
+
+    One projection of the sublayer's input gives c for both sides: 0 before the sublayer, 1 after it.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.taps, self.groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """[B, K, H] input of the sublayer to [2, taps, B, K, H]."""
+        B, K, H = x.shape
+        c = self.kernel_projection(x).reshape(B, K, 2, self.taps, self.groups).transpose(2, 3, 0, 1, 4)
+        return self.base_kernel[:, :, None, None] + mx.repeat(c, H // self.groups, axis=-1)
+
+    @staticmethod
+    def convolve(x: mx.array, kernel: mx.array) -> mx.array:
+        """[B, K, H] rows by kernels [taps, B, K, H]; tap t looks t rows back."""
+        K = x.shape[1]
+        rows = [mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K] for t in range(kernel.shape[0])]
+        return sum(k * row for k, row in zip(kernel, rows, strict=True))
+
+
+class ConvolutionLayer(DecoderLayer):
+    """A DFlash 2 layer: both sublayers between two dynamic convolutions. Context rows pass by them."""
+
+    def __init__(self, config: DrafterConfig, layer: int):
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConvolution(config)
+        self.mlp_conv = DynamicConvolution(config)
+
+    def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
+        x = self.input_layernorm(h)
+        before, after = self.attention_conv.kernels(x)
+        x = self.self_attn(DynamicConvolution.convolve(x, before), context, cache, start)
+        h = h + DynamicConvolution.convolve(x, after)
+        x = self.post_attention_layernorm(h)
+        before, after = self.mlp_conv.kernels(x)
+        return h + DynamicConvolution.convolve(self.mlp(DynamicConvolution.convolve(x, before)), after)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2: chooses a path through each slot's best candidates, left to right from the anchor.
+
+    score(p -> c) = unary[c] + <predecessor[p] * projection(h), successor[c]>
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.top_k, rows = config.selector_top_k, config.selector_vocab_size or config.vocab_size
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.predecessor_codebook = mx.zeros((rows, config.selector_rank))
+        self.successor_codebook = mx.zeros((rows, config.selector_rank))
+
+    def __call__(
+        self, hidden: mx.array, unary: mx.array, candidates: mx.array, anchor: mx.array, temperature: float = 0.0
+    ) -> mx.array:
+        """Walk the slots.
+
+        Shapes:
+          - hidden: [B, N, H]; unary, candidates: [B, N, k] float32 and token ids; anchor: [B] the token before slot 0
+        Args:
+          temperature: 0 takes the best candidate of each slot; else it is drawn from softmax(score / temperature) over the k
+            candidates, under mx.random's state.
+        Returns: [B, N] int32
+        """
+        # A token beyond the codebooks (added after training) has no row: it borrows the last one.
+        last = self.predecessor_codebook.shape[0] - 1
+        projected = self.hidden_projection(hidden).astype(mx.float32)
+        successors = self.successor_codebook[candidates].astype(mx.float32)
+        token, path = anchor, []
+        for i in range(hidden.shape[1]):
+            query = self.predecessor_codebook[mx.minimum(token, last)].astype(mx.float32) * projected[:, i]
+            scores = unary[:, i] + (successors[:, i] @ query[..., None])[..., 0]
+            slot = mx.random.categorical(scores / temperature) if temperature else mx.argmax(scores, axis=-1)
+            token = mx.take_along_axis(candidates[:, i], slot[:, None], axis=1)[:, 0]
+            path.append(token)
+        return mx.stack(path, axis=1).astype(mx.int32)
+
+
+class DFlash2Drafter(Drafter):
+    """DFlash with dynamic convolutions in every layer, and a selector in place of the argmax at each slot."""
+
+    layer_class = ConvolutionLayer
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+
+    def choose(self, hidden: mx.array, anchor: mx.array, temperature: float = 0.0) -> mx.array:
+        if not hidden.shape[1]:
+            return mx.zeros(hidden.shape[:2], dtype=mx.int32)
+        unary, candidates = self.candidates(hidden)
+        return self.candidate_selector(hidden, unary, candidates, anchor, temperature)
+
+    def candidates(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """[B, N, H] to each slot's best tokens: their logits, float32, as the head's scale and soft-cap leave them, and ids.
+
+        Shapes of both results: [B, N, top_k]
+        """
+        logits = self._head(hidden).astype(mx.float32)
+        if not self._scaled_by_head:
+            logits = logits * (self.config.output_multiplier or 1.0)
+            if cap := self.config.final_logit_softcapping:
+                logits = mx.tanh(logits / cap) * cap
+        if "d2t" not in self:
+            # No candidate without a row in the codebooks: padding of the head.
+            logits = logits[..., : self.candidate_selector.successor_codebook.shape[0]]
+        k = min(self.candidate_selector.top_k, logits.shape[-1])
+        ids = mx.argpartition(logits, kth=-k, axis=-1)[..., -k:]
+        return mx.take_along_axis(logits, ids, axis=-1), self.target_ids(ids)
+
+    def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
+        super().bind(embed, head, target)
+        # The config repeats the target's scale and soft-cap. Where the borrowed head is the target's own code and caps, it has
+        # done both: only a linear head is still to be scaled.
+        self._scaled_by_head = False
+        if self.config.final_logit_softcapping:
+            probe = mx.random.normal((1, 1, self.config.hidden_size), key=mx.random.key(5)).astype(self.norm.weight.dtype)
+            one, many = (mx.abs(self._head(n * probe).astype(mx.float32)).max().item() for n in (1, 256))
+            self._scaled_by_head = many < 0.9 * 256 * one
+        return self
+
+
+# Architecture as config.json names it: what builds it. Any other is refused by name.
+ARCHITECTURES: dict[str, type[Drafter]] = {
+    "DFlashDraftModel": Drafter,
+    "DFlash2DraftModel": DFlash2Drafter,
+    "": Drafter,
+}
+
+
+def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) -> Drafter:
+    """A drafter without its weights, with an embedding, a head and a map of its own where the checkpoint holds them.
+
+    Args:
+      shapes: the checkpoint's tensors by bare name; of quantized ones the packed shape.
+    """
+    drafter = ARCHITECTURES[config.architecture](config)
+    if "embed_tokens.weight" in shapes:
+        drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)
+    if "lm_head.weight" in shapes:
+        drafter.lm_head = nn.Linear(config.hidden_size, shapes["lm_head.weight"][0], bias=False)
+    if "d2t" in shapes:
+        drafter.d2t = mx.zeros((config.draft_vocab_size or shapes["d2t"][0],), dtype=mx.int32)
+    return drafter

@@ -12,12 +12,12 @@ import mlx.nn as nn
 
 from .builtin import builtin_path
 from .config import DrafterConfig
-from .drafter import Drafter
+from .drafter import ARCHITECTURES, Drafter, build_drafter
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .taps import Target
 
-# Drafters whose layers this module can build. Others are refused by name.
-_ARCHITECTURES = ("DFlashDraftModel", "")
+# Tensors of the speculators layout that repeat the target's, or follow from d2t.
+_TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 
 def default_dtype() -> mx.Dtype:
@@ -87,17 +87,17 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     """Build a drafter from its config and bare-named tensors, and bind it to a target; faults as in `load_drafter`."""
     from .conversion import quantize_to_match
 
-    if config.architecture not in _ARCHITECTURES or config.unsupported or config.draft_vocab_size:
-        what = [config.architecture] if config.architecture not in _ARCHITECTURES else list(config.unsupported)
-        if config.draft_vocab_size:
-            what.append(f"draft_vocab_size = {config.draft_vocab_size}")
+    if config.architecture not in ARCHITECTURES or config.unsupported:
+        what = [config.architecture] if config.architecture not in ARCHITECTURES else list(config.unsupported)
+        known = ", ".join(name for name in ARCHITECTURES if name)
         raise ConfigError(
-            f"expected a DFlash drafter ({_ARCHITECTURES[0]}) without extensions; found {', '.join(what)}, which this version "
+            f"expected a DFlash drafter ({known}) without extensions; found {', '.join(what)}, which this version "
             "does not run. Use another drafter for this target."
         )
+    weights = {name: value for name, value in weights.items() if name not in _TARGET_COPIES}
     target = Target(model)
-    check_pair(config, target)
-    drafter = Drafter(config)
+    drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
+    check_pair(config, target, drafter)
     quantize_to_match(drafter, weights, {"quantization": config.quantization}, "the drafter")
     expected = {name: value.shape for name, value in _flat(drafter)}
     faults = [f"missing {name}" for name in expected if name not in weights]
@@ -107,16 +107,39 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
         for name, shape in expected.items()
         if name in weights and weights[name].shape != shape
     ]
+    if config.draft_vocab_size:
+        rows = drafter.lm_head.weight.shape[0] if "lm_head" in drafter else 0
+        if rows != config.draft_vocab_size:
+            faults.append(f"lm_head.weight has {rows} rows, draft_vocab_size says {config.draft_vocab_size}")
+        if "d2t" not in drafter and config.draft_vocab_size != config.vocab_size:
+            faults.append("missing d2t, the map from the reduced vocabulary to the target's")
+    elif "d2t" in drafter:
+        faults.append("d2t maps a reduced vocabulary, and the config has no draft_vocab_size")
     if faults:
         raise CheckpointError(
             f"expected the tensors of a DFlash drafter as its config describes it; {'; '.join(faults)}. "
             "Use the config.json that came with the weights."
         )
+    if "d2t" in drafter:
+        weights["d2t"] = weights["d2t"].astype(mx.int32)
     drafter.load_weights(list(weights.items()))
     drafter.set_dtype(target.embed(mx.zeros((1, 1), dtype=mx.int32)).dtype)
     drafter.eval()
     mx.eval(drafter.parameters())
+    if "lm_head" in drafter:
+        _check_own_head(drafter, target)
     return drafter.bind(target.embed, target.head, model)
+
+
+def _check_own_head(drafter: Drafter, target: Target) -> None:
+    """A head of the drafter's own may name only tokens that the target can embed: others would read garbage."""
+    ids = drafter.target_ids(mx.arange(drafter.lm_head.weight.shape[0]))
+    low, high = ids.min().item(), ids.max().item()
+    if low < 0 or high >= target.vocabulary:
+        raise PairError(
+            f"expected a drafter whose head names tokens 0..{target.vocabulary - 1}, the rows of {target.family}'s embedding; "
+            f"found {low}..{high}. Use the drafter trained for this target."
+        )
 
 
 def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
@@ -125,8 +148,11 @@ def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
     return tree_flatten(module.parameters())
 
 
-def check_pair(config: DrafterConfig, target: Target) -> None:
+def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = None) -> None:
     """Compare a drafter's config with the target as it is, by one pass over one token.
+
+    Args:
+      drafter: built from the checkpoint's shapes; None: one without an embedding of its own.
 
     Raises:
       PairError: lists every contradiction.
@@ -152,12 +178,18 @@ def check_pair(config: DrafterConfig, target: Target) -> None:
     width = features.shape[-1] // len(tapped.layer_ids)
     if width != config.target_hidden_size:
         faults.append(f"drafter expects target hidden_size {config.target_hidden_size}, {family} has {width}")
+    own_embedding = drafter is not None and "embed_tokens" in drafter
+    own_head = drafter is not None and "lm_head" in drafter
     embedding = target.embed(token).shape[-1]
-    if embedding != config.hidden_size:
+    if embedding != config.hidden_size and not (own_embedding and own_head):
         faults.append(f"drafter has hidden_size {config.hidden_size}, {family} embeds into {embedding}")
-    rows = target.vocabulary
+    rows, whose = target.vocabulary, f"{family}'s embedding"
+    if own_embedding:
+        rows, whose = drafter.embed_tokens.weight.shape[0], "its own embedding"
+        if rows < target.vocabulary:
+            faults.append(f"drafter's own embedding has {rows} rows, {family}'s has {target.vocabulary}")
     if config.mask_token_id >= rows:
-        faults.append(f"drafter's mask token {config.mask_token_id} has no row in {family}'s embedding of {rows}")
+        faults.append(f"drafter's mask token {config.mask_token_id} has no row in {whose} of {rows}")
     if faults:
         raise PairError(
             f"this drafter and this target do not belong together: {'; '.join(faults)}. Use the drafter trained for this target."

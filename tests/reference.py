@@ -1,0 +1,109 @@
+"""A drafter in NumPy, float64 and without any cache: every row of the context from its features, at every call.
+
+Written from the published format alone, for v1 and DFlash 2. Nothing of the package is used but the parsed config.
+"""
+
+import numpy as np
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotate(x, positions, theta):
+    """[L, heads, D] with the two halves of a head as pairs."""
+    D = x.shape[-1]
+    angles = positions[:, None, None] * theta ** (-np.arange(0, D, 2) / D)
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], axis=-1)
+
+
+def seen(K, C, causal, window):
+    """bool [K, C + K], one test at a time."""
+    table = np.zeros((K, C + K), dtype=bool)
+    for j in range(K):
+        for c in range(C):
+            table[j, c] = window is None or (C + j) - c < window
+        for i in range(K):
+            table[j, C + i] = i <= j or not causal
+    return table
+
+
+def attend(w, config, layer, x, context, theta):
+    K, C = len(x), len(context)
+    heads, kv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows = np.concatenate([context, x])
+    at = np.arange(C + K)
+    q = rms_norm((x @ w["q_proj.weight"].T).reshape(K, heads, D), w["q_norm.weight"], config.rms_norm_eps)
+    k = rms_norm((rows @ w["k_proj.weight"].T).reshape(C + K, kv, D), w["k_norm.weight"], config.rms_norm_eps)
+    v = (rows @ w["v_proj.weight"].T).reshape(C + K, kv, D)
+    q, k = rotate(q, at[C:], theta), rotate(k, at, theta)
+    out = np.zeros((K, heads, D))
+    table = seen(K, C, config.causal[layer], config.windows[layer])
+    for h in range(heads):
+        scores = q[:, h] @ k[:, h * kv // heads].T / np.sqrt(D)
+        scores = np.where(table, scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h * kv // heads]
+    return out.reshape(K, -1) @ w["o_proj.weight"].T
+
+
+def mlp(w, x):
+    gate = x @ w["gate_proj.weight"].T
+    return (gate / (1 + np.exp(-gate)) * (x @ w["up_proj.weight"].T)) @ w["down_proj.weight"].T
+
+
+def convolved(w, config, x, made_from, side):
+    """DFlash 2's convolution with every index written out; `made_from` is the sublayer's input."""
+    K, H = x.shape
+    taps, group = config.conv_kernel_size, config.conv_group_size
+    c = (made_from @ w["kernel_projection.weight"].T).reshape(K, 2, taps, H // group)
+    out = np.zeros_like(x)
+    for i in range(K):
+        for ch in range(H):
+            for t in range(min(taps, i + 1)):
+                out[i, ch] += (w["base_kernel"][side, t, ch] + c[i, side, t, ch // group]) * x[i - t, ch]
+    return out
+
+
+def part(weights, prefix):
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def hidden_states(weights, config, features, block):
+    """Final normed rows [K, H] of a block [K, H] after features [C, n_taps * H_target] of every context row."""
+    eps, theta = config.rms_norm_eps, config.ropes[0].theta
+    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    h = block
+    for layer in range(config.num_hidden_layers):
+        w = part(weights, f"layers.{layer}.")
+
+        def around(name, x, sublayer, w=w):
+            conv = part(w, name)
+            if not conv:
+                return sublayer(x)
+            return convolved(conv, config, sublayer(convolved(conv, config, x, x, 0)), x, 1)
+
+        attention, feed = part(w, "self_attn."), part(w, "mlp.")
+        x = rms_norm(h, w["input_layernorm.weight"], eps)
+        h = h + around("attention_conv.", x, lambda x: attend(attention, config, layer, x, context, theta))  # noqa: B023
+        x = rms_norm(h, w["post_attention_layernorm.weight"], eps)
+        h = h + around("mlp_conv.", x, lambda x: mlp(feed, x))  # noqa: B023
+    return rms_norm(h, weights["norm.weight"], eps)
+
+
+def scores(weights, hidden, unary, candidates, token):
+    """[k] scores of one slot's candidates after `token`."""
+    s = part(weights, "candidate_selector.")
+    query = s["predecessor_codebook"][token] * (s["hidden_projection.weight"] @ hidden)
+    return np.array([u + query @ s["successor_codebook"][c] for u, c in zip(unary, candidates, strict=True)])
+
+
+def selected(weights, config, hidden, logits, anchor):
+    """The selector's greedy path over the mask slots' hidden [N, H] and scaled logits [N, V]."""
+    path, token = [], anchor
+    for h, row in zip(hidden, logits, strict=True):
+        best = np.argsort(-row)[: config.selector_top_k]
+        token = int(best[np.argmax(scores(weights, h, row[best], best, token))])
+        path.append(token)
+    return path

@@ -1,0 +1,251 @@
+"""The drafter's mathematics, v1 and DFlash 2, against NumPy and against an independent implementation's drafted ids."""
+
+import json
+from collections import Counter
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from kit import DATA, TINY, flat, grow, meets, plant, raw_config, references, run
+from mlx.utils import tree_unflatten
+
+from dflash_mlx import drafter as drafter_module
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.drafter import CandidateSelector, build_drafter
+from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.loading import make_drafter
+
+H, V, WIDTH = 32, 61, 26
+
+
+def raw_v2(**changes):
+    nested = {
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],
+        "block_size": 6,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 10,
+        "selector_top_k": 5,
+        **changes.pop("nested", {}),
+    }
+    return raw_config(
+        H, V, block=None, target_hidden_size=WIDTH // 2, architectures=["DFlash2DraftModel"], dflash_config=nested, **changes
+    )
+
+
+def random_drafter(raw, seed=4):
+    """A drafter with random weights and its weights as float64."""
+    config = DrafterConfig.from_dict(raw)
+    mx.random.seed(seed)
+    drafter = build_drafter(config, {})
+    values = {
+        name: mx.random.normal(value.shape) * 0.4 if not mx.any(value).item() else value for name, value in flat(drafter).items()
+    }
+    drafter.update(tree_unflatten(list(values.items())))
+    grow(drafter, 1.5)
+    return drafter, {name: np.array(value, dtype=np.float64) for name, value in flat(drafter).items()}
+
+
+def check_chain(drafter, weights, lengths):
+    """Calls in a row with one cache, against NumPy without one. A negative length: rows injected without drafting."""
+    config = drafter.config
+    rng = np.random.default_rng(1)
+    features = rng.normal(size=(sum(abs(n) for n in lengths), WIDTH))
+    cache, start = drafter.make_cache(), 0
+    for n in lengths:
+        new = mx.array(features[None, start : start + abs(n)], dtype=mx.float32)
+        if n < 0:
+            drafter.inject(new, cache, start)
+        else:
+            block = rng.normal(size=(config.block_size, H))
+            got = drafter(mx.array(block[None], dtype=mx.float32), new, cache, start)
+            expected = reference.hidden_states(weights, config, features[: start + n], block)
+            # float32 against float64.
+            assert np.abs(np.array(got[0]) - expected).max() < 2e-4 * np.abs(expected).max(), (start, n)
+        start += abs(n)
+
+
+LENGTHS = [
+    [4, 1, 1, 3, 1, 6, 1, 1],  # grows past the window by ones
+    [-25, 1, 2, 1, 1, 5],  # a prefill longer than the window
+    [-9, -1, -1, 1, -1, 2],  # rounds that draft nothing
+]
+
+
+@pytest.mark.parametrize("causal,window,lengths", list(product([None, True, False], [None, 5, 11], LENGTHS)))
+def test_a_drafter_agrees_with_numpy(causal, window, lengths):
+    """Causality by rule, by key and by key again; no window, and two that the context outgrows."""
+    kinds = ["full_attention", "sliding_attention"] if window else ["full_attention"] * 2
+    raw = raw_config(H, V, target_hidden_size=WIDTH // 2, layer_types=kinds, sliding_window=window, is_causal=causal)
+    check_chain(*random_drafter(raw), lengths)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("taps", [1, 2, 3])
+def test_a_dflash2_drafter_agrees_with_numpy(taps, lengths):
+    raw = raw_v2(is_causal=False, layer_types=["sliding_attention"] * 2, nested={"conv_kernel_size": taps})
+    check_chain(*random_drafter(raw), lengths)
+
+
+@pytest.mark.parametrize("multiplier,cap", [(None, None), (0.3, None), (0.7, 4.0), (None, 2.0)])
+def test_the_selector_walks_as_numpy_does(multiplier, cap):
+    raw = raw_v2(nested={"output_multiplier": multiplier, "final_logit_softcapping": cap})
+    drafter, weights = random_drafter(raw)
+    rng = np.random.default_rng(2)
+    head, hidden = rng.normal(size=(V, H)), rng.normal(size=(7, 5, H))
+    drafter.bind(None, lambda x: x @ mx.array(head.T, dtype=mx.float32))
+    moved = 0
+    for i, h in enumerate(hidden):
+        logits = h @ head.T * (multiplier or 1.0)
+        logits = cap * np.tanh(logits / cap) if cap else logits
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 8]))[0].tolist()
+        assert got == reference.selected(weights, drafter.config, h, logits, i * 8)
+        moved += got != logits.argmax(-1).tolist()
+    # The selector matters here: it leaves the argmax.
+    assert moved > 3
+
+
+def test_a_head_that_caps_itself_is_not_capped_twice():
+    """A borrowed head is the target's own code: its scale and soft-cap are in it already."""
+    drafter, _ = random_drafter(raw_v2(nested={"output_multiplier": 0.2, "final_logit_softcapping": 3.0}))
+    matrix = mx.random.normal((H, V), key=mx.random.key(1))
+    hidden = mx.random.normal((1, 4, H), key=mx.random.key(2))
+
+    def capped(x):
+        return 3.0 * mx.tanh(x @ matrix * 0.2 / 3.0)
+
+    outside = drafter.bind(None, lambda x: x @ matrix).candidates(hidden)
+    inside = drafter.bind(None, capped).candidates(hidden)
+    assert mx.array_equal(mx.sort(inside[1]), mx.sort(outside[1]))
+    assert mx.allclose(mx.sort(inside[0]), mx.sort(outside[0]), rtol=1e-5)
+
+
+def test_the_sampled_walk_has_the_distribution_that_it_claims():
+    """20 000 walks over two slots of three candidates, total variation against the product of softmaxes over the path."""
+    drafter, weights = random_drafter(raw_v2(nested={"selector_top_k": 3}))
+    rng = np.random.default_rng(3)
+    n, temperature = 20_000, 0.8
+    hidden, unary = rng.normal(size=(2, H)) * 0.5, rng.normal(size=(2, 3))
+    candidates = np.array([[7, 50, 12], [9, 7, 33]])
+    mx.random.seed(11)
+    wide = [
+        mx.broadcast_to(mx.array(a), (n, *a.shape)) for a in (hidden.astype(np.float32), unary.astype(np.float32), candidates)
+    ]
+    walks = drafter.candidate_selector(*wide, mx.full((n,), 21), temperature=temperature)
+    counts = Counter(map(tuple, walks.tolist()))
+    distance = 0.0
+    for i, first in enumerate(candidates[0]):
+        p = softmax(reference.scores(weights, hidden[0], unary[0], candidates[0], 21) / temperature)[i]
+        q = softmax(reference.scores(weights, hidden[1], unary[1], candidates[1], first) / temperature)
+        distance += sum(abs(counts[first, second] / n - p * q[j]) for j, second in enumerate(candidates[1])) / 2
+    # Expected about 0.01 for 9 outcomes; the second slot drawn without its predecessor gives 0.1 and more.
+    assert distance < 0.02 and len(counts) == 9
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def dflash2_pair(model):
+    data = references(DATA / "dflash2" / "rounds.json")
+    weights = dict(mx.load(str(TINY / "drafter" / "model.safetensors"))) | mx.load(str(DATA / "dflash2" / "extra.safetensors"))
+    return make_drafter(DrafterConfig.from_dict(data["config"]), weights, model), data["prompts"]
+
+
+def is_met(pair, cases, **options):
+    model, tokenizer, _ = pair
+    drafter, prompts = dflash2_pair(model)
+    prompts = [prompts[i] for i in cases]
+    return all(
+        meets(run(model, drafter, c["prompt_ids"], len(c["ids"]), tokenizer, **options), c["ids"], c["rounds"]) for c in prompts
+    )
+
+
+def test_every_drafted_id_is_the_independent_implementations(pair):
+    assert is_met(pair, range(8))
+
+
+@pytest.mark.parametrize("step", [5, 64])
+def test_drafted_ids_do_not_depend_on_the_prefill_step(pair, step):
+    assert is_met(pair, (6,), prefill_step_size=step)
+
+
+FAULTS = {
+    "after-convolution made from its own input": (
+        (drafter_module.ConvolutionLayer, "__call__", "h + DynamicConvolution.convolve(x, after)", "h + x"),
+    ),
+    "sides swapped": (
+        (drafter_module.ConvolutionLayer, "__call__", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),
+    ),
+    "taps reversed": (
+        (drafter_module.DynamicConvolution, "kernels", "return self.base_kernel[:", "return self.base_kernel[:, ::-1][:"),
+    ),
+    "rows wrap round": (
+        (drafter_module.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
+    ),
+    "codebooks swapped": (
+        (CandidateSelector, "__call__", "query = self.predecessor_codebook", "query = self.successor_codebook"),
+    ),
+    "predecessor is always the anchor": ((CandidateSelector, "__call__", "mx.minimum(token, last)", "mx.minimum(anchor, last)"),),
+    "hidden row of the next slot": ((CandidateSelector, "__call__", "* projected[:, i]", "* projected[:, i - 1]"),),
+    "unary left out": ((CandidateSelector, "__call__", "unary[:, i] + ", ""),),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_dflash2_fault_changes_the_drafted_ids(pair, monkeypatch, fault):
+    for owner, name, old, new in FAULTS[fault]:
+        plant(monkeypatch, owner, name, old, new)
+        if name == "convolve":
+            monkeypatch.setattr(owner, name, staticmethod(getattr(owner, name)))
+    assert not is_met(pair, (1, 6))
+
+
+def test_missing_dflash2_keys_and_sizes_are_named_together():
+    raw = raw_v2(vocab_size=None)
+    raw["dflash_config"] |= {"conv_group_size": 7, "selector_rank": None}
+    with pytest.raises(
+        ConfigError, match=r"selector_rank is missing.*vocab_size is missing.*32 is not a multiple of conv_group_size = 7"
+    ):
+        DrafterConfig.from_dict(raw)
+
+
+def test_a_v1_checkpoint_under_a_dflash2_config_is_refused(pair):
+    data = references(DATA / "dflash2" / "rounds.json")
+    weights = dict(mx.load(str(TINY / "drafter" / "model.safetensors")))
+    with pytest.raises(CheckpointError, match="missing candidate_selector.hidden_projection.weight"):
+        make_drafter(DrafterConfig.from_dict(data["config"]), weights, pair[0])
+
+
+def test_codebooks_shorter_than_the_vocabulary_bound_the_candidates():
+    drafter, _ = random_drafter(raw_v2(nested={"selector_vocab_size": 40}))
+    drafter.bind(None, lambda x: mx.broadcast_to(mx.arange(V, dtype=mx.float32), (*x.shape[:2], V)))
+    hidden = mx.random.normal((1, 3, H))
+    assert sorted(drafter.candidates(hidden)[1][0, 0].tolist()) == [35, 36, 37, 38, 39]
+    # The anchor may be a token that was added after training.
+    assert max(drafter.choose(hidden, mx.array([60]))[0].tolist()) < 40
+
+
+def test_a_quantized_dflash2_drafter_loads_and_keeps_its_codebooks(pair, tmp_path):
+    from dflash_mlx import convert, load_drafter
+
+    data = references(DATA / "dflash2" / "rounds.json")
+    weights = dict(mx.load(str(TINY / "drafter" / "model.safetensors"))) | mx.load(str(DATA / "dflash2" / "extra.safetensors"))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(data["config"]))
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+    case = data["prompts"][1]
+    loaded = load_drafter(str(source), pair[0])
+    assert meets(run(pair[0], loaded, case["prompt_ids"], len(case["ids"]), pair[1]), case["ids"], case["rounds"])
+    convert(str(source), str(tmp_path / "q"), quantize=True, q_bits=8, q_group_size=32)
+    loaded = load_drafter(str(tmp_path / "q"), pair[0])
+    assert loaded.candidate_selector.predecessor_codebook.dtype == mx.float32
+    got = run(pair[0], loaded, case["prompt_ids"], len(case["ids"]), pair[1])
+    assert [r.token for r in got] == case["ids"]
+    expected = sum(r["accepted"] + 1 for r in case["rounds"]) / len(case["rounds"])
+    assert got[-1].stats.tau > 0.8 * expected
