@@ -1,0 +1,284 @@
+"""Every kernel on this machine's GPU: is it right, do its rows agree bit for bit, how long does it take beside stock MLX.
+
+    python bench/kernels.py                          all kernels; a table and bench/results/kernels-DEVICE.json
+    python bench/kernels.py --only block_qmm --columns 1 2 4 8
+    python bench/kernels.py --generate 2000          the built-in pair with kernels forced on and off: same ids?
+
+Runs on Apple GPUs (Metal) and NVIDIA GPUs (CUDA). Times are medians over samples; a sample evaluates many calls at once, over
+as many copies of the weights as it takes to leave every cache (512 MB), so that GB/s are the memory's. Bytes are those that must
+move once: weights, scales and biases, or keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
+from dflash_mlx.kernels.layers import BlockLayers
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = (1, 2, 4, 8, 16)
+SPREAD_BYTES = 512e6
+TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# Qwen3-8B: (name, N, K)
+LAYERS = [("q or o", 4096, 4096), ("k or v", 1024, 4096), ("gate or up", 12288, 4096), ("down", 4096, 12288)]
+
+# (model, query heads, KV heads, head dimension, keys, window)
+CACHES = [
+    ("Qwen3-8B", 32, 8, 128, 1024, 0),
+    ("Qwen3-8B", 32, 8, 128, 8192, 0),
+    ("Qwen3-8B", 32, 8, 128, 32768, 0),
+    ("Qwen3.5-27B", 24, 4, 256, 8192, 0),
+    ("gpt-oss", 64, 8, 64, 8192, 128),
+]
+
+
+def median_s(calls: Sequence[Callable[[], Sequence[mx.array]]], samples: int) -> float:
+    """Seconds of one call, the median over samples that evaluate all calls together; two samples are thrown away first."""
+    times = []
+    for _ in range(samples + 2):
+        begin = time.perf_counter()
+        mx.eval([c() for c in calls])
+        times.append((time.perf_counter() - begin) / len(calls))
+    return statistics.median(times[2:])
+
+
+def spread(bytes_each: int, most: int = 64) -> int:
+    """Copies that together are larger than any cache, at least 8 so that launches overlap as in a pass."""
+    return max(8, min(most, int(SPREAD_BYTES // max(bytes_each, 1)) + 1))
+
+
+def size(arrays: Sequence[mx.array]) -> int:
+    return sum(a.nbytes for a in arrays)
+
+
+Calls = list[Callable[[], Sequence[mx.array]]]
+
+
+def over(f: Callable, arguments: Sequence[tuple]) -> Calls:
+    """One call of f for each tuple of arguments."""
+    return [partial(f, *a) for a in arguments]
+
+
+class Bench:
+    """Checks, times and prints; `entries` is the record."""
+
+    def __init__(self, dtype: mx.Dtype, samples: int):
+        self.dtype, self.samples, self.entries = dtype, samples, []
+        self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
+
+    def add(
+        self, kernel: str, what: str, rows: int, ours: Calls, stock: Calls, same, invariant: bool | None, nbytes: int
+    ) -> None:
+        """Check and time one shape; print its line."""
+        a, b = ours[0](), stock[0]()
+        mx.eval(a, b)
+        wrong = same(*([x] if isinstance(x, mx.array) else x for x in (a, b)))
+        kernel_s, stock_s = median_s(ours, self.samples), median_s(stock, self.samples)
+        e = {
+            "kernel": kernel,
+            "what": what,
+            "rows": rows,
+            "wrong": wrong,
+            "rows_bit_equal": invariant,
+            "kernel_us": kernel_s * 1e6,
+            "stock_us": stock_s * 1e6,
+            "kernel_gbps": nbytes / kernel_s / 1e9,
+            "stock_gbps": nbytes / stock_s / 1e9,
+        }
+        self.entries.append(e)
+        verdict = "right" if wrong is None else f"WRONG: {wrong}"
+        bits = {True: "rows agree", False: "ROWS DIFFER", None: ""}[invariant]
+        print(f"{kernel:17} {what:34} {rows:3} rows  {kernel_s * 1e6:9.1f} us  stock {stock_s * 1e6:9.1f} us", end="")
+        print(f"  x{stock_s / kernel_s:5.2f}  {e['kernel_gbps']:7.0f} GB/s  {verdict}  {bits}", flush=True)
+
+    def block_qmm(self, columns: int | None = None) -> None:
+        f, g = partial(block_qmm.block_qmm_kernel, columns=columns), block_qmm.block_qmm_ops
+        for bits in (4, 8):
+            for name, n, k in LAYERS:
+                keys = mx.random.split(mx.random.key(1), 2)
+                first = mx.quantize(mx.random.normal((n, k), dtype=self.dtype, key=keys[0]), group_size=64, bits=bits)
+                weights = [[a + 0 for a in first] for _ in range(spread(size(first)))]
+                x = mx.random.normal((16, k), dtype=self.dtype, key=keys[1])
+                mx.eval(weights, x)
+                alone = [f(x[m : m + 1], *first, 64, bits) for m in range(16)]
+                for m in ROWS:
+                    given = [(x[:m], *w, 64, bits) for w in weights]
+                    equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[:m])))
+                    what = f"{bits} bit {name} N {n} K {k}" + (f" columns {columns}" if columns else "")
+                    self.add("block_qmm", what, m, over(f, given), over(g, given), self.same, equal, size(first))
+
+    def block_gather_qmm(self) -> None:
+        f, g = block_gather_qmm.block_gather_qmm_kernel, block_gather_qmm.block_gather_qmm_ops
+        # Qwen3.6-35B-A3B: 256 experts, 8 a row; gpt-oss-20b: 32 experts, 4 a row.
+        for name, e, share, n, k in (("A3B gate or up", 256, 8, 512, 2048), ("gpt-oss gate or up", 32, 4, 2880, 2880)):
+            keys = mx.random.split(mx.random.key(2), 3)
+            w = mx.random.normal((e * n, k), dtype=self.dtype, key=keys[0])
+            w = [a.reshape(e, n, -1) for a in mx.quantize(w, group_size=32, bits=4)]
+            x = mx.random.normal((16, k), dtype=self.dtype, key=keys[1])
+            ids = mx.argsort(mx.random.uniform(shape=(16, e), key=keys[2]), axis=-1)[:, :share].astype(mx.uint32)
+            copies = [[a + 0 for a in w] for _ in range(2)]
+            mx.eval(copies, x, ids)
+            alone = [f(x[m : m + 1], *w, ids[m], 32, 4) for m in range(16)]
+            for m in ROWS:
+                given = [(x[:m], *c, ids[:m].reshape(-1), 32, 4) for c in copies] * 8
+                equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[:m])))
+                used = len({i for row in ids[:m].tolist() for i in row})
+                nbytes = size(w) * used // e
+                self.add("block_gather_qmm", f"4 bit {name}", m, over(f, given), over(g, given), self.same, equal, nbytes)
+
+    def head_argmax(self) -> None:
+        v, h = 151936, 4096
+        for quantized in ((64, 4), None):
+            trials = head_argmax.trials(v, h, self.dtype, quantized, rows=ROWS)
+            nbytes = v * h * 9 // 16 if quantized else v * h * self.dtype.size
+            ids = [t.kernel() for t in trials]
+            for m, t, got in zip(ROWS, trials, ids, strict=True):
+                equal = all(bool(mx.array_equal(a, b[:m])) for a, b in zip(got, ids[-1], strict=True))
+                what = f"{'4 bit' if quantized else 'dense'} V {v} H {h}"
+                self.add("head_argmax", what, m, [t.kernel] * 8, [t.stock] * 8, t.same, equal, nbytes)
+
+    def accept(self) -> None:
+        for n in (7, 15):
+            (t,) = accept.trials(1, n)
+            self.add("accept", f"N {n}", 1, [t.kernel] * 64, [t.stock] * 64, t.same, None, 4 * (2 * n + 1))
+
+    def block_attention(self) -> None:
+        f, g = block_attention.block_attention_kernel, block_attention.block_attention_ops
+        same = choice.same_floats({4: 1e-4, 2: 5e-2}[self.dtype.size])
+        for name, hq, hk, d, s, window in CACHES:
+            if d * self.dtype.size > 512:
+                continue
+            keys = mx.random.split(mx.random.key(3), 3)
+            q = mx.random.normal((1, hq, 16, d), dtype=self.dtype, key=keys[0])
+            k, v = (mx.random.normal((1, hk, s, d), dtype=self.dtype, key=key) for key in keys[1:])
+            copies = [[k + 0, v + 0] for _ in range(spread(2 * k.nbytes, 16))]
+            mx.eval(q, copies)
+            rest = (d**-0.5, True, window)
+            alone = [f(q[:, :, i : i + 1], k[:, :, : s - 15 + i], v[:, :, : s - 15 + i], *rest) for i in range(16)]
+            for m in ROWS:
+                given = [(q[:, :, 16 - m :], *c, *rest) for c in copies]
+                equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[16 - m :], axis=2)))
+                seen = min(s, window + m) if window else s
+                what = f"{name} S {s}" + (f" window {window}" if window else "")
+                self.add("block_attention", what, m, over(f, given), over(g, given), same, equal, 2 * k.nbytes * seen // s)
+
+
+def sixteen_over_one(entries: list[dict]) -> None:
+    """The number that drafting lives on: what 16 rows cost, in rows."""
+    print("\ntime of 16 rows over 1 row; last: our 16 rows over stock's 1 row")
+    by = {(e["kernel"], e["what"], e["rows"]): e for e in entries}
+    for (kernel, what, rows), e in by.items():
+        if rows == 16 and (one := by.get((kernel, what, 1))):
+            ours, stock = e["kernel_us"] / one["kernel_us"], e["stock_us"] / one["stock_us"]
+            print(f"{kernel:17} {what:34} kernel {ours:5.2f}   stock {stock:5.2f}   {e['kernel_us'] / one['stock_us']:5.2f}")
+
+
+def generate(tokens: int, pair: str, bits: int) -> dict:
+    """The built-in pair, its target quantized, with the layer kernels forced on and off: the same ids?
+
+    A difference counts as a tie only if the top-2 gap there is below twice the difference between the two passes.
+    """
+    import mlx.nn as nn
+
+    from dflash_mlx import load, load_drafter, stream_generate
+
+    model, tokenizer = load(pair, dtype=mx.float16)
+    if not BlockLayers(model).layers:
+        nn.quantize(model, 32, bits)
+    drafter = load_drafter(pair, model)
+    layers, cls = BlockLayers(model), type(model)
+
+    class Blocked(cls):
+        def __call__(self, *args, **kwargs):
+            with layers.swapped():
+                return super().__call__(*args, **kwargs)
+
+    def switch(mode: str) -> None:
+        os.environ[choice.VARIABLE] = mode
+        model.__class__ = Blocked if mode == "on" else cls
+
+    prompts = ["Write a story about a small boat.", "Explain why the sky is blue.", "List ten animals and what they eat."]
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts]
+    answers: dict[str, list[list[int]]] = {}
+    seconds: dict[str, float] = {}
+    for mode in ("off", "on"):
+        switch(mode)
+        begin = time.perf_counter()
+        most = tokens // len(prompts) + 1
+        answers[mode] = [
+            [r.token for r in stream_generate(model, tokenizer, p, max_tokens=most, draft_model=drafter)] for p in prompts
+        ]
+        seconds[mode] = time.perf_counter() - begin
+    ties = faults = 0
+    for prompt, off, on in zip(prompts, *answers.values(), strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(off, on, strict=False)) if a != b), None)
+        if at is not None:
+            gap, apart = last_row(model, [*prompt, *off[:at]], switch)
+            tie = gap < 2 * apart
+            ties, faults = ties + tie, faults + (not tie)
+            print(f"token {at} differs: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NOT A TIE'}")
+    total = sum(map(len, answers["off"]))
+    print(f"{total} tokens, {ties} ties, {faults} faults; kernels off {seconds['off']:.1f} s, on {seconds['on']:.1f} s")
+    return {"tokens": total, "ties": ties, "faults": faults, "seconds": seconds}
+
+
+def last_row(model, text: list[int], switch: Callable[[str], None]) -> tuple[float, float]:
+    """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels on and off, from one cache."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    switch("off")
+    model(mx.array([text[:-1]]), cache=cache)
+    rows = []
+    for mode in ("off", "on"):
+        switch(mode)
+        rows.append(model(mx.array([text[-1:]]), cache=copy.deepcopy(cache))[0, -1].astype(mx.float32))
+    two = mx.topk(rows[0], 2)
+    return float(mx.abs(two[0] - two[1])), float(mx.max(mx.abs(rows[0] - rows[1])))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
+    p.add_argument("--only", nargs="+", choices=names, default=names)
+    p.add_argument("--dtype", choices=TYPES, default="bfloat16")
+    p.add_argument("--samples", type=int, default=9)
+    p.add_argument("--columns", type=int, nargs="+", default=[None], help="columns of a simd group in block_qmm, to compare")
+    p.add_argument("--generate", type=int, metavar="TOKENS", help="compare generation with kernels on and off instead")
+    p.add_argument("--pair", default="tiny")
+    p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
+    p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
+    args = p.parse_args()
+    if not (mx.metal.is_available() or mx.cuda.is_available()):
+        p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
+    device = mx.device_info().get("device_name", "gpu").replace(" ", "-")
+    record = {"device": device, "mlx": mx.__version__, "date": str(datetime.date.today()), "dtype": args.dtype}
+    if args.generate:
+        record["generate"] = generate(args.generate, args.pair, args.bits)
+    else:
+        bench = Bench(TYPES[args.dtype], args.samples)
+        for name in args.only:
+            for columns in args.columns if name == "block_qmm" else [None]:
+                getattr(bench, name)(*([columns] if name == "block_qmm" else []))
+        sixteen_over_one(bench.entries)
+        record["entries"] = bench.entries
+    out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
