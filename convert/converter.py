@@ -13,13 +13,14 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
+from dflash_mlx.drafter import ARCHITECTURES
 from dflash_mlx.errors import ConversionError
 
 from . import report
-from .drafters import cast_tensors, quantize_tensors, read_drafter
+from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
 from .quantize import Predicate, Recipe, cast, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
-from .tokenizers import copy_tokenizer
+from .tokenizers import copy_tokenizer, tokenizer_files
 from .write import staged_directory, write_json, write_weights
 
 _RECORD = "conversion.json"
@@ -134,6 +135,8 @@ def _convert_target(
     del model, loaded
     write_weights(staging, weights, checkpoint.largest_file_bytes)
     copy_tokenizer(checkpoint, staging)
+    if not tokenizer_files(staging):
+        notes.append("no tokenizer files in the source: the converted model takes and gives token ids only")
 
     record = _record("target", checkpoint, tensors, recipe, dropped, fates, notes)
     record["family"], record["layout"] = family, layout
@@ -210,21 +213,21 @@ def _convert_drafter(
 
 
 def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig, raw: Mapping) -> dict:
-    if config.architecture not in ("DFlashDraftModel", "") or config.unsupported or config.draft_vocab_size:
-        return {"not_checked": f"this version cannot run {config.architecture or 'such a drafter'} on its own"}
+    if config.architecture not in ARCHITECTURES or config.unsupported:
+        return {"not_checked": f"this version cannot run {config.architecture or 'such a drafter'}"}
 
-    def build(model, weights) -> None:
+    def fill(model, weights) -> None:
         quantize_to_match(model, weights, dict(raw), checkpoint.source)
-        model.load_weights(list(weights.items()), strict=True)
+        model.load_weights([item for item in weights.items() if item[0] not in TARGET_COPIES], strict=True)
 
     try:
-        source = report.drafter_outputs(config, read_drafter(checkpoint).weights, build)
+        source = report.drafter_outputs(config, read_drafter(checkpoint).weights, fill)
     except ValueError as error:
         raise ConversionError(
             f"expected the tensors of a DFlash drafter as config.json describes it in {checkpoint.source}; "
             f"found: {' '.join(str(error).split())}. Use the config.json that came with the weights."
         ) from error
-    written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, build)
+    written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, fill)
     return report.compare_drafters(source, written) | {"reference": "the source, loaded by this package"}
 
 

@@ -20,6 +20,8 @@ from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, choose
 
 _PREFIX = "model."
+# tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
+TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 
 @dataclass

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.drafter import Drafter
+from dflash_mlx.drafter import Drafter, build_drafter
 from dflash_mlx.version import __version__
 
 from .write import file_record
@@ -66,14 +66,14 @@ def _log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], build: Callable[[Drafter, dict], None]) -> mx.array:
+def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], fill: Callable[[Drafter, dict], None]) -> mx.array:
     """Hidden states [K, H] in float32 of one drafter pass over fixed random context features and block.
 
     Args:
-      build: puts the weights into a fresh drafter (quantizing its layers first where they are quantized).
+      fill: puts the weights into a fresh drafter (quantizing its layers first where they are quantized).
     """
-    drafter = Drafter(config)
-    build(drafter, weights)
+    drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
+    fill(drafter, weights)
     drafter.set_dtype(mx.float32)
     keys = mx.random.split(mx.random.key(7), 2)
     features = mx.random.normal((1, _POSITIONS, len(config.target_layer_ids) * config.target_hidden_size), key=keys[0])

@@ -78,8 +78,10 @@ def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> L
         from .gguf import read_gguf
 
         source = read_gguf(checkpoint.path)
-        weights = gguf_weights(source)
-        return build_target(source.config, weights, str(checkpoint.path))
+        loaded = build_target(source.config, gguf_weights(source), str(checkpoint.path))
+        # by the file's own names: what its reader did to each tensor is more than a renaming
+        loaded.fates = dict(source.fates)
+        return loaded
     require_target(checkpoint, trust_remote_code=trust_remote_code)
     config = checkpoint.config
     weights, config, notes = decode_quantized(checkpoint.load(), config, checkpoint)
