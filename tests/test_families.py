@@ -16,6 +16,7 @@ from families import (
     FAMILIES,
     PLAN,
     RIGHT,
+    Known,
     V,
     error,
     family,
@@ -31,6 +32,7 @@ from mlx_lm.models import gemma3n
 
 from dflash_mlx import cache as cache_module
 from dflash_mlx import generation, make_prompt_cache, taps, verify
+from dflash_mlx.drafter import Drafter
 from dflash_mlx.errors import CacheError, GenerationError, TapError
 from dflash_mlx.loading import check_pair
 from dflash_mlx.taps import Target
@@ -65,6 +67,34 @@ def test_a_family_gives_plain_decodings_ids_and_logits(name):
     # The logits of each kept row too, whatever the text: a line of greedy tokens may repeat itself.
     line = some_line(60)
     assert error(in_blocks(model, line, 19, PLAN), one_at_a_time(model, line, 19)) < TOLERANCE
+
+
+class Recorder(Known):
+    """Drafts as a random drafter does, writes that down, and hands on the known line, so that rounds of all depths follow."""
+
+    def draft(self, anchor, features, cache, start, block_size):
+        at = start + features.shape[1]
+        drafted = Drafter.draft(self, anchor, features, cache, start, block_size)
+        self.drafted[at] = drafted[0].tolist()
+        known = [*self._line[at + 1 : at + block_size], *[0] * block_size][: block_size - 1]
+        return mx.array([[t if self.right(at + 1 + i) else (t + 1) % 50 for i, t in enumerate(known)]], dtype=mx.int32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafted_ids_are_those_of_a_drafter_without_caches(name):
+    """At every round: features of the whole text from one plain pass, and a drafter that has never seen any of it."""
+    model, prompt = family(name), some_line(19)
+    line = greedy_line(model, prompt, 30)
+    drafter = known_drafter(model, line, "noisy")
+    drafter.__class__ = Recorder
+    drafter.drafted = {}
+    assert ids_of(run(model, drafter, prompt, 30, block_size=5, prefill_step_size=7)) == line[19:]
+    assert len(drafter.drafted) > 8
+    target = Target(model, drafter.config.target_layer_ids)
+    for at, drafted in drafter.drafted.items():
+        _, features = target(mx.array([line[:at]]), mlx_lm_cache.make_prompt_cache(model))
+        expected = Drafter.draft(drafter, mx.array([line[at]]), features, drafter.make_cache(), 0, 5)
+        assert drafted == expected[0].tolist(), at
 
 
 @pytest.mark.parametrize("name", FAMILIES)
