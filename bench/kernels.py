@@ -209,8 +209,12 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
         os.environ[choice.VARIABLE] = mode
         model.__class__ = Blocked if mode == "on" else cls
 
-    prompts = ["Write a story about a small boat.", "Explain why the sky is blue.", "List ten animals and what they eat."]
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts]
+    questions = ["Write a story about a small boat.", "Explain why the sky is blue.", "List ten animals and what they eat."]
+    if tokenizer.has_chat_template:
+        chats = [[{"role": "user", "content": q}] for q in questions]
+        prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats]
+    else:
+        prompts = [tokenizer.encode(q) for q in questions]
     answers: dict[str, list[list[int]]] = {}
     seconds: dict[str, float] = {}
     for mode in ("off", "on"):
