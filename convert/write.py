@@ -32,16 +32,20 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
     """
     destination = Path(os.path.abspath(destination.expanduser()))
     _check_destination(destination, source, force)
-    made = _make_parents(destination.parent)
-    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
+    made = [p for p in destination.parents if not p.exists()]
+    staging = None
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
         yield staging
         os.chmod(staging, 0o777 & ~_umask())
         _swap_in(staging, destination)
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        for parent in reversed(made):
-            parent.rmdir()
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        for parent in made:
+            if parent.exists():
+                parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, ConversionError):
             raise ConversionError(f"expected to write {destination}; found: {error}. Nothing was left behind.") from error
         raise
@@ -61,12 +65,6 @@ def _check_destination(destination: Path, source: Checkpoint, force: bool) -> No
         raise ConversionError(
             f"expected a new directory; {destination} exists. Choose another path, or pass --force to replace it."
         )
-
-
-def _make_parents(parent: Path) -> list[Path]:
-    made = [p for p in [parent, *parent.parents] if not p.exists()][::-1]
-    parent.mkdir(parents=True, exist_ok=True)
-    return made
 
 
 def _umask() -> int:

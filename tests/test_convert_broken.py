@@ -304,3 +304,12 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
     assert os.path.exists(source / "model.safetensors")
+
+
+def test_a_destination_below_a_file_is_said(tmp_path):
+    source = whole(tmp_path / "source")
+    (tmp_path / "file").write_text("x")
+    before = state(tmp_path)
+    with pytest.raises(ConversionError, match="expected to write .*Not a directory"):
+        convert(str(source), str(tmp_path / "file" / "deep" / "out"))
+    assert state(tmp_path) == before

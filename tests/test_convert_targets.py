@@ -389,3 +389,23 @@ def test_loading_changes_nothing_global(tmp_path, plain):
     assert (llama.TransformerBlock.__call__, llama.MLP.__call__) == classes
     assert transformers.logging.get_verbosity() == verbosity
     assert mx.array_equal(load_model(path)[0](mx.arange(9)[None]), before)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_gguf_file_loads_and_converts_to_one_model(tmp_path, kind):
+    from gguf import GGMLQuantizationType
+    from gguf_files import FAMILIES as GGUF_FAMILIES
+    from gguf_files import random_weights, write_model
+
+    config = GGUF_FAMILIES["llama"]
+    meant = write_model(tmp_path / "m.gguf", "llama", random_weights(config), GGMLQuantizationType[kind])
+    done = convert(str(tmp_path / "m.gguf"), str(tmp_path / "mlx"))
+    assert done.record["parity"]["max_logit_difference"] == 0
+    assert kind in done.record["source_tensors"]["blk.0.attn_q.weight"]
+    direct, converted = in_float32(tmp_path / "m.gguf"), in_float32(tmp_path / "mlx")
+    floats = write_checkpoint(tmp_path / "floats", config, {name: mx.array(weight) for name, weight in meant.items()})
+    ids = mx.arange(20)[None]
+    assert mx.array_equal(direct(ids), converted(ids))
+    expected = in_float32(floats)(ids)
+    assert mx.abs(direct(ids) - expected).max() < 2e-4 * mx.abs(expected).max()
+    assert (tmp_path / "mlx" / "tokenizer.json").exists()
