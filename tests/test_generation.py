@@ -12,6 +12,7 @@ from kit import (
     DATA,
     Noisy,
     Oracle,
+    flat,
     greedy_ids,
     ids_of,
     letters,
@@ -386,6 +387,67 @@ def test_prefill_evaluates_chunk_by_chunk(tiny, monkeypatch):
     monkeypatch.setattr(mx, "eval", lambda *args: (calls.append(1), original(*args))[1])
     run(model, drafter, PROMPT * 8, 1, prefill_step_size=4)
     assert len(calls) == 10, "39 tokens in chunks of 4"
+
+
+def peak_of(run_it):
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run_it()
+    return mx.get_peak_memory() - before
+
+
+def test_prefill_makes_no_logits_of_the_prompt_and_no_row_of_features_twice():
+    vocab, prompt = 20000, [(7 * i) % 61 for i in range(513)]
+    model = tiny_target(seed=3, layers=3, vocab=vocab)
+    drafter = tiny_drafter(model)
+    run(model, drafter, prompt, 1)
+    peak = peak_of(lambda: run(model, drafter, prompt, 1))
+    # 123: logits of all rows would be 41 MB; caches, features and one layer's scores of 512 rows are far less.
+    assert peak < 512 * vocab * 4 / 2, f"{peak / 1e6:.1f} MB"
+
+
+def test_memory_of_prefill_grows_with_the_caches_alone():
+    model = tiny_target(seed=3)
+    drafter = tiny_drafter(model)
+    peaks = []
+    for n in (512, 2048):
+        prompt = [(7 * i) % 61 for i in range(n + 1)]
+        peaks.append(peak_of(lambda prompt=prompt: run(model, drafter, prompt, 1, prefill_step_size=64)))
+    # Keys and values of 4 target layers and a full drafter layer, 2 heads of 8, float32; twice while they grow.
+    rows = 2 * 5 * 2 * 2 * 8 * 4
+    assert peaks[1] - peaks[0] < 1.5 * 1536 * rows, peaks
+
+
+def test_a_drafter_takes_no_copy_of_the_target(pair):
+    model = pair[0]
+    drafter_bytes = sum(a.nbytes for a in flat(pair[2]).values())
+    held = []
+    grown = peak_of(lambda: held.append(dflash_mlx.load_drafter("tiny", model)))
+    # The file's bfloat16 weights and their float32 form.
+    assert grown < 2 * drafter_bytes, f"{grown / 1e6:.1f} MB for a drafter of {drafter_bytes / 1e6:.1f} MB"
+
+
+def test_the_whole_prompt_is_in_the_drafters_context_before_round_one():
+    model = tiny_target(seed=2)
+    prompt = [(7 * i + i // 5) % 61 for i in range(600)]
+    oracle = tiny_drafter(model, cls=Oracle).learn(prompt + greedy_ids(model, prompt, 20), model)
+    rows = []
+    check = oracle.check
+    oracle.check = lambda features, cache, start: (rows.append((start, features.shape[1])), check(features, cache, start))
+    run(model, oracle, prompt, 9, prefill_step_size=128)
+    assert rows[:6] == [(0, 128), (128, 128), (256, 128), (384, 128), (512, 87), (599, 1)]
+
+
+def test_a_drafter_that_overflows_in_float16_changes_no_token():
+    model = tiny_target(seed=2)
+    model.set_dtype(mx.float16)
+    drafter = tiny_drafter(model)
+    drafter.fc.weight = drafter.fc.weight * 1e5
+    drafter.set_dtype(mx.float16)
+    assert not mx.isfinite(drafter.fc(mx.ones((1, 1, 48), mx.float16))).all().item()
+    assert ids_of(run(model, drafter, PROMPT, 20)) == greedy_ids(model, PROMPT, 20)
 
 
 def test_nothing_is_written_to_stdout_or_stderr():
