@@ -24,6 +24,7 @@ class GenerationStats:
 
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
+    n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
     """
@@ -35,6 +36,7 @@ class GenerationStats:
     n_rounds: int = 0
     n_drafting: int = 0
     n_committed: int = 0
+    n_verified: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _passes_s: float = 0.0
@@ -49,6 +51,7 @@ class GenerationStats:
         if width:
             self.n_drafting += 1
             self.n_committed += accepted + 1
+            self.n_verified += width
         if self.keep_rounds:
             self.rounds.append(Round(drafted=drafted, accepted=accepted, bonus=bonus, width=width))
             if width:
