@@ -96,9 +96,7 @@ def generate(
         Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, bfloat16 on a GPU.")
     ] = None,
     prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = None,
-    max_kv_size: Annotated[
-        int | None, typer.Option(min=1, help="Rotating KV cache of this many rows.")
-    ] = None,
+    max_kv_size: Annotated[int | None, typer.Option(min=1, help="Rotating KV cache of this many rows.")] = None,
     kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Quantize the KV cache to this many bits.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
@@ -264,6 +262,74 @@ def chat(
     room.run()
     if room.failed and not room.interactive:
         raise SystemExit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="Target, as in generate. Default: the built-in pair.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter for --model, or 'auto'.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
+    api_key: Annotated[str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send.")] = None,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request in MB (1e6 bytes).")] = 8.0,
+    allowed_origins: Annotated[str, typer.Option(help="Web pages that may send requests, comma-separated; '*': all.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer unless asked.")] = 512,
+    temp: Annotated[float, typer.Option(min=0, help="Temperature unless asked; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling unless asked.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Top-k unless asked.")] = 0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Min-p unless asked.")] = 0.0,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Slots drafted a round, the anchor included.")] = None,
+    chat_template_args: Annotated[str, typer.Option(help="JSON object, such as '{\"enable_thinking\": false}'.")] = "{}",
+    prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = 2048,
+    prompt_cache_size: Annotated[int, typer.Option(min=1, help="Prompt caches kept across requests.")] = 10,
+    prompt_cache_gb: Annotated[
+        float | None, typer.Option(min=0, help="Most memory of the kept caches in GB (1e9 bytes).")
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request on stderr.")] = False,
+) -> None:
+    """Serve OpenAI's chat and text completions. Requests run one at a time in the order in which they come."""
+    if draft_model and not model:
+        raise typer.BadParameter("it needs --model, the target it was trained for", param_hint="--draft-model")
+    if block_size is not None and model and not draft_model:
+        raise typer.BadParameter("it needs a drafter", param_hint="--block-size")
+    try:
+        template_args = json.loads(chat_template_args)
+    except ValueError:
+        template_args = None
+    if not isinstance(template_args, dict):
+        raise typer.BadParameter("give a JSON object", param_hint="--chat-template-args")
+    import logging
+
+    from .serve import Options
+    from .serve import serve as run
+
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
+    options = Options(
+        model=model,
+        draft_model=draft_model,
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        max_body_bytes=int(max_body_mb * 1e6),
+        allowed_origins=[origin for origin in allowed_origins.split(",") if origin],
+        max_tokens=max_tokens,
+        temp=temp,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        block_size=block_size,
+        chat_template_args=template_args,
+        prefill_step_size=prefill_step_size,
+        prompt_cache_size=prompt_cache_size,
+        prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
+        trust_remote_code=trust_remote_code,
+    )
+    with _only_ours_on_stdout():
+        run(options, lambda: _load_pair(model, draft_model, dtype, revision, trust_remote_code), _say)
 
 
 @contextlib.contextmanager

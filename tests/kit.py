@@ -6,7 +6,9 @@ repeats itself and passes wrong code.
 
 import inspect
 import json
+import shutil
 import textwrap
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -257,3 +259,37 @@ def plant(monkeypatch, owner, name, old, new):
     scope = {}
     exec(compile(source.replace(old, new), f"<planted {name}>", "exec"), function.__globals__, scope)
     monkeypatch.setattr(owner, name, scope[name])
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def with_template(path, template=CHAT_TEMPLATE):
+    """The built-in target in a folder of its own, with a chat template."""
+    for file in (TINY / "target").iterdir():
+        shutil.copy(file, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return str(path)
+
+
+def scripted(line, vocab=61, wait_s=0.0):
+    """A plain target that says `line` of token ids whatever it reads, then token 0. `.passes` counts its calls."""
+    model = tiny_target(vocab=vocab)
+    counts = {"passes": 0, "said": 0}
+
+    def call(self, inputs, cache=None, **kwargs):
+        time.sleep(wait_s)
+        rows = mx.zeros((1, 2, inputs.shape[1], 8))
+        for entry in cache:
+            entry.update_and_fetch(rows, rows)
+        counts["passes"] += 1
+        counts["said"] += inputs.shape[1] == 1
+        at = counts["said"] - 1
+        token = line[at] if 0 <= at < len(line) else 0
+        return mx.broadcast_to(mx.arange(vocab) == token, (1, inputs.shape[1], vocab)).astype(mx.float32) * 9
+
+    model.__class__ = type("Scripted", (type(model),), {"__call__": call, "passes": property(lambda self: counts["passes"])})
+    return model

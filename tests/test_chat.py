@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pexpect
 import pytest
-from kit import TINY, tiny_target
+from kit import scripted, with_template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 
@@ -17,9 +16,6 @@ from dflash_mlx.chat import Conversation, Pair, Settings, _MarkdownScreen, read_
 from dflash_mlx.errors import DFlashError
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "chat"]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 # What a terminal draws with, and what it asks the terminal for.
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>()][0-9A-B]?|\r")
 
@@ -27,12 +23,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>()][0
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory):
     """The built-in target with a chat template."""
-    path = tmp_path_factory.mktemp("chatty")
-    for file in (TINY / "target").iterdir():
-        shutil.copy(file, path)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return str(path)
+    return with_template(tmp_path_factory.mktemp("chatty"))
 
 
 @pytest.fixture
@@ -246,24 +237,6 @@ class Thinking:
     def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, return_dict=False, **kwargs):
         ids = [t for m in messages for t in self.encode(m["content"])]
         return ids + ([59] if add_generation_prompt and kwargs.get("enable_thinking", True) else [])
-
-
-def scripted(line):
-    """A target that says `line` of token ids, whatever it reads, then token 0."""
-    import mlx.core as mx
-
-    model = tiny_target()
-    state = {"at": 0}
-
-    def call(self, inputs, cache=None, **kwargs):
-        for entry in cache:
-            entry.update_and_fetch(mx.zeros((1, 2, inputs.shape[1], 8)), mx.zeros((1, 2, inputs.shape[1], 8)))
-        at = state["at"] = state["at"] + (inputs.shape[1] == 1)
-        token = line[at - 1] if 0 < at <= len(line) else 0
-        return mx.broadcast_to(mx.arange(61) == token, (1, inputs.shape[1], 61)).astype(mx.float32) * 9
-
-    model.__class__ = type("Scripted", (type(model),), {"__call__": call})
-    return model
 
 
 def talk_with(model, tokenizer, **settings):

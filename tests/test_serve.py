@@ -1,0 +1,602 @@
+"""The server as clients meet it: the openai package and raw sockets, in one process with the thread that generates."""
+
+import inspect
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import fields
+
+import mlx.core as mx
+import mlx_lm.server
+import openai
+import pytest
+from kit import scripted, with_template
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
+from dflash_mlx.reuse import PromptStore
+from dflash_mlx.serve import Generator, Handler, Options, Provider, Server, StopText
+
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% for tool_call in [] %}{{ tool_call.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ m.role }}]<|endoftext|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]<|endoftext|>{% endif %}"
+)
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+class Running:
+    """A server at a free port, with its client."""
+
+    def __init__(self, server):
+        self.server, self.port = server, server.server_address[1]
+        self.generator, self.provider = server.generator, server.generator.model_provider
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def send(self, path, body, *headers):
+        """A socket that has sent a request; `body` is an object or bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", *headers]
+        link = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        link.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + data)
+        return link
+
+    def raw(self, data):
+        """Status and body of the answer to bytes as they are."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as link:
+            link.sendall(data)
+            return read(link)
+
+    def post(self, path, body, *headers):
+        with self.send(path, body, *headers) as link:
+            return read(link)
+
+    def get(self, path, *headers):
+        return self.raw("\r\n".join([f"GET {path} HTTP/1.1", "Host: x", *headers]).encode() + b"\r\n\r\n")
+
+    def wait_idle(self):
+        began = time.monotonic()
+        while self.generator.running or self.generator.waiting:
+            assert time.monotonic() - began < 30
+            time.sleep(0.01)
+
+
+def read(link):
+    data = b""
+    while piece := link.recv(1 << 16):
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+@contextmanager
+def running(model, tokenizer, drafter=None, **options):
+    provider = Provider(Options(**options), lambda: ("served", "drafter" if drafter else None, model, tokenizer, drafter))
+    generator = Generator(provider, PromptStore(options.get("prompt_cache_size", 10)))
+    provider.ready.wait()
+    try:
+        assert provider.fault is None, provider.fault
+        with Server(generator_at_free_port(generator)) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield Running(server)
+            finally:
+                server.shutdown()
+                thread.join()
+    finally:
+        generator.stop_and_join()
+
+
+def generator_at_free_port(generator):
+    generator.cli_args.port = 0
+    return generator
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    path = with_template(tmp_path_factory.mktemp("served"), TOOLS)
+    model, tokenizer = load(path, dtype=mx.float32)
+    return model, tokenizer, load_drafter("tiny", model)
+
+
+@pytest.fixture(scope="module")
+def served(chatty):
+    with running(*chatty) as server:
+        yield server
+
+
+MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
+
+
+def expected(chatty, messages=MESSAGES, **options):
+    """Our own responses to the same messages, plain."""
+    model, tokenizer, _ = chatty
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return list(stream_generate(model, tokenizer, ids, **options))
+
+
+def text_of(responses):
+    return "".join(r.text for r in responses)
+
+
+def ask(served, messages=MESSAGES, **options):
+    return served.client.chat.completions.create(model="served", messages=messages, **options)
+
+
+def test_an_answer_is_the_targets_own_and_counts_what_was_drafted_and_reused(served, chatty):
+    messages = [{"role": "user", "content": "class Stack:"}]
+    plain = expected(chatty, messages, max_tokens=24)
+    answer = ask(served, messages, max_tokens=24)
+    assert answer.choices[0].message.content == text_of(plain) and answer.choices[0].finish_reason == "length"
+    assert answer.model == "served" and answer.choices[0].logprobs is None
+    model, tokenizer, drafter = chatty
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    drafted = list(stream_generate(model, tokenizer, ids, max_tokens=24, draft_model=drafter))
+    accepted = sum(r.from_draft for r in drafted)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), 24, len(ids) + 24)
+    assert usage.completion_tokens_details.accepted_prediction_tokens == accepted > 5
+    rejected = sum(r["width"] for r in drafted[-1].stats.rounds) - accepted
+    assert usage.completion_tokens_details.rejected_prediction_tokens == rejected
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    # The second turn runs only what is new.
+    longer = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *MESSAGES]
+    again = ask(served, longer, max_tokens=8)
+    assert again.choices[0].message.content == text_of(expected(chatty, longer, max_tokens=8))
+    assert len(ids) + 24 >= again.usage.prompt_tokens_details.cached_tokens >= len(ids) + 20
+
+
+def test_a_stream_carries_the_same_text_and_its_usage_when_asked(served, chatty):
+    chunks = list(ask(served, max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text_of(expected(chatty, max_tokens=20))
+    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage.completion_tokens == 20
+    assert {c.object for c in chunks} == {"chat.completion.chunk"} and len(chunks) > 10
+    assert all(c.usage is None for c in list(ask(served, max_tokens=3, stream=True)))
+
+
+def test_text_completions_stream_or_not(served, chatty):
+    model, tokenizer, _ = chatty
+    plain = text_of(stream_generate(model, tokenizer, "for i in ", max_tokens=12))
+    create = served.client.completions.create
+    assert create(model="served", prompt="for i in ", max_tokens=12).choices[0].text == plain
+    assert "".join(c.choices[0].text for c in create(model="served", prompt=["for i in "], max_tokens=12, stream=True)) == plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_the_text_wherever_its_letters_fall_in_tokens(served, chatty, stream):
+    responses = expected(chatty, max_tokens=30)
+    whole, edge = text_of(responses), len(responses[0].text) + len(responses[1].text)
+    for start, length in ((edge - 1, 3), (edge, 1), (edge + 3, 6), (1, len(whole) - 2)):
+        word = whole[start : start + length]
+        answer = ask(served, max_tokens=30, stop=["never there", word], stream=stream)
+        if stream:
+            chunks = list(answer)
+            text, reason = "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].choices[0].finish_reason
+        else:
+            text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+            assert answer.usage.completion_tokens <= 30
+        assert (text, reason) == (whole[: whole.index(word)], "stop")
+
+
+def test_text_that_may_begin_a_stop_string_is_held_until_it_is_known():
+    stop = StopText(["</end>", "xx"])
+    assert [stop.feed(piece) for piece in ("a<", "/en", "c", "x")] == [("a", False), ("", False), ("</enc", False), ("", False)]
+    assert stop.feed("y</end", last=True) == ("xy</end", False)
+    assert StopText(["ab", "b"]).feed("xab") == ("x", True)
+    assert StopText([]).feed("x") == ("x", False)
+
+
+def test_logprobs_come_when_asked_for_and_are_plain_decodings(served, chatty):
+    plain = expected(chatty, max_tokens=9)
+    values = [r.logprobs[r.token].item() for r in plain]
+    answer = ask(served, max_tokens=9, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    # float32, the same rows: 1e-4 leaves room for another order of sums.
+    assert [c.logprob for c in content] == pytest.approx(values, abs=1e-4)
+    assert [c.token for c in content] == [chatty[1].decode([r.token]) for r in plain]
+    assert all(len(c.top_logprobs) == 3 and c.top_logprobs[0].logprob == pytest.approx(c.logprob) for c in content)
+    assert bytes(content[0].bytes).decode() == content[0].token
+    chunks = list(ask(served, max_tokens=9, logprobs=True, stream=True))
+    streamed = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
+    assert [c.logprob for c in streamed] == pytest.approx(values, abs=1e-4)
+    old = served.client.completions.create(model="served", prompt="x = ", max_tokens=4, logprobs=2).choices[0]
+    assert len(old.logprobs.tokens) == 4 and "".join(old.logprobs.tokens) == old.text
+    assert all(len(top) == 2 for top in old.logprobs.top_logprobs)
+
+
+def test_a_seed_gives_the_text_of_the_api_with_any_number_of_drafts(served, chatty):
+    sampler = make_sampler(0.9, top_p=0.95, top_k=50)
+    plain = text_of(expected(chatty, max_tokens=10, sampler=sampler, seed=7))
+    for drafts in (0, 7):
+        extra = {"top_k": 50, "num_draft_tokens": drafts}
+        answer = ask(served, max_tokens=10, temperature=0.9, top_p=0.95, seed=7, extra_body=extra)
+        assert answer.choices[0].message.content == plain
+
+
+def test_penalties_see_the_whole_prompt_whatever_was_held(served):
+    messages = [{"role": "user", "content": "x = 1\ny = x + x\nz = "}]
+    options = {"max_tokens": 16, "presence_penalty": 1.5, "extra_body": {"presence_context_size": 60}}
+    first = ask(served, messages, **options)
+    again = ask(served, messages, **options)
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_is_told_from_text(chatty, stream):
+    tokenizer = chatty[1]
+    said = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'
+    line = [*tokenizer.encode(said), tokenizer.eos_token_id]
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        answer = ask(server, tools=WEATHER, tool_choice="auto", max_tokens=100, stream=stream)
+        if stream:
+            chunks = list(answer)
+            text = "".join(c.choices[0].delta.content or "" for c in chunks)
+            calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            text, calls = answer.choices[0].message.content, answer.choices[0].message.tool_calls
+            reason = answer.choices[0].finish_reason
+    assert text == "Let me see. " and reason == "tool_calls"
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [("weather", {"city": "Łódź"})]
+
+
+def test_a_tool_call_that_cannot_be_read_is_text(chatty):
+    tokenizer = chatty[1]
+    with running(scripted(tokenizer.encode("<tool_call>{broken"), vocab=1536), tokenizer) as server:
+        answer = ask(server, tools=WEATHER, max_tokens=len(tokenizer.encode("<tool_call>{broken")))
+    assert answer.choices[0].message.content == "{broken" and answer.choices[0].message.tool_calls is None
+
+
+def test_thinking_is_kept_apart_from_the_answer(tmp_path, chatty):
+    template = TOOLS.replace("[assistant]<|endoftext|>{% endif %}", "[assistant]<think>{% endif %}")
+    path = with_template(tmp_path, template)
+    # Two marks that the vocabulary has as tokens of their own.
+    config = json.loads((tmp_path / "tokenizer.json").read_text())
+    for i, mark in enumerate(("<think>", "</think>")):
+        config["added_tokens"].append({**config["added_tokens"][0], "id": 1536 + i, "content": mark})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    line = [*tokenizer.encode("Hmm. </think>Yes <"), tokenizer.eos_token_id]
+    with running(scripted(line, vocab=1540), tokenizer) as server:
+        message = ask(server, max_tokens=50).choices[0].message
+    assert path and message.reasoning == "Hmm. "
+    # A letter that might have begun a mark is not lost at the end.
+    assert message.content == "Yes <"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "another/model"}, 404, "expected the model 'served'; found 'another/model'"),
+        ({"model": 3}, 404, "found 3"),
+        ({"draft_model": "other"}, 400, "expected draft_model 'drafter' or none"),
+        ({"n": 2}, 400, "cannot do n = 2"),
+        ({"n": True}, 400, "cannot do n = true"),
+        ({"response_format": {"type": "json_object"}}, 400, "cannot do response_format"),
+        ({"adapters": "x"}, 400, "expected it left out"),
+        ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, 400, "cannot force"),
+        ({"tools": "all"}, 400, "expected tools to be a list"),
+        ({"temprature": 1}, 400, "expected known fields only; found 'temprature'"),
+        ({"stop": ""}, 400, "none of them empty"),
+        ({"stop": [1]}, 400, "expected stop"),
+        ({"stream_options": {"x": 1}}, 400, "include_usage"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+        ({"max_tokens": True}, 400, "max_tokens must be a number"),
+        ({"temperature": -1}, 400, "temperature must be at least 0"),
+        ({"temperature": "hot"}, 400, "temperature must be of type"),
+        ({"top_k": 5000}, 400, "expected top_k below 1536"),
+        ({"top_logprobs": 40}, 400, "top_logprobs must be at most 11"),
+        ({"xtc_threshold": 0.9}, 400, "xtc_threshold of at most 0.5"),
+        ({"logit_bias": {"99999": 1}}, 400, "token ids 0 to 1535"),
+        ({"logit_bias": {"-1": 1}}, 400, "token ids 0 to 1535"),
+        ({"seed": -1}, 400, "expected a seed from 0"),
+        ({"seed": 2**40, "temperature": 1}, 400, "expected a seed from 0"),
+        ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
+        ({"messages": []}, 400, "at least one message"),
+        ({"messages": ["hi"]}, 400, "an object with a role"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "expected content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            400,
+            "image_url",
+        ),
+        ({"messages": [{"role": "bad", "content": "x"}]}, 400, "the chat template refused these messages: no such role"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "below the target's 4096 positions"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence_and_harms_nobody(served, change, status, message):
+    answer = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **change})
+    assert answer[0] == status, answer
+    assert message in json.loads(answer[1])["error"]["message"]
+    assert ask(served, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_openai_client_sees_its_own_error_classes(served):
+    with pytest.raises(openai.NotFoundError, match="another"):
+        served.client.chat.completions.create(model="another", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="n = 3"):
+        ask(served, n=3)
+
+
+def test_a_text_completion_of_many_prompts_or_none_is_refused(served):
+    for prompt in (["a", "b"], [1, 2], None, ""):
+        status, body = served.post("/v1/completions", {"prompt": prompt})
+        assert status == 400 and "expected" in json.loads(body)["error"]["message"]
+
+
+def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
+    body = {"messages": MESSAGES, "max_tokens": 2, "temperature": None, "stop": None, "user": "me", "store": False, "n": 1}
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"{not json", 400, "expected JSON"),
+        (b"\xff\xfe{}", 400, "expected JSON in UTF-8"),
+        (b'{"messages": [], "temperature": NaN}', 400, "NaN is not JSON"),
+        (b"[" * 100_000, 400, "expected JSON"),
+        (b"[1]", 400, "expected a JSON object; found list"),
+    ],
+)
+def test_a_broken_body_is_refused(served, data, status, message):
+    answer = served.post("/v1/chat/completions", data)
+    assert answer[0] == status and message in json.loads(answer[1])["error"]["message"]
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_read(served):
+    status, body = served.post("/v1/chat/completions", json.dumps({"messages": "x" * 10_000_000}).encode())
+    assert status == 413 and "--max-body-mb" in json.loads(body)["error"]["message"]
+    assert ask(served, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_odd_requests_are_answered(served):
+    line = b"POST /v1/chat/completions HTTP/1.1\r\n"
+    assert served.raw(line + b"\r\n")[0] == 411
+    assert served.raw(line + b"Content-Length: -5\r\n\r\n")[0] == 400
+    assert served.raw(line + b"Content-Length: many\r\n\r\n")[0] == 400
+    assert served.post("/v1/embeddings", {})[0] == 404
+    assert served.get("/nothing")[0] == 404
+    assert served.raw(b"BREW /pot HTTP/1.1\r\n\r\n")[0] == 501
+
+
+def test_models_and_health_say_what_is_running(served):
+    assert served.client.models.list().data[0].id == "served"
+    model = served.client.models.retrieve("served")
+    assert (model.draft_model, model.block_size) == ("drafter", 8)
+    assert served.get("/v1/models/other")[0] == 404
+    assert json.loads(served.get("/health")[1]) == {"status": "ok", "queue": 0, "running": False}
+
+
+def test_a_key_and_foreign_web_pages(chatty):
+    with running(*chatty, api_key="sesame") as server:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        assert server.post("/v1/chat/completions", body)[0] == 401
+        assert server.post("/v1/chat/completions", body, "Authorization: Bearer wrong")[0] == 401
+        assert server.post("/v1/chat/completions", body, "Authorization: Bearer sesame")[0] == 200
+        assert server.get("/v1/models")[0] == 401 and server.get("/health")[0] == 200
+        key = "Authorization: Bearer sesame"
+        assert server.post("/v1/chat/completions", body, key, "Origin: http://evil.example")[0] == 403
+    with running(*chatty, allowed_origins=["http://good.example"]) as server:
+        assert server.post("/v1/chat/completions", body, "Origin: http://good.example")[0] == 200
+        assert server.post("/v1/chat/completions", body, "Origin: http://evil.example")[0] == 403
+
+
+def test_the_default_address_is_this_machine_alone(served):
+    assert Options().host == "127.0.0.1" and served.server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_noticed_within_one_round_and_the_next_is_served(chatty, stream):
+    tokenizer = chatty[1]
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.02)
+    with running(model, tokenizer) as server:
+        link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 5000, "stream": stream})
+        while model.passes < 10:
+            time.sleep(0.005)
+        link.close()
+        seen = model.passes
+        server.wait_idle()
+        # One pass was under way, mlx-lm has enqueued the next, and one token may pass between the two looks.
+        assert model.passes <= seen + 3
+        assert server.client.completions.create(model="served", prompt="y", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_client_that_leaves_during_a_long_prompt_is_noticed_after_a_pass(chatty):
+    tokenizer = chatty[1]
+    model = scripted([7] * 100, vocab=1536, wait_s=0.02)
+    with running(model, tokenizer, prefill_step_size=4) as server:
+        link = server.send("/v1/completions", {"prompt": "a b c d " * 200, "max_tokens": 5})
+        while model.passes < 5:
+            time.sleep(0.005)
+        link.close()
+        seen = model.passes
+        server.wait_idle()
+        assert model.passes <= seen + 2
+
+
+def test_a_client_that_leaves_the_queue_costs_nothing(chatty):
+    tokenizer = chatty[1]
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.01)
+    with running(model, tokenizer) as server:
+        first = server.send("/v1/completions", {"prompt": "x", "max_tokens": 40})
+        while not server.generator.running:
+            time.sleep(0.005)
+        second = server.send("/v1/completions", {"prompt": "z", "max_tokens": 5000})
+        while server.generator.waiting < 1:
+            time.sleep(0.005)
+        assert json.loads(server.get("/health")[1]) == {"status": "ok", "queue": 1, "running": True}
+        second.close()
+        third = server.send("/v1/completions", {"prompt": "y", "max_tokens": 4})
+        assert read(first)[0] == 200
+        passes = model.passes
+        assert read(third)[0] == 200 and model.passes <= passes + 8
+
+
+def test_sixteen_requests_at_once_get_their_own_answers_in_order(served, chatty):
+    prompts = [f"def f{i}(" for i in range(16)]
+    alone = [text_of(expected(chatty, [{"role": "user", "content": p}], max_tokens=6)) for p in prompts]
+    got, order, threads = [None] * 16, [], []
+
+    def one(i):
+        got[i] = ask(served, [{"role": "user", "content": prompts[i]}], max_tokens=6).choices[0].message.content
+        order.append(i)
+
+    for i in range(16):
+        threads.append(threading.Thread(target=one, args=(i,)))
+        threads[-1].start()
+        began = time.monotonic()
+        # Each is in the queue, or done, before the next one is sent.
+        while served.generator.waiting + served.generator.running + len(order) <= i and time.monotonic() - began < 5:
+            time.sleep(0.002)
+    for thread in threads:
+        thread.join()
+    assert got == alone
+    # Two neighbours' threads may note their ends in either order.
+    assert all(abs(place - i) <= 2 for place, i in enumerate(order))
+
+
+def test_a_request_that_fails_inside_does_not_harm_the_next_one(chatty, monkeypatch):
+    model, tokenizer, drafter = chatty
+    with running(model, tokenizer, drafter) as server:
+        before = ask(server, max_tokens=12).choices[0].message.content
+
+        def fail(*args, **kwargs):
+            raise RuntimeError("planted")
+
+        for stream in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr("dflash_mlx.generation.verify_block", fail)
+                patch.setattr("dflash_mlx.drafter.Drafter.draft", fail)
+                status, body = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 12, "stream": stream})
+                assert "planted" in body and status == (200 if stream else 500)
+                assert "[DONE]" not in body
+        assert ask(server, max_tokens=12).choices[0].message.content == before
+        assert json.loads(server.get("/health")[1])["status"] == "ok"
+
+
+def test_the_target_is_plain_again_after_serving(served, chatty):
+    ask(served, max_tokens=4)
+    model = chatty[0]
+    assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
+
+
+def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(chatty):
+    model, tokenizer, drafter = chatty
+    with running(model, tokenizer, drafter) as server:
+        talks = {name: [{"role": "user", "content": text}] for name, text in (("a", "import os"), ("b", "class Tree:"))}
+        held = dict.fromkeys(talks, 0)
+        for turn in range(3):
+            for name, messages in talks.items():
+                answer = ask(server, messages, max_tokens=10)
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+                fresh = list(
+                    stream_generate(
+                        model, tokenizer, ids, max_tokens=10, draft_model=drafter, prompt_cache=make_prompt_cache(model, drafter)
+                    )
+                )
+                assert answer.choices[0].message.content == text_of(fresh)
+                accepted = answer.usage.completion_tokens_details.accepted_prediction_tokens
+                assert accepted == sum(r.from_draft for r in fresh)
+                assert answer.usage.prompt_tokens_details.cached_tokens >= held[name]
+                # Tokens at the border of an answer and what follows it may be cut otherwise.
+                held[name] = len(ids) + 10 - 2
+                messages += [
+                    {"role": "assistant", "content": answer.choices[0].message.content},
+                    {"role": "user", "content": f"turn {turn}"},
+                ]
+
+
+# What serve.py stands on. A new mlx-lm that fails here says which part of it to read again.
+
+
+def test_every_option_that_mlx_lms_classes_read_is_there():
+    source = inspect.getsource(mlx_lm.server)
+    named = set(re.findall(r"cli_args\.(\w+)", source.split("def _run_http_server")[0]))
+    assert named <= {f.name for f in fields(Options)}, named - {f.name for f in fields(Options)}
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        (mlx_lm.server.ModelProvider, {"load", "load_default", "reset"}),
+        (mlx_lm.server.ResponseGenerator, {"_run_generate", "_serve_single", "_is_batchable", "_tokenize", "generate"}),
+        (mlx_lm.server.ResponseGenerator, {"_make_state_machine", "_log_cache_stats", "stop_and_join", "is_healthy"}),
+        (mlx_lm.server.APIHandler, {"do_POST", "do_GET", "handle_completion", "handle_health_check", "handle_models_request"}),
+        (mlx_lm.server.APIHandler, {"handle_chat_completions", "handle_text_completions", "validate_model_parameters"}),
+        (mlx_lm.server.APIHandler, {"_validate", "generate_response", "_set_completion_headers", "_set_stream_headers"}),
+    ],
+)
+def test_mlx_lms_server_still_has_the_methods_that_are_overridden_or_called(owner, names):
+    assert names <= vars(owner).keys(), names - vars(owner).keys()
+
+
+def test_mlx_lms_server_still_passes_what_is_expected():
+    def of(f):
+        return list(inspect.signature(f).parameters)
+
+    server = mlx_lm.server
+    assert of(server.ResponseGenerator._serve_single) == ["self", "request", "stream"]
+    assert of(server.ResponseGenerator._tokenize) == ["self", "tokenizer", "request", "args"]
+    assert of(server.ResponseGenerator._make_state_machine) == ["self", "model_key", "tokenizer", "stop_words"]
+    assert of(server.ResponseGenerator.generate) == ["self", "request", "generation_args", "progress_callback"]
+    assert of(server.APIHandler.handle_completion) == ["self", "request", "stop_words"]
+    assert [f.name for f in fields(server.CompletionRequest)] == ["request_type", "prompt", "messages", "tools", "role_mapping"]
+    assert [f.name for f in fields(server.LogitsProcessorArguments)][:2] == ["logit_bias", "repetition_penalty"]
+    assert [f.name for f in fields(server.SamplingArguments)] == [
+        *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold")
+    ]
+    # Every field that mlx-lm's handler reads is known here, so none is dropped without a word.
+    from dflash_mlx.serve import _IGNORED, _KNOWN, _ONLY
+
+    read_fields = set(re.findall(r"body\.get\(\s*\"(\w+)\"", inspect.getsource(server.APIHandler)))
+    assert read_fields <= _KNOWN | _ONLY.keys() | _IGNORED, read_fields - (_KNOWN | _ONLY.keys())
+
+
+def test_mlx_lms_modules_are_left_as_they_are():
+    assert mlx_lm.server.APIHandler.handle_completion is not Handler.handle_completion
+    assert {c.__module__ for c in (mlx_lm.server.APIHandler, mlx_lm.server.ResponseGenerator)} == {"mlx_lm.server"}
+
+
+COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "serve"]
+
+
+def test_the_command_serves_until_it_is_told_to_end():
+    process = subprocess.Popen([*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        assert line.startswith("Serving tiny (drafter tiny) at http://127.0.0.1:"), line
+        port = int(re.search(r":(\d+)/v1", line).group(1))
+        taken = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True, timeout=60)
+        curl = ["curl", "-sS", "-H", "Content-Type: application/json", f"http://127.0.0.1:{port}/v1/completions"]
+        done = subprocess.run(
+            [*curl, "-d", '{"prompt": "def test_", "max_tokens": 8}'], capture_output=True, text=True, timeout=60
+        )
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] == 8
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == "" and err.strip() == "Stopped.", err
+    assert taken.returncode == 1 and re.fullmatch(r"Error: .*in use.*\n", taken.stderr), taken.stderr
+
+
+def test_a_drafter_that_cannot_be_loaded_ends_the_command_with_one_line():
+    done = subprocess.run(
+        [*COMMAND, "--model", "tiny", "--draft-model", "no/such/folder", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and done.stderr.count("Error: ") == 1 and "no/such/folder" in done.stderr
+    assert "Traceback" not in done.stderr
