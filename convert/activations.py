@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_python_tanh": "gelu_pytorch_tanh", "relu_squared": "relu2"}
 
 # mlx-lm module -> the activation in its code, where that is not transformers' default for the family
-_IN_CODE = {"gemma": "gelu", "starcoder2": "gelu", "gpt_neox": "gelu_pytorch_tanh"}
+_IN_CODE = {"gemma": "gelu", "starcoder2": "gelu", "gpt_bigcode": "gelu", "gpt_neox": "gelu_pytorch_tanh"}
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = (("c_fc", "c_proj"), ("fc1", "fc2"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))

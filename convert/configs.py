@@ -62,6 +62,8 @@ IMPLIED_KEYS: dict[str, dict[str, Any]] = {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
     },
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "minimax_m2": {"shared_intermediate_size": 0},
     "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
 }
 
@@ -70,6 +72,9 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
     "jamba": {"linear_attention": "mamba", "full_attention": "attention"},
 }
+
+# families whose class scales the logits only when the head is its own: a tied one gets a copy of the embedding
+COPIED_HEAD = {"minicpm3"}
 
 # families that mlx-lm computes otherwise than transformers, found by comparing with reference outputs
 DIFFERENT_IN_MLX_LM = {
@@ -155,12 +160,14 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     _fill_full_attention(text, reference, layer_types, known)
     _fill_expert_layers(text, reference, known)
     windows, while_building = _fill_patterns(text, layer_types, known, where)
-    for key, value in (IMPLIED_KEYS.get(family) or IMPLIED_KEYS.get(text["model_type"], {})).items():
+    for key, value in (IMPLIED_KEYS.get(text["model_type"]) or IMPLIED_KEYS.get(family, {})).items():
         if text.get(key) is None:
             text[key] = value
     for key in ("layer_types", "layers_block_type"):
         if text.get(key) and family in LAYER_NAMES:
             text[key] = [LAYER_NAMES[family].get(kind, kind) for kind in text[key]]
+    if family in COPIED_HEAD:
+        while_building["tie_word_embeddings"] = False
     if any(windows):
         size = max(filter(None, windows))
         notes.append(f"plain mlx-lm has no sliding window in {text['model_type']}; dflash_mlx.load adds it ({size} tokens)")
@@ -361,6 +368,8 @@ def _fill_renamed(text: dict, known: dict[str, Any]) -> None:
     for key, source in RENAMED_KEYS.items():
         if key in known and text.get(key) is None and text.get(source) is not None:
             text[key] = text[source]
+    if "n_inner" in known and text.get("n_inner") is None and text.get("n_embd"):
+        text["n_inner"] = 4 * text["n_embd"]
     if "head_dim" in known and text.get("head_dim") is None and text.get("num_attention_heads"):
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
 
@@ -549,7 +558,7 @@ def _fill_patterns(
         if native:
             text["sliding_window_pattern"] = period
     else:
-        native, instead = not any(sliding) or "hybrid_layer_pattern" in known, {}
+        native, instead = not any(sliding) or bool(known.keys() & {"hybrid_layer_pattern", "attention_window_size"}), {}
     if native:
         return [], {}
     window = text.get("sliding_window")
