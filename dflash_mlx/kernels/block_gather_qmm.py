@@ -93,9 +93,9 @@ _SOURCE = """
                             for (int i = 0; i < 4; ++i) value[4 * q + i] = float(four[i]);
                         }
                         #pragma unroll
-                        for (int c = 0; c < COLS; ++c) {
+                        for (int j = 0; j < PER_WORD; ++j) {
                             #pragma unroll
-                            for (int j = 0; j < PER_WORD; ++j) sum[m][c] = metal::fma(value[j], weight[c][j], sum[m][c]);
+                            for (int c = 0; c < COLS; ++c) sum[m][c] = metal::fma(value[j], weight[c][j], sum[m][c]);
                         }
                     }
                 }

@@ -69,10 +69,11 @@ _SOURCE = """
                         #pragma unroll
                         for (int i = 0; i < 4; ++i) value[4 * q + i] = float(four[i]);
                     }
+                    // Columns inside: neighbouring multiply-adds do not wait for each other.
                     #pragma unroll
-                    for (int c = 0; c < COLS; ++c) {
+                    for (int j = 0; j < PER_WORD; ++j) {
                         #pragma unroll
-                        for (int j = 0; j < PER_WORD; ++j) sum[m][c] = metal::fma(value[j], weight[c][j], sum[m][c]);
+                        for (int c = 0; c < COLS; ++c) sum[m][c] = metal::fma(value[j], weight[c][j], sum[m][c]);
                     }
                 }
             }

@@ -80,9 +80,9 @@ _SOURCE = """
                             for (int q = 0; q < PER_WORD / 4; ++q) {
                                 const vec<T, 4> four = row[q];
                                 #pragma unroll
-                                for (int c = 0; c < COLS; ++c) {
+                                for (int i = 0; i < 4; ++i) {
                                     #pragma unroll
-                                    for (int i = 0; i < 4; ++i) {
+                                    for (int c = 0; c < COLS; ++c) {
                                         sum[m][c] = metal::fma(float(four[i]), weight[c][4 * q + i], sum[m][c]);
                                     }
                                 }

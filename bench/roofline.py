@@ -1,0 +1,137 @@
+"""Predicted cost of a verify pass on Macs: what must be read and multiplied, over what a chip can do. PREDICTIONS, not measured.
+
+    python bench/roofline.py                     four models, 4 bit, rows 1 to 16, 4,096 tokens of context
+    python bench/roofline.py --bits 8 --context 32768
+
+A part costs the larger of its bytes over the chip's usable bandwidth and its multiply-adds over the rate that vector arithmetic
+reaches; parts follow each other. Not in it: launches, norms, the recurrent state of linear attention, the drafter. `measured` is
+16 rows over 1 row of block_qmm from a record of `bench/kernels.py` (bench/results/kernels-DEVICE.json), for the chip's owner to
+fill. What a CUDA record says is that the text is right and reads memory once; it says nothing about a Mac's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+# What of a peak a plain kernel gets. Bandwidth: 122 of 153.6 GB/s were measured by a user on an M5 (metal-roofline);
+# arithmetic: a guess for multiply-adds that are fed from cache.
+USABLE_BANDWIDTH, USABLE_ARITHMETIC = 0.79, 0.7
+
+
+@dataclass(frozen=True)
+class Chip:
+    name: str
+    device: str  # as the record's file is called
+    gbps: float  # the maker's figure
+    tflops: float  # float32 vector: 256 a clock and core at the clock that users report; M5: 3.76 measured by a user
+
+
+CHIPS = [
+    Chip("M1 (8 cores)", "Apple-M1", 68.25, 2.6),
+    Chip("M3 Max (40 cores)", "Apple-M3-Max", 400, 14.1),
+    Chip("M5 (10 cores)", "Apple-M5", 153.6, 3.76),
+    Chip("H100 (no tensor cores)", "NVIDIA-H100-80GB-HBM3", 3350, 67),
+]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights by how many rows share them; attention of the full layers; shapes from the published configs."""
+
+    name: str
+    layers: int  # weights of all layers that every row uses
+    head: int
+    caches: tuple[tuple[int, int, int, int, int], ...]  # (layers, query heads, KV heads, head dimension, window or 0)
+    experts: tuple[int, int, int] = (0, 0, 1)  # (weights of one expert over all layers, chosen by a row, there are)
+
+
+def models() -> list[Model]:
+    h = 4096
+    qwen3_8b = Model("Qwen3-8B", 36 * (h * (2 * 4096 + 2 * 1024) + 3 * 12288 * h), 151936 * h, ((36, 32, 8, 128, 0),))
+    h = 5120
+    full = h * (2 * 24 * 256 + 2 * 4 * 256 + 24 * 256)
+    linear = h * (2 * 16 * 128 + 3 * 48 * 128)
+    qwen35_27b = Model("Qwen3.5-27B", 16 * full + 48 * linear + 64 * 3 * 17408 * h, 248320 * h, ((16, 24, 4, 256, 0),))
+    h = 2048
+    full = h * (2 * 16 * 256 + 2 * 2 * 256 + 16 * 256)
+    linear = h * (2 * 16 * 128 + 3 * 32 * 128)
+    shared = 3 * 512 * h
+    a3b = Model(
+        "Qwen3.6-35B-A3B",
+        10 * full + 30 * linear + 40 * (shared + 256 * h),
+        248320 * h,
+        ((10, 16, 2, 256, 0),),
+        (40 * 3 * 512 * h, 8, 256),
+    )
+    h = 2880
+    caches = ((12, 64, 8, 64, 0), (12, 64, 8, 64, 128))
+    gpt_oss = Model("gpt-oss-20b", 24 * h * (2 * 4096 + 2 * 512 + 32), 201088 * h, caches, (24 * 3 * h * h, 4, 32))
+    return [qwen3_8b, qwen35_27b, a3b, gpt_oss]
+
+
+def parts(model: Model, rows: int, bits: int, context: int) -> dict[str, tuple[float, float]]:
+    """name: (bytes, multiply-adds) of one pass over `rows` rows. Groups of 64 with 16-bit scale and bias."""
+    per_weight = bits / 8 + 4 / 64
+    weight, chosen, there = model.experts
+    used = there * (1 - (1 - chosen / there) ** rows)  # expected distinct experts
+    keys = sum(n * hk * d * (min(context, w + rows) if w else context) for n, _, hk, d, w in model.caches)
+    attended = sum(n * hq * d * (min(context, w) if w else context) for n, hq, _, d, w in model.caches)
+    return {
+        "block_qmm": (model.layers * per_weight, model.layers * rows),
+        "block_gather_qmm": (weight * used * per_weight, weight * chosen * rows),
+        "head_argmax": (model.head * per_weight, model.head * rows),
+        "block_attention": (2 * 2 * keys, 2 * attended * rows),
+    }
+
+
+def pass_ms(model: Model, chip: Chip, rows: int, bits: int, context: int) -> dict[str, float]:
+    return {
+        name: 1e3 * max(b / (chip.gbps * 1e9 * USABLE_BANDWIDTH), 2 * f / (chip.tflops * 1e12 * USABLE_ARITHMETIC))
+        for name, (b, f) in parts(model, rows, bits, context).items()
+    }
+
+
+def measured(chip: Chip, bits: int) -> str:
+    """16 rows over 1 row in the owner's record, by the sum over block_qmm's shapes."""
+    try:
+        entries = json.loads((RESULTS / f"kernels-{chip.device}.json").read_text())["entries"]
+    except (OSError, ValueError, KeyError):
+        return "-"
+    times = {
+        rows: sum(
+            e["kernel_us"]
+            for e in entries
+            if (e["kernel"], e["rows"]) == ("block_qmm", rows) and e["what"].startswith(f"{bits} bit")
+        )
+        for rows in (1, 16)
+    }
+    return f"{times[16] / times[1]:.2f}" if times[1] else "-"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--bits", type=int, choices=(4, 8), default=4)
+    p.add_argument("--context", type=int, default=4096)
+    args = p.parse_args()
+    rows = (1, 2, 4, 8, 16)
+    print(f"PREDICTED, not measured: {args.bits} bit, {args.context} tokens of context. ms of a pass at 1, 2, 4, 8, 16 rows;")
+    print("shares of the 16-row pass: q block_qmm, g block_gather_qmm, h head_argmax, a block_attention\n")
+    print(f"{'model':16} {'chip':23} {'ms at ' + ', '.join(map(str, rows)):>42}   16/1   {'shares at 16 rows':24} measured 16/1")
+    for model in models():
+        for chip in CHIPS:
+            by = {m: pass_ms(model, chip, m, args.bits, args.context) for m in rows}
+            totals = [sum(by[m].values()) for m in rows]
+            shares = " ".join(
+                f"{n} {100 * by[16][k] / totals[-1]:.0f}%" for k, n in zip(by[16], "qgha", strict=True) if by[16][k]
+            )
+            ms = " ".join(f"{t:7.1f}" for t in totals)
+            ratio = totals[-1] / totals[0]
+            print(f"{model.name:16} {chip.name:23} {ms:>42}  {ratio:5.2f}   {shares:24} {measured(chip, args.bits)}")
+
+
+if __name__ == "__main__":
+    main()

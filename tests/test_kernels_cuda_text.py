@@ -1,0 +1,70 @@
+"""The same bodies compile as CUDA through the prelude. Compiled only: launching them needs a GPU (bench/kernels.py)."""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "msl"))
+import cuda_text
+
+from dflash_mlx.kernels.accept import accept_kernel
+from dflash_mlx.kernels.block_attention import block_attention_kernel
+from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_qmm import block_qmm_kernel
+from dflash_mlx.kernels.head_argmax import head_argmax_kernel
+
+pytestmark = pytest.mark.skipif(cuda_text.nvcc() is None, reason="no nvcc")
+
+
+@pytest.fixture(autouse=True)
+def compile_only(monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_text.cuda_kernel)
+    monkeypatch.setattr(cuda_text, "LAST", [])
+
+
+def quantized(n, k, dtype, bits):
+    return mx.quantize(mx.random.normal((n, k)).astype(dtype), group_size=64, bits=bits)
+
+
+def no_spills():
+    assert "0 bytes spill stores, 0 bytes spill loads" in cuda_text.LAST[0]
+
+
+def test_accept():
+    accept_kernel(mx.zeros((1, 15), dtype=mx.int32), mx.zeros((1, 16), dtype=mx.int32))
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_block_qmm(dtype, bits, rows):
+    block_qmm_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(64, 512, dtype, bits), 64, bits)
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [4, 8])
+def test_block_gather_qmm(bits):
+    w = [a.reshape(8, 16, -1) for a in quantized(128, 512, mx.bfloat16, bits)]
+    block_gather_qmm_kernel(mx.zeros((4, 512), dtype=mx.bfloat16), *w, mx.zeros((16,), dtype=mx.uint32), 64, bits)
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_head_argmax(bits):
+    x, dtype = mx.zeros((16, 512), dtype=mx.float16), mx.float16
+    head = [mx.zeros((256, 512), dtype=dtype)] if bits is None else [*quantized(256, 512, dtype, bits), 64, bits]
+    head_argmax_kernel(x, *head, softcap=30.0, logit_bias=mx.zeros((256,), dtype=dtype))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hq, hk, d, dtype", [(32, 8, 128, mx.bfloat16), (64, 8, 64, mx.float16), (24, 4, 256, mx.bfloat16)])
+def test_block_attention(hq, hk, d, dtype):
+    q, kv = mx.zeros((1, hq, 16, d), dtype=dtype), mx.zeros((1, hk, 300, d), dtype=dtype)
+    block_attention_kernel(q, kv, kv, 0.1, window=128, sinks=mx.zeros((hq,), dtype=dtype))
