@@ -266,3 +266,22 @@ def test_a_plain_list_without_a_drafter_is_mlx_lms(pair):
     assert ids_of(first) == ids_of(plain(model, tokenizer, [10, 20, 30], max_tokens=5, prompt_cache=theirs))
     assert [e.offset for e in cache] == [e.offset for e in theirs]
     assert all(mx.array_equal(a.keys, b.keys).item() for a, b in zip(cache, theirs, strict=True))
+
+
+@pytest.mark.full
+def test_every_variant_drafts_the_same_over_prefill_steps_and_turns(pair, conformance):
+    model, tokenizer, _ = pair
+    for path in sorted((conformance / "pair" / "variants").glob("*.json")):
+        reference = references(path)
+        drafter, prompt = variant(model, reference["config"]), reference["prompts"][7]["prompt_ids"]
+        fresh = run(model, drafter, prompt, 24, tokenizer)
+        for step in (4, 8, 31):
+            assert same(run(model, drafter, prompt, 24, tokenizer, prefill_step_size=step), fresh), (path.stem, step)
+        for taken in range(1, 14):
+            cache = make_prompt_cache(model, drafter)
+            first = run(model, drafter, prompt[:60], taken, tokenizer, prompt_cache=cache)
+            again = run(model, drafter, prompt[60:70], 16, tokenizer, prompt_cache=cache)
+            assert same(again, run(model, drafter, prompt[:60] + ids_of(first) + prompt[60:70], 16, tokenizer)), (
+                path.stem,
+                taken,
+            )

@@ -209,10 +209,10 @@ def draw(keys):
 @pytest.mark.parametrize(
     "keys",
     [
-        [(seed, 17) for seed in range(4000)],
-        [(3, position) for position in range(4000)],
-        [(n, n) for n in range(4000)],
-        [(2**32 - 1 - n, 2**31 + n) for n in range(4000)],
+        [(seed, 17) for seed in range(2500)],
+        [(3, position) for position in range(2500)],
+        [(n, n) for n in range(2500)],
+        [(2**32 - 1 - n, 2**31 + n) for n in range(2500)],
     ],
     ids=["over seeds", "over positions", "over both", "over large ones"],
 )
@@ -227,6 +227,12 @@ def test_draws_at_neighbouring_keys_are_independent(step):
     joint = np.bincount(4 * firsts + seconds, minlength=16)
     # 15 degrees of freedom; 24's bound is wider than needed.
     assert chi_square(joint, np.outer(P, P).ravel()) < CHI_24
+
+
+def test_no_two_keys_share_their_noise():
+    keys = [(seed, position) for seed in range(30) for position in range(30)]
+    noise = [sample_at(lambda r: mx.random.uniform(shape=(2,)), *key, mx.zeros((1, 4))) for key in keys]
+    assert len({tuple(row) for row in mx.stack(noise).tolist()}) == 900
 
 
 def test_a_keyed_sampler_counts_positions_on():
