@@ -482,6 +482,9 @@ def test_a_request_that_fails_inside_does_not_harm_the_next_one(chatty, monkeypa
                 status, body = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 12, "stream": stream})
                 assert "planted" in body and status == (200 if stream else 500)
                 assert "[DONE]" not in body
+                # In a stream the error is its last event.
+                said = json.loads(body.rpartition("data: ")[2] if stream else body)
+                assert said["error"]["message"] == "RuntimeError: planted"
         assert ask(server, max_tokens=12).choices[0].message.content == before
         assert json.loads(server.get("/health")[1])["status"] == "ok"
 
