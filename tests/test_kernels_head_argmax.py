@@ -113,7 +113,8 @@ def test_the_only_large_logit_is_found_anywhere(place):
 def test_a_nan_logit_is_chosen_as_mlx_does_and_its_margin_is_nan():
     x, (w,) = made(300, 64, mx.float32, None)
     w[200, 3] = float("nan")
-    w[210, 3] = float("nan")
+    # In the same part of a stripe, in another part of it, in another stripe.
+    w[mx.array([210, 240, 290]), 3] = float("nan")
     x[1, 0] = float("nan")
     with emulator.emulated():
         ids, margin = head_argmax_kernel(x[:2], w)

@@ -100,6 +100,7 @@ def test_threadgroups_run_in_either_order(order):
      "y[TID] = v[0];",
      "line 2: misaligned: x"),
     ("too much threadgroup memory", "threadgroup float t[8193];\ny[TID] = 0.0f;", "line 1: 32772 bytes"),
+    ("a loop that never ends", "while (true) simd_max(1.0f);\ny[TID] = 0.0f;", "line 1: does not end"),
     ("shuffle from no lane", "y[TID] = simd_shuffle(1.0f, 32);", "line 1: simd shuffle from lane 32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("order", [0, 1])

@@ -91,20 +91,15 @@ _SOURCE = """
                     if (CAUSAL) seen = seen && begin + j <= position;
                     if (WINDOW > 0) seen = seen && begin + j > position - WINDOW;
                     const float score = seen ? weight[i] * scale[0] : -INFINITY;
-                    const float tile_top = simd_max(score);
-                    const float new_top = metal::max(top[i], tile_top);
-                    // A tile that this row does not see leaves it as it is.
-                    const bool any = tile_top > -INFINITY || tile_top != tile_top;
-                    const float p = any && seen ? metal::exp(score - new_top) : 0.0f;
-                    const float sum = simd_sum(p);
-                    weight[i] = p;
-                    if (any) {
-                        const float shrink = top[i] > -INFINITY ? metal::exp(top[i] - new_top) : 0.0f;
-                        total[i] = metal::fma(total[i], shrink, sum);
-                        top[i] = new_top;
-                        #pragma unroll
-                        for (int t = 0; t < PARTS; ++t) out[i][t] = out[i][t] * shrink;
-                    }
+                    const float new_top = metal::max(top[i], float(simd_max(score)));
+                    weight[i] = seen ? metal::exp(score - new_top) : 0.0f;
+                    const float sum = simd_sum(weight[i]);
+                    // Nothing seen before: nothing to shrink, and infinity less infinity is no number.
+                    const float shrink = top[i] > -INFINITY ? metal::exp(top[i] - new_top) : 0.0f;
+                    total[i] = metal::fma(total[i], shrink, sum);
+                    top[i] = new_top;
+                    #pragma unroll
+                    for (int t = 0; t < PARTS; ++t) out[i][t] = out[i][t] * shrink;
                 }
             }
             threadgroup_barrier(metal::mem_flags::mem_threadgroup);

@@ -128,7 +128,7 @@ _SOURCE = """
         part_id[part * ROWS + lane] = id;
     }
     threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    if (part == 0 && lane < ROWS && lane < M) {
+    if (part == 0 && lane < M) {
         for (int p = 1; p < SIMDGROUPS; ++p) {
             const float other = part_best[p * ROWS + lane], other_second = part_second[p * ROWS + lane];
             if (other > best || (other != other && best == best)) {

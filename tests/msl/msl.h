@@ -110,6 +110,7 @@ template <typename T> struct alignas(4 * sizeof(T)) vec<T, 4> {
 constexpr int kSimd = 32;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kThreadgroupBytes = 32 * 1024;
+constexpr uint64_t kMaxMeetings = 100000000;
 constexpr size_t kStack = 128 * 1024;
 
 enum class Wait : uint8_t { None, Simd, SimdBarrier, Barrier, Done };
@@ -154,6 +155,7 @@ struct State {
   char* message = nullptr;
   size_t message_bytes = 0;
   bool failed = false;
+  uint64_t meetings = 0;                      // of this launch: a loop that never ends meets for ever
   uint32_t position[3][3];                    // thread in grid, thread in threadgroup, threadgroup in grid
   uint32_t grid[3], group_size[3], groups[3];
   std::vector<Region> shared;                 // by declaration number
@@ -319,6 +321,7 @@ enum Op { kSum, kMax, kMin, kShuffle, kShuffleXor, kShuffleDown, kBroadcast, kAl
 inline void meet(Wait wait, int op, int line, int flags) {
   Fibre& f = g.fibre[g.current];
   f.wait = wait, f.op = op, f.line = line, f.flags = flags;
+  if (++g.meetings > kMaxMeetings) fault(line, "does not end: %llu simd functions and barriers", (unsigned long long)g.meetings);
   if (_setjmp(f.at) == 0) leave(1);
 }
 
@@ -465,7 +468,7 @@ inline bool run_threadgroup() {
 inline int run_grid(void (*body)(void*), void* arguments, const uint32_t* grid, const uint32_t* group, int order, char* message,
                     size_t message_bytes) {
   g.body = body, g.arguments = arguments, g.message = message, g.message_bytes = message_bytes, g.failed = false;
-  g.time_threadgroup = g.time_device = 1;
+  g.time_threadgroup = g.time_device = 1, g.meetings = 0;
   g.threads = 1;
   uint64_t groups = 1;
   for (int a = 0; a < 3; ++a) {
