@@ -1,6 +1,7 @@
 """The loop's contract: options, responses, EOS and limits, waits, memory, threads and interruptions."""
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -541,6 +542,39 @@ def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeyp
     again = run(model, drafter, prompt[60:63], 10, tokenizer, prompt_cache=cache)
     fresh = run(model, drafter, ids + prompt[60:63], 10, tokenizer)
     assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
+
+
+@pytest.mark.parametrize("trials", [6, pytest.param(40, marks=pytest.mark.full)])
+def test_a_signal_at_any_moment_leaves_both_caches_consistent(sliding, trials):
+    model, tokenizer, drafter, prompt = sliding
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for trial in range(trials):
+            cache, got = make_prompt_cache(model, drafter), []
+            steps = dflash_mlx.stream_generate(
+                model, tokenizer, prompt[:60], 40, drafter, prompt_cache=cache, prefill_step_size=8
+            )
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.3 * ((trial * 0.618) % 1) ** 2)
+                for r in steps:
+                    got.append(r.token)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            # The signal may have come between two tokens.
+            steps.close()
+            ids = PairCache.read(cache).ids
+            line = prompt[:60] + got
+            # A token may have been committed and not been handed out any more.
+            assert ids[: len(line)] == line[: len(ids)] and len(ids) <= len(line) + 1
+            again = run(model, drafter, prompt[60:63], 8, tokenizer, prompt_cache=cache)
+            fresh = run(model, drafter, ids + prompt[60:63], 8, tokenizer)
+            assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh), f"trial {trial}, {len(ids)} ids"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
 
 
 def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding):
