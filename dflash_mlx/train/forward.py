@@ -175,13 +175,14 @@ def block_loss(
         high = logits.astype(mx.float32)
         lse = mx.logsumexp(high, axis=-1, keepdims=True)
         ce = (lse - mx.take_along_axis(high, want[..., None], axis=-1))[..., 0]
-        weight = (adaptive_weights(ce, count) if fixed is None else fixed * count) / norm
+        weight = adaptive_weights(ce, count) if fixed is None else fixed * count
         is_label = mx.arange(logits.shape[-1]) == want[..., None]
+        # Divided by `norm` behind the head: in float16 these slopes must not get smaller than they are.
         slope = ((mx.exp(high - lse) - is_label) * weight[..., None]).astype(logits.dtype)
         done = mx.stop_gradient(mx.vjp(head, [h], [slope])[1][0])
-        surrogate = surrogate + (rows[part].astype(mx.float32) * done.astype(mx.float32)).sum()
+        surrogate = surrogate + (rows[part].astype(mx.float32) * done.astype(mx.float32)).sum() / norm
         hit = (mx.argmax(logits, axis=-1) == want) & count
-        loss = loss + (weight * ce).sum()
+        loss = loss + (weight * ce).sum() / norm
         metrics["ce"] = metrics["ce"] + (ce * count).sum()
         metrics["hits"] = metrics["hits"] + hit.sum(0)
         metrics["runs"] = metrics["runs"] + mx.cumprod(hit.astype(mx.int32), axis=-1).sum(0)

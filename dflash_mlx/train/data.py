@@ -1,0 +1,487 @@
+"""Training text: make it with the target, filter it, store it, and hand it out in batches.
+
+A data directory holds `meta.json`, shards `train-00000.npz`, ... and `heldout.npz`; 2 bytes an id for vocabularies up to
+65,536. Each shard follows from the seed and its number, so a run that was stopped goes on with the next one.
+Knows files and what the text must look like; knows nothing of drafters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import CheckpointError, ConfigError
+from .prompts import FAMILIES, FAMILY_IDS, KINDS, Pools, chat_ids, make_frame, read_prompts
+from .sampling import Frame, Row, Written, write_rows
+
+TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held-out templates and is never trained on
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How to make a corpus. Shares are of conversations; `rows` are decoded at once."""
+
+    rows: int = 256
+    max_len: int = 512
+    user_limit: int = 160
+    self_made: float = 0.7
+    greedy: float = 0.8
+    two_turns: float = 0.25
+    min_answer: int = 16
+    held_out_per_kind: int = 128
+    seed: int = 0
+
+
+@dataclass
+class Docs:
+    """Conversations end to end, and one value of each kind for each of them."""
+
+    ids: np.ndarray  # [total]
+    answer: np.ndarray  # [total] bool: written by the target as an answer, EOS included
+    starts: np.ndarray  # [n + 1]
+    kind: np.ndarray  # [n] index into KINDS
+    family: np.ndarray  # [n] index into FAMILIES; 255: from a file
+    temp: np.ndarray  # [n]
+    looped: np.ndarray  # [n] bool: the answer fell into a loop and was cut behind its third round
+    split: np.ndarray  # [n] TRAIN or RESERVED
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    def doc(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and answer flags of one conversation."""
+        part = slice(self.starts[i], self.starts[i + 1])
+        return self.ids[part], self.answer[part]
+
+    def pad(self, docs: Sequence[int], S: int) -> tuple[np.ndarray, np.ndarray]:
+        """Conversations cut or filled on the right to S ids: ids [B, S] int32, answer [B, S] bool."""
+        ids, answer = np.zeros((len(docs), S), np.int32), np.zeros((len(docs), S), bool)
+        for row, i in enumerate(docs):
+            one, flags = self.doc(i)
+            ids[row, : len(one)], answer[row, : len(one)] = one[:S], flags[:S]
+        return ids, answer
+
+    def pick(self, which: np.ndarray) -> Docs:
+        """The conversations at these places (or where this is true), in this order."""
+        which = np.flatnonzero(which) if which.dtype == bool else which
+        parts = [self.doc(i) for i in which]
+        starts = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)
+        ids = np.concatenate([p[0] for p in parts]) if parts else self.ids[:0]
+        answer = np.concatenate([p[1] for p in parts]) if parts else self.answer[:0]
+        rest = {name: getattr(self, name)[which] for name in ("kind", "family", "temp", "looped", "split")}
+        return Docs(ids, answer, starts, **rest)
+
+    @staticmethod
+    def join(parts: Sequence[Docs]) -> Docs:
+        offsets = np.cumsum([0] + [p.starts[-1] for p in parts])
+        starts = np.concatenate([[0]] + [p.starts[1:] + o for p, o in zip(parts, offsets[:-1], strict=True)])
+        fields = ("ids", "answer", "kind", "family", "temp", "looped", "split")
+        return Docs(starts=starts, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields})
+
+    def save(self, path: Path) -> None:
+        """Write under another name, then rename: a shard is whole or absent."""
+        part = path.with_name(path.name + ".part")
+        with open(part, "wb") as f:
+            np.savez(f, **{**asdict(self), "answer": np.packbits(self.answer), "starts": self.starts.astype(np.uint32)})
+        os.replace(part, path)
+
+    @staticmethod
+    def load(path: Path) -> Docs:
+        try:
+            with np.load(path) as z:
+                got = {name: z[name] for name in z.files}
+            got["answer"] = np.unpackbits(got["answer"], count=len(got["ids"])).astype(bool)
+            got["starts"] = got["starts"].astype(np.int64)
+            return Docs(**got)
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise CheckpointError(f"{path}: expected a shard of training text; {e}. Delete it and make it again.") from e
+
+
+def load_docs(folder: str | Path, names: str = "train-*.npz") -> Docs:
+    """All conversations of a data directory (or of `heldout.npz` alone)."""
+    paths = sorted(Path(folder).glob(names))
+    if not paths:
+        raise CheckpointError(f"{folder}: expected files {names}; found none. Make the data first: dflash-mlx train data.")
+    return Docs.join([Docs.load(p) for p in paths])
+
+
+def loop_cuts(ids: np.ndarray, answer: np.ndarray, max_period: int = 96, least: int = 24) -> np.ndarray:
+    """Where the third round of a repetition ends in each row; the row's width where there is none.
+
+        a b c x y x y x y x y      period 2: the run of ids equal to the one 2 before starts at the 2nd x; cut when that
+                        |          run is 2 periods long (three rounds) and at least `least` ids long
+
+    Shapes:
+      - ids: [B, T]; answer: [B, T] bool (rounds count only inside answers)
+    Returns:
+      - [B] int: number of ids to keep
+    """
+    B, T = ids.shape
+    cut = np.full(B, T)
+    place = np.arange(T)
+    for period in range(1, min(max_period, T - 1) + 1):
+        same = np.zeros((B, T), bool)
+        same[:, period:] = (ids[:, period:] == ids[:, :-period]) & answer[:, period:] & answer[:, :-period]
+        run = place - np.maximum.accumulate(np.where(same, -1, place), axis=1)
+        over = run >= max(2 * period, least)
+        cut = np.minimum(cut, np.where(over.any(1), over.argmax(1) + 1, T))
+    return cut
+
+
+def _repeated(ids: np.ndarray, n: int = 4) -> float:
+    """Share of n-grams that occurred before."""
+    if len(ids) < n + 1:
+        return 0.0
+    grams = {ids[i : i + n].tobytes() for i in range(len(ids) - n + 1)}
+    return 1 - len(grams) / (len(ids) - n + 1)
+
+
+@dataclass
+class _Filter:
+    """Keeps what is worth learning; remembers what it has seen."""
+
+    config: DataConfig
+    frame: Frame
+    special: frozenset[int]
+    seen: set[bytes] = field(default_factory=set)
+
+    def remember(self, ids: np.ndarray, first: int) -> bool:
+        """True when neither this question nor this start of an answer came before."""
+        keys = [
+            hashlib.blake2b(part.astype(np.int32).tobytes(), digest_size=8).digest()
+            for part in (ids[:first], ids[first : first + 32])
+        ]
+        new = not any(k in self.seen for k in keys)
+        self.seen.update(keys)
+        return new
+
+    def __call__(self, written: Sequence[Written], kinds, families, splits, dtype) -> Docs:
+        width = max(len(w.ids) for w in written)
+        ids = np.zeros((len(written), width), np.int32)
+        answer = np.zeros((len(written), width), bool)
+        for i, w in enumerate(written):
+            ids[i, : len(w.ids)], answer[i, : len(w.ids)] = w.ids, w.answer
+        cuts = loop_cuts(ids, answer)
+        parts, kept, looped = [], [], []
+        for i, w in enumerate(written):
+            n = min(len(w.ids), int(cuts[i]))
+            one, flags = w.ids[:n], w.answer[:n]
+            if not flags.any():
+                continue
+            first = int(flags.argmax())
+            asked = one[len(w.row.given) : first - len(self.frame.glue)]
+            if w.row.user and (len(asked) < 4 or _repeated(asked) > 0.3 or not self.special.isdisjoint(asked.tolist())):
+                continue
+            if flags.sum() < self.config.min_answer or not self.remember(one, first):
+                continue
+            parts.append((one.astype(dtype), flags))
+            kept.append(i)
+            looped.append(n < len(w.ids))
+        kept = np.array(kept, int)
+        starts = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)
+        return Docs(
+            ids=np.concatenate([p[0] for p in parts]) if parts else np.zeros(0, dtype),
+            answer=np.concatenate([p[1] for p in parts]) if parts else np.zeros(0, bool),
+            starts=starts,
+            kind=np.asarray(kinds, np.uint8)[kept],
+            family=np.asarray(families, np.uint8)[kept],
+            temp=np.array([written[i].row.temp for i in kept], np.float16),
+            looped=np.array(looped, bool),
+            split=np.asarray(splits, np.uint8)[kept],
+        )
+
+
+class _Planner:
+    """Chooses what each shard asks, from the seed and the shard's number alone (and the pools of earlier shards)."""
+
+    def __init__(self, config: DataConfig, frame: Frame, tokenizer, own: list[list[dict[str, str]]] | None):
+        self.config, self.frame, self.tokenizer, self.own = config, frame, tokenizer, own
+        self.chat = bool(frame.glue)
+        self.trained = [f for f in FAMILIES if not f.held_out]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def whole(self, text: str) -> list[int]:
+        return [*self.frame.prefix, *self.encode(text), *self.frame.glue]
+
+    def shard(self, number: int, pools: Pools) -> tuple[list[Row], list[int], list[int]]:
+        """Rows of one shard, and the kind and family of each."""
+        c, rng = self.config, np.random.default_rng((self.config.seed, number))
+        if self.own is not None:
+            return self._own(rng)
+        if not self.chat:
+            rows = [
+                Row(self.frame.prefix, True, int(rng.integers(8, 65)), self._temp(rng))
+                for _ in range(c.rows)
+            ]  # fmt: skip
+            return rows, [0] * c.rows, [0] * c.rows
+        # The first two shards are self-made: templates need pieces of earlier answers.
+        templates = number >= 2 and rng.random() > c.self_made
+        families = [f for f in self.trained if bool(f.templates) == templates]
+        weights = np.array([f.weight for f in families])
+        temp = self._temp(rng)  # one for the shard: a greedy batch needs no noise
+        rows, kinds, names = [], [], []
+        while len(rows) < c.rows:
+            family = families[rng.choice(len(families), p=weights / weights.sum())]
+            turns = 1 + int(rng.random() < c.two_turns)
+            if templates:
+                text = pools.fill(family.templates[rng.integers(len(family.templates))], rng)
+                if text is None:
+                    continue
+                row = Row(self.whole(text), False, c.user_limit, temp, turns)
+            else:
+                opening = family.openings[rng.integers(len(family.openings))]
+                row = Row([*self.frame.prefix, *self.encode(opening)], True, c.user_limit, temp, turns)
+            if len(row.given) > c.max_len - 2 * c.min_answer:
+                continue
+            rows.append(row)
+            kinds.append(KINDS.index(family.kind))
+            names.append(FAMILY_IDS[family.name])
+        return rows, kinds, names
+
+    def _own(self, rng: np.random.Generator) -> tuple[list[Row], list[int], list[int]]:
+        rows = []
+        for i in rng.choice(len(self.own), self.config.rows):
+            given = chat_ids(self.tokenizer, self.own[i])[: self.config.max_len - 2 * self.config.min_answer]
+            rows.append(Row(given, False, 0, self._temp(rng)))
+        return rows, [0] * len(rows), [255] * len(rows)
+
+    def _temp(self, rng: np.random.Generator) -> float:
+        return 0.0 if rng.random() < self.config.greedy else float(rng.choice([0.7, 1.0]))
+
+    def held_out(self, pools: Pools) -> tuple[list[Row], list[int], list[int], list[str]]:
+        """Questions of the held-out families, the same number of each kind; also as text."""
+        c, rng = self.config, np.random.default_rng((self.config.seed, 1 << 30))
+        if not self.chat:
+            rows = [Row(self.frame.prefix, True, int(rng.integers(8, 65)), 0.0) for _ in range(c.held_out_per_kind)]
+            return rows, [0] * len(rows), [0] * len(rows), []
+        rows, kinds, names, texts = [], [], [], []
+        for family in (f for f in FAMILIES if f.held_out):
+            tries = 0
+            while kinds.count(KINDS.index(family.kind)) < c.held_out_per_kind and tries < 50 * c.held_out_per_kind:
+                tries += 1
+                text = pools.fill(family.templates[tries % len(family.templates)], rng)
+                if text is None or text in texts:
+                    continue
+                given = self.whole(text)
+                if len(given) > c.max_len - 64:
+                    continue
+                rows.append(Row(given, False, 0, 0.0))
+                kinds.append(KINDS.index(family.kind))
+                names.append(FAMILY_IDS[family.name])
+                texts.append(text)
+        return rows, kinds, names, texts
+
+
+def make_data(
+    model,
+    tokenizer,
+    folder: str | Path,
+    config: DataConfig = DataConfig(),  # noqa: B008 (frozen)
+    answer_tokens: int | None = None,
+    seconds: float | None = None,
+    prompts: str | Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, float]:
+    """Let the target write training text until there are `answer_tokens` of it or `seconds` have passed.
+
+    Goes on from what the folder holds. `prompts`: a JSONL file to answer instead of self-made questions.
+
+    Returns: totals (conversations, answer ids, seconds, answer ids a second).
+    Raises:
+      ConfigError: if neither limit is given, or the folder holds text made otherwise.
+    """
+    if not answer_tokens and not seconds:
+        raise ConfigError("expected a limit for the data, in answer tokens or seconds; found neither. Give one.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = make_frame(tokenizer)
+    V = _vocab_size(model, tokenizer)
+    dtype = np.uint16 if V <= 1 << 16 else np.uint32
+    meta = {"config": asdict(config), "frame": asdict(frame), "vocab_size": V, "prompts": str(prompts) if prompts else None}
+    _check_meta(folder / "meta.json", json.loads(json.dumps(meta)))
+    own = read_prompts(prompts) if prompts else None
+    planner, pools, reserved_pools = _Planner(config, frame, tokenizer, own), Pools(), Pools()
+    keep = _Filter(config, frame, frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos))
+    begun, answers, docs_made, made_here = time.monotonic(), 0, 0, 0
+
+    def learn(docs: Docs) -> None:
+        """Remember stored text: questions not to repeat, and pieces for templates."""
+        if not planner.chat or own is not None:
+            return
+        glue, prefix = len(frame.glue), len(frame.prefix)
+        spans = []
+        for i in range(len(docs)):
+            ids, answer = docs.doc(i)
+            first = int(answer.argmax())
+            stop = first + int(np.argmin(np.append(answer[first:], False)))
+            spans.append((ids[prefix : first - glue].tolist(), ids[first:stop].tolist()))
+        texts = tokenizer.batch_decode([s for pair in spans for s in pair], skip_special_tokens=True)
+        for i in range(len(docs)):
+            (reserved_pools if docs.split[i] == RESERVED else pools).add(texts[2 * i], texts[2 * i + 1])
+
+    def finish(number: int, written: list[Written], kinds: list[int], families: list[int]) -> Docs:
+        # One in 16 of the first shards is kept apart: new questions of seen families, and text for held-out templates.
+        splits = [RESERVED if number < 2 and i % 16 == 0 else TRAIN for i in range(len(written))]
+        docs = keep(written, kinds, families, splits, dtype)
+        docs.save(folder / f"train-{number:05d}.npz")
+        learn(docs)
+        return docs
+
+    def spent() -> bool:
+        over = seconds is not None and time.monotonic() - begun > seconds
+        return over or bool(answer_tokens and answers >= answer_tokens)
+
+    number, waiting = 0, []
+    with ThreadPoolExecutor(1) as helper:  # filters one shard while the target writes the next
+        while not spent():
+            path = folder / f"train-{number:05d}.npz"
+            if path.exists():
+                docs = Docs.load(path)
+                for i in range(len(docs)):
+                    ids, answer = docs.doc(i)
+                    keep.remember(ids, int(answer.argmax()))
+                learn(docs)
+                answers, docs_made, number = answers + int(docs.answer.sum()), docs_made + len(docs), number + 1
+                continue
+            if number == 2 and not (folder / "heldout.npz").exists():
+                _collect(waiting, 0)
+                _write_held_out(model, planner, reserved_pools, folder, dtype, config, report)
+            # Pools hold all shards but the last: that one is still being filtered.
+            done = _collect(waiting, 1 if number > 2 else 0)
+            answers, docs_made = answers + done[0], docs_made + done[1]
+            rows, kinds, families = planner.shard(number, pools)
+            end = begun + seconds if seconds else None
+            shard_begun = time.monotonic()
+            written = write_rows(model, rows, frame, config.max_len, seed=config.seed * 100_003 + number, deadline=end)
+            took, new = time.monotonic() - shard_begun, int(sum(w.answer.sum() for w in written))
+            made_here += new
+            waiting.append(helper.submit(finish, number, written, kinds, families))
+            report(
+                f"shard {number}: {new} answer ids in {took:.1f} s ({new / took:.0f}/s), temp {rows[0].temp:g}, "
+                f"{'own' if own else 'self-made' if rows[0].user else 'templates'}; kept so far {answers}"
+            )
+            number += 1
+        if not (folder / "heldout.npz").exists():
+            _collect(waiting, 0)
+            _write_held_out(model, planner, reserved_pools, folder, dtype, config, report)
+    total = load_docs(folder)
+    took = time.monotonic() - begun
+    return {
+        "conversations": len(total),
+        "answer_tokens": int(total.answer.sum()),
+        "looped_share": float(total.looped.mean()),
+        "seconds": took,
+        "answer_tps": made_here / took,
+    }
+
+
+def _vocab_size(model, tokenizer) -> int:
+    args = getattr(model, "args", None)
+    return int(getattr(args, "vocab_size", None) or len(tokenizer))
+
+
+def _check_meta(path: Path, meta: dict) -> None:
+    if path.exists():
+        old = json.loads(path.read_text())
+        differ = sorted(k for k in meta if old.get(k) != meta[k])
+        if differ:
+            raise ConfigError(
+                f"{path.parent}: expected a folder made with the same settings; found others for {', '.join(differ)}. "
+                "Use another folder."
+            )
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(meta, indent=1))
+    os.replace(part, path)
+
+
+def _collect(waiting: list[Future], leave: int) -> tuple[int, int]:
+    """Wait for all shards in the filter but the last `leave`: answer ids and conversations that they kept."""
+    answers = docs_made = 0
+    while len(waiting) > leave:
+        docs = waiting.pop(0).result()
+        answers, docs_made = answers + int(docs.answer.sum()), docs_made + len(docs)
+    return answers, docs_made
+
+
+def _write_held_out(model, planner, pools, folder, dtype, config, report) -> None:
+    """Answers to the held-out families, greedy and at temperature 1, and their questions as JSONL."""
+    rows, kinds, families, texts = planner.held_out(pools)
+    keep = _Filter(config, planner.frame, frozenset())
+    parts = []
+    for temp in (0.0, 1.0):
+        again = [Row(r.given, r.user, r.user_limit, temp) for r in rows]
+        written = []
+        for start in range(0, len(again), config.rows):
+            part = again[start : start + config.rows]
+            written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start)
+        keep.seen.clear()
+        parts.append(keep(written, kinds, families, [TRAIN] * len(rows), dtype))
+    Docs.join(parts).save(folder / "heldout.npz")
+    lines = [json.dumps({"kind": KINDS[k], "prompt": text}) for k, text in zip(kinds, texts, strict=False)]
+    (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n" * bool(lines))
+    report(f"held out: {len(rows)} questions of {len(set(families))} families, {sum(len(p) for p in parts)} answers kept")
+
+
+def choose_anchors(rng: np.random.Generator, answer: np.ndarray, A: int) -> tuple[np.ndarray, np.ndarray]:
+    """A places in each document where a block may start, without repeats, sorted; fewer where there are fewer.
+
+    A block may start at any answer id that an answer id follows: the first one is the block after prefill.
+
+    Shapes:
+      - answer: [B, S] bool
+    Returns:
+      - anchors: [B, A] int32; keep: [B, A] bool
+    """
+    valid = answer[:, :-1] & answer[:, 1:]
+    draw = np.where(valid, rng.random(valid.shape), 2.0)
+    if draw.shape[1] < A:
+        draw = np.pad(draw, ((0, 0), (0, A - draw.shape[1])), constant_values=2.0)
+    chosen = np.sort(np.argpartition(draw, A - 1, axis=1)[:, :A], axis=1)
+    keep = np.take_along_axis(draw, chosen, axis=1) < 2.0
+    return np.where(keep, chosen, 0).astype(np.int32), keep
+
+
+def batches(
+    docs: Docs, B: int, A: int, max_len: int, seed: int, bucket: int = 128, skip: int = 0
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]]:
+    """Endless batches of documents of like length, each document once an epoch, anchors drawn anew each time.
+
+    What batch n holds follows from the seed and n alone; `skip` starts behind that many of them.
+
+    Yields: ids [B, S] int32, answer [B, S] bool, anchors [B, A] int32, keep [B, A] bool, epoch. S is a multiple of `bucket`.
+    """
+    widths = np.minimum(-(-docs.lengths // bucket) * bucket, max_len)
+    n = epoch = 0
+    if len(docs) < B:
+        raise ConfigError(f"expected at least {B} conversations, one batch; found {len(docs)}. Make more data or lower batch.")
+    waiting: dict[int, list[int]] = {}
+    while True:
+        order = np.random.default_rng((seed, epoch)).permutation(len(docs))
+        for i in order:
+            width = int(widths[i])
+            waiting.setdefault(width, []).append(int(i))
+            if len(waiting[width]) < B:
+                continue
+            chosen = waiting.pop(width)
+            n += 1
+            if n <= skip:
+                continue
+            ids, answer = docs.pad(chosen, width)
+            anchors, keep = choose_anchors(np.random.default_rng((seed, 1 << 20, n)), answer, A)
+            yield ids, answer, anchors, keep, epoch
+        epoch += 1
