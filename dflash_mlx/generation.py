@@ -7,6 +7,7 @@ Read `_rounds` first: it is the whole method. `stream_generate` puts text and co
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ def stream_generate(
             f"expected a prompt cache of {n_target} target and {len(draft_model.layers)} drafter entries; found "
             f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
         )
+    _check_context(model, draft_model, len(pair.ids) + len(ids), max_tokens)
     quantization = None
     if kv_bits is not None:
         # mlx-lm's defaults.
@@ -498,6 +500,26 @@ def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int 
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
     return block_size
+
+
+def _check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
+    """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
+
+    Raises:
+      GenerationError: the prompt alone is longer than the target's context.
+    """
+    target = Target(model)
+    length, drafters = target.context_length, drafter.config.max_position_embeddings
+    if length is not None and prompt_tokens > length:
+        raise GenerationError(
+            f"expected at most {length} tokens, the context of {target.family}; found a prompt of {prompt_tokens}. Shorten it."
+        )
+    if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
+        warnings.warn(
+            f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
+            "beyond them the text stays right and fewer drafts are accepted",
+            stacklevel=3,
+        )
 
 
 def _check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache: list[Any]) -> None:

@@ -5,15 +5,19 @@ Knows where built-in pairs lie and what makes a drafter and a target belong toge
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .builtin import builtin_path
+from .checkpoint import Checkpoint, inspect_checkpoint
 from .config import DrafterConfig
 from .drafter import ARCHITECTURES, Drafter, build_drafter
 from .errors import CheckpointError, ConfigError, PairError, TapError
+from .memory import machine_bytes
 from .taps import Target
 
 # Tensors of the speculators layout that repeat the target's, or follow from d2t.
@@ -46,14 +50,18 @@ def load(
       The others are mlx-lm's; `model_config`, which changes what a checkpoint says of itself, is refused.
     Returns: the mlx-lm model and its TokenizerWrapper, and the config with `return_config`.
     """
-    from .conversion import load_target, load_tokenizer
+    from .conversion import load_tokenizer
+    from .conversion.targets import read_target
 
     if model_config:
         raise ConfigError(
             f"expected a checkpoint's own config; found model_config = {model_config!r}. Change config.json in a copy instead."
         )
     path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
-    model, config = load_target(path, revision=revision, trust_remote_code=trust_remote_code, lazy=True)
+    checkpoint = inspect_checkpoint(path, revision=revision)
+    check_memory(checkpoint, dtype or default_dtype())
+    loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
+    model, config = loaded.model, loaded.config
     if adapter_path is not None:
         from mlx_lm.utils import load_adapters
 
@@ -64,6 +72,26 @@ def load(
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype) -> int:
+    """Bytes of a checkpoint's weights once loaded, from the files' headers alone: float tensors take the activation type."""
+    floats = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
+    return sum(math.prod(t.shape) * dtype.size if t.dtype in floats else t.nbytes for t in checkpoint.tensors.values())
+
+
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
+    """Compare what the weights will take with this machine's memory, before any of them is read.
+
+    Raises:
+      CheckpointError: they do not fit. A warning, where they hardly do.
+    """
+    needed, have = weight_bytes(checkpoint, dtype), machine_bytes()
+    sizes = f"the weights of {checkpoint.source} take {needed / 1e9:.1f} GB and this machine has {have / 1e9:.1f} GB"
+    if needed > have:
+        raise CheckpointError(f"expected a model that fits; {sizes}. Use a smaller or a quantized one, or another dtype.")
+    if needed > 0.9 * have:
+        warnings.warn(f"{sizes}: this can be slow", stacklevel=3)
 
 
 def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None) -> Drafter:
@@ -128,7 +156,35 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     mx.eval(drafter.parameters())
     if "lm_head" in drafter:
         _check_own_head(drafter, target)
-    return drafter.bind(target.embed, target.head, model)
+    drafter.bind(target.embed, target.head, model)
+    _check_finite(drafter, model)
+    return drafter
+
+
+def _check_finite(drafter: Drafter, model: nn.Module) -> None:
+    """One small draft with the weights and number types as they are: overflow shows as a drafter that accepts nothing.
+
+    Raises:
+      PairError: names the first part that gives NaN or infinity, and the number type.
+    """
+    config = drafter.config
+    target = Target(model, config.target_layer_ids)
+    step = max(target.vocabulary // 8, 1)
+    _, features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary)
+    block = drafter._embed(mx.full((1, 2), config.mask_token_id, dtype=mx.int32))
+    hidden = drafter(block, features, drafter.make_cache(), 0)
+    parts = {
+        f"layers {list(config.target_layer_ids)} of {target.family}": features,
+        "the drafter's fc": drafter.fc(features),
+        "the drafter's layers": hidden,
+        "the head": drafter._head(hidden),
+    }
+    for name, values in parts.items():
+        if not mx.isfinite(values).all().item():
+            raise PairError(
+                f"expected finite values from {name}; found NaN or infinity in {str(values.dtype).removeprefix('mlx.core.')}. "
+                "Load the target with another dtype (bfloat16 or float32)."
+            )
 
 
 def _check_own_head(drafter: Drafter, target: Target) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,11 @@ from mlx.utils import tree_flatten
 _lock = threading.Lock()
 _users = 0
 _before: int | None = None
+
+
+def machine_bytes() -> int:
+    """Memory that models can have here: the accelerator's, where it says, else the machine's."""
+    return mx.device_info().get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager

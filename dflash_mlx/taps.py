@@ -197,6 +197,20 @@ class Target:
         return owners[0]
 
     @property
+    def context_length(self) -> int | None:
+        """Positions that the model's own config gives it, scaled RoPE included; None where it gives none."""
+        for module in (self.model, *(m for _, m in self.model.named_modules())):
+            for args in (getattr(module, "args", None), getattr(module, "config", None)):
+                args = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+                for part in (args, args.get("text_config")):
+                    part = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+                    if isinstance(length := part.get("max_position_embeddings"), int):
+                        scaling = part.get("rope_scaling") or part.get("rope_parameters") or {}
+                        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+                        return max(length, int(factor * original)) if factor and original else length
+        return None
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
         modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]

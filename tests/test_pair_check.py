@@ -1,0 +1,100 @@
+"""What a load and a run find out about a pair before the first token: finite values, memory and context length."""
+
+import warnings
+
+import mlx.core as mx
+import pytest
+from families import family
+from kit import TINY, flat, greedy_ids, ids_of, raw_config, run, tiny_qwen3, tiny_target
+
+from dflash_mlx import load, loading
+from dflash_mlx.checkpoint import inspect_checkpoint
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.drafter import Drafter
+from dflash_mlx.errors import CheckpointError, GenerationError, PairError
+from dflash_mlx.loading import make_drafter, weight_bytes
+from dflash_mlx.taps import Target
+
+
+def made(model, change=lambda name, value: value, **changes):
+    vocab, hidden = model.model.embed_tokens.weight.shape
+    config = DrafterConfig.from_dict(raw_config(hidden, vocab, **changes))
+    mx.random.seed(2)
+    return make_drafter(config, {name: change(name, value) for name, value in flat(Drafter(config)).items()}, model)
+
+
+def test_overflow_in_float16_is_found_at_load_and_its_place_named():
+    """lmdeploy #4991, vllm #55250: NaN from fp16, which elsewhere shows as acceptance 0 and nothing else."""
+    model = tiny_target()
+
+    def large(name, value):
+        return value * 1e5 if name == "fc.weight" else value
+
+    assert made(model, large).fc.weight.dtype == mx.float32
+    model.set_dtype(mx.float16)
+    with pytest.raises(
+        PairError, match=r"finite values from the drafter's fc; found NaN or infinity in float16\. Load the target"
+    ):
+        made(model, large)
+    made(model)
+    model.model.layers[0].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight * 6e4
+    with pytest.raises(PairError, match=r"finite values from layers \[0, 2\] of llama"):
+        made(model)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_drafter_runs_in_the_targets_number_type(dtype):
+    model = tiny_target()
+    model.set_dtype(dtype)
+    drafter = made(model)
+    assert {value.dtype for value in flat(drafter).values()} == {dtype}
+    assert len(run(model, drafter, [3, 4, 5], 6)) == 6
+
+
+def test_memory_is_compared_before_any_weight_is_read(monkeypatch):
+    checkpoint = inspect_checkpoint(TINY / "target")
+    needed = weight_bytes(checkpoint, mx.float32)
+    model, _ = load("tiny", dtype=mx.float32)
+    held = sum(value.nbytes for value in flat(model).values())
+    assert abs(needed - held) < 0.01 * held
+    monkeypatch.setattr(loading, "machine_bytes", lambda: needed - 1)
+    monkeypatch.setattr(mx, "load", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(
+        CheckpointError, match=r"expected a model that fits; the weights of .* take 0\.0 GB and this machine has 0\.0 GB"
+    ):
+        load("tiny", dtype=mx.float32)
+
+
+def test_a_model_that_hardly_fits_is_a_warning(monkeypatch):
+    needed = weight_bytes(inspect_checkpoint(TINY / "target"), mx.float32)
+    monkeypatch.setattr(loading, "machine_bytes", lambda: int(needed * 1.05))
+    with pytest.warns(UserWarning, match="this can be slow"):
+        load("tiny", dtype=mx.float32)
+
+
+def test_a_prompt_beyond_the_targets_context_is_an_early_error():
+    model = tiny_qwen3(layers=4)
+    assert Target(model).context_length == 512
+    with pytest.raises(GenerationError, match="expected at most 512 tokens, the context of qwen3; found a prompt of 513"):
+        run(model, made(model), [1] * 513, 2)
+
+
+def test_a_run_beyond_the_drafters_context_is_a_warning_shown_once_and_stays_exact():
+    model = tiny_target()
+    drafter, prompt = made(model, max_position_embeddings=20), [5, 9, 33, 7, 20, 41, 2, 8, 50, 11]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert ids_of(run(model, drafter, prompt, 30)) == greedy_ids(model, prompt, 30)
+    assert [str(w.message)[:70] for w in shown] == ["the drafter was made for 20 positions and this run may reach 40: beyon"]
+    with warnings.catch_warnings(record=True) as shown:
+        run(model, drafter, prompt, 10)
+    assert not shown
+
+
+def test_context_length_is_found_in_any_family_and_scaled_rope_counts():
+    assert Target(family("kimi_k25")).context_length == Target(family("nemotron_h")).context_length == 4096
+    assert Target(family("rwkv7")).context_length is None
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    model = tiny_target(max_position_embeddings=512, rope_scaling=scaled)
+    assert Target(model).context_length == 2048
