@@ -19,7 +19,7 @@ import mlx.core as mx
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
 
-_MIN_SHARD_BYTES = 128 << 20
+_MIN_SHARD_BYTES = 16 << 20
 _MAX_SHARD_BYTES = 5 << 30
 
 
@@ -102,7 +102,7 @@ def check_space(directory: Path, needed_bytes: int) -> None:
 def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_file_bytes: int) -> list[str]:
     """Write tensors as safetensors shards with an index, one shard in memory at a time; `weights` is emptied.
 
-    A shard is at most half the largest source file (never under 128 MB): with the source tensors that one shard is made from,
+    A shard is at most half the largest source file (never under 16 MiB): with the source tensors that one shard is made from,
     memory stays below twice that file.
     Raises:
       ConversionError: a float16 tensor with infinite values, named.

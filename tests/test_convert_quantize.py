@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from functools import partial
 
 import mlx.core as mx
@@ -147,3 +149,43 @@ def test_a_short_row_and_a_large_group_stay_float(tmp_path):
     source = write_checkpoint(tmp_path / "source", llama_config(), llama_weights())
     with pytest.raises(ConversionError, match="expected at least one matrix whose rows divide into groups of 128"):
         convert(str(source), str(tmp_path / "out"), quantize=True, q_group_size=128)
+
+
+def large_checkpoint(directory, layers=24, per_shard=6):
+    """A bfloat16 llama of about 200 MB in shards of about 50 MB, with an index."""
+    h, i, v = 512, 2048, 4000
+    config = llama_config(
+        hidden_size=h, intermediate_size=i, num_hidden_layers=layers, vocab_size=v, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=64,
+    )  # fmt: skip
+    weight_map, part, count = {}, {}, layers // per_shard
+    part |= {"model.embed_tokens.weight": (v, h), "lm_head.weight": (v, h), "model.norm.weight": (h,)}
+    for layer in range(layers):
+        p = f"model.layers.{layer}."
+        part |= {p + f"self_attn.{n}_proj.weight": (h, h) for n in "qkvo"}
+        part |= {p + f"mlp.{n}_proj.weight": s for n, s in (("gate", (i, h)), ("up", (i, h)), ("down", (h, i)))}
+        part |= {p + f"{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
+        if layer % per_shard == per_shard - 1:
+            name = f"model-{layer // per_shard + 1:05d}-of-{count:05d}.safetensors"
+            weights = {k: mx.random.normal(shape).astype(mx.bfloat16) * 0.05 for k, shape in part.items()}
+            write_checkpoint(directory, config, weights, name)
+            weight_map |= dict.fromkeys(part, name)
+            part = {}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", ["", "quantize=True", "dtype='float32'"])
+def test_memory_stays_under_twice_the_largest_shard(tmp_path, options):
+    source = large_checkpoint(tmp_path / "source")
+    largest = max(file.stat().st_size for file in source.glob("*.safetensors"))
+    program = (
+        "import resource, sys; from dflash_mlx import convert; import mlx_lm.models.llama, mlx_lm.utils\n"
+        "from transformers.models.auto.configuration_auto import CONFIG_MAPPING; CONFIG_MAPPING['llama']()\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == 'linux' else 1)\n"
+        f"before = peak(); convert(sys.argv[1], sys.argv[2], {options}); print(peak() - before)"
+    )
+    command = [sys.executable, "-c", program, source, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2 * largest
