@@ -99,6 +99,7 @@ def convert(
             done = _convert_target(
                 checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate, trust_remote_code
             )
+        done.notes += [f"{name} was not read: {reason}" for name, reason in checkpoint.ignored.items()]
         done.record["written"] = report.written_files(staging)
         write_json(staging / _RECORD, done.record)
     done.path = Path(mlx_path).expanduser()

@@ -409,3 +409,27 @@ def test_a_gguf_file_loads_and_converts_to_one_model(tmp_path, kind):
     expected = in_float32(floats)(ids)
     assert mx.abs(direct(ids) - expected).max() < 2e-4 * mx.abs(expected).max()
     assert (tmp_path / "mlx" / "tokenizer.json").exists()
+
+
+def test_mxfp4_experts_as_gpt_oss_publishes_them_stay_packed(conformance, tmp_path):
+    source = conformance / "targets" / "gpt_oss"
+    config = json.loads((source / "config.json").read_text())
+    packed, rounded = {}, {}
+    for name, value in mx.load(str(source / "model.safetensors")).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = rounded[name] = value
+            continue
+        # published: blocks [E, out, in / 32, 16] of two 4-bit codes a byte, scales [E, out, in / 32]
+        codes, scales = mx.quantize(value.swapaxes(1, 2), group_size=32, bits=4, mode="mxfp4")
+        packed[name + "_blocks"] = codes.view(mx.uint8).reshape(*scales.shape, 16)
+        packed[name + "_scales"] = scales
+        rounded[name] = mx.dequantize(codes, scales, group_size=32, bits=4, mode="mxfp4").swapaxes(1, 2).astype(mx.bfloat16)
+    path = write_checkpoint(tmp_path / "packed", config | {"quantization_config": {"quant_method": "mxfp4"}}, packed)
+    expected = in_float32(write_checkpoint(tmp_path / "rounded", config, rounded))
+    model = in_float32(path)
+    assert model.layers[0].mlp.experts.gate_proj.mode == "mxfp4"
+    ids = mx.arange(20)[None]
+    difference = mx.abs(model(ids) - expected(ids)).max()
+    assert difference < 2e-4 * mx.abs(expected(ids)).max()
+    done = convert(str(path), str(tmp_path / "mlx"))
+    assert done.record["parity"]["max_logit_difference"] == 0
