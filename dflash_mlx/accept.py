@@ -27,3 +27,70 @@ def accept_match(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array]
     accepted = mx.cumprod(match, axis=1).sum(axis=1).astype(mx.int32)
     bonus = mx.take_along_axis(target, accepted[:, None], axis=1)[:, 0]
     return accepted, bonus
+
+
+def accept_rejection(
+    draft: mx.array, target: mx.array, drafter: mx.array, uniform: mx.array, gumbel: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Keep each draft with probability min(1, p / q); at the first one refused, draw from what p has beyond q.
+
+        draft         d1 d2 d3        d2 refused: accepted = 1, bonus ~ max(0, p2 - q2), normalised
+        target        p1 p2 p3 p4     p4 is drawn from if all are kept
+
+    Exact if d_i was drawn from q_i: its law given the past is p_i's. A draft that was chosen otherwise, as by argmax, has the
+    one-hot q; with another q the result is biased.
+
+    Shapes:
+      - draft: [B, N] int32; target p: [B, N + 1, V], drafter q: [B, N, V], probabilities; uniform: [B, N] in [0, 1)
+      - gumbel: [B, V], standard Gumbel noise for the bonus
+    Returns:
+      - accepted: [B] int32, 0..N;  bonus: [B] int32
+    Source: arXiv 2211.17192, algorithm 1.
+    """
+    at = draft[..., None]
+    p, q = (mx.take_along_axis(rows, at, axis=-1)[..., 0] for rows in (target[:, :-1], drafter))
+    kept = (uniform * q < p).astype(mx.int32)
+    accepted = mx.cumprod(kept, axis=1).sum(axis=1).astype(mx.int32)
+    return accepted, _draw_rest(target, drafter, accepted, mx.ones(accepted.shape), gumbel)
+
+
+def accept_block(
+    draft: mx.array, target: mx.array, drafter: mx.array, uniform: mx.array, gumbel: mx.array
+) -> tuple[mx.array, mx.array]:
+    """As `accept_rejection`, but a draft that was refused may be kept with those behind it: never fewer are kept on average.
+
+        P_0 = 1;  P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))         a running chance of the first i drafts
+        S_i = sum over x of max(0, P_i p_{i+1}(x) - q_{i+1}(x))     what p has left behind them
+        h_i = S_i / (S_i + 1 - P_i), h_N = P_N                      accepted = the LARGEST i with u_i <= h_i, else 0
+
+    Shapes and returns as in `accept_rejection`.
+    Source: arXiv 2403.10444.
+    """
+    n = draft.shape[1]
+    at = draft[..., None]
+    p, q = (mx.take_along_axis(rows, at, axis=-1)[..., 0] for rows in (target[:, :-1], drafter))
+    chance, chances = mx.ones(draft.shape[:1]), [mx.ones(draft.shape[:1])]
+    accepted = mx.zeros(draft.shape[:1], dtype=mx.int32)
+    for i in range(1, n + 1):
+        chance = mx.minimum(1.0, chance * p[:, i - 1] / q[:, i - 1])
+        chances.append(chance)
+        if i < n:
+            left = mx.maximum(chance[:, None] * target[:, i] - drafter[:, i], 0).sum(axis=-1)
+            # 0 / 0: p and q agree to the end, so everything may be kept.
+            rule = mx.where(left + 1 - chance > 0, left / (left + 1 - chance), 1.0)
+        else:
+            rule = chance
+        accepted = mx.where(uniform[:, i - 1] <= rule, i, accepted)
+    weight = mx.take_along_axis(mx.stack(chances, axis=1), accepted[:, None], axis=1)[:, 0]
+    return accepted, _draw_rest(target, drafter, accepted, weight, gumbel)
+
+
+def _draw_rest(target: mx.array, drafter: mx.array, accepted: mx.array, weight: mx.array, gumbel: mx.array) -> mx.array:
+    """The bonus [B]: from max(0, weight * p - q) in the row after the accepted ones, from p itself after the last."""
+    row = accepted[:, None, None]
+    p = mx.take_along_axis(target, row, axis=1)[:, 0]
+    nothing = mx.zeros_like(drafter[:, :1])
+    q = mx.take_along_axis(mx.concatenate([drafter, nothing], axis=1), row, axis=1)[:, 0]
+    last = (accepted == drafter.shape[1])[:, None]
+    rest = mx.where(last, p, mx.maximum(weight[:, None] * p - q, 0))
+    return mx.argmax(mx.log(rest) + gumbel, axis=-1).astype(mx.int32)
