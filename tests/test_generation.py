@@ -81,21 +81,54 @@ def test_a_huggingface_tokenizer_is_wrapped_as_mlx_lm_does(pair):
     assert ids_of(got) == ids_of(run(model, drafter, "def main", 20, tokenizer))
 
 
-def test_characters_split_over_tokens_and_blocks_arrive_whole(pair):
-    model, tokenizer, drafter = pair
-    text = "é€ 日😀"
-    script = tokenizer.encode(text, add_special_tokens=False)
-    assert len(script) > len(text), "no character is split over tokens"
-    prompt = [10, 20]
+def forcing(script, prompt):
+    """A processor that makes the target say `script` after `prompt`."""
 
     def force(history, logits):
-        at = len(history) - len(prompt)
-        return mx.where(mx.arange(logits.shape[-1]) == script[at], 0.0, -mx.inf)[None]
+        token = script[min(len(history) - len(prompt), len(script) - 1)]
+        return mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -mx.inf)[None]
 
+    return [force]
+
+
+TEXT = "é€ 😀"
+
+
+def test_characters_split_over_tokens_and_blocks_arrive_whole(pair):
+    model, tokenizer, drafter = pair
+    script = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert len(script) > len(TEXT), "no character is split over tokens"
     for block in (1, 5):
-        got = run(model, drafter, prompt, len(script), tokenizer, block_size=block, logits_processors=[force])
-        assert ids_of(got) == script and text_of(got) == text
+        processors = forcing(script, [10, 20])
+        got = run(model, drafter, [10, 20], len(script), tokenizer, block_size=block, logits_processors=processors)
+        assert ids_of(got) == script and text_of(got) == TEXT
         assert not any("\ufffd" in r.text for r in got)
+
+
+def test_text_that_ends_inside_a_character_or_at_a_space_ends_as_mlx_lms(pair):
+    model, tokenizer, drafter = pair
+    script = tokenizer.encode(TEXT, add_special_tokens=False)
+    ends = set()
+    for n in range(1, len(script)):
+        options = {"max_tokens": n, "logits_processors": forcing(script, [10, 20])}
+        got = run(model, drafter, [10, 20], tokenizer=tokenizer, **options)
+        theirs = plain(model, tokenizer, [10, 20], **options)
+        assert [r.text for r in got] == [r.text for r in theirs]
+        ends.add(text_of(got)[-1:])
+    assert {"\ufffd", " "} <= ends
+
+
+@pytest.mark.parametrize("end", ["eos", "max_tokens"])
+def test_caches_are_at_the_last_token_when_the_caller_sees_it(tiny, end):
+    model, line, oracle, _ = tiny
+    cache = make_prompt_cache(model, oracle)
+    tokenizer, limit = (letters(line[6]), 30) if end == "eos" else (letters(), 7)
+    for r in dflash_mlx.stream_generate(model, tokenizer, PROMPT, limit, oracle, prompt_cache=cache):
+        if r.finish_reason:
+            # The generator is still open here, as for a caller that breaks and keeps a reference.
+            held = PairCache.read(cache)
+            assert held.ids == PROMPT + line[:7] and [e.offset for e in held.target] == [11] * 4
+    assert r.generation_tokens == 7
 
 
 def test_max_tokens_minus_one_goes_on_until_the_caller_stops(tiny):
