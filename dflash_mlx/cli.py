@@ -332,6 +332,29 @@ def serve(
         run(options, lambda: _load_pair(model, draft_model, dtype, revision, trust_remote_code), _say)
 
 
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Target, as in generate. Default: the built-in pair.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter, for --model or alone.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
+) -> None:
+    """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
+    with _only_ours_on_stdout() as stdout, _status("Looking ..."):
+        import mlx.core as mx
+
+        from .builtin import DEFAULT_PAIR
+        from .doctor import diagnose, render
+
+        if model is None and draft_model is None:
+            model = draft_model = DEFAULT_PAIR
+        report = diagnose(model, draft_model, getattr(mx, dtype.value) if dtype else None, revision)
+        print(json.dumps(report) if as_json else render(report), file=stdout)
+    if report["faults"]:
+        raise SystemExit(1)
+
+
 @contextlib.contextmanager
 def _only_ours_on_stdout() -> Iterator[Any]:
     """Hand out the real stdout and send everything that libraries print to stderr meanwhile."""
