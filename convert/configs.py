@@ -27,6 +27,9 @@ EQUIVALENT_TYPES = {
     "gemma4_unified_text": "gemma4_text",
 }
 
+# where the type that was replaced is kept, since transformers' defaults go by it
+_ORIGINAL_TYPE = "transformers_model_type"
+
 # where multimodal wrappers keep the config of their text model
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -64,6 +67,8 @@ IMPLIED_KEYS: dict[str, dict[str, Any]] = {
     },
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
 }
 
@@ -160,7 +165,8 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     _fill_full_attention(text, reference, layer_types, known)
     _fill_expert_layers(text, reference, known)
     windows, while_building = _fill_patterns(text, layer_types, known, where)
-    for key, value in (IMPLIED_KEYS.get(text["model_type"]) or IMPLIED_KEYS.get(family, {})).items():
+    names = (text.get(_ORIGINAL_TYPE), text["model_type"], family)
+    for key, value in next((IMPLIED_KEYS[name] for name in names if name in IMPLIED_KEYS), {}).items():
         if text.get(key) is None:
             text[key] = value
     for key in ("layer_types", "layers_block_type"):
@@ -281,7 +287,7 @@ def _place_text_config(raw: dict, where: str) -> tuple[dict, dict, bool]:
         outer, text, _ = _place_text_config(inner, where)
         return outer, text, True
     if model_type in EQUIVALENT_TYPES:
-        raw["model_type"] = EQUIVALENT_TYPES[model_type]
+        raw["model_type"], raw[_ORIGINAL_TYPE] = EQUIVALENT_TYPES[model_type], model_type
         return _place_text_config(raw, where)
     base = model_type.removesuffix("_text")
     if base != model_type and has_mlx_module(base):
@@ -315,13 +321,13 @@ def _transformers_config(text: dict, notes: list[str]):
     with _quiet_transformers():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        names = [text["model_type"], *(k for k, v in EQUIVALENT_TYPES.items() if v == text["model_type"])]
-        name = next((n for n in names if n in CONFIG_MAPPING), None)
+        name = next((n for n in (text.get(_ORIGINAL_TYPE), text["model_type"]) if n in CONFIG_MAPPING), None)
         if name is None:
             return None
         try:
             values = copy.deepcopy(text)
-            values.pop("model_type")
+            for key in ("model_type", _ORIGINAL_TYPE):
+                values.pop(key, None)
             if _is_per_layer_type(values.get("rope_parameters") or {}):
                 # transformers lets the older key win, which cannot hold one entry per kind of layer
                 values.pop("rope_scaling", None)

@@ -154,7 +154,7 @@ def _drop_unused(weights: Weights, target: TargetConfig) -> tuple[Weights, dict[
 def _settle_head(weights: Weights, dropped: dict[str, str], target: TargetConfig, where: str) -> None:
     """Make the tensors and `tie_word_embeddings` agree about the output head."""
     heads = [name for name in weights if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
-    tied = _is_tied(bool(heads), target, where)
+    tied = _is_tied(heads[0] if heads else None, weights, target, where)
     if tied:
         for name in heads:
             for suffix in _PARTS:
@@ -164,21 +164,23 @@ def _settle_head(weights: Weights, dropped: dict[str, str], target: TargetConfig
         config["tie_word_embeddings"] = tied
 
 
-def _is_tied(has_head: bool, target: TargetConfig, where: str) -> bool:
+def _is_tied(head: str | None, weights: Weights, target: TargetConfig, where: str) -> bool:
     if len(target.tied) == 1:
         tied = next(iter(target.tied))
-        if not tied and not has_head and _has_own_head(target):
+        if not tied and head is None and _has_own_head(target):
             raise CheckpointError(
                 f"expected lm_head.weight in {where}, whose config says tie_word_embeddings false; the tensor is missing. "
                 "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding."
             )
         return tied
-    if target.tied or not has_head:
-        # wrapper and text model contradict each other, or nobody says: the files decide
-        if not has_head:
-            target.notes.append("no lm_head.weight: the output head is the embedding")
-        return not has_head
-    return bool(target.tied_by_default)
+    # wrapper and text model contradict each other, or nobody says: the files decide
+    if head is None:
+        target.notes.append("no lm_head.weight: the output head is the embedding")
+        return True
+    embedding = _embedding_name(weights)
+    if target.tied or not target.tied_by_default or embedding is None:
+        return False
+    return weights[head].shape == weights[embedding].shape and mx.array_equal(weights[head], weights[embedding]).item()
 
 
 _PARTS = ("weight", "scales", "biases")
