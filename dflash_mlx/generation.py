@@ -92,6 +92,7 @@ def stream_generate(
     Args beyond mlx-lm's:
       draft_model: what `load_drafter` returned for this model object. None runs mlx-lm's own loop; an ordinary mlx-lm model
         is passed through to mlx-lm's speculative decoding.
+      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone.
       block_size: slots drafted in a round, the anchor included; None: the drafter config's; 1: no drafting.
         `num_draft_tokens` is the same less one.
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
@@ -452,18 +453,32 @@ def _mlx_lm(
         raise GenerationError(
             f"expected no seed with an mlx-lm draft model; found {seed}. Its draws depend on what was drafted: leave it out."
         )
-    cache = options["prompt_cache"]
+    cache, pair = options["prompt_cache"], None
+    ids = _encode(tokenizer, prompt)
+    anchor: list[int] = []
     if cache is not None and is_pair_cache(cache):
-        raise CacheError(
-            "expected a target's prompt cache; found one that also holds a drafter's part. Pass that drafter as draft_model, or "
-            "make_prompt_cache(model)."
-        )
-    prompt = mx.array(_encode(tokenizer, prompt))
+        if draft_model is not None:
+            raise CacheError(
+                "expected a prompt cache without a DFlash drafter's part; found one with it. Pass that drafter as draft_model, "
+                "or make_prompt_cache(model, draft_model)."
+            )
+        pair = PairCache.read(cache)
+        anchor = pair.ids[pair.rows :]
+        if len(pair.target) != len(mlx_lm_cache.make_prompt_cache(model)):
+            raise CacheError(
+                f"expected a prompt cache of {len(mlx_lm_cache.make_prompt_cache(model))} target entries; found "
+                f"{len(pair.target)}. Make it with make_prompt_cache(model)."
+            )
+        if anchor and options["logits_processors"]:
+            # With a drafter they do not see it either: it belongs to the turn before.
+            options = {**options, "logits_processors": [_without(len(anchor), p) for p in options["logits_processors"]]}
+    prompt = mx.array(anchor + ids) if ids else mx.array(ids)
     if seed is not None:
         choose_seed(seed)
     if draft_model is None and options["sampler"] is not None:
         embeddings = options.get("input_embeddings")
-        held = next((entry.offset for entry in cache or [] if hasattr(entry, "offset")), 0)
+        entries = pair.target if pair else cache or []
+        held = next((entry.offset for entry in entries if hasattr(entry, "offset")), 0)
         start = held + max(prompt.size, 0 if embeddings is None else len(embeddings))
         options = {**options, "sampler": KeyedSampler(options["sampler"], choose_seed(seed), start)}
     steps = mlx_lm_stream_generate(
@@ -471,13 +486,21 @@ def _mlx_lm(
     )
 
     def respond() -> Generator[GenerationResponse, None, None]:
+        if pair:
+            # From here on the list is the target's alone, as mlx-lm's.
+            cache[:] = pair.target
         with closing(steps):
             for response in steps:
                 if evaluate:
                     mx.eval(response.logprobs)
-                yield GenerationResponse(**vars(response))
+                yield GenerationResponse(**{**vars(response), "prompt_tokens": response.prompt_tokens - len(anchor)})
 
     return respond()
+
+
+def _without(n: int, processor: LogitsProcessor) -> LogitsProcessor:
+    """A processor that does not see the first n tokens of a run."""
+    return lambda tokens, logits: processor(tokens[n:], logits)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:

@@ -27,6 +27,7 @@ from kit import (
     variant,
 )
 from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.sample_utils import make_sampler
 
 import dflash_mlx
 from dflash_mlx import make_prompt_cache, trim_prompt_cache
@@ -250,11 +251,47 @@ def test_a_cache_of_another_drafter_or_none_is_refused(pair, sliding):
     with pytest.raises(CacheError, match="found one without a drafter's part. Make it with dflash_mlx.make_prompt_cache"):
         run(model, drafter, prompt[:5], 4, tokenizer, prompt_cache=used)
     both = make_prompt_cache(model, drafter)
-    with pytest.raises(CacheError, match="expected a target's prompt cache; found one that also holds a drafter's part"):
-        run(model, None, prompt[:5], 4, tokenizer, prompt_cache=both)
+    with pytest.raises(CacheError, match="expected a prompt cache without a DFlash drafter's part; found one with it"):
+        run(model, tiny_target(), prompt[:5], 4, tokenizer, prompt_cache=both)
     small = tiny_target()
     with pytest.raises(CacheError, match="expected a prompt cache of 6 target and 3 drafter entries; found 4 and 2"):
         run(model, drafter, prompt[:5], 4, tokenizer, prompt_cache=make_prompt_cache(small, tiny_drafter(small)))
+
+
+@pytest.mark.parametrize("turn", [0, 1, 9])
+def test_a_list_goes_on_without_its_drafter_and_is_then_mlx_lms(pair, turn, tmp_path):
+    model, tokenizer, drafter = pair
+    prompt = references(SLIDING)["prompts"][6]["prompt_ids"]
+    cache, out = make_prompt_cache(model, drafter), []
+    if turn:
+        out = ids_of(run(model, drafter, prompt[:40], turn, tokenizer, prompt_cache=cache))
+        mlx_lm_cache.save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+        cache = mlx_lm_cache.load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    whole = [*(prompt[:40] if turn else []), *out, *prompt[40:43]]
+    sampler, contexts = make_sampler(temp=0.9), []
+
+    def record(tokens, logits):
+        contexts.append(tokens.tolist())
+        return logits
+
+    options = {"sampler": sampler, "seed": 5}
+    got = run(model, None, prompt[40:43], 9, tokenizer, prompt_cache=cache, logits_processors=[record], **options)
+    assert ids_of(got) == ids_of(run(model, None, whole, 9, tokenizer, **options)) and got[0].prompt_tokens == 3
+    assert contexts[0] == prompt[40:43]
+    assert [type(entry).__name__ for entry in cache] == ["KVCache"] * 6 and {e.offset for e in cache} == {len(whole) + 9}
+    more = [*whole, *ids_of(got), *prompt[43:46]]
+    assert ids_of(run(model, None, prompt[43:46], 5, tokenizer, prompt_cache=cache)) == ids_of(
+        run(model, None, more, 5, tokenizer)
+    )
+
+
+def test_a_run_that_was_never_started_leaves_a_list_with_its_drafter(pair):
+    model, tokenizer, drafter = pair
+    cache = make_prompt_cache(model, drafter)
+    run(model, drafter, [5, 9, 33], 4, tokenizer, prompt_cache=cache)
+    before = PairCache.read(cache).ids
+    dflash_mlx.stream_generate(model, tokenizer, [7], prompt_cache=cache).close()
+    assert PairCache.read(cache).ids == before
 
 
 def test_a_plain_list_without_a_drafter_is_mlx_lms(pair):
