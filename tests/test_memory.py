@@ -1,6 +1,7 @@
 import warnings
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from kit import Oracle, flat, greedy_ids, letters, run, tiny_drafter, tiny_target
 
@@ -48,7 +49,7 @@ def test_both_models_count_and_shared_arrays_count_once(device, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": int(1.5 * size)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with wired_limit([model, model], stream):
+        with wired_limit([model, nn.Sequential(model)], stream):
             pass
     with (
         pytest.warns(UserWarning, match="the models take .* GB, close to the .* GB that the GPU may hold"),
