@@ -98,7 +98,7 @@ def open_turn(
         entries = make_prompt_cache(model, draft_model)
 
     def respond() -> Generator[GenerationResponse, None, None]:
-        at, until, emitted, sound = held, len(prompt), [], True
+        at, until, filling, emitted, sound = held, len(prompt), False, [], True
 
         def watch(done: int, total: int) -> None:
             # A pair runs its anchor again, which the store counts as held.
@@ -107,7 +107,7 @@ def open_turn(
             prompt_progress_callback(at, len(prompt))
             if at < len(prompt) and should_stop():
                 raise _Stopped
-            if until < len(prompt) and done == total - 1:
+            if filling and done == total - 1:
                 raise _Filled
 
         common = {"draft_model": draft_model, "prompt_cache": entries, "prompt_progress_callback": watch}
@@ -117,13 +117,13 @@ def open_turn(
                     continue
                 # The loop fills a cache with all tokens but the last and then chooses one: one more is passed, and it is
                 # left there.
-                until = length + 1
+                until, filling = length + 1, True
                 try:
                     next(stream_generate(model, tokenizer, prompt[at:until], **common, **_passes(options)))
                 except _Filled:
                     at = length
                 store.insert_cache(key, prompt[:length], copy.deepcopy(entries), cache_type=kind)
-            until = len(prompt)
+            until, filling = len(prompt), False
             processors = [_after(prompt[:at], processor) for processor in logits_processors] or None
             steps = stream_generate(model, tokenizer, prompt[at:], logits_processors=processors, **common, **options)
             with closing(steps):
