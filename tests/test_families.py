@@ -14,6 +14,7 @@ from dflash_mlx.conversion import load_target
 from families import (
     BASE,
     FAMILIES,
+    OTHERS,
     PLAN,
     RIGHT,
     Known,
@@ -196,6 +197,15 @@ def test_kv_bits_runs_exactly_or_is_an_early_error(name):
             run(model, known_drafter(model, []), prompt, 5, **options)
         return
     assert agree(model, line, 19, **options) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_give_single_rows_logits_and_plain_ids(name):
+    model, line = family(name), some_line(70)
+    assert error(in_blocks(model, line, 19, PLAN), one_at_a_time(model, line, 19)) < TOLERANCE
+    line = greedy_line(model, line[:19], 60)
+    assert agree(model, line, 19, blocks=(5,), qualities=("noisy",)) == []
 
 
 def test_layers_with_several_streams_are_refused():
