@@ -214,3 +214,22 @@ def test_a_grid_that_is_no_multiple_and_too_many_threads_are_refused():
     kernel = emulator.metal_kernel("k", ["x"], ["y"], "y[0] = 0.0f;")
     with pytest.raises(KernelFault, match="multiple"):
         kernel(inputs=[mx.zeros((8,))], grid=(33, 1, 1), threadgroup=(32, 1, 1), output_shapes=[(1,)], output_dtypes=[mx.float32])
+
+
+def test_every_metal_file_for_xcrun_is_written():
+    import metal_text
+
+    texts = metal_text.collect()
+    assert {n.rstrip("0123456789_") for n in texts} == {
+        f"dflash_{n}"
+        for n in (
+            "accept",
+            "block_qmm",
+            "block_gather_qmm",
+            "head_argmax",
+            "head_argmax_reduce",
+            "block_attention",
+            "block_attention_reduce",
+        )
+    }
+    assert all(text.count("[[kernel]]") == (2 if "template <" in text else 1) for text in texts.values())

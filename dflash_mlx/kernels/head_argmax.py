@@ -63,7 +63,7 @@ _SOURCE = """
                             #pragma unroll
                             for (int j = 0; j < PER_WORD; ++j) weight[c][j] = float(four[j % 4]);
                         } else {
-                            const uint packed = uint(w[n * words + k / PER_WORD + word]);
+                            const uint packed = ((const device uint*)(w + n * words + k / PER_WORD + word))[0];
                             const float scale = float(scales[n * groups + k / GROUP]);
                             const float bias = float(biases[n * groups + k / GROUP]);
                             #pragma unroll
