@@ -91,7 +91,7 @@ def test_row_counts(m):
     check(*made(70, hq=6, hk=2, m=m))
 
 
-@pytest.mark.parametrize("window", [1, 5, 31, 32, 33, 200])
+@pytest.mark.parametrize("window", [1, 33, *(pytest.param(w, marks=pytest.mark.full) for w in (5, 31, 32, 200))])
 def test_windows(window):
     check(*made(290, m=5), window=window)
 

@@ -176,17 +176,18 @@ def test_every_kernels_own_trials_pass_in_the_emulator():
 
 
 class Net(nn.Module):
-    """A linear layer with a bias, experts, and a layer that must be left alone."""
+    """A linear layer with a bias, experts, a tied head, and a layer that must be left alone."""
 
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(64, 96, bias=True)
         self.experts = SwitchGLU(96, 64, 6)
         self.wide = nn.Linear(96, 96, bias=False)
+        self.table = nn.Embedding(50, 96)
 
     def __call__(self, x, indices):
         h = self.up(x)
-        return self.experts(h, indices).sum(-2) + self.wide(h)
+        return self.table.as_linear(self.experts(h, indices).sum(-2) + self.wide(h) + self.table(indices[..., 0]))
 
 
 @pytest.fixture
@@ -211,13 +212,14 @@ def test_a_models_layers_run_through_the_kernels_for_one_pass(net, rows, monkeyp
     before, seen = classes(net), []
     monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
     layers = BlockLayers(net)
-    assert len(layers.layers) == 4
+    assert len(layers.layers) == 5
     with emulator.emulated(), layers.swapped():
         got = net(x, indices)
         mx.eval(got)
         assert isinstance(net.up, nn.QuantizedLinear) and type(net.up) is not nn.QuantizedLinear
     assert classes(net) == before
-    assert seen == (["block_qmm"] if rows <= 16 else []) + ["block_gather_qmm"] * 3
+    few = ["block_qmm"] if rows <= 16 else []
+    assert seen == few + ["block_gather_qmm"] * 3 + few
     assert float(mx.abs(got - want).max() / mx.abs(want).max()) < 1e-5
     assert mx.array_equal(net(x, indices), want)
 
@@ -239,6 +241,6 @@ def test_the_swap_ends_with_an_error_nests_and_stays_in_its_thread(net, monkeypa
         thread.join()
         assert asked == []  # the other thread got the layers' own call
         net(x, indices)
-        assert asked == ["block_qmm"] + ["block_gather_qmm"] * 3
+        assert asked == ["block_qmm"] + ["block_gather_qmm"] * 3 + ["block_qmm"]
     assert classes(net) == before
     assert any(isinstance(m, QuantizedSwitchLinear) for _, m in net.named_modules())

@@ -17,6 +17,8 @@ from .kernel import Kernel
 
 MAX_ROWS = 16
 SIMDGROUPS = 4
+# A trial makes its own weights: of an LM head, a part tells as much and takes 0.1 GB instead of 1.
+TRIAL_COLUMNS = 16384
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
 # How far the last bit of a type may move: the trial's bound against stock MLX, which rounds and sums in other places.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -158,7 +160,7 @@ def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, grou
         and x.size >= 8
     )
     shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {x.shape[-1]}"
-    if eligible and choice.use(KERNEL, shape, lambda: trials(n, x.shape[-1], group_size, bits, x.dtype)):
+    if eligible and choice.use(KERNEL, shape, lambda: trials(min(n, TRIAL_COLUMNS), x.shape[-1], group_size, bits, x.dtype)):
         return block_qmm_kernel(x, w, scales, biases, group_size, bits)
     return block_qmm_ops(x, w, scales, biases, group_size, bits)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import choice
-from .block_qmm import MAX_ROWS, TYPES, row_tile
+from .block_qmm import MAX_ROWS, TRIAL_COLUMNS, TYPES, row_tile
 from .kernel import Kernel
 
 SIMDGROUPS = 4
@@ -308,7 +308,11 @@ def head_argmax(
     kind = "dense" if scales is None else f"{bits} bit group {group_size}"
     shape = f"{x.dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if logit_bias is not None else ''}"
     given = (scales, biases, group_size, bits, softcap, logit_bias)
-    if eligible and choice.use(KERNEL, shape, lambda: trials(v, h, x.dtype, None if scales is None else (group_size, bits))):
+
+    def made() -> list[choice.Trial]:
+        return trials(min(v, TRIAL_COLUMNS), h, x.dtype, None if scales is None else (group_size, bits))
+
+    if eligible and choice.use(KERNEL, shape, made):
         ids, margin = head_argmax_kernel(rows, w, *given)
     else:
         ids, margin = head_argmax_ops(rows, w, *given)

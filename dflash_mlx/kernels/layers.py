@@ -1,6 +1,7 @@
 """A model's quantized layers through block_qmm and block_gather_qmm for the length of one pass.
 
-Knows MLX's `QuantizedLinear` and, by its name and call, mlx-lm's `QuantizedSwitchLinear`. Knows no family. A layer object gets a
+Knows MLX's `QuantizedLinear`, the head that a `QuantizedEmbedding` is in tied models, and, by its name and call, mlx-lm's
+`QuantizedSwitchLinear`. Knows no family. A layer object gets a
 subclass of its own class while a pass runs and its old class back afterwards, as taps.py does; another thread that meets a
 swapped layer in that time gets the layer's own call.
 """
@@ -25,7 +26,7 @@ _local = threading.local()
 
 
 def _linear(self: nn.Module, x: mx.array) -> mx.array:
-    """QuantizedLinear's call: the product, then the layer's own bias."""
+    """The product of a QuantizedLinear's call or a QuantizedEmbedding's as_linear, then the layer's own bias."""
     y = block_qmm(x, self["weight"], self["scales"], self["biases"], self.group_size, self.bits)
     return y + self["bias"] if "bias" in self else y
 
@@ -45,23 +46,25 @@ def _rows_fit(x: mx.array, indices: mx.array) -> bool:
 
 
 def _subclass(cls: type) -> type:
-    def __call__(self, x, *args, **kwargs):
-        inner = super(made, self).__call__
+    method = "as_linear" if issubclass(cls, nn.QuantizedEmbedding) else "__call__"
+
+    def call(self, x, *args, **kwargs):
+        inner = getattr(super(made, self), method)
         if not getattr(_local, "passes", 0):
             return inner(x, *args, **kwargs)
-        if isinstance(self, nn.QuantizedLinear):
+        if isinstance(self, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
             few = 1 <= x.size // x.shape[-1] <= MAX_ROWS
             return _linear(self, x) if few else inner(x, *args, **kwargs)
         indices = args[0] if args else kwargs["indices"]
         return _switch(self, x, indices) if _rows_fit(x, indices) else inner(x, *args, **kwargs)
 
-    made = type("Block" + cls.__name__, (cls,), {"__call__": __call__})
+    made = type("Block" + cls.__name__, (cls,), {method: call})
     return made
 
 
 def _can_swap(module: Any) -> bool:
-    """An affine quantized linear or expert layer of exactly the classes that the calls above were written for."""
-    named = type(module) is nn.QuantizedLinear or type(module).__name__ == "QuantizedSwitchLinear"
+    """An affine quantized linear, embedding or expert layer of exactly the classes that the calls above were written for."""
+    named = type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding) or type(module).__name__ == "QuantizedSwitchLinear"
     return named and getattr(module, "mode", "affine") == "affine" and module.get("biases") is not None
 
 
