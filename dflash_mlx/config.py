@@ -67,9 +67,10 @@ _REQUIRED = (
 )
 # What a DFlash 2 drafter's layers and selector need besides.
 _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# What the target does to its embeddings and logits, said again for code that has only its matrices.
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # Extensions that change what a drafter computes: one that says so is refused by name.
 _EXTENSIONS = (
-    "input_embedding_scale",
     "attention_sink_bias",
     "mask_embedding",
     "projector_type",
@@ -78,7 +79,7 @@ _EXTENSIONS = (
     "sample_from_anchor",
 )
 # Their values that change nothing.
-_PLAIN = {"input_embedding_scale": (1,), "projector_type": ("dflash", "")}
+_PLAIN = {"projector_type": ("dflash", "")}
 _POSITIVE_INTS = (
     "hidden_size",
     "intermediate_size",
@@ -176,6 +177,7 @@ class DrafterConfig:
     selector_rank: int | None = None
     selector_top_k: int | None = None
     selector_vocab_size: int | None = None
+    input_embedding_scale: float | None = None
     output_multiplier: float | None = None
     final_logit_softcapping: float | None = None
     quantization: Mapping[str, Any] | None = None
@@ -248,7 +250,7 @@ class _Reader:
             self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
         if got["hidden_act"] not in (None, "silu", "swish"):
             self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
-        for name in ("output_multiplier", "final_logit_softcapping"):
+        for name in _SCALES:
             if got[name] is not None and (not _is_number(got[name]) or got[name] <= 0):
                 self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a positive number")
         self._check_block(got)
@@ -294,7 +296,7 @@ class _Reader:
             vocab_size=got["vocab_size"],
             draft_vocab_size=got["draft_vocab_size"],
             num_target_layers=got["num_target_layers"],
-            **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", "output_multiplier", "final_logit_softcapping")},
+            **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
             quantization=self.raw.get("quantization") or self.raw.get("quantization_config"),
             unsupported=tuple(unsupported),
             read_from=self.read_from,

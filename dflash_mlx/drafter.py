@@ -223,7 +223,8 @@ class Drafter(nn.Module):
 
         One that the drafter has of its own is used instead, always.
         """
-        self._embed = (lambda ids: self.embed_tokens(ids)) if "embed_tokens" in self else embed
+        scale = self.config.input_embedding_scale or 1.0
+        self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
         self._head = (lambda hidden: self.lm_head(hidden)) if "lm_head" in self else head
         self._target = target
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -156,9 +157,32 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     mx.eval(drafter.parameters())
     if "lm_head" in drafter:
         _check_own_head(drafter, target)
-    drafter.bind(target.embed, target.head, model)
+    drafter.bind(_scaled_embedding(config, target), target.head, model)
     _check_finite(drafter, model)
     return drafter
+
+
+def _scaled_embedding(config: DrafterConfig, target: Target) -> Callable[[mx.array], mx.array]:
+    """The target's embedding times the config's scale, unless the target's own code has that scale in it (Gemma).
+
+    Raises:
+      PairError: the target scales its embedding by another number.
+    """
+    scale = config.input_embedding_scale or 1.0
+    if scale == 1.0:
+        return target.embed
+    ids = mx.array([[1, 2, 3]])
+    given, rows = target.embed(ids).astype(mx.float32), target.embedding(ids).astype(mx.float32)
+    ratio = (mx.abs(given).mean() / mx.abs(rows).mean()).item()
+    # Within the rounding of a scale kept in bfloat16.
+    if abs(ratio / scale - 1) < 0.02:
+        return target.embed
+    if abs(ratio - 1) < 0.02:
+        return lambda ids: target.embed(ids) * scale
+    raise PairError(
+        f"expected {target.family} to scale its embedding by {scale:g}, as the drafter's input_embedding_scale says; found "
+        f"{ratio:.3g}. Use the drafter trained for this target."
+    )
 
 
 def _check_finite(drafter: Drafter, model: nn.Module) -> None:

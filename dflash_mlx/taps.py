@@ -211,13 +211,18 @@ class Target:
         return None
 
     @property
-    def vocabulary(self) -> int:
-        """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
+    def embedding(self) -> nn.Module:
+        """The token embedding itself, without the scale that the model may give it: the table with the most rows."""
         modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
         tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
         if not tables:
             raise TapError(f"expected a token embedding inside {self.family}; found none. This model cannot be paired.")
-        return max(table.weight.shape[0] for table in tables)
+        return max(tables, key=lambda table: table.weight.shape[0])
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
+        return self.embedding.weight.shape[0]
 
     def __call__(
         self, ids: mx.array, cache: Sequence[Any] | None = None, point: Checkpoint | None = None

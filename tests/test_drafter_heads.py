@@ -172,6 +172,20 @@ def tiny_drafter_for(model):
     return make_drafter(DrafterConfig.from_dict(raw), flat(Drafter(DrafterConfig.from_dict(raw))), model)
 
 
+def test_a_stated_embedding_scale_is_applied_once():
+    """Where the target's own code scales (Gemma) the config only says it again; where it does not, the drafter needs it."""
+    raw = raw_config(48, 83, input_embedding_scale=48**0.5)
+    weights = flat(Drafter(DrafterConfig.from_dict(raw)))
+    gemma, llama = family("gemma3"), family("llama")
+    ids = mx.array([[7, 9]])
+    assert mx.array_equal(make(raw, weights, gemma)._embed(ids), Target(gemma).embed(ids))
+    assert mx.array_equal(make(raw, weights, llama)._embed(ids), llama.model.embed_tokens(ids) * 48**0.5)
+    own = {**weights, "embed_tokens.weight": mx.ones((83, 48))}
+    assert mx.allclose(make(raw, own, gemma)._embed(ids), mx.full((1, 2, 48), 48**0.5))
+    with pytest.raises(PairError, match="scale its embedding by 3, as the drafter's input_embedding_scale says; found 6.9"):
+        make(raw | {"input_embedding_scale": 3.0}, weights, gemma)
+
+
 @pytest.mark.parametrize("skipped", ["", "fc"])
 def test_a_quantized_drafter_loads_whole_or_in_part(pair, skipped):
     model, tokenizer, float_drafter = pair

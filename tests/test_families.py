@@ -185,18 +185,35 @@ def test_the_conformance_targets_are_exact_for_200_tokens(conformance, bits):
 
 
 @pytest.mark.full
+def test_kv_bits_on_the_conformance_targets_runs_exactly_or_is_an_early_error(conformance):
+    """Heads of 32 in most of them, beside recurrent states and short convolutions in some."""
+    ran = []
+    for path in sorted((conformance / "targets").iterdir()):
+        model, _ = load_target(path)
+        model.set_dtype(mx.float32)
+        if kv_bits_agree(model):
+            ran.append(path.name)
+    assert {"qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe_text"} <= set(ran)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kv_bits_runs_exactly_or_is_an_early_error(name):
-    """mlx-lm's own run decides which: where it fails so do we, before the first token."""
-    model, prompt = family(name), some_line(19)
+    kv_bits_agree(family(name))
+
+
+def kv_bits_agree(model):
+    """Whether mlx-lm itself runs this target with a quantized cache. If so ids must be its own; if not, an early error."""
+    prompt = some_line(19)
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}
     try:
         line = greedy_line(model, prompt, 60, **options)
     except Exception:
         with pytest.raises(GenerationError, match="whose caches mlx-lm can quantize"):
             run(model, known_drafter(model, []), prompt, 5, **options)
-        return
+        return False
     assert agree(model, line, 19, **options) == []
+    return True
 
 
 @pytest.mark.full
