@@ -77,7 +77,9 @@ _SOURCE = """
                 for (int c = 0; c < COLS; ++c) {
                     #pragma unroll
                     for (int j = 0; j < PER_WORD; ++j) {
-                        weight[c][j] = metal::fma(float((packed[c][word] >> (j * BITS)) & MASK), scale[c], bias[c]);
+                        // q in the last bits of 2^23: a float without a conversion.
+                        const uint q = 0x4b000000u | ((packed[c][word] >> (j * BITS)) & MASK);
+                        weight[c][j] = metal::fma(as_type<float>(q) - 8388608.0f, scale[c], bias[c]);
                     }
                 }
                 #pragma unroll

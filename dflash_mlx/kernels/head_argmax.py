@@ -68,7 +68,9 @@ _SOURCE = """
                             const float bias = float(biases[n * groups + k / GROUP]);
                             #pragma unroll
                             for (int j = 0; j < PER_WORD; ++j) {
-                                weight[c][j] = metal::fma(float((packed >> (j * BITS)) & MASK), scale, bias);
+                                // q in the last bits of 2^23: a float without a conversion.
+                                const uint q = 0x4b000000u | ((packed >> (j * BITS)) & MASK);
+                                weight[c][j] = metal::fma(as_type<float>(q) - 8388608.0f, scale, bias);
                             }
                         }
                     }
