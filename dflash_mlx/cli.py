@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run language models faster and exactly: DFlash block-diffusion speculative decoding on MLX.",
+    epilog="DFLASH_TRACEBACK=1 shows where an error came from.",
 )
 
 
@@ -35,13 +36,13 @@ class Dtype(StrEnum):
 
 
 def main() -> None:
-    """Entry point: runs a command; an error becomes one line on stderr and exit status 1, Ctrl-C 130."""
+    """Entry point: runs a command; an error becomes one line on stderr and exit status 1. Typer ends Ctrl-C with 130.
+
+    With DFLASH_TRACEBACK set, an error keeps its traceback.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app()
-    except KeyboardInterrupt:
-        _say("Interrupted.")
-        raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader left (a closed pager): nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,6 +99,7 @@ def generate(
     prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = None,
     max_kv_size: Annotated[int | None, typer.Option(min=1, help="Rotating KV cache of this many rows.")] = None,
     kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Quantize the KV cache to this many bits.")] = None,
+    kv_group_size: Annotated[int | None, typer.Option(min=1, help="Values that share a scale in it. Default: 64.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,
@@ -116,10 +118,14 @@ def generate(
     for name, value in (("--top-p", top_p), ("--top-k", top_k), ("--min-p", min_p)):
         if value and temp == 0:
             raise typer.BadParameter("it has no effect at temperature 0; give --temp", param_hint=name)
+    if kv_group_size and not kv_bits:
+        raise typer.BadParameter("it has no effect without --kv-bits", param_hint="--kv-group-size")
     if max_tokens == 0 or max_tokens < -1:
         raise typer.BadParameter("give a positive number, or -1 for no limit", param_hint="--max-tokens")
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _standard_input()
+    if prompt == "":
+        raise typer.BadParameter("it is empty; give some text", param_hint="--prompt")
 
     with _only_ours_on_stdout() as stdout:
         from mlx_lm.sample_utils import make_sampler
@@ -127,14 +133,16 @@ def generate(
         from . import builtin, loading
         from .generation import stream_generate
 
+        if prompt is None:
+            pair = builtin.BUILTIN_PAIRS.get(model or builtin.DEFAULT_PAIR)
+            if pair is None:
+                raise typer.BadParameter("give -p TEXT, or -p - to read standard input", param_hint="--prompt")
+            prompt = pair.prompt
+            _say(f"No prompt given; using {prompt!r}.")
         target, drafter = _choose_pair(model, draft_model)
         if show_drafts and drafter is None:
             raise DFlashError("expected a drafter for --show-drafts; found none. Give --draft-model, or leave both out.")
-        if prompt is None:
-            prompt = builtin.BUILTIN_PAIRS[target].prompt if target in builtin.BUILTIN_PAIRS else None
-            if prompt is None:
-                raise typer.BadParameter("give -p TEXT, or -p - to read standard input", param_hint="--prompt")
-            _say(f"No prompt given; completing {prompt!r}.")
+        _check_revision(revision, target, drafter)
         import mlx.core as mx
 
         type_ = getattr(mx, dtype.value) if dtype else None
@@ -142,6 +150,8 @@ def generate(
         with _status(f"Loading {target} ..."):
             lm, tokenizer = loading.load(target, dtype=type_, revision=revision, trust_remote_code=trust_remote_code)
             draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+        if draft and block_size and block_size > draft.config.block_size:
+            _say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
         ids = _encode_prompt(tokenizer, prompt, system, raw)
         # Below this temperature the distribution is its top token.
         sampler = make_sampler(temp, top_p or 0.0, min_p or 0.0, top_k=top_k or 0) if temp >= 1e-5 else None
@@ -158,6 +168,7 @@ def generate(
                 prefill_step_size=prefill_step_size,
                 max_kv_size=max_kv_size,
                 kv_bits=kv_bits,
+                kv_group_size=kv_group_size,
                 prompt_progress_callback=progress,
             )
             show = _nothing if as_json else _draft_marker(tokenizer, stdout) if show_drafts else _plain_text(stdout)
@@ -353,6 +364,32 @@ def doctor(
         print(json.dumps(report) if as_json else render(report), file=stdout)
     if report["faults"]:
         raise SystemExit(1)
+
+
+def _standard_input() -> str:
+    """All of standard input, unchanged.
+
+    Raises:
+      DFlashError: if it is not UTF-8.
+    """
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlashError(
+            f"expected UTF-8 text on standard input; found byte 0x{data[error.start]:02x} at {error.start}. Convert it first."
+        ) from None
+
+
+def _check_revision(revision: str | None, *names: str | None) -> None:
+    """Refuse --revision where no name is a hub repo, so that it is never dropped in silence."""
+    from . import builtin
+
+    local = [n for n in names if n and (n in builtin.BUILTIN_PAIRS or os.path.exists(os.path.expanduser(n)))]
+    if revision and len(local) == sum(n is not None for n in names):
+        raise DFlashError(
+            f"expected a hub repo for --revision {revision}; found {' and '.join(dict.fromkeys(local))}. Leave --revision out."
+        )
 
 
 @contextlib.contextmanager
