@@ -273,11 +273,24 @@ class Drafter(nn.Module):
           - anchor: [B] int32; features: [B, S, n_taps * H_target], row 0 at position `start`
         Returns: [B, block_size - 1] int32
         """
+        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)
+
+    def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
+        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
         hidden = self(self._embed(ids), features, cache, start)
         # Slot 0 is the anchor itself: its row predicts nothing.
-        return self.choose(hidden[:, 1:], anchor)
+        return hidden[:, 1:]
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether each slot has a distribution of its own over the target's vocabulary: `logits`."""
+        return type(self).choose is Drafter.choose and "d2t" not in self
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[B, N, H] normed rows of the mask slots to [B, N, V]; only where `has_logits`."""
+        return self._head(hidden)
 
     def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
         """[B, N, H] normed rows of the mask slots to token ids [B, N] int32: the argmax of the head at each."""

@@ -21,12 +21,12 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .accept import accept_match
+from .accept import accept_block, accept_match, accept_rejection
 from .cache import KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, rollback
 from .drafter import Drafter
 from .errors import CacheError, GenerationError, PairError
 from .memory import wired_limit
-from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
+from .sampling import Distribution, KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
 from .stats import GenerationStats
 from .taps import Target
 from .verify import logprobs, verify_block
@@ -75,6 +75,7 @@ def stream_generate(
     seed: int | None = None,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    acceptance: str = "match",
     prompt_cache: list[Any] | None = None,
     logprobs: bool = False,
     keep_rounds: bool = True,
@@ -96,6 +97,8 @@ def stream_generate(
       block_size: slots drafted in a round, the anchor included; None: the drafter config's; 1: no drafting.
         `num_draft_tokens` is the same less one.
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
+      acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too and keep
+        more of them; the text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
       keep_rounds: False keeps only the summary of a long run in `stats`.
     Greedy (no sampler) is mlx-lm's: the argmax of the normalised row. With a sampler or processors the target's token is
@@ -119,6 +122,8 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if not isinstance(draft_model, Drafter):
+        if acceptance != "match":
+            raise GenerationError(f"expected a DFlash drafter for acceptance; found {acceptance!r} without one. Leave it out.")
         given |= {"sampler": sampler, "logits_processors": logits_processors, "prompt_cache": prompt_cache}
         return _mlx_lm(model, tokenizer, prompt, max_tokens, draft_model, stream, block_size, seed, logprobs, given)
     if max_tokens == 0:
@@ -160,7 +165,7 @@ def stream_generate(
         start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
         quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
         _check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
-    chooser = _Chooser(sampler, logits_processors or (), seed)
+    chooser = _chooser(draft_model, sampler, logits_processors or (), seed, acceptance)
     steps = _rounds(
         ids,
         model,
@@ -282,7 +287,7 @@ def _rounds(
             with mx.stream(stream):
                 anchor = mx.array([pair.ids[-1]], dtype=mx.int32)
                 if width:
-                    drafted = drafter.draft(anchor, pending, pair.drafter, injected, stats.block_size)
+                    drafted = chooser.draft(drafter, anchor, pending, pair.drafter, injected, stats.block_size)
                 else:
                     # No drafting: the context stays injectable at the cost of the drafter's key and value products.
                     drafter.inject(pending, pair.drafter, injected)
@@ -336,6 +341,16 @@ class _Chooser:
         token = mx.argmax(row, axis=-1) if self.sampler is None else sample_at(self.sampler, self.seed, position, row)
         return token.astype(mx.int32)
 
+    def draft(
+        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+    ) -> mx.array:
+        """The drafter's likeliest tokens, as `Drafter.draft`.
+
+        Drafts drawn with the target's own noise match no more often: tau 1.88 against 1.89 at temperature 0.7 and 1.57 against
+        1.60 at 1, built-in pair, 36 texts of 80 tokens.
+        """
+        return drafter.draft(anchor, features, cache, start, block_size)
+
     def match(
         self,
         target: Target,
@@ -357,17 +372,21 @@ class _Chooser:
             mx.eval(drafted, hidden, features, state)
             return self._match_rows(target, hidden, drafted[0].tolist(), history, position)
         rows = logprobs(target, hidden)
-        if self.sampler is None:
-            choices = mx.argmax(rows, axis=-1).astype(mx.int32)
-        else:
-            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
-        accepted, bonus = accept_match(drafted[:, : rows.shape[1] - 1], choices)
+        accepted, bonus = self._accept(drafted[:, : rows.shape[1] - 1], rows, position)
         packed = mx.concatenate([drafted[0], accepted, bonus])
         # Everything is enqueued; reading one small array is the only wait.
         mx.async_eval(packed, hidden, features, state)
         *ids, n, last = packed.tolist()
         # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
         return ids, n, last, lambda i: logprobs(target, hidden[:, i : i + 1])[0, 0]
+
+    def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
+        if self.sampler is None:
+            choices = mx.argmax(rows, axis=-1).astype(mx.int32)
+        else:
+            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
+        return accept_match(drafted, choices)
 
     def _match_rows(
         self, target: Target, hidden: mx.array, ids: list[int], history: list[int], position: int
@@ -384,6 +403,65 @@ class _Chooser:
                 break
             context.append(token)
         return ids, i, token, rows.__getitem__
+
+
+class _Rejecter(_Chooser):
+    """Draws the drafts from the drafter's own distribution and keeps them by a rule on both distributions."""
+
+    def __init__(self, sampler: Distribution, seed: int | None, rule: Callable[..., tuple[mx.array, mx.array]]):
+        super().__init__(sampler, (), seed)
+        self.rule = rule
+
+    def _keys(self, position: int) -> mx.array:
+        """Three keys for a round whose first draft is at an absolute position: drafts, acceptance, bonus."""
+        return mx.random.split(mx.random.key((self.seed << 32) | position), 3)
+
+    def draft(
+        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+    ) -> mx.array:
+        logits = drafter.logits(drafter.slots(anchor, features, cache, start, block_size))
+        # [1, N, V], kept for this round's `_accept`: drafts must be judged by what they were drawn from.
+        self._drafters = self.sampler.probabilities(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        key = self._keys(start + features.shape[1] + 1)[0]
+        return mx.random.categorical(mx.log(self._drafters), key=key).astype(mx.int32)
+
+    def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        width = drafted.shape[1]
+        if not width:
+            return super()._accept(drafted, rows, position)
+        keys = self._keys(position)
+        uniform = mx.random.uniform(shape=drafted.shape, key=keys[1])
+        gumbel = mx.random.gumbel((1, rows.shape[-1]), key=keys[2])
+        return self.rule(drafted, self.sampler.probabilities(rows), self._drafters[:, :width], uniform, gumbel)
+
+
+_RULES = {"rejection": accept_rejection, "block": accept_block}
+
+
+def _chooser(
+    drafter: Drafter, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str
+) -> _Chooser:
+    """Raises: GenerationError if the rule is unknown, or what it needs is not there."""
+    if acceptance == "match":
+        return _Chooser(sampler, processors, seed)
+    if acceptance not in _RULES:
+        raise GenerationError(f"expected acceptance to be match, {' or '.join(_RULES)}; found {acceptance!r}.")
+    if not isinstance(sampler, Distribution):
+        raise GenerationError(
+            f"expected a dflash_mlx.sampling.Distribution as sampler for acceptance={acceptance!r}, which needs probabilities; "
+            f"found {type(sampler).__name__}. Pass one, or leave acceptance out."
+        )
+    if processors:
+        raise GenerationError(
+            f"expected no logits_processors with acceptance={acceptance!r}; found some. They would see drafts that are not kept: "
+            "leave one of the two out."
+        )
+    if not drafter.has_logits:
+        raise GenerationError(
+            f"expected a drafter with a distribution a slot for acceptance={acceptance!r}; found a {type(drafter).__name__} that "
+            "chooses among candidates or has a vocabulary of its own. Leave acceptance out."
+        )
+    return _Rejecter(sampler, seed, _RULES[acceptance])
 
 
 def _respond(

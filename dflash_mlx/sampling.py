@@ -11,12 +11,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
 
 from .errors import GenerationError
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _LIMIT = 1 << 32
+
+
+class Distribution:
+    """mlx-lm's sampler for temperature, top-p, min-p and top-k that can also tell its probabilities.
+
+    As a sampler it draws what `make_sampler` with the same numbers draws. Rejection needs the probabilities.
+
+    Raises:
+      GenerationError: at a temperature of 0, which has no distribution: leave the sampler out instead.
+    """
+
+    def __init__(self, temp: float, top_p: float = 0.0, min_p: float = 0.0, top_k: int = 0):
+        if not temp >= 1e-5:
+            raise GenerationError(
+                f"expected a temperature of at least 1e-5; found {temp}. Leave the sampler out: that is greedy."
+            )
+        self.temp, self.top_p, self.min_p, self.top_k = temp, top_p, min_p, top_k
+        self._sample = make_sampler(temp, top_p, min_p, top_k=top_k)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return self._sample(logprobs)
+
+    def probabilities(self, logprobs: mx.array) -> mx.array:
+        """[..., V] log-probabilities to the probabilities that tokens are drawn with, [..., V]: filters, then temperature."""
+        if 0 < self.top_p < 1:
+            logprobs = apply_top_p(logprobs, self.top_p)
+        if self.min_p:
+            logprobs = apply_min_p(logprobs, self.min_p)
+        if self.top_k:
+            logprobs = apply_top_k(logprobs, self.top_k)
+        return mx.softmax(logprobs * (1 / self.temp), axis=-1, precise=True)
 
 
 def choose_seed(seed: int | None) -> int:

@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from dflash_mlx import make_prompt_cache
 from dflash_mlx.errors import GenerationError
-from dflash_mlx.sampling import KeyedSampler, choose_seed, process, sample_at
+from dflash_mlx.sampling import Distribution, KeyedSampler, choose_seed, process, sample_at
 
 PROMPT = [5, 9, 33, 7, 20]
 SAMPLERS = {
@@ -235,6 +235,57 @@ def test_no_two_keys_share_their_noise():
     assert len({tuple(row) for row in mx.stack(noise).tolist()}) == 900
 
 
+@pytest.mark.parametrize(
+    "numbers", [{"temp": 0.7}, {"temp": 1.3, "top_k": 9}, {"temp": 1.0, "top_p": 0.8, "min_p": 0.02}], ids=str
+)
+def test_a_distribution_draws_as_mlx_lms_sampler_and_tells_with_which_probabilities(numbers):
+    row = mx.random.normal((1, 40), key=mx.random.key(3)) * 2
+    row = row - mx.logsumexp(row, axis=-1, keepdims=True)
+    ours, theirs = Distribution(**numbers), make_sampler(**numbers)
+    draws = [sample_at(ours, 1, n, row).item() for n in range(400)]
+    assert draws == [sample_at(theirs, 1, n, row).item() for n in range(400)]
+    told = np.array(ours.probabilities(row)[0], dtype=np.float64)
+    assert told.sum() == pytest.approx(1, abs=1e-5) and all(told[draws] > 0)
+    # Four standard errors of each token's share.
+    share = np.bincount(draws, minlength=40) / 400
+    assert np.all(np.abs(share - told) <= 4 * np.sqrt(told * (1 - told) / 400) + 1e-9)
+
+
+def test_rejection_gives_a_seeds_text_again_and_a_token_that_is_certain_always(tiny):
+    drafter = tiny_drafter(tiny)
+    for acceptance in ("rejection", "block"):
+        options = {"acceptance": acceptance, "sampler": Distribution(0.8), "max_tokens": 16}
+        texts = [ids_of(run(tiny, drafter, PROMPT, seed=seed, **options)) for seed in (3, 3, 4)]
+        assert texts[0] == texts[1] != texts[2]
+        options["sampler"] = Distribution(1.0, top_k=1)
+        assert ids_of(run(tiny, drafter, PROMPT, **options)) == greedy_ids(tiny, PROMPT, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"acceptance": "often", "sampler": Distribution(1.0)}, "match, rejection or block; found 'often'"),
+        ({"acceptance": "rejection", "sampler": make_sampler(1.0)}, "Distribution as sampler .*found function"),
+        ({"acceptance": "block"}, "found NoneType"),
+        ({"acceptance": "block", "sampler": Distribution(1.0), "logits_processors": [lambda t, x: x]}, "no logits_processors"),
+    ],
+)
+def test_what_rejection_needs_is_asked_for(tiny, options, message):
+    with pytest.raises(GenerationError, match=message):
+        run(tiny, tiny_drafter(tiny), PROMPT, **options)
+    with pytest.raises(GenerationError, match="expected a DFlash drafter for acceptance"):
+        run(tiny, None, PROMPT, **options)
+    with pytest.raises(GenerationError, match="at least 1e-5; found 0"):
+        Distribution(0)
+
+
+def test_rejection_refuses_a_drafter_without_a_distribution_a_slot(tiny):
+    drafter = tiny_drafter(tiny)
+    drafter.d2t = mx.zeros((61,), dtype=mx.int32)
+    with pytest.raises(GenerationError, match="a distribution a slot .*found a Drafter"):
+        run(tiny, drafter, PROMPT, acceptance="rejection", sampler=Distribution(1.0))
+
+
 def test_a_keyed_sampler_counts_positions_on():
     row = mx.log(mx.array(P, dtype=mx.float32))[None]
     sampler = KeyedSampler(mx.random.categorical, 3, 40)
@@ -248,7 +299,27 @@ def test_the_first_tokens_of_the_loop_have_the_targets_law(runs):
     # Always the same drafts: some are right by chance, most are wrong.
     drafter = knowing(model, [1, 2, 0, 1, 3, 4, 2, 0, 0], Loose)
     sampler = make_sampler(temp=1.0)
-    drawn = [ids_of(run(model, drafter, [1, 2], 3, block_size=3, sampler=sampler, seed=seed)) for seed in range(runs)]
+    check_law(model, [ids_of(run(model, drafter, [1, 2], 3, block_size=3, sampler=sampler, seed=seed)) for seed in range(runs)])
+
+
+@pytest.mark.parametrize("runs", [400, pytest.param(4000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rejection_and_block_acceptance_keep_the_targets_law(acceptance, runs):
+    model = tiny_target(seed=6, layers=3, hidden=12, vocab=5)
+    model.lm_head.weight = model.lm_head.weight * 0.3
+    drafter = tiny_drafter(model)
+    options = {"block_size": 4, "sampler": Distribution(1.0), "acceptance": acceptance}
+    drawn, tau = [], []
+    for seed in range(runs):
+        responses = run(model, drafter, [1, 2], 3, seed=seed, **options)
+        drawn.append(ids_of(responses))
+        tau.append(responses[-1].stats.tau)
+    check_law(model, drawn)
+    assert 1.2 < np.mean(tau) < 4, "some drafts are kept and some are not"
+
+
+def check_law(model, drawn):
+    """Three tokens after [1, 2], many times, against the target's law of each."""
 
     def law(ids):
         return np.array(mx.softmax(model(mx.array([ids]))[0, -1], axis=-1), dtype=np.float64)
