@@ -60,8 +60,8 @@ def convert(
     hf_path: str,
     mlx_path: str = "mlx_model",
     quantize: bool = False,
-    q_group_size: int = 64,
-    q_bits: int = 4,
+    q_group_size: int | None = 64,
+    q_bits: int | None = 4,
     dtype: str | None = None,
     revision: str | None = None,
     quant_predicate: Predicate | str | None = None,
@@ -73,7 +73,7 @@ def convert(
     Args:
       hf_path: a directory saved by transformers 4 or 5 or by mlx-lm, a GGUF file, or a hub repository
       mlx_path: the directory to write; its parents are made
-      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs
+      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None stands for the default, as in mlx-lm
       dtype: "float32", "bfloat16" or "float16" for everything that stays float; None keeps the checkpoint's own types
       revision: branch, tag or commit of a hub repository
       quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
@@ -85,6 +85,7 @@ def convert(
       CheckpointError, ConfigError: the source is damaged, or not something that mlx-lm or this package can run
       ConversionError: options, destination or tensors do not allow it
     """
+    q_group_size, q_bits = 64 if q_group_size is None else q_group_size, 4 if q_bits is None else q_bits
     check_options(q_bits, q_group_size, dtype)
     if quant_predicate is not None and not quantize:
         raise ConversionError(
