@@ -40,9 +40,12 @@ def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
 
     The model is dropped before its graph runs, so that each layer's weights are freed once they are used.
     """
+    from mlx_lm.models.cache import make_prompt_cache
+
     model, vocabulary = load()
     model.set_dtype(mx.float32)
-    logits = model(fixed_ids(vocabulary))[0]
+    # with a cache, as generation runs it: layers that share keys with earlier ones find them only there
+    logits = model(fixed_ids(vocabulary), cache=make_prompt_cache(model))[0]
     del model
     mx.eval(logits)
     return logits

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from convert_kit import (
     CONFORMANCE,
+    DATA,
     FAMILIES,
     copy_checkpoint,
     family,
@@ -18,7 +19,8 @@ from convert_kit import (
     write_checkpoint,
 )
 from dflash_mlx.conversion import load_target
-from dflash_mlx.conversion.configs import EQUIVALENT_TYPES, normalise_config
+from dflash_mlx.conversion.configs import EQUIVALENT_TYPES, normalise_config, rope_for_layer_type
+from dflash_mlx.conversion.rope import expected_frequencies
 
 from dflash_mlx import convert, generate, load
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
@@ -433,3 +435,15 @@ def test_mxfp4_experts_as_gpt_oss_publishes_them_stay_packed(conformance, tmp_pa
     assert difference < 2e-4 * mx.abs(expected(ids)).max()
     done = convert(str(path), str(tmp_path / "mlx"))
     assert done.record["parity"]["max_logit_difference"] == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_normalised_config_normalises_to_itself(name):
+    _, metadata = mx.load(str(DATA / "families" / f"{name}.safetensors"), return_metadata=True)
+    once = normalise_config(json.loads(metadata["config"]))
+    twice = normalise_config(once.config)
+    for part in ("family", "layer_types", "windows", "while_building", "head_dims", "activation", "usual_activation", "tied"):
+        assert getattr(once, part) == getattr(twice, part), part
+    for layer_type in set(once.layer_types or [None]):
+        tables = [expected_frequencies(rope_for_layer_type(c.rope, layer_type), 8, c, 0).inverse.tolist() for c in (once, twice)]
+        assert tables[0] == tables[1]
