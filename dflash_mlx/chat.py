@@ -30,6 +30,7 @@ from rich.text import Text
 from .errors import DFlashError
 from .generation import GenerationResponse
 from .reuse import PromptStore, open_turn
+from .taps import Target
 
 HELP = """\
 /help              this list
@@ -143,6 +144,8 @@ class Conversation:
     def use(self, pair: Pair) -> None:
         """Go on with other models; they have no caches yet."""
         self.pair = pair
+        # Positions the target was made for, where its config says.
+        self.limit = Target(pair.model).context_length
         # The last few states: an undone or retried turn starts from one of them.
         self.store = PromptStore(4)
         self.used = self.held = 0
@@ -152,11 +155,6 @@ class Conversation:
     @property
     def raw(self) -> bool:
         return not self.pair.tokenizer.has_chat_template
-
-    @property
-    def limit(self) -> int | None:
-        """Positions the target was made for, where its config says."""
-        return getattr(getattr(self.pair.model, "args", None), "max_position_embeddings", None)
 
     def undo(self) -> str | None:
         """Take back the last message with its answer; returns the message."""

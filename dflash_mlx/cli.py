@@ -429,6 +429,7 @@ def _load_pair(
     from . import builtin, loading
 
     target, drafter = _choose_pair(model, draft_model)
+    _check_revision(revision, target, drafter)
     builtin.builtin_path(target, "target", say=_say)
     with _status(f"Loading {target} ..."):
         lm, tokenizer = loading.load(

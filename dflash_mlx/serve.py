@@ -128,12 +128,15 @@ class Provider(ModelProvider):
         self.ready = threading.Event()
         self.fault: BaseException | None = None
         self.name, self.draft_name, self.vocabulary = "", None, 0
+        # Positions the target was made for, where its config says.
+        self.limit: int | None = None
 
     def load_default(self) -> None:
         """Load the pair; a fault is kept for the thread that waits for `ready`."""
         try:
             self.name, self.draft_name, self.model, self.tokenizer, self.draft_model = self._open()
-            self.vocabulary = Target(self.model).vocabulary
+            target = Target(self.model)
+            self.vocabulary, self.limit = target.vocabulary, target.context_length
             self.model_key = (self.name, None, self.draft_name)
         except BaseException as error:
             self.fault = error
@@ -143,11 +146,6 @@ class Provider(ModelProvider):
     def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> tuple[Any, Any]:
         """The pair; the handler has refused other names."""
         return self.model, self.tokenizer
-
-    @property
-    def limit(self) -> int | None:
-        """Positions the target was made for, where its config says."""
-        return getattr(getattr(self.model, "args", None), "max_position_embeddings", None)
 
 
 class Generator(ResponseGenerator):

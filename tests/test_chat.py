@@ -16,6 +16,7 @@ from dflash_mlx.chat import Conversation, Pair, Settings, _MarkdownScreen, read_
 from dflash_mlx.errors import DFlashError
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "chat"]
+PAIR = ("--model", "tiny", "--draft-model", "tiny")
 # What a terminal draws with, and what it asks the terminal for.
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>()][0-9A-B]?|\r")
 
@@ -69,18 +70,16 @@ class Terminal:
 
 
 def test_a_pipe_carries_answers_on_stdout_and_everything_else_on_stderr(home):
-    done = piped(["def test_", "/stats"], home, "-m", "12")
+    done = piped(["def test_", "/stats"], home, *PAIR, "-m", "12")
     assert done.returncode == 0, done.stderr
-    plain = subprocess.run(
-        [sys.executable, "-m", "dflash_mlx.cli", "generate", "-m", "12", "-p", "def test_"], capture_output=True, text=True
-    )
+    plain = subprocess.run([*COMMAND[:-1], "generate", *PAIR, "-m", "12", "-p", "def test_"], capture_output=True, text=True)
     assert done.stdout == plain.stdout
     assert "no chat template" in done.stderr and "tau" in done.stderr and "context 15 of 4096 (0 reused)" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_tells(home):
-    done = piped(["/nonsense", "/set temp hot", "//x", "def f"], home, "-m", "4")
+    done = piped(["/nonsense", "/set temp hot", "//x", "def f"], home, *PAIR, "-m", "4")
     assert done.returncode == 1
     assert "found /nonsense" in done.stderr and "expected temp to be a number at least 0; found 'hot'" in done.stderr
     assert done.stderr.count("4 tokens,") == 2 and "Traceback" not in done.stderr
@@ -113,7 +112,7 @@ def test_without_prompt_toolkit_a_terminal_is_told_what_is_missing_and_works(hom
     (tmp_path / "hidden" / "prompt_toolkit").mkdir(parents=True)
     (tmp_path / "hidden" / "prompt_toolkit" / "__init__.py").write_text("raise ImportError('not installed')")
     env = {**home, "PYTHONPATH": os.pathsep.join([str(tmp_path / "hidden"), home.get("PYTHONPATH", "")])}
-    child = pexpect.spawn(COMMAND[0], [*COMMAND[1:], "-m", "4"], env=env, encoding="utf-8", timeout=60)
+    child = pexpect.spawn(COMMAND[0], [*COMMAND[1:], *PAIR, "-m", "4"], env=env, encoding="utf-8", timeout=60)
     child.expect(r"pip install 'dflash-mlx\[chat\]'")
     child.expect("> ")
     child.sendline("def f")

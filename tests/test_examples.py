@@ -23,7 +23,7 @@ def test_the_script_with_a_prompt_cache_runs():
 
 
 def test_the_client_runs_against_the_server():
-    command = [sys.executable, "-m", "dflash_mlx.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "dflash_mlx.cli", "serve", "--model", "tiny", "--draft-model", "tiny", "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         address = re.search(r"http://\S+", server.stderr.readline()).group()

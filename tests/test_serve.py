@@ -573,15 +573,16 @@ def test_mlx_lms_modules_are_left_as_they_are():
 
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "serve"]
+PAIR = ("--model", "tiny", "--draft-model", "tiny")
 
 
 def test_the_command_serves_until_it_is_told_to_end():
-    process = subprocess.Popen([*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, *PAIR, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stderr.readline()
         assert line.startswith("Serving tiny (drafter tiny) at http://127.0.0.1:"), line
         port = int(re.search(r":(\d+)/v1", line).group(1))
-        taken = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True, timeout=60)
+        taken = subprocess.run([*COMMAND, *PAIR, "--port", str(port)], capture_output=True, text=True, timeout=60)
         curl = ["curl", "-sS", "-H", "Content-Type: application/json", f"http://127.0.0.1:{port}/v1/completions"]
         done = subprocess.run(
             [*curl, "-d", '{"prompt": "def test_", "max_tokens": 8}'], capture_output=True, text=True, timeout=60
