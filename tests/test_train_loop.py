@@ -103,7 +103,7 @@ def test_a_state_of_other_settings_is_refused(model, docs, raw, tmp_path):
 
 
 def test_init_starts_from_the_given_weights(model, docs, raw, tmp_path):
-    train(model, docs, tmp_path / "first", raw, config(steps=30, lr=1e-3))
+    train(model, docs, tmp_path / "first", raw, config(steps=8, lr=1e-3))
     train(model, docs, tmp_path / "second", raw, config(steps=1, lr=1e-9), init=tmp_path / "first")
     first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "second"))
     for name in first:
@@ -115,6 +115,7 @@ def test_default_taps_match_published_configs():
     assert default_taps(30) == [1, 8, 14, 20, 27]
     assert default_taps(36) == [1, 9, 17, 25, 33]
     assert default_taps(28, 1) == [14]
+    assert default_taps(6) == [1, 2, 3]
 
 
 def test_learning_rate_warms_up_and_ends_at_the_floor():

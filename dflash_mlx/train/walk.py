@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,7 @@ from ..drafter import Drafter
 from ..taps import Target
 from .data import Docs
 from .forward import block_hidden, context_keys_values
+from .prompts import KINDS
 
 # Drafts [n, K - 1] for documents that stand at `at`: (ids [B, S], at [n], rows [n]) -> [n, K - 1]
 Guess = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -154,3 +156,34 @@ def mean_tau(walks: Sequence[Walk]) -> float:
     """tau over all rounds of all documents."""
     rounds = [a for w in walks for a in w.accepted]
     return float(np.mean(rounds)) + 1 if rounds else float("nan")
+
+
+def evaluate(
+    drafter: Drafter, target: Target, held_out: Docs, train: Docs | None, block_sizes: Sequence[int], max_tokens: int | None = 256
+) -> list[dict[str, Any]]:
+    """tau on held-out text: per temperature, block size and kind, loops apart, beside zeroed features, lookup and bigrams.
+
+    Returns: rows with temp, block_size, looped, kind, answers and tau of each source of drafts.
+    """
+    rows = []
+    for temp in np.unique(held_out.temp):
+        for looped in (False, True):
+            docs = held_out.pick((held_out.temp == temp) & (held_out.looped == looped))
+            if not len(docs):
+                continue
+            spans = [answer_span(docs.doc(i)[1], max_tokens) for i in range(len(docs))]
+            ids, _ = docs.pad(range(len(docs)), -(-max(e for _, e in spans) // 32) * 32)
+            for K in block_sizes:
+                walks = {
+                    "drafter": walk_docs(drafter, target, docs, K, max_tokens),
+                    "zeroed": walk_docs(drafter, target, docs, K, max_tokens, zero_features=True),
+                    "lookup": walk_with(lookup_guess(K), ids, spans, K),
+                }
+                if train is not None:
+                    walks["bigram"] = walk_with(bigram_guess(train, K), ids, spans, K)
+                for kind in np.unique(docs.kind):
+                    mine = docs.kind == kind
+                    taus = {n: mean_tau([w for w, m in zip(ws, mine, strict=True) if m]) for n, ws in walks.items()}
+                    row = {"temp": float(temp), "block_size": K, "looped": looped, "kind": KINDS[kind]}
+                    rows.append(row | {"answers": int(mine.sum())} | taus)
+    return rows
