@@ -307,7 +307,8 @@ def _rounds(
             began = time.perf_counter()
             injected, pending, context = rows, features[:, : accepted + 1], [entry.state for entry in pair.drafter]
             rows += accepted + 1
-            rollback(pair.target, point, rows)
+            with mx.stream(stream):
+                rollback(pair.target, point, rows)
             stats.seconds["rollback"] += time.perf_counter() - began
             stats.add_round(ids, accepted, bonus, width)
             tokens = [*ids[:accepted], bonus]
@@ -315,7 +316,8 @@ def _rounds(
     finally:
         # The last token handed out is the anchor: the target does not hold it.
         keep = min(rows, len(pair.ids) - 1) if emitted else rows
-        rollback(pair.target, point, keep)
+        with mx.stream(stream):
+            rollback(pair.target, point, keep)
         if quantization:
             quantization.apply(pair)
         for entry, state in zip(pair.drafter, context, strict=True):
@@ -327,6 +329,8 @@ def _rounds(
         pair.features = pending[:, : keep - injected] if pending is not None and keep > injected else None
         pair.rows = keep
         pair.write()
+        # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
+        mx.eval([entry.state for entry in pair.entries])
 
 
 class _Chooser:

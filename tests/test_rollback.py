@@ -5,6 +5,8 @@ tolerance is for families whose many-row pass sums in another order (MLA, Mamba-
 a wrong row is seen at 1e-2 and more.
 """
 
+import threading
+
 import mlx.core as mx
 import pytest
 from families import FAMILIES, PLAN, WINDOW, error, family, greedy_line, in_blocks, known_drafter, one_at_a_time, some_line
@@ -196,6 +198,25 @@ def test_a_generator_closed_at_any_token_leaves_a_cache_that_goes_on_exactly(kin
             cache = mlx_lm_cache.load_prompt_cache(str(tmp_path / "cache.safetensors"))
         drafter._line = again + expected
         assert ids_of(run(model, drafter, more, 12, prompt_cache=cache, block_size=5)) == expected, n
+
+
+@pytest.mark.parametrize("kind", ["gated delta", "Mamba-2"])
+def test_a_closed_generators_states_go_on_in_another_thread(kind):
+    model, prompt, more = family(KINDS[kind]), some_line(19), some_line(4)
+    line = greedy_line(model, prompt, 10)
+    drafter = known_drafter(model, line)
+    cache = make_prompt_cache(model, drafter)
+
+    def first():
+        steps = stream_generate(model, letters(), prompt, 20, drafter, block_size=5, prompt_cache=cache)
+        assert [next(steps).token for _ in range(6)] == line[19:25]
+        steps.close()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    again = line[:25] + more
+    assert ids_of(run(model, drafter, more, 12, prompt_cache=cache, block_size=5)) == greedy_ids(model, again, 12)
 
 
 def test_a_state_is_replayed_without_repeating_its_projections():

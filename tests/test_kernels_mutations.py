@@ -1,0 +1,181 @@
+"""Each barrier, bound and mask of each kernel, removed in turn: the checks of the other test files must notice every one.
+
+A mutant that changes no result is listed with the reason. Run with `pytest -m full`.
+"""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "msl"))
+import emulator
+import test_kernels_accept
+import test_kernels_block_attention
+import test_kernels_block_gather_qmm
+import test_kernels_block_qmm
+import test_kernels_head_argmax
+
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, head_argmax
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++"),
+]
+
+
+def matching(text: str, at: int) -> int:
+    """Index of the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    raise ValueError("unbalanced")
+
+
+def conjuncts(condition: str) -> list[str]:
+    """Parts of a condition joined by && outside parentheses."""
+    parts, depth, begin = [], 0, 0
+    for i, c in enumerate(condition):
+        depth += {"(": 1, ")": -1}.get(c, 0)
+        if depth == 0 and condition[i : i + 2] == "&&":
+            parts.append(condition[begin:i])
+            begin = i + 2
+    return [*parts, condition[begin:]]
+
+
+def mutants(source: str):
+    """(what was done, the text) for every removable guard of a body."""
+    lines = source.split("\n")
+
+    def swap(n: int, new: str) -> str:
+        return "\n".join([*lines[:n], new, *lines[n + 1 :]])
+
+    for n, line in enumerate(lines):
+        code = line.split("//")[0]
+        if "_barrier(" in code:
+            yield f"{n + 1}: no barrier", swap(n, "")
+        for m in re.finditer(r"\bif \(", code):
+            end = matching(code, m.end() - 1)
+            condition = code[m.end() : end]
+            for new in ("true", "false") if "return" in code[end:] else ("true",):
+                yield f"{n + 1}: if ({condition}) -> {new}", swap(n, f"{code[: m.end()]}{new}{code[end:]}")
+            parts = conjuncts(condition)
+            for i in range(len(parts) if len(parts) > 1 else 0):
+                rest = "&&".join(parts[:i] + parts[i + 1 :])
+                yield f"{n + 1}: if without {parts[i].strip()}", swap(n, f"{code[: m.end()]}{rest}{code[end:]}")
+        if m := re.match(r"(\s*(?:if \(\w+(?: > 0)?\) )?(?:const )?(?:bool )?(?:seen|inside) = )(.*);$", code):
+            parts = conjuncts(m[2])
+            for i in range(len(parts)):
+                rest = "&&".join(parts[:i] + parts[i + 1 :]) or "true"
+                yield f"{n + 1}: without {parts[i].strip()}", swap(n, f"{m[1]}{rest};")
+        if re.search(r"\bfor \(", code) and "pragma" not in lines[n - 1]:
+            begin = code.index("for (") + 4
+            head = code[begin : matching(code, begin)]
+            if " < " in head or " <= " in head:
+                new = head.replace(" <= ", " < ") if " <= " in head else head.replace(" < ", " <= ")
+                yield f"{n + 1}: loop {new.split(';')[1].strip()}", swap(n, code.replace(head, new))
+        if m := re.search(r"\((first \+ c) < N \? first \+ c : N - 1\)", code):
+            yield f"{n + 1}: no clamp", swap(n, code.replace(m.group(), f"({m[1]})"))
+        if m := re.search(r"(\w+\[?i?\]? > -INFINITY) \? ([^:]*(?:::[^:]*)*) : 0\.0f", code):
+            yield f"{n + 1}: always {m[2]}", swap(n, code.replace(m.group(), m[2]))
+
+
+def check_block_qmm():
+    test_kernels_block_qmm.check(mx.float32, 4, 32, [(9, 64), (33, 544)], rows=(3,))
+    test_kernels_block_qmm.test_a_row_that_is_not_finite_stays_alone()
+
+
+def check_block_gather_qmm():
+    check, made = test_kernels_block_gather_qmm.check, test_kernels_block_gather_qmm.made
+    x, w = made(4, 17, 96, rows=64)
+    check(x, w, [3, 2, 1, 0] * 8 + [2] * 32)
+    x, w = made(6, 9, 64, rows=3)
+    check(x, w, [5, 0, 1, 2, 5, 0])
+
+
+def check_accept():
+    for n in (1, 7, 65):
+        test_kernels_accept.test_every_place_of_the_first_difference(n)
+
+
+def check_head_argmax():
+    t = test_kernels_head_argmax
+    t.check(*t.made(300, 288, mx.float32, 4, rows=3))
+    t.test_a_nan_logit_is_chosen_as_mlx_does_and_its_margin_is_nan()
+    t.test_the_lowest_id_wins_a_tie_and_the_margin_is_zero((127, 128))
+    t.test_the_reduction_over_many_stripes()
+
+
+def check_block_attention():
+    t = test_kernels_block_attention
+    t.check(*t.made(300, hq=6, hk=2, m=3), rows=(1,))
+    t.check(*t.made(70, hq=6, hk=2, m=3), rows=(), start=250)
+    t.check(*t.made(70, hq=6, hk=2, m=3), rows=(), window=20, sinks=mx.array([3.0, -1.0, 0.5, 2.0, 0.0, 1.0]), start=250)
+    t.check(*t.made(40, hq=6, hk=2, m=3), rows=(), causal=False)
+    t.test_a_later_row_that_is_not_finite_spoils_no_earlier_row()
+
+
+SAVES_WORK = "only saves work: what is computed beyond it is masked or not stored"
+# (kernel, mutant as `numbered` names it): why no result changes.
+SAME = {
+    ("head_argmax", "if (first < N) -> true #1"): SAVES_WORK,
+    ("head_argmax", "if (m < M) -> true #2"): SAVES_WORK,
+    ("block_gather_qmm", "if without leader == none #1"): "any earlier pair of the expert will do",
+    ("block_attention", "if (first < S && !before) -> true #1"): SAVES_WORK,
+    ("block_attention", "if without first < S #1"): SAVES_WORK,
+    ("block_attention", "if without !before #1"): SAVES_WORK,
+    ("block_attention", "if (r < R) -> true #2"): SAVES_WORK,
+    ("block_attention", "if (part + SIMDGROUPS * i < R) -> true #1"): SAVES_WORK,
+    ("block_attention_reduce", "if (part != 0.0f) -> true #1"): "adds zero times a finite number: only -0.0 could tell",
+}
+
+
+def numbered(source: str):
+    """Mutants named by what was done and its count, so that names outlive line numbers: (name, line, text)."""
+    count: dict[str, int] = {}
+    for label, text in mutants(source):
+        line, what = label.split(": ", 1)
+        count[what] = count.get(what, 0) + 1
+        yield f"{what} #{count[what]}", line, text
+
+
+TEXTS = [
+    (block_qmm, "KERNEL", check_block_qmm),
+    (block_gather_qmm, "KERNEL", check_block_gather_qmm),
+    (accept, "KERNEL", check_accept),
+    (head_argmax, "KERNEL", check_head_argmax),
+    (head_argmax, "REDUCE", check_head_argmax),
+    (block_attention, "KERNEL", check_block_attention),
+    (block_attention, "REDUCE", check_block_attention),
+]
+
+
+@pytest.mark.parametrize("module, name, check", TEXTS, ids=lambda v: getattr(v, "name", None) or getattr(v, "__name__", v))
+def test_every_mutant_is_caught(module, name, check, monkeypatch):
+    kernel = getattr(module, name)
+    check()
+    alive, names = [], []
+    for what, line, source in numbered(kernel.source):
+        monkeypatch.setattr(module, name, dataclasses.replace(kernel, source=source))
+        # The reduction's own test launches the name that it imported.
+        monkeypatch.setattr(test_kernels_head_argmax, "REDUCE", head_argmax.REDUCE)
+        names.append(what)
+        try:
+            with np.errstate(all="ignore"):
+                check()
+        except emulator.CompileFault as e:
+            pytest.fail(f"{kernel.name} line {line}, {what}: not a mutant, it does not compile: {e}")
+        except (AssertionError, emulator.KernelFault):
+            continue
+        alive.append(what)
+    same = {what for of, what in SAME if of == kernel.name}
+    assert same <= set(names), f"listed, but no such mutant: {same - set(names)}"
+    assert set(alive) == same, f"of {len(names)} mutants alive: {set(alive) - same}; listed but caught: {same - set(alive)}"
+    assert len(names) >= 3
