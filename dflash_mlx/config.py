@@ -444,8 +444,24 @@ class _Reader:
         elif kind in ("dynamic", "longrope") and not got["max_position_embeddings"]:
             self.faults.append(f"RoPE kind {kind!r} needs max_position_embeddings")
             return None
+        dims = int((head_dim or 0) * partial)
+        if dims % 2 or dims < 1:
+            if head_dim:
+                self.faults.append(f"RoPE rotates pairs: head_dim = {head_dim} times partial_rotary_factor = {partial} is {dims}")
+            return None
+        if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+            self.faults.append(
+                f"RoPE kind 'llama3' has low_freq_factor = {parameters['low_freq_factor']!r} not below "
+                f"high_freq_factor = {parameters['high_freq_factor']!r}"
+            )
+            return None
+        for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+            factors = parameters[key]
+            if not isinstance(factors, (list, tuple)) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
+                self.faults.append(f"RoPE kind 'longrope' has {key} = {factors!r}: expected {dims // 2} positive numbers")
+                return None
         traditional = got["rope_is_neox_style"] is False
-        return RopeConfig(float(thetas[0][1]), int((head_dim or 0) * partial), kind, parameters, traditional)
+        return RopeConfig(float(thetas[0][1]), dims, kind, parameters, traditional)
 
 
 def _flatten_speculators(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache, RotatingKVCache
-from mlx_lm.models.rope_utils import SuScaledRoPE, initialize_rope
+from mlx_lm.models.rope_utils import initialize_rope
 
 from .cache import append_window
 from .config import DrafterConfig, RopeConfig
@@ -64,23 +64,18 @@ class LongRoPE(nn.Module):
 
     def __init__(self, rope: RopeConfig, max_position_embeddings: int):
         super().__init__()
-        p = rope.parameters
+        p, self.dims, self.traditional = rope.parameters, rope.dims, rope.traditional
         self.original = p["original_max_position_embeddings"]
-
-        def one(factors: list[float]) -> SuScaledRoPE:
-            return SuScaledRoPE(
-                rope.dims,
-                base=rope.theta,
-                max_position_embeddings=max_position_embeddings,
-                original_max_position_embeddings=self.original,
-                long_factor=factors,
-                long_mscale=p.get("attention_factor"),
-            )
-
-        self._short, self._long = one(p["short_factor"]), one(p["long_factor"])
+        base = rope.theta ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+        self._short = mx.array(p["short_factor"], dtype=mx.float32) * base
+        self._long = mx.array(p["long_factor"], dtype=mx.float32) * base
+        factor = p.get("factor") or max_position_embeddings / self.original
+        self.scale = p.get("attention_factor") or math.sqrt(1 + math.log(max(factor, 1)) / math.log(self.original))
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
-        return (self._short if offset + x.shape[-2] <= self.original else self._long)(x, offset=offset)
+        freqs = self._short if offset + x.shape[-2] <= self.original else self._long
+        x = x.at[..., : self.dims].multiply(self.scale)
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs)
 
 
 def make_rope(rope: RopeConfig, max_position_embeddings: int | None) -> nn.Module:
@@ -108,6 +103,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
         self.rope = make_rope(config.ropes[layer], config.max_position_embeddings)
+        # These two rotate by the whole length, block included: cached keys stay unrotated, whatever chunks they came in.
+        self.rotates_late = config.ropes[layer].kind in ("dynamic", "longrope")
 
     def queries(self, x: mx.array, offset: int) -> mx.array:
         """[B, K, H] block rows to rotated queries [B, n_heads, K, D]; `offset` is the anchor's position."""
@@ -117,14 +114,19 @@ class Attention(nn.Module):
 
     def keys_values(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """[B, L, H] rows to rotated keys and values, both [B, n_kv_heads, L, D]; `offset` is the first row's position."""
+        k, v = self._cached_form(x, offset)
+        return (self.rope(k, offset=offset) if self.rotates_late else k), v
+
+    def _cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
         B, L, _ = x.shape
         k = self.k_norm(self.k_proj(x).reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
         v = self.v_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-        return self.rope(k, offset=offset), v
+        return (k if self.rotates_late else self.rope(k, offset=offset)), v
 
     def inject(self, context: mx.array, cache: Any, start: int) -> None:
         """Append keys and values of context rows at positions start, start + 1, ... that the cache does not hold yet."""
-        k, v = self.keys_values(context, start)
+        k, v = self._cached_form(context, start)
         held = cache.offset - start
         if held < context.shape[1]:
             self._append(cache, k[:, :, held:], v[:, :, held:])
@@ -145,7 +147,7 @@ class Attention(nn.Module):
         end = start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
-        k, v = self.keys_values(mx.concatenate([context, x], axis=1), start)
+        k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
         held = cache.offset - start
         k, v = k[:, :, held:], v[:, :, held:]
         if self.window is None:
@@ -156,6 +158,8 @@ class Attention(nn.Module):
             keys, values = append_window(cache, k[:, :, :new], v[:, :, :new])
             k = mx.concatenate([keys, k[:, :, new:]], axis=2)
             v = mx.concatenate([values, v[:, :, new:]], axis=2)
+        if self.rotates_late:
+            k = self.rope(k, offset=end + K - k.shape[2])
         mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))

@@ -141,10 +141,17 @@ def stream_generate(
         raise PairError(
             "expected the model object that this drafter was loaded for; found another. Call load_drafter(path, model)."
         )
+    for name, value in (("prefill_step_size", prefill_step_size), ("max_kv_size", max_kv_size)):
+        if value is not None and value < 1:
+            raise GenerationError(f"expected {name} of at least 1; found {value!r}. Leave it out for the default.")
+    for name, value in (("kv_group_size", kv_group_size), ("quantized_kv_start", quantized_kv_start)):
+        if value is not None and kv_bits is None:
+            raise GenerationError(f"expected kv_bits with {name}; found {name} = {value!r} alone. Give kv_bits or leave it out.")
     stats = GenerationStats(_block_size(draft_model, block_size, num_draft_tokens), keep_rounds)
     ids = _encode(tokenizer, prompt)
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+    _check_ids(ids, model)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
     elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
@@ -590,7 +597,23 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int])
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
         return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-    return prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
+        raise GenerationError(
+            f"expected a prompt as text, a list of token ids or an array [T] of them; found {type(prompt).__name__}"
+            f"{f' of shape {list(prompt.shape)}' if isinstance(prompt, mx.array) else ''}. Pass one prompt at a time."
+        )
+    return list(ids)
+
+
+def _check_ids(ids: list[int], model: nn.Module) -> None:
+    """Refuse ids without a row in the embedding: MLX reads whatever lies there, and -1 reads the last row."""
+    rows = Target(model).vocabulary
+    wrong = [i for i in ids if not 0 <= i < rows]
+    if wrong:
+        raise GenerationError(
+            f"expected prompt token ids from 0 to {rows - 1}; found {wrong[:5]}. Encode the prompt with this model's tokenizer."
+        )
 
 
 def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int:

@@ -289,6 +289,33 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         "RoPE kind 'llama3' needs low_freq_factor, high_freq_factor",
     ),
+    "rope of an odd part": (
+        {"partial_rotary_factor": 0.4},
+        "RoPE rotates pairs: head_dim = 8 times partial_rotary_factor = 0.4 is 3",
+    ),
+    "llama3 without a middle": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "low_freq_factor = 4.0 not below high_freq_factor = 4.0",
+    ),
+    "longrope with too few factors": (
+        {
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 3,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "RoPE kind 'longrope' has long_factor = [1.0, 1.0, 1.0]: expected 4 positive numbers",
+    ),
     "linear without factor": ({"rope_scaling": {"type": "linear"}}, "RoPE kind 'linear' needs factor"),
     "rope as a list": ({"rope_scaling": [1]}, "rope_scaling = [1] must be an object"),
     "two thetas": (

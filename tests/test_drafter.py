@@ -132,6 +132,15 @@ KINDS = {
         "partial_rotary_factor": 0.5,
         "rope_scaling": {"type": "linear", "factor": 2.0},
     },
+    "traditional longrope": {
+        "is_neox_style": False,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+            "original_max_position_embeddings": 256,
+        },
+    },
     "traditional yarn": {"is_neox_style": False, "rope_scaling": YARN},
 }
 
@@ -260,6 +269,16 @@ LAYOUTS = {
     "eps": {"rms_norm_eps": 1e-2},
     "three layers": {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "window shorter than a block": {"sliding_window": 3},
+    # 23 rows and a block cross these lengths, where all earlier keys turn too.
+    "dynamic beyond its positions": {"max_position_embeddings": 12, "rope_scaling": {"type": "dynamic", "factor": 3.0}},
+    "longrope across its border": {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 14,
+        }
+    },
 }
 
 

@@ -627,3 +627,38 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding):
     again = run(model, drafter, prompt[60:63], 10, tokenizer, prompt_cache=cache)
     fresh = run(model, drafter, prompt[:30] + got + prompt[60:63], 10, tokenizer)
     assert rounds_of(again) == rounds_of(fresh)
+
+
+# What cannot be honoured
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_step_size": 0}, "prefill_step_size of at least 1; found 0"),
+        ({"prefill_step_size": -3}, "prefill_step_size of at least 1; found -3"),
+        ({"max_kv_size": 0}, "max_kv_size of at least 1; found 0"),
+        ({"kv_group_size": 32}, "kv_bits with kv_group_size"),
+        ({"quantized_kv_start": 4}, "kv_bits with quantized_kv_start"),
+    ],
+)
+def test_an_option_without_effect_or_meaning_is_refused_before_anything_runs(tiny, options, message):
+    model, _, oracle, _ = tiny
+    with pytest.raises(GenerationError, match=message):
+        run(model, oracle, PROMPT, 5, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5, -1, 7], r"from 0 to 60; found \[-1\]"),
+        ([5, 61, 7], r"from 0 to 60; found \[61\]"),
+        (mx.array([[5, 9]]), r"array \[T\] of them; found array of shape \[1, 2\]"),
+        (None, "found NoneType"),
+        ([5, 1.5], "found list"),
+    ],
+)
+def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):
+    model, _, oracle, _ = tiny
+    with pytest.raises(GenerationError, match=message):
+        run(model, oracle, prompt, 5)
