@@ -11,13 +11,11 @@
 #define _DARWIN_C_SOURCE
 #endif
 #include <csetjmp>
-#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <vector>
 #include <ucontext.h>
@@ -41,7 +39,7 @@ struct HalfCode {
     if (magnitude > 0x7f800000) return sign | 0x7e00;
     if (magnitude >= 0x477ff000) return sign | 0x7c00;                        // 65520 and above round to infinity
     if (magnitude < 0x38800000) {                                             // below 2^-14: a multiple of 2^-24
-      return sign | uint16_t(std::nearbyint(float_of(magnitude) * 16777216.0f));
+      return sign | uint16_t(__builtin_nearbyintf(float_of(magnitude) * 16777216.0f));
     }
     uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
     return sign | uint16_t((rounded - 0x38000000) >> 13);
@@ -521,7 +519,7 @@ using float4 = vec<float, 4>;
 #ifdef INFINITY
 #undef INFINITY
 #endif
-#define INFINITY (std::numeric_limits<float>::infinity())
+#define INFINITY (__builtin_inff())
 
 template <typename T, typename F>
 T as_type(F f) {
@@ -533,15 +531,15 @@ T as_type(F f) {
 
 namespace metal {
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float exp(float a) { return std::exp(a); }
-inline float exp2(float a) { return std::exp2(a); }
-inline float log(float a) { return std::log(a); }
-inline float tanh(float a) { return std::tanh(a); }
-inline float sqrt(float a) { return std::sqrt(a); }
-inline float rsqrt(float a) { return 1.0f / std::sqrt(a); }
-inline float abs(float a) { return std::fabs(a); }
+inline float exp(float a) { return __builtin_expf(a); }
+inline float exp2(float a) { return __builtin_exp2f(a); }
+inline float log(float a) { return __builtin_logf(a); }
+inline float tanh(float a) { return __builtin_tanhf(a); }
+inline float sqrt(float a) { return __builtin_sqrtf(a); }
+inline float rsqrt(float a) { return 1.0f / __builtin_sqrtf(a); }
+inline float abs(float a) { return __builtin_fabsf(a); }
 inline bool isnan(float a) { return a != a; }
-inline bool isinf(float a) { return std::fabs(a) == INFINITY; }
+inline bool isinf(float a) { return __builtin_fabsf(a) == INFINITY; }
 template <typename A> msl::plain_t<A> min(A a, A b) { msl::plain_t<A> x = a, y = b; return y < x ? y : x; }
 template <typename A> msl::plain_t<A> max(A a, A b) { msl::plain_t<A> x = a, y = b; return x < y ? y : x; }
 inline uint popcount(uint a) { return uint(__builtin_popcount(a)); }
