@@ -168,7 +168,7 @@ class _Filter:
         return new
 
     def __call__(self, written: Sequence[Written], kinds, families, splits, dtype) -> Docs:
-        width = max(len(w.ids) for w in written)
+        width = max((len(w.ids) for w in written), default=1)
         ids = np.zeros((len(written), width), np.int32)
         answer = np.zeros((len(written), width), bool)
         for i, w in enumerate(written):
@@ -221,7 +221,8 @@ class _Planner:
         """Rows of one shard, and the kind and family of each."""
         c, rng = self.config, np.random.default_rng((self.config.seed, number))
         if self.own is not None:
-            return self._own(rng)
+            part = slice(number * c.rows, (number + 1) * c.rows)
+            return self._own(rng, [p for i, p in enumerate(self.own) if not self.is_held_out(i)][part])
         if not self.chat:
             rows = [
                 Row(self.frame.prefix, True, int(rng.integers(8, 65)), self._temp(rng))
@@ -233,8 +234,13 @@ class _Planner:
         families = [f for f in self.trained if bool(f.templates) == templates]
         weights = np.array([f.weight for f in families])
         temp = self._temp(rng)  # one for the shard: a greedy batch needs no noise
-        rows, kinds, names = [], [], []
+        rows, kinds, names, tries = [], [], [], 0
         while len(rows) < c.rows:
+            tries += 1
+            if templates and tries > 20 * c.rows:
+                # No pool is filled yet, or no template fits into max_len.
+                templates, families = False, [f for f in self.trained if f.openings]
+                weights = np.array([f.weight for f in families])
             family = families[rng.choice(len(families), p=weights / weights.sum())]
             turns = 1 + int(rng.random() < c.two_turns)
             if templates:
@@ -252,11 +258,15 @@ class _Planner:
             names.append(FAMILY_IDS[family.name])
         return rows, kinds, names
 
-    def _own(self, rng: np.random.Generator) -> tuple[list[Row], list[int], list[int]]:
-        rows = []
-        for i in rng.choice(len(self.own), self.config.rows):
-            given = chat_ids(self.tokenizer, self.own[i])[: self.config.max_len - 2 * self.config.min_answer]
-            rows.append(Row(given, False, 0, self._temp(rng)))
+    def is_held_out(self, i: int) -> bool:
+        """Of prompts from a file, one in 20 is kept for evaluation, up to the usual number."""
+        return i % 20 == 0 and i // 20 < self.config.held_out_per_kind
+
+    def _own(self, rng, prompts) -> tuple[list[Row], list[int], list[int]]:
+        """Rows that answer prompts of a file; none when the file has been gone through."""
+        longest = self.config.max_len - 2 * self.config.min_answer
+        given = [chat_ids(self.tokenizer, p) for p in prompts]
+        rows = [Row(ids, False, 0, self._temp(rng)) for ids in given if len(ids) <= longest]
         return rows, [0] * len(rows), [255] * len(rows)
 
     def _temp(self, rng: np.random.Generator) -> float:
@@ -265,6 +275,9 @@ class _Planner:
     def held_out(self, pools: Pools) -> tuple[list[Row], list[int], list[int], list[str]]:
         """Questions of the held-out families, the same number of each kind; also as text."""
         c, rng = self.config, np.random.default_rng((self.config.seed, 1 << 30))
+        if self.own is not None:
+            held = [p for i, p in enumerate(self.own) if self.is_held_out(i)]
+            return *self._own(rng, held), [p[-1]["content"] for p in held]
         if not self.chat:
             rows = [Row(self.frame.prefix, True, int(rng.integers(8, 65)), 0.0) for _ in range(c.held_out_per_kind)]
             return rows, [0] * len(rows), [0] * len(rows), []
@@ -277,7 +290,7 @@ class _Planner:
                 if text is None or text in texts:
                     continue
                 given = self.whole(text)
-                if len(given) > c.max_len - 64:
+                if len(given) > c.max_len - 2 * c.min_answer:
                     continue
                 rows.append(Row(given, False, 0, 0.0))
                 kinds.append(KINDS.index(family.kind))
@@ -364,6 +377,9 @@ def make_data(
             done = _collect(waiting, 1 if number > 2 else 0)
             answers, docs_made = answers + done[0], docs_made + done[1]
             rows, kinds, families = planner.shard(number, pools)
+            if not rows:
+                report(f"all prompts of {prompts} are answered")
+                break
             end = begun + seconds if seconds else None
             shard_begun = time.monotonic()
             written = write_rows(model, rows, frame, config.max_len, seed=config.seed * 100_003 + number, deadline=end)
@@ -421,6 +437,9 @@ def _collect(waiting: list[Future], leave: int) -> tuple[int, int]:
 def _write_held_out(model, planner, pools, folder, dtype, config, report) -> None:
     """Answers to the held-out families, greedy and at temperature 1, and their questions as JSONL."""
     rows, kinds, families, texts = planner.held_out(pools)
+    if not rows:
+        report("no held-out question fits into max_len: there will be no held-out text")
+        return
     keep = _Filter(config, planner.frame, frozenset())
     parts = []
     for temp in (0.0, 1.0):
