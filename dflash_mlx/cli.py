@@ -91,7 +91,10 @@ def generate(
         str | None, typer.Option(help="DFlash drafter for --model, or 'auto'. Without it --model decodes plainly.")
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads it from standard input.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="A file that holds the prompt.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Most tokens to generate; -1: no limit.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="The template's enable_thinking.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
     temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
@@ -130,6 +133,15 @@ def generate(
         raise typer.BadParameter("it has no effect without --kv-bits", param_hint="--kv-group-size")
     if max_tokens == 0 or max_tokens < -1:
         raise typer.BadParameter("give a positive number, or -1 for no limit", param_hint="--max-tokens")
+    if stop and (show_drafts or "" in stop):
+        hint = "it needs a text" if "" in stop else "--show-drafts shows tokens, which do not end where texts do"
+        raise typer.BadParameter(hint, param_hint="--stop")
+    if thinking is not None and raw:
+        raise typer.BadParameter("--raw uses no chat template, so there is no place for it", param_hint="--thinking")
+    if prompt_file is not None:
+        if prompt is not None:
+            raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt-file")
+        prompt = _file_text(prompt_file)
     if prompt == "-":
         prompt = _standard_input()
     if prompt == "":
@@ -160,7 +172,7 @@ def generate(
             draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
         if draft and block_size and block_size > draft.config.block_size:
             _say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
-        ids = _encode_prompt(tokenizer, prompt, system, raw)
+        ids = _encode_prompt(tokenizer, prompt, system, raw, thinking)
         # Below this temperature the distribution is its top token.
         sampler = make_sampler(temp, top_p or 0.0, min_p or 0.0, top_k=top_k or 0) if temp >= 1e-5 else None
         with _prefill_progress() as progress:
@@ -180,7 +192,7 @@ def generate(
                 prompt_progress_callback=progress,
             )
             show = _nothing if as_json else _draft_marker(tokenizer, stdout) if show_drafts else _plain_text(stdout)
-            result = _run(responses, show)
+            result = _run(_until(responses, stop) if stop else responses, show)
         if as_json:
             print(json.dumps({**result, "model": target, "draft_model": drafter}), file=stdout)
         else:
@@ -506,12 +518,21 @@ def _standard_input() -> str:
     Raises:
       DFlashError: if it is not UTF-8.
     """
-    data = sys.stdin.buffer.read()
+    return _utf8(sys.stdin.buffer.read(), "on standard input")
+
+
+def _file_text(name: str) -> str:
+    """All of a file, unchanged; errors as in `_standard_input`, and OSError."""
+    with open(os.path.expanduser(name), "rb") as file:
+        return _utf8(file.read(), f"in {name}")
+
+
+def _utf8(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DFlashError(
-            f"expected UTF-8 text on standard input; found byte 0x{data[error.start]:02x} at {error.start}. Convert it first."
+            f"expected UTF-8 text {where}; found byte 0x{data[error.start]:02x} at {error.start}. Convert it first."
         ) from None
 
 
@@ -573,18 +594,37 @@ def _load_pair(
     return target, drafter, lm, tokenizer, draft
 
 
-def _encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool) -> list[int] | str:
+def _encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, thinking: bool | None = None) -> list[int] | str:
     """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so."""
     if raw:
         return prompt
     if not tokenizer.has_chat_template:
         if system is not None:
             raise DFlashError("expected a chat template for --system; this tokenizer has none. Leave --system out.")
+        if thinking is not None:
+            raise DFlashError("expected a chat template for --thinking; this tokenizer has none. Leave it out.")
         _say("This tokenizer has no chat template: the prompt is used as it is.")
         return prompt
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **extra)
+
+
+def _until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
+    """The responses up to the first stop string, their texts cut before it."""
+    import dataclasses
+
+    from .text import StopText
+
+    stop = StopText(words)
+    with contextlib.closing(responses):
+        for response in responses:
+            text, found = stop.feed(response.text, last=response.finish_reason is not None)
+            reason = "stop" if found else response.finish_reason
+            yield dataclasses.replace(response, text=text, finish_reason=reason)
+            if reason:
+                return
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import with_template
 
 import dflash_mlx
 from dflash_mlx.version import __version__
@@ -102,6 +103,38 @@ def test_a_block_beyond_the_drafters_own_is_said():
     assert "trained for blocks of 8" in run("generate", "-p", "def test_", "-m", "4", "--block-size", "9").stderr
 
 
+def test_the_prompt_comes_from_a_file_unchanged(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"for i in range(\r\n")
+    filed = run("generate", "--raw", "--json", "-m", "12", "--prompt-file", str(tmp_path / "prompt.txt"))
+    given = run("generate", "--raw", "--json", "-m", "12", "-p", "for i in range(\r\n")
+    assert json.loads(filed.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
+    done = run("generate", "--prompt-file", str(tmp_path / "prompt.txt"))
+    assert done.returncode == 1 and "prompt.txt; found byte 0xe9 at 3" in done.stderr
+
+
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end():
+    common = ["generate", "--raw", "--json", "-m", "24", "-p", "def test_"]
+    whole = json.loads(run(*common).stdout)
+    word = whole["text"][9:14]
+    cut = json.loads(run(*common, "--stop", "never there", "--stop", word).stdout)
+    assert cut["text"] == whole["text"][: whole["text"].index(word)] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])] and cut["generation_tokens"] < 24
+    assert len(cut["token_ids"]) == cut["generation_tokens"]
+
+
+def test_thinking_is_handed_to_the_chat_template(tmp_path):
+    path = with_template(tmp_path, "{{ enable_thinking }}|{% for m in messages %}{{ m.content }}{% endfor %}")
+    common = ["generate", "--model", path, "--json", "-m", "1", "-p", "x"]
+    counts = {
+        flag: json.loads(run(*common, *([flag] if flag else [])).stdout)["prompt_tokens"]
+        for flag in ("--thinking", "--no-thinking", "")
+    }
+    _, tokenizer = dflash_mlx.load(path)
+    assert counts["--thinking"] == len(tokenizer.encode("True|x"))
+    assert counts["--no-thinking"] == counts[""] == len(tokenizer.encode("False|x"))
+
+
 def test_the_same_seed_gives_the_same_text_with_a_drafter_and_without():
     common = ["--json", "-p", "def test_", "-m", "24", "--temp", "0.9", "--top-k", "40", "--seed", "11", "--model", "tiny"]
     plain = json.loads(run("generate", *common).stdout)["token_ids"]
@@ -129,6 +162,12 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", "--json", "--show-drafts"], 2, "rounds"),
         (["generate", "-m", "0"], 2, "-1 for no limit"),
         (["generate", "--raw", "--system", "x"], 2, "chat template"),
+        (["generate", "--raw", "--no-thinking"], 2, "chat template"),
+        (["generate", "--thinking", "-p", "hi"], 1, "chat template for --thinking"),
+        (["generate", "--stop", "x", "--show-drafts"], 2, "--stop"),
+        (["generate", "--stop", ""], 2, "needs a text"),
+        (["generate", "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
+        (["generate", "--prompt-file", "absent.txt"], 1, "absent.txt"),
         (["generate", "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
         (["generate", "--block-size", "0"], 2, "block-size"),
         (["generate", "--nonsense"], 2, "nonsense"),

@@ -29,6 +29,7 @@ ORDER = (
     "accept",
     "width",
     "stats",
+    "text",
     "sampling",
     "generation",
     "reuse",

@@ -22,7 +22,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.reuse import PromptStore
-from dflash_mlx.serve import Generator, Handler, Options, Provider, Server, StopText
+from dflash_mlx.serve import Generator, Handler, Options, Provider, Server
+from dflash_mlx.text import StopText
 
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% for tool_call in [] %}{{ tool_call.name }}{% endfor %}{% endif %}"
