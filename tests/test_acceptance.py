@@ -1,0 +1,52 @@
+"""bench/acceptance.py: its figures, and that walking replays the rounds of the real loop."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[1] / "bench" / "acceptance.py"
+spec = importlib.util.spec_from_file_location("acceptance", PATH)
+acceptance = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(acceptance)
+
+
+def test_summary_counts_rounds_slots_and_their_mean():
+    got = acceptance.summarise([[2, 1, 1], [0, 0, 4]])
+    assert got["rounds"] == 8 and got["histogram"] == [2, 1, 5]
+    assert got["tau"] == pytest.approx((2 * 1 + 1 * 2 + 5 * 3) / 8, abs=1e-4)
+    assert got["acceptance_by_slot"] == [pytest.approx(6 / 8), pytest.approx(5 / 6, abs=1e-4)]
+    assert got["low"] < got["tau"] < got["high"]
+
+
+def test_the_mean_over_kinds_weighs_kinds_alike_and_loops_stand_apart():
+    def record(kind, counts, looped=False):
+        return {"kind": kind, "temp": 0.0, "looped": looped, "series": {"walk": {"3": counts}}}
+
+    rows = acceptance.summary([record("a", [4, 0, 0]), record("b", [0, 0, 1]), record("b", [0, 9, 0], looped=True)])
+    means = {r["looped"]: r["tau"] for r in rows if r["kind"] == "mean"}
+    assert means == {False: 2.0, True: 2.0}
+    assert {(r["kind"], r["looped"]): r["tau"] for r in rows if r["kind"] != "mean"} == {
+        ("a", False): 1.0,
+        ("b", False): 3.0,
+        ("b", True): 2.0,
+    }
+
+
+def test_walking_replays_the_real_rounds_of_the_built_in_pair(tmp_path, monkeypatch, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    texts = ["def add(a, b):", "import os\n"]
+    prompts.write_text("\n".join(json.dumps({"kind": "code", "prompt": text}) for text in texts))
+    given = ["--model", "tiny", "--draft-model", "tiny", "--prompts", str(prompts), "--real", "8", "--block-size", "4", "8"]
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", *given, "--max-tokens", "24", "--out", str(out)])
+    acceptance.main()
+    result = json.loads(out.read_text())
+    assert result["walk_equals_real"] == {"compared": 4, "equal": 4}
+    taus = {(r["series"], r["block_size"], r["temp"]): r["tau"] for r in result["summary"] if r["kind"] == "mean"}
+    assert taus["real", 8, 0.0] > taus["zeroed", 8, 0.0]
+    assert "tau (95 %)" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--merge", str(out), str(out), "--out", str(tmp_path / "two.json")])
+    acceptance.main()
+    assert len(json.loads((tmp_path / "two.json").read_text())["records"]) == 8
