@@ -1,5 +1,6 @@
 """Which kernels run: the variable, trials, verdicts kept, hangs marked, and layers swapped for one pass."""
 
+import copy
 import logging
 import re
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 sys.path.insert(0, str(Path(__file__).parent / "msl"))
@@ -244,3 +246,30 @@ def test_the_swap_ends_with_an_error_nests_and_stays_in_its_thread(net, monkeypa
         assert asked == ["block_qmm"] + ["block_gather_qmm"] * 3 + ["block_qmm"]
     assert classes(net) == before
     assert any(isinstance(m, QuantizedSwitchLinear) for _, m in net.named_modules())
+
+
+@needs_compiler
+def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
+    """The assembled pass: the built-in target in 4 bit, a block of 5 rows after a prompt against the same rows alone."""
+    model = copy.deepcopy(pair[0])
+    nn.quantize(model, 32, 4)
+    ids = mx.array([[5, 9, 2, 7, 3, 11, 4, 8, 1, 6, 10, 12, 13]])
+    seen = []
+    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
+    cache = make_prompt_cache(model)
+    mx.eval(model(ids[:, :8], cache=cache))
+    layers = BlockLayers(model)
+    block_cache, one_cache = copy.deepcopy(cache), copy.deepcopy(cache)
+    with emulator.emulated():
+        with layers.swapped():
+            block = model(ids[:, 8:], cache=block_cache)
+            mx.eval(block)
+        rows = []
+        for i in range(8, 13):
+            with layers.swapped():
+                rows.append(model(ids[:, i : i + 1], cache=one_cache))
+                mx.eval(rows[-1])
+    assert len(seen) == 6 * len(layers.layers) and set(seen) == {"block_qmm"}
+    assert mx.array_equal(block, mx.concatenate(rows, axis=1))
+    plain = model(ids[:, 8:], cache=cache)
+    assert float(mx.abs(block - plain).max() / mx.abs(plain).max()) < 1e-4
