@@ -10,6 +10,8 @@ over the lanes. Neither order knows M, so rows are bit-identical between row cou
 
 from __future__ import annotations
 
+import itertools
+
 import mlx.core as mx
 
 from . import choice
@@ -17,8 +19,10 @@ from .kernel import Kernel
 
 MAX_ROWS = 16
 SIMDGROUPS = 4
-# A trial makes its own weights: of an LM head, a part tells as much and takes 0.1 GB instead of 1.
+# A trial makes its own weights: of an LM head, a part tells as much. Copies in turn, or a cache would hold what a pass reads
+# from memory.
 TRIAL_COLUMNS = 16384
+TRIAL_BYTES = 128_000_000
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
 # How far the last bit of a type may move: the trial's bound against stock MLX, which rounds and sums in other places.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -172,12 +176,15 @@ def trials(
 ) -> list[choice.Trial]:
     """Comparisons with MLX on made-up values of the real shape, at several row counts."""
     keys = mx.random.split(mx.random.key(0), 2)
-    w, scales, biases = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
+    first = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
+    copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first))
+    weights = [first, *([a + 0 for a in first] for _ in range(copies - 1))]
     x = mx.random.normal((max(rows), k), dtype=dtype, key=keys[1])
-    mx.eval(w, scales, biases, x)
+    mx.eval(weights, x)
 
-    def one(m: int) -> choice.Trial:
-        a = (x[:m], w, scales, biases, group_size, bits)
-        return choice.Trial(lambda: [block_qmm_kernel(*a)], lambda: [block_qmm_ops(*a)], choice.same_floats(TOLERANCE[dtype]))
+    def calls(f, m: int):
+        turn = itertools.cycle(weights)
+        return lambda: [f(x[:m], *next(turn), group_size, bits)]
 
-    return [one(m) for m in rows]
+    same = choice.same_floats(TOLERANCE[dtype])
+    return [choice.Trial(calls(block_qmm_kernel, m), calls(block_qmm_ops, m), same) for m in rows]

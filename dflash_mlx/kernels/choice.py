@@ -19,6 +19,7 @@ import logging
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ _log = logging.getLogger("dflash_mlx.kernels")
 # This process's verdicts, and kernels switched off in it: key -> Verdict, name -> reason.
 _known: dict[str, Verdict] = {}
 _off: dict[str, str] = {}
+_local = threading.local()
 
 
 class KernelError(DFlashError, RuntimeError):
@@ -201,7 +203,7 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
 def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
     """Run the trials: right first, then faster."""
     try:
-        with mx.stream(mx.new_stream(mx.default_device())):
+        with mx.stream(_stream()):
             trials = trial()
             for t in trials:
                 ours, theirs = t.kernel(), t.stock()
@@ -214,6 +216,13 @@ def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdi
     faster = kernel_s < stock_s
     reason = f"right, {stock_s / kernel_s:.2f} times as fast as stock MLX"
     return Verdict(name, shape, faster, reason, kernel_s, stock_s)
+
+
+def _stream() -> mx.Stream:
+    """This thread's own stream for trials: a stream belongs to the thread that made it."""
+    if not hasattr(_local, "stream"):
+        _local.stream = mx.new_stream(mx.default_device())
+    return _local.stream
 
 
 def _median_s(run: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> float:
