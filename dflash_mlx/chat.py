@@ -364,6 +364,9 @@ class Chat:
                     self._say(text[1:] if text.startswith("//") else text)
             except KeyboardInterrupt:
                 self.note("Interrupted.")
+            except BrokenPipeError:
+                # Nobody reads the answers any more.
+                raise
             except Exception as error:
                 # One turn that fails does not end the others.
                 kind = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: "

@@ -717,10 +717,11 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
             raise provider.fault
         with Server(generator) as server:
             host, port = server.server_address[:2]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             if options.api_key is None and host not in ("127.0.0.1", "::1"):
                 say(f"Anyone who reaches {host} can use this server: --api-key asks for a key.")
             how = f"drafter {provider.draft_name}" if provider.draft_name else "plain decoding"
-            say(f"Serving {provider.name} ({how}) at http://{host}:{port}/v1")
+            say(f"Serving {provider.name} ({how}) at http://{address}/v1")
             server.serve_forever()
     except KeyboardInterrupt:
         say("Stopped.")

@@ -85,6 +85,29 @@ def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_t
     assert done.stderr.count("4 tokens,") == 2 and "Traceback" not in done.stderr
 
 
+def test_models_change_and_a_failing_change_keeps_the_old_one(home):
+    lines = ["/model", "def f", "/model tiny", "/drafts", "(x):", "/model no/such/folder", "/model tiny auto", "/model", "y"]
+    done = piped(lines, {**home, "HF_HUB_OFFLINE": "1"}, *PAIR, "-m", "4")
+    said = [line for line in done.stderr.splitlines() if line.startswith("Target ")]
+    assert said == ["Target tiny, drafter tiny.", "Target tiny, no drafter.", *["Target tiny, drafter tiny."] * 2], done.stderr
+    assert "expected a drafter for /drafts" in done.stderr and "no/such/folder" in done.stderr and done.returncode == 1
+    # Three answers, the second without a drafter and so without tau.
+    figures = [line for line in done.stderr.splitlines() if "tokens/s" in line]
+    assert ["tau" in line for line in figures] == [True, False, True]
+
+
+def test_a_reader_that_leaves_ends_the_chat(home):
+    process = subprocess.Popen(
+        [*COMMAND, *PAIR, "-m", "200"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=home
+    )
+    process.stdin.write("def f\n" * 3)
+    process.stdin.close()
+    process.stdout.read(3)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert "Traceback" not in process.stderr.read()
+
+
 def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text_do_no_harm(home, chatty):
     done = subprocess.run(
         [*COMMAND, "--model", chatty, "-m", "3"],

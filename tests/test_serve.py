@@ -372,6 +372,35 @@ def test_odd_requests_are_answered(served):
     assert served.raw(b"BREW /pot HTTP/1.1\r\n\r\n")[0] == 501
 
 
+def test_arguments_reach_the_chat_template(tmp_path):
+    path = with_template(tmp_path, "{{ enable_thinking }}{{ style }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    model, tokenizer = load(path, dtype=mx.float32)
+    with running(model, tokenizer, chat_template_args={"style": "plain"}) as server:
+        for given, text in (({}, "Falseplain"), ({"enable_thinking": True, "style": "odd"}, "Trueodd")):
+            body = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 1, "chat_template_kwargs": given}
+            usage = json.loads(server.post("/v1/chat/completions", body)[1])["usage"]
+            assert usage["prompt_tokens"] == len(tokenizer.encode(text + "x = "))
+
+
+def test_a_client_that_never_finishes_its_request_is_let_go(served, monkeypatch):
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+        assert link.recv(1) == b""
+
+
+def test_a_server_that_ends_does_not_wait_for_its_answers(chatty):
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.01)
+    with running(model, chatty[1]) as server:
+        link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 5000, "stream": True})
+        while model.passes < 5:
+            time.sleep(0.005)
+        began = time.monotonic()
+    link.close()
+    # 5,000 passes would take a minute.
+    assert time.monotonic() - began < 10
+
+
 def test_models_and_health_say_what_is_running(served):
     assert served.client.models.list().data[0].id == "served"
     model = served.client.models.retrieve("served")
