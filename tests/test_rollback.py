@@ -57,7 +57,7 @@ FAULTS = {
     "one row too many": (ONE_TOO_MANY, KINDS),
     "one row too few": (
         ("rollback", "keep = length - point.length", "keep = max(length - point.length - 1, 0)"),
-        KINDS,
+        ["plain", "rotating", "chunked", "gated delta", "a module that is handed the whole list"],
     ),
     "state not restored": (
         ("_undo", "entry.cache = list(saved)", "pass"),
@@ -327,14 +327,14 @@ def wide_llama():
     return tiny_target(seed=7, head_dim=32)
 
 
-@pytest.mark.parametrize("start", [0, 1, 11, 12, 17, 24, 29, 1000])
+@pytest.mark.parametrize("start", [0, 12, 17, 24, 1000])
 def test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start):
     model, prompt = wide_llama(), some_line(12, 61)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     line = greedy_line(model, prompt, 40, **options)
-    for quality in ("oracle", "noisy", "hopeless"):
+    for quality, blocks in (("oracle", (5,)), ("noisy", (2, 5, 16)), ("hopeless", (16,))):
         drafter = known_drafter(model, line, quality)
-        for block in (5, 16):
+        for block in blocks:
             got = run(model, drafter, prompt, 40, block_size=block, **options)
             assert ids_of(got) == line[12:], (quality, block)
             assert all(len(r.drafted) == block - 1 for r in got[-1].stats.rounds if r.width)
@@ -345,7 +345,7 @@ def test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start):
 def test_a_block_that_reaches_over_the_quantized_start_would_be_wrong(monkeypatch):
     plant(monkeypatch, cache_module.KVQuantization, "cut", "return min(width, self.start - rows - 1) if", "return width if")
     with pytest.raises(AssertionError):
-        for start in (14, 17, 24, 29):
+        for start in (14, 17, 24):
             test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start)
 
 
