@@ -147,7 +147,7 @@ class Conversation:
         # Positions the target was made for, where its config says.
         self.limit = Target(pair.model).context_length
         # The last few states: an undone or retried turn starts from one of them.
-        self.store = PromptStore(4)
+        self.store = PromptStore(6)
         self.used = self.held = 0
         self.last: GenerationResponse | None = None
         self.stopped = False
@@ -218,7 +218,7 @@ class Conversation:
             self.store,
             (self.pair.name, self.pair.draft_name),
             draft_model=self.pair.drafter,
-            checkpoints=[(common, "user")],
+            checkpoints=[(common, "user"), (len(ids) - 1, "user")],
             should_stop=should_stop,
             prompt_progress_callback=progress,
             max_tokens=min(settings.max_tokens, room),

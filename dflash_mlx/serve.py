@@ -209,7 +209,8 @@ class Generator(ResponseGenerator):
             block_size = args.num_draft_tokens + 1
         else:
             block_size = options.block_size if provider.draft_model is not None else None
-        lengths = [sum(map(len, segments[: i + 1])) for i in range(len(segments))]
+        # Where later prompts may part from this one: behind its segments, and before its last token, which any answer follows.
+        lengths = [sum(map(len, segments[: i + 1])) for i in range(len(segments) - 1)] + [len(prompt) - 1]
         ctx = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,

@@ -1,5 +1,6 @@
 """The server as clients meet it: the openai package and raw sockets, in one process with the thread that generates."""
 
+import importlib
 import inspect
 import json
 import re
@@ -16,6 +17,7 @@ import mlx.core as mx
 import mlx_lm.server
 import openai
 import pytest
+from families import BASE, FAMILIES, varied
 from kit import scripted, with_template
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -220,6 +222,23 @@ def test_a_seed_gives_the_text_of_the_api_with_any_number_of_drafts(served, chat
         extra = {"top_k": 50, "num_draft_tokens": drafts}
         answer = ask(served, max_tokens=10, temperature=0.9, top_p=0.95, seed=7, extra_body=extra)
         assert answer.choices[0].message.content == plain
+
+
+def test_a_hybrid_target_goes_on_from_the_prompt_when_its_answer_comes_back_changed(chatty):
+    # As thinking models' answers do, whose thinking is not sent back.
+    tokenizer = chatty[1]
+    module, args = FAMILIES["qwen3_next"]
+    module = importlib.import_module(f"mlx_lm.models.{module}")
+    args = {**BASE, **args, "model_type": "qwen3_next", "vocab_size": 1536}
+    mx.random.seed(4)
+    model = varied(module.Model(module.ModelArgs.from_dict(args)), 3)
+    with running(model, tokenizer) as server:
+        first = ask(server, max_tokens=6).usage
+        longer = [*MESSAGES, {"role": "assistant", "content": "other"}, *MESSAGES]
+        again = ask(server, longer, max_tokens=6)
+        assert again.usage.prompt_tokens_details.cached_tokens == first.prompt_tokens - 1
+        fresh = expected((model, tokenizer, None), longer, max_tokens=6)
+    assert again.choices[0].message.content == text_of(fresh)
 
 
 def test_penalties_see_the_whole_prompt_whatever_was_held(served):
