@@ -396,6 +396,7 @@ def train_data(
     rows: Annotated[int, typer.Option(min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
     max_len: Annotated[int, typer.Option(min=64, help="Longest conversation in tokens.")] = 512,
     greedy: Annotated[float, typer.Option(min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
+    held_out: Annotated[int, typer.Option(min=1, help="Held-out questions a kind, for eval.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Another seed gives other text.")] = 0,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
     dense: Annotated[bool | None, typer.Option(help="Write quantized layers out first. Default: on CUDA.")] = None,
@@ -405,7 +406,7 @@ def train_data(
         from .train.data import DataConfig, make_data
 
         target, tokenizer = _load_for_training(model, dtype, dense)
-        config = DataConfig(rows=rows, max_len=max_len, greedy=greedy, seed=seed)
+        config = DataConfig(rows=rows, max_len=max_len, greedy=greedy, held_out_per_kind=held_out, seed=seed)
         seconds = minutes * 60 if minutes else None
         done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, _say)
     _say(f"{done['conversations']} conversations, {done['answer_tokens']} answer tokens ({done['answer_tps']:.0f}/s) in {out}")

@@ -1,0 +1,37 @@
+"""The three commands of `dflash-mlx train`, end to end on the built-in target."""
+
+import json
+
+from typer.testing import CliRunner
+
+from dflash_mlx.cli import app
+
+
+def call(*words):
+    result = CliRunner().invoke(app, ["train", *words])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
+    data, out = str(tmp_path / "data"), str(tmp_path / "drafter")
+    size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "4"]
+    call("data", "--model", "tiny", "--out", data, *size)
+    run = ["run", "--model", "tiny", "--data", data, "--out", out, "--steps", "2", "--layers", "1", "--block-size", "4"]
+    call(*run, "--mask-token-id", "3", "--batch", "4", "--anchors", "4", "--max-len", "96")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["block_size"] == 4 and config["dflash_config"]["target_layer_ids"] == [1, 2, 3]
+    got = call("eval", "--model", "tiny", "--draft-model", out, "--data", data, "--limit", "4", "--json")
+    rows = json.loads(got.stdout)["tau"]
+    assert rows and all(r["drafter"] >= 1 for r in rows)
+    model, tokenizer, _ = pair
+    from dflash_mlx import load_drafter, stream_generate
+
+    drafter = load_drafter(out, model)
+    last = list(stream_generate(model, tokenizer, "import os\n", max_tokens=6, draft_model=drafter))[-1]
+    assert last.stats.tau >= 1
+
+
+def test_run_without_data_says_what_to_do(tmp_path):
+    result = CliRunner().invoke(app, ["train", "run", "--model", "tiny", "--data", str(tmp_path), "--out", "x", "--steps", "1"])
+    assert result.exit_code == 1 and "Make the data first: dflash-mlx train data" in str(result.exception)
