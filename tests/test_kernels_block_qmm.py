@@ -130,3 +130,6 @@ def test_what_is_not_eligible_goes_to_mlx(change, monkeypatch):
 
 def test_five_texts_serve_sixteen_row_counts():
     assert {row_tile(m) for m in range(1, 17)} == {1, 2, 4, 8, 16}
+    for m in (0, 17):
+        with pytest.raises(ValueError, match=f"1 to 16 rows; found {m}"):
+            row_tile(m)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(cuda_text.nvcc() is None, reason="no nvcc")
 def compile_only(monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_text.cuda_kernel)
-    monkeypatch.setattr(cuda_text, "LAST", [])
+    monkeypatch.setattr(cuda_text, "REPORTS", [])
 
 
 def quantized(n, k, dtype, bits):
@@ -30,7 +30,7 @@ def quantized(n, k, dtype, bits):
 
 
 def no_spills():
-    assert "0 bytes spill stores, 0 bytes spill loads" in cuda_text.LAST[0]
+    assert cuda_text.REPORTS and all("0 bytes spill stores, 0 bytes spill loads" in r for r in cuda_text.REPORTS)
 
 
 def test_accept():
@@ -61,6 +61,7 @@ def test_head_argmax(bits):
     x, dtype = mx.zeros((16, 512), dtype=mx.float16), mx.float16
     head = [mx.zeros((256, 512), dtype=dtype)] if bits is None else [*quantized(256, 512, dtype, bits), 64, bits]
     head_argmax_kernel(x, *head, softcap=30.0, logit_bias=mx.zeros((256,), dtype=dtype))
+    no_spills()
 
 
 @pytest.mark.full
@@ -68,3 +69,4 @@ def test_head_argmax(bits):
 def test_block_attention(hq, hk, d, dtype):
     q, kv = mx.zeros((1, hq, 16, d), dtype=dtype), mx.zeros((1, hk, 300, d), dtype=dtype)
     block_attention_kernel(q, kv, kv, 0.1, window=128, sinks=mx.zeros((hq,), dtype=dtype))
+    no_spills()

@@ -109,7 +109,13 @@ def block_qmm_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, 
 
 
 def row_tile(rows: int) -> int:
-    """Rows that the text is compiled for: few values, because each is a compile; the rest is an input."""
+    """Rows that the text is compiled for: few values, because each is a compile; the exact number is read from the shape.
+
+    Raises:
+      ValueError: for rows outside 1..16.
+    """
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"expected 1 to {MAX_ROWS} rows; found {rows}. Call the function without _kernel, which takes any.")
     return next(tile for tile in (1, 2, 4, 8, MAX_ROWS) if rows <= tile)
 
 

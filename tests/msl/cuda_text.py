@@ -86,8 +86,8 @@ def compile_text(code: str, arch: str = "sm_90") -> None:
             text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        LAST[:] = [done.stderr]
+        REPORTS.append(done.stderr)
 
 
-# What nvcc said of the last text: registers, spills.
-LAST: list[str] = []
+# What nvcc said of each text: registers, spills.
+REPORTS: list[str] = []
