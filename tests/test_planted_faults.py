@@ -26,7 +26,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "context position off by one in prefill": (
-        (drafter_module.Attention, "inject", "self.keys_values(context, start)", "self.keys_values(context, start + 1)"),
+        (drafter_module.Attention, "inject", "self._cached_form(context, start)", "self._cached_form(context, start + 1)"),
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
