@@ -439,6 +439,8 @@ def train_run(
     with _only_ours_on_stdout():
         from pathlib import Path
 
+        import numpy as np
+
         from .train.data import load_docs
         from .train.loop import TrainConfig, drafter_config, mask_token, target_shape, train
 
@@ -449,7 +451,7 @@ def train_run(
             raw = json.loads((Path(init) / "config.json").read_text())
         else:
             V = target_shape(target).get("vocab_size") or len(tokenizer)
-            mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(docs.ids.tolist()))
+            mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(np.unique(docs.ids).tolist()))
             chosen = [int(t) for t in taps.split(",")] if taps else None
             raw = drafter_config(target, mask, layers, block_size, chosen)
         config = TrainConfig(

@@ -382,6 +382,8 @@ def train(
     def evaluate() -> dict[str, Any]:
         nonlocal evaluated
         greedy = held_out.pick((held_out.temp == 0) & ~held_out.looped)
+        if not len(greedy):
+            return {}
         every = max(1, len(greedy) // config.eval_docs)
         greedy = greedy.pick(np.arange(0, len(greedy), every))
         mine = trainer.use(trainer.ema)
