@@ -570,6 +570,26 @@ def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(c
                 ]
 
 
+@pytest.mark.full
+def test_200_requests_leave_no_memory_behind(chatty):
+    with running(*chatty, prompt_cache_size=2) as server:
+        held, threads = [], []
+        for i in range(200):
+            body = {"prompt": f"def f{i % 7}(", "max_tokens": 3, "stream": i % 2 == 0}
+            if i % 5 == 4:
+                # Some leave early.
+                server.send("/v1/completions", {**body, "max_tokens": 50}).close()
+            else:
+                assert server.post("/v1/completions", body)[0] == 200
+            if i in (60, 199):
+                server.wait_idle()
+                mx.clear_cache()
+                held.append(mx.get_active_memory())
+                threads.append(threading.active_count())
+        # Two caches of other lengths may be kept: one step of 256 rows each.
+        assert held[1] - held[0] < 2e6 and threads[1] <= threads[0] + 2, (held, threads)
+
+
 # What serve.py stands on. A new mlx-lm that fails here says which part of it to read again.
 
 
