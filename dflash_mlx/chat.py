@@ -328,7 +328,7 @@ class Chat:
             try:
                 return _line_editor(self.stdout)
             except ImportError:
-                self.note("Line editing, history and pasting need prompt_toolkit: pip install 'dflash-mlx[chat]'.")
+                self.note("Line editing, history and pasting need prompt_toolkit: pip install prompt_toolkit")
         if self.stdout.isatty():
             return input
 
