@@ -95,18 +95,18 @@ SHARED_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization", "
 class TargetConfig:
     """A config that mlx-lm's model class can be built from, and what the rest of the conversion needs beside it.
 
-      - config: dict for mlx-lm, wrapper and `text_config` included; safe to write as `config.json`
-      - text: the dict inside `config` that describes the text model (`config` itself without a wrapper)
-      - layer_types: one of "full_attention", "sliding_attention", ... per layer, or None when all layers are alike
-      - windows: per layer, the sliding window that mlx-lm's class ignores and the loader adds, else None
-      - while_building: keys of the text config that mlx-lm's class must see otherwise until the windows are added
-      - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
-      - head_dims: rotated head size of each layer before any partial factor, or None when not known
-      - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
-      - activation, usual_activation: as the config names it, and transformers' default for the family; None when mlx-lm reads it
-      - tied: every value of `tie_word_embeddings` in the file; wrapper and text model may contradict each other
-      - tied_by_default: what transformers takes when the file says nothing
-      - notes: sentences for the user about anything that was assumed
+    - config: dict for mlx-lm, wrapper and `text_config` included; safe to write as `config.json`
+    - text: the dict inside `config` that describes the text model (`config` itself without a wrapper)
+    - layer_types: one of "full_attention", "sliding_attention", ... per layer, or None when all layers are alike
+    - windows: per layer, the sliding window that mlx-lm's class ignores and the loader adds, else None
+    - while_building: keys of the text config that mlx-lm's class must see otherwise until the windows are added
+    - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
+    - head_dims: rotated head size of each layer before any partial factor, or None when not known
+    - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
+    - activation, usual_activation: as the config names it, and transformers' default for the family; None when mlx-lm reads it
+    - tied: every value of `tie_word_embeddings` in the file; wrapper and text model may contradict each other
+    - tied_by_default: what transformers takes when the file says nothing
+    - notes: sentences for the user about anything that was assumed
     """
 
     config: dict
@@ -139,7 +139,7 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     model_type = raw.get("model_type")
     if not model_type:
         raise ConfigError(
-            f"expected \"model_type\" in {where}; the key is missing. Take config.json from the original repository of the model."
+            f'expected "model_type" in {where}; the key is missing. Take config.json from the original repository of the model.'
         )
     outer, text, unwrapped = _place_text_config(raw, where)
     module = mlx_module(outer)
@@ -215,7 +215,7 @@ def mlx_module(config: dict) -> types.ModuleType:
         model_class, _ = _get_classes(config)
     except ValueError as error:
         raise ConfigError(
-            f"expected a model type that mlx-lm has; found \"{config.get('model_type')}\". "
+            f'expected a model type that mlx-lm has; found "{config.get("model_type")}". '
             "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
         ) from error
     return importlib.import_module(model_class.__module__)
@@ -333,9 +333,7 @@ def _transformers_config(text: dict, notes: list[str]):
                 values.pop("rope_scaling", None)
             reference = CONFIG_MAPPING[name].from_dict(values)
         except Exception as error:  # noqa: BLE001 - its validators raise many kinds; the text goes to the user
-            notes.append(
-                f"transformers cannot read this config ({_one_line(error)}); keys that it lacks take mlx-lm's defaults"
-            )
+            notes.append(f"transformers cannot read this config ({_one_line(error)}); keys that it lacks take mlx-lm's defaults")
             return None
     inner = getattr(reference, "text_config", None)
     return inner if inner is not None and hasattr(inner, "num_hidden_layers") else reference
@@ -569,7 +567,7 @@ def _fill_patterns(
         return [], {}
     window = text.get("sliding_window")
     if not window:
-        raise ConfigError(f"expected \"sliding_window\" beside layer_types {layer_types} in {where}; the key is missing.")
+        raise ConfigError(f'expected "sliding_window" beside layer_types {layer_types} in {where}; the key is missing.')
     return [window if flag else None for flag in sliding], instead
 
 

@@ -97,9 +97,7 @@ def convert(
         if is_drafter:
             done = _convert_drafter(checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate)
         else:
-            done = _convert_target(
-                checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate, trust_remote_code
-            )
+            done = _convert_target(checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate, trust_remote_code)
         done.notes += [f"{name} was not read: {reason}" for name, reason in checkpoint.ignored.items()]
         done.record["written"] = report.written_files(staging)
         write_json(staging / _RECORD, done.record)

@@ -145,7 +145,9 @@ def _refuse_integers(weights: Weights, checkpoint: Checkpoint) -> None:
     integers = [
         n
         for n, info in checkpoint.tensors.items()
-        if info.dtype in ("U8", "I8") and n.endswith(".weight") and n in weights
+        if info.dtype in ("U8", "I8")
+        and n.endswith(".weight")
+        and n in weights
         and f"{n.removesuffix('.weight')}.scales" not in weights
     ]
     if integers:

@@ -75,8 +75,8 @@ _SWITCH_NAMES = ((re.compile(r"\.experts\.(gate_proj|up_proj|down_proj)\."), r".
 class FusedExperts:
     """How a family stores [experts, ...] gate and up projections in one tensor.
 
-      - transposed: [E, H, 2I] and [E, I, H] instead of [E, 2I, H] and [E, H, I]
-      - interleaved: gate and up alternate instead of following each other
+    - transposed: [E, H, 2I] and [E, I, H] instead of [E, 2I, H] and [E, H, I]
+    - interleaved: gate and up alternate instead of following each other
     """
 
     transposed: bool = False

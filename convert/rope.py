@@ -95,7 +95,7 @@ def correct_rope(model: nn.Module, target: TargetConfig) -> list[str]:
     scaled = target.rope and rope_for_layer_type(target.rope, None)
     if not audited and scaled and scaled.get("rope_type") not in ("default", "proportional", "mrope", "axial"):
         raise ConfigError(
-            f"expected a RoPE module that can carry \"{scaled['rope_type']}\" scaling; "
+            f'expected a RoPE module that can carry "{scaled["rope_type"]}" scaling; '
             f"mlx-lm's {target.family} has none. This checkpoint needs another implementation."
         )
     return [

@@ -33,10 +33,10 @@ _MOST_NAMES = 6
 class LoadedTarget:
     """A built model and how it came about.
 
-      - dropped: source tensor -> why the text model does not use it
-      - layout: name of the layout that fitted
-      - fates: source tensor -> under which name the model has it, or by what it was combined
-      - notes: sentences for the user
+    - dropped: source tensor -> why the text model does not use it
+    - layout: name of the layout that fitted
+    - fates: source tensor -> under which name the model has it, or by what it was combined
+    - notes: sentences for the user
     """
 
     model: nn.Module
@@ -253,9 +253,7 @@ def _vectors_back(weights: Weights, before: dict[str, mx.Dtype]) -> Weights:
     return out
 
 
-def _try_layout(
-    target: TargetConfig, weights: Weights, layout: Layout, where: str
-) -> tuple[nn.Module, Weights, list[str]]:
+def _try_layout(target: TargetConfig, weights: Weights, layout: Layout, where: str) -> tuple[nn.Module, Weights, list[str]]:
     """-> (model, weights under the model's names, faults). A fresh model each time: `sanitize` may change it."""
     model = _construct(target)
     try:
