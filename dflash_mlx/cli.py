@@ -515,6 +515,41 @@ def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> t
     return target, tokenizer
 
 
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else on stdout.")] = False,
+) -> None:
+    """List the built-in pairs and the published drafters that --draft-model auto knows, with sizes."""
+    from .builtin import BUILTIN_PAIRS, DEFAULT_PAIR, builtin_path
+    from .published import PUBLISHED
+
+    rows = []
+    for name, pair in BUILTIN_PAIRS.items():
+        drafter = builtin_path(name, "drafter")
+        size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9 if drafter else None
+        note = pair.about + (" (default)" if name == DEFAULT_PAIR else "") + ("" if drafter else "; no drafter yet")
+        rows.append({"target": name, "draft_model": name if drafter else None, "size_gb": size, "built_in": True, "note": note})
+    rows += [
+        {"target": p.target, "draft_model": p.repo, "size_gb": p.size_gb, "built_in": False, "note": p.note} for p in PUBLISHED
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for heading in ("target", "drafter", "drafter GB"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("note")
+    for row in rows:
+        size = "" if row["size_gb"] is None else f"{row['size_gb']:.3g}"
+        table.add_row(row["target"], row["draft_model"] or "", size, row["note"])
+    console = Console()
+    # Names stay whole in a pipe too.
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
 def _standard_input() -> str:
     """All of standard input, unchanged.
 
@@ -561,6 +596,7 @@ def _only_ours_on_stdout() -> Iterator[Any]:
 def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
     """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
     from . import builtin
+    from .published import published_drafter
 
     if model is None:
         return builtin.DEFAULT_PAIR, builtin.DEFAULT_PAIR
@@ -569,13 +605,17 @@ def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str |
         return model, None
     if draft_model != "auto":
         return model, draft_model
-    if builtin.builtin_path(model, "drafter") is None:
+    if builtin.builtin_path(model, "drafter") is not None:
+        _say(f"Drafter: {model} (built-in).")
+        return model, model
+    found = published_drafter(model)
+    if found is None:
         raise DFlashError(
-            f"expected a target with a drafter known to this version for --draft-model auto; found {model}. "
-            f"Known: {', '.join(builtin.BUILTIN_PAIRS)}. Name the drafter's directory or repo."
+            f"expected a target with a known drafter for --draft-model auto; found {model}. `dflash-mlx models` lists them: "
+            "name a drafter's directory or repo, or train one."
         )
-    _say(f"Drafter: {model} (built-in).")
-    return model, model
+    _say(f"Drafter: {found.repo}, published for {found.target}{f' ({found.note})' if found.note else ''}.")
+    return model, found.repo
 
 
 def _load_pair(

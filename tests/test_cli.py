@@ -77,6 +77,18 @@ def test_json_of_plain_decoding_has_the_same_keys_and_no_acceptance():
     assert plain["token_ids"] == drafted["token_ids"] and plain["text"] == drafted["text"]
 
 
+def test_models_lists_built_in_and_published_pairs_with_whole_names():
+    rows = json.loads(run("models", "--json").stdout)
+    assert {"tiny", "Qwen/Qwen3-8B"} <= {row["target"] for row in rows}
+    text = run("models").stdout
+    assert all(row["target"] in text and (row["draft_model"] or "") in text for row in rows)
+
+
+def test_auto_says_when_no_drafter_is_known():
+    done = run("generate", "--model", "nobody/nothing", "--draft-model", "auto", "-p", "x")
+    assert done.returncode == 1 and "expected a target with a known drafter" in done.stderr
+
+
 def test_a_target_without_a_drafter_decodes_plainly_and_says_so():
     done = run("generate", "--model", "tiny", "-p", "x", "-m", "2")
     assert done.returncode == 0 and "plain decoding" in done.stderr

@@ -23,6 +23,7 @@ ORDER = (
     "drafter",
     "conversion",
     "builtin",
+    "published",
     "taps",
     "loading",
     "verify",

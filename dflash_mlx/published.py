@@ -1,0 +1,84 @@
+"""Which published drafter belongs to which target. Knows names; fetches nothing.
+
+The drafters are those that DFlash's authors list (z-lab on the hub: README of z-lab/dflash and their collections, read in
+November 2026). Sizes are of bfloat16 weights: computed from the published shapes, or the repo's own where stated there; None
+where neither is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PublishedDrafter:
+    """target: the base model; repo: its drafter on the hub; size_gb: 1e9 bytes, or None; note: what its card asks for."""
+
+    target: str
+    repo: str
+    size_gb: float | None = None
+    note: str = ""
+
+
+PUBLISHED = (
+    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 1.07, "trained without thinking"),
+    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 2.10, "trained without thinking"),
+    PublishedDrafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+    PublishedDrafter("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash"),
+    PublishedDrafter("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", 1.07),
+    PublishedDrafter("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash"),
+    PublishedDrafter("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"),
+    PublishedDrafter("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", 0.95),
+    PublishedDrafter("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash"),
+    PublishedDrafter("Qwen/Qwen3.5-397B-A17B", "z-lab/Qwen3.5-397B-A17B-DFlash"),
+    PublishedDrafter("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", 3.46),
+    PublishedDrafter("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", 0.77),
+    PublishedDrafter("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", 3.85, "DFlash 2"),
+    PublishedDrafter("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", 1.57),
+    PublishedDrafter("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
+    PublishedDrafter("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash"),
+    PublishedDrafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    PublishedDrafter("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash", 6.96),
+)
+
+# Endings that name a packing of the same model, not another model.
+_PACKING = re.compile(
+    r"[-_.](?:\d+(?:\.\d+)?-?bits?|[qw]\d+(?:[-_.][\w.]+)?|int[48]|fp(?:8|16|32)|nvfp4|mxfp[48]|bf16|f16|f32|awq|gptq|dwq|mlx|gguf"
+    r"|optiq|quantized|unquantized)$",
+    re.IGNORECASE,
+)
+
+
+def base_name(name: str) -> str:
+    """A model's name without organisation, directory and packing: `mlx-community/Qwen3-8B-4bit` gives `qwen3-8b`."""
+    short = Path(name.rstrip("/")).name.removesuffix(".gguf")
+    while (stripped := _PACKING.sub("", short)) != short:
+        short = stripped
+    # Meta's repos were renamed between releases.
+    return short.lower().replace("meta-llama", "llama")
+
+
+def published_drafter(model: str) -> PublishedDrafter | None:
+    """The published drafter of a target given as hub repo or directory; None if none is known.
+
+    A directory is known by what its conversion.json or its model card says it was made from, else by its own name.
+    """
+    known = {base_name(entry.target): entry for entry in PUBLISHED}
+    for name in (*_origins(Path(model).expanduser()), model):
+        if found := known.get(base_name(name)):
+            return found
+    return None
+
+
+def _origins(directory: Path) -> list[str]:
+    """Names that a local directory's own files give for the model it was made from."""
+    names = []
+    record, card = directory / "conversion.json", directory / "README.md"
+    if record.is_file():
+        names.append(json.loads(record.read_text(encoding="utf-8")).get("source", {}).get("path_or_repo", ""))
+    if card.is_file():
+        names += re.findall(r"^(?:base_model:|-)\s*[\"']?([\w.-]+/[\w.-]+)", card.read_text(encoding="utf-8"), re.MULTILINE)
+    return [name for name in names if name]
