@@ -28,6 +28,8 @@ _SHARD = re.compile(r"^(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safe
 # what a hub repository is asked for: never code, never PyTorch pickles
 _DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
+# what transformers' tokenizers, or copying them, may read beside the weights
+_READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 _MOST_NAMES = 6
@@ -105,12 +107,15 @@ def inspect_checkpoint(path_or_repo: str | Path, *, revision: str | None = None)
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) == 1:
+            _check_link(path, ggufs[0].name, source)
             return _inspect_gguf(ggufs[0], source)
         if ggufs:
             raise CheckpointError(
                 f"expected one checkpoint in {source}; found {len(ggufs)} GGUF files ({_some(f.name for f in ggufs)}). "
                 "Give the path of one of them."
             )
+    for file in sorted(file for pattern in _READ_BESIDE for file in path.glob(pattern)):
+        _check_link(path, str(file.relative_to(path)), source)
     config = _read_json(path, "config.json", source, required=True)
     generation_config = _read_json(path, "generation_config.json", source, required=False)
     files, ignored, index = _weight_files(path, source)
@@ -212,7 +217,6 @@ def _read_json(path: Path, name: str, source: str, *, required: bool) -> dict:
         if required:
             raise CheckpointError(_no_config(path, source))
         return {}
-    _check_link(path, name, source)
     text = file.read_bytes()
     if text.startswith(_LFS_POINTER):
         raise CheckpointError(_lfs_sentence(name, source))

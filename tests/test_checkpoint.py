@@ -47,9 +47,46 @@ def test_links_into_the_hub_cache_are_followed(tmp_path):
     snapshot, blobs = repository / "snapshots" / "abc123", repository / "blobs"
     write_checkpoint(blobs, SOME_CONFIG, {"a": mx.ones((1,))})
     snapshot.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
+    (blobs / "chat_template.jinja").write_text("x")
+    for name in ("config.json", "model.safetensors", "chat_template.jinja"):
         (snapshot / name).symlink_to(f"../../blobs/{name}")
     assert list(inspect_checkpoint(snapshot).tensors) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "additional_chat_templates/tool.jinja", "merges.txt"])
+def test_a_file_beside_the_weights_that_links_outside_is_refused(tmp_path, name):
+    path = write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})
+    (tmp_path / "secret").write_text("{}")
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=f"expected {name} to lie in .*; it is a symbolic link to .*secret"):
+        inspect_checkpoint(path)
+
+
+def test_a_linked_directory_of_chat_templates_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tool.jinja").write_text("secret")
+    (path / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="expected additional_chat_templates/tool.jinja to lie in"):
+        inspect_checkpoint(path)
+
+
+def test_links_that_stay_in_the_directory_and_links_that_are_never_read_are_left_alone(tmp_path):
+    path = write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})
+    (path / "real.jinja").write_text("x")
+    (path / "chat_template.jinja").symlink_to("real.jinja")
+    (tmp_path / "README.md").write_text("x")
+    (path / "README.md").symlink_to(tmp_path / "README.md")
+    assert list(inspect_checkpoint(path).tensors) == ["a"]
+
+
+def test_a_gguf_file_of_a_directory_that_links_outside_is_refused(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    (tmp_path / "m" / "a.gguf").symlink_to(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match="expected a.gguf to lie in"):
+        inspect_checkpoint(tmp_path / "m")
 
 
 def test_tagged_infinities_become_floats(tmp_path):
