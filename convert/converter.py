@@ -18,6 +18,7 @@ from dflash_mlx.errors import ConversionError
 
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
+from .finite import require_finite
 from .quantize import Predicate, Recipe, cast, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import copy_tokenizer, tokenizer_files
@@ -116,6 +117,7 @@ def _convert_target(
     trust_remote_code: bool,
 ) -> Conversion:
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
+    require_finite(checkpoint, loaded.dropped)
     model, config = loaded.model, dict(loaded.config)
     cast(model, dtype)
     recipe = Recipe()
@@ -152,7 +154,8 @@ def _convert_target(
 
 def _require_equal(parity: Mapping) -> None:
     """Nothing was rounded, so the written model must compute what the source does: anything else is a fault of this package."""
-    if parity["max_logit_difference"] > _SAME_LOGITS * parity["max_logit"]:
+    # said so that NaN, which is neither more nor less than anything, is refused too
+    if not parity["max_logit_difference"] <= _SAME_LOGITS * parity["max_logit"]:
         raise ConversionError(
             f"expected the written directory to give the source's logits; they differ by {parity['max_logit_difference']:.3g} "
             f"of {parity['max_logit']:.3g}. Nothing was written: please report this checkpoint's config.json."
@@ -187,6 +190,7 @@ def _convert_drafter(
             "expected float weights to quantize; found weights that are quantized already. "
             "Convert without -q to keep them, or start from the float checkpoint."
         )
+    require_finite(checkpoint, drafter.dropped)
     weights = cast_tensors(drafter.weights, dtype)
     config = {k: v for k, v in drafter.raw.items() if k not in _NOT_WRITTEN}
     recipe = Recipe()

@@ -16,8 +16,10 @@ import mlx.nn as nn
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.drafter import Drafter, build_drafter
+from dflash_mlx.errors import ConversionError
 from dflash_mlx.version import __version__
 
+from .finite import is_finite
 from .write import file_record
 
 _POSITIONS = 48
@@ -52,7 +54,12 @@ def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
 
 
 def compare_logits(source: mx.array, written: mx.array) -> dict:
-    """How far the written model's logits are from the source's. Both [48, V] float32."""
+    """How far the written model's logits are from the source's. Both [48, V] float32.
+
+    Raises:
+      ConversionError: one of them has NaN or infinite values, which no comparison would show.
+    """
+    _require_numbers("logits", source, written)
     p, q = _log_softmax(source), _log_softmax(written)
     kl = mx.sum(mx.exp(p) * (p - q), axis=-1)
     return {
@@ -63,6 +70,15 @@ def compare_logits(source: mx.array, written: mx.array) -> dict:
         "argmax_agreement": float((mx.argmax(source, -1) == mx.argmax(written, -1)).mean()),
         "computed_in": "float32",
     }
+
+
+def _require_numbers(what: str, source: mx.array, written: mx.array) -> None:
+    for whose, value in (("the source", source), ("the converted model", written)):
+        if not is_finite(value):
+            raise ConversionError(
+                f"expected finite {what} from {whose}; found NaN or infinite values. Nothing was written: "
+                "compare config.json with the original repository's, or convert with other options."
+            )
 
 
 def _log_softmax(logits: mx.array) -> mx.array:
@@ -87,7 +103,12 @@ def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], fill: C
 
 
 def compare_drafters(source: mx.array, written: mx.array) -> dict:
-    """Difference of hidden states [K, H], and agreement of the ids that a fixed random head would draft from them."""
+    """Difference of hidden states [K, H], and agreement of the ids that a fixed random head would draft from them.
+
+    Raises:
+      ConversionError: one of them has NaN or infinite values.
+    """
+    _require_numbers("hidden states", source, written)
     head = mx.random.normal((_HEAD_ROWS, source.shape[-1]), key=mx.random.key(11))
     ids = [mx.argmax(hidden[1:] @ head.T, axis=-1) for hidden in (source, written)]
     return {

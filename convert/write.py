@@ -19,6 +19,8 @@ import mlx.core as mx
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
 
+from .finite import is_finite
+
 _MIN_SHARD_BYTES = 16 << 20
 _MAX_SHARD_BYTES = 5 << 30
 
@@ -105,7 +107,7 @@ def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_
     A shard is at most half the largest source file (never under 16 MiB): with the source tensors that one shard is made from,
     memory stays below twice that file.
     Raises:
-      ConversionError: a float16 tensor with infinite values, named.
+      ConversionError: tensors with NaN or infinite values (float16 overflows), named.
     """
     total = sum(value.nbytes for value in weights.values())
     check_space(directory, total)
@@ -143,12 +145,19 @@ def _save(file: Path, part: dict[str, mx.array]) -> None:
 
 
 def _check_finite(part: dict[str, mx.array]) -> None:
-    for name, value in part.items():
-        if value.dtype == mx.float16 and not mx.all(mx.isfinite(value)).item():
-            raise ConversionError(
-                f"expected values that float16 holds (up to 65504); {name} exceeds them. "
-                "Convert with --dtype bfloat16 or float32."
-            )
+    names = [name for name, value in part.items() if not is_finite(value)]
+    if not names:
+        return
+    listed = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+    if any(part[name].dtype == mx.float16 for name in names):
+        raise ConversionError(
+            f"expected values that float16 holds (up to 65504); {listed} exceed{'s' if len(names) == 1 else ''} them. "
+            "Convert with --dtype bfloat16 or float32."
+        )
+    raise ConversionError(
+        f"expected finite weights after decoding; found NaN or infinite values in {listed}. "
+        "Download the source again, or use another checkpoint."
+    )
 
 
 def write_json(file: Path, value: dict) -> None:

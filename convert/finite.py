@@ -1,0 +1,46 @@
+"""Whether a source's weights are numbers: one NaN or infinity makes every logit NaN, and comparisons with NaN say nothing.
+
+Knows the tensors of a checkpoint by their names in the files. Reads them one at a time and keeps none.
+"""
+
+from collections.abc import Collection, Iterator
+
+import mlx.core as mx
+
+from dflash_mlx.checkpoint import Checkpoint
+from dflash_mlx.errors import CheckpointError
+
+_MOST_NAMES = 8
+
+
+def require_finite(checkpoint: Checkpoint, unused: Collection[str] = ()) -> None:
+    """Raises CheckpointError naming every tensor, but the unused ones, that holds NaN or infinite values."""
+    found = [name for name, value in _parts(checkpoint) if name not in unused and not is_finite(value)]
+    if found:
+        more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+        raise CheckpointError(
+            f"expected finite weights in {checkpoint.source}; found NaN or infinite values in "
+            f"{len(found)} tensor{'s' if len(found) > 1 else ''}: {', '.join(found[:_MOST_NAMES])}{more}. "
+            "Download the files again, or use another checkpoint."
+        )
+
+
+def is_finite(value: mx.array) -> bool:
+    """Whether no element is NaN or infinite; integers are finite."""
+    return not mx.issubdtype(value.dtype, mx.floating) or mx.all(mx.isfinite(value)).item()
+
+
+def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, mx.array]]:
+    if checkpoint.kind == "gguf":
+        from .gguf import read_gguf
+
+        source = read_gguf(checkpoint.path)
+        own = {info.hf_name: info.name for info in source.tensor_infos}
+        for name, value in source.tensors():
+            for part in (value,) if isinstance(value, mx.array) else (value.scales, value.biases):
+                yield own.get(name, name), part
+        return
+    weights = checkpoint.load()
+    for name in list(weights):
+        # out of the dict before it is read, so that it is freed once it was looked at
+        yield name, weights.pop(name)

@@ -1,0 +1,70 @@
+"""Sources that look whole and are not: values that are no numbers, tokenizers that do not load, configs of nonsense."""
+
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from convert_kit import llama_config, llama_weights, write_checkpoint
+from dflash_mlx.conversion import report
+from gguf_files import FAMILIES, random_weights, write_model
+
+from dflash_mlx import convert
+from dflash_mlx.errors import CheckpointError, ConversionError
+from dflash_mlx.loading import builtin_path
+
+
+def with_values(kind, directory, changes):
+    """A copy of half of the built-in pair whose tensors have other first elements: name -> value."""
+    source = builtin_path("tiny", kind)
+    weights = dict(mx.load(str(source / "model.safetensors")))
+    for name, value in changes.items():
+        flat = weights[name].flatten()
+        flat[0] = value
+        weights[name] = flat.reshape(weights[name].shape)
+    shutil.copytree(source, directory)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
+    return str(directory)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("target", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]),
+        ("drafter", ["layers.0.mlp.up_proj.weight", "norm.weight"]),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused_by_name_in_one_message(tmp_path, kind, names, quantize):
+    source = with_values(kind, tmp_path / "source", {names[0]: float("nan"), names[1]: float("inf")})
+    with pytest.raises(CheckpointError, match="found NaN or infinite values in 2 tensors: ") as error:
+        convert(source, str(tmp_path / "out"), quantize=quantize)
+    assert all(name in str(error.value) for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_unused_tensors_may_hold_infinities(tmp_path):
+    weights = llama_weights() | {"model.layers.0.mlp.down_proj.input_max": mx.array(float("inf"))}
+    source = write_checkpoint(tmp_path / "source", llama_config(), weights)
+    assert convert(str(source), str(tmp_path / "out")).record["parity"]["argmax_agreement"] == 1.0
+
+
+@pytest.mark.parametrize("compare", [report.compare_logits, report.compare_drafters])
+def test_a_comparison_with_values_that_are_no_numbers_is_refused(compare):
+    good = mx.array(np.arange(48 * 7).reshape(48, 7), dtype=mx.float32)
+    bad = mx.where(good == 5, float("nan"), good)
+    for pair, whose in (((bad, good), "the source"), ((good, bad), "the converted model"), ((bad, bad), "the source")):
+        with pytest.raises(ConversionError, match=f"from {whose}; found NaN or infinite"):
+            compare(*pair)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gguf_weights_that_are_no_numbers_are_refused_by_the_files_own_names(tmp_path, quantize):
+    weights = random_weights(FAMILIES["llama"])
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        weights[name].flat[0] = np.nan
+    write_model(tmp_path / "m.gguf", "llama", weights)
+    with pytest.raises(CheckpointError, match="found NaN or infinite values in 2 tensors: ") as error:
+        convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), quantize=quantize, q_group_size=32)
+    assert "blk.1.ffn_up.weight" in str(error.value) and "output_norm.weight" in str(error.value)
