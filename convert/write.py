@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
     """A temporary directory that becomes `destination` when the block ends without an error.
 
     Raises:
-      ConversionError: the destination exists (without `force`), is no directory, or touches the source.
+      ConversionError: the destination exists (without `force`), is no directory, or touches the source; or it appeared meanwhile.
     """
     destination = Path(os.path.abspath(destination.expanduser()))
     _check_destination(destination, source, force)
@@ -41,12 +41,14 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
         staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
         yield staging
         os.chmod(staging, 0o777 & ~_umask())
+        _refuse_existing(destination, force)
         _swap_in(staging, destination)
     except BaseException as error:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         for parent in made:
-            if parent.exists():
+            # one that something else has put files into meanwhile stays
+            with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, ConversionError):
             raise ConversionError(f"expected to write {destination}; found: {error}. Nothing was left behind.") from error
@@ -61,6 +63,11 @@ def _check_destination(destination: Path, source: Checkpoint, force: bool) -> No
             f"expected an output path apart from the source; {destination} and {source.source} contain one another. "
             "Choose another."
         )
+    _refuse_existing(destination, force)
+
+
+def _refuse_existing(destination: Path, force: bool) -> None:
+    """Asked before the work and again at its end: a directory that appeared meanwhile is somebody else's."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise ConversionError(f"expected a new directory; {destination} is a file or a link. Choose another path.")
     if destination.exists() and not force:

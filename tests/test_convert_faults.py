@@ -68,3 +68,30 @@ def test_gguf_weights_that_are_no_numbers_are_refused_by_the_files_own_names(tmp
     with pytest.raises(CheckpointError, match="found NaN or infinite values in 2 tensors: ") as error:
         convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), quantize=quantize, q_group_size=32)
     assert "blk.1.ffn_up.weight" in str(error.value) and "output_norm.weight" in str(error.value)
+
+
+def appearing(monkeypatch, destination):
+    """Someone else writes a file to the destination while the conversion runs."""
+    compare = report.compare_logits
+
+    def meanwhile(*args):
+        destination.mkdir(parents=True)
+        (destination / "theirs").write_text("precious")
+        return compare(*args)
+
+    monkeypatch.setattr(report, "compare_logits", meanwhile)
+
+
+@pytest.mark.parametrize("place", ["out", "new/parent/out"])
+def test_a_destination_that_appears_during_the_conversion_is_not_replaced(tmp_path, monkeypatch, place):
+    appearing(monkeypatch, tmp_path / place)
+    with pytest.raises(ConversionError, match="expected a new directory; .*out exists. Choose another path, or pass --force"):
+        convert(str(builtin_path("tiny", "target")), str(tmp_path / place))
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [f"{place}/theirs"]
+    assert [path.name for path in (tmp_path / place).parent.iterdir()] == ["out"]
+
+
+def test_with_force_a_destination_that_appears_is_replaced(tmp_path, monkeypatch):
+    appearing(monkeypatch, tmp_path / "out")
+    convert(str(builtin_path("tiny", "target")), str(tmp_path / "out"), force=True)
+    assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "theirs").exists()
