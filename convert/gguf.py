@@ -390,8 +390,11 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     if start[:4] != b"GGUF":
         raise CheckpointError(f"{path}: expected a GGUF file, which begins with b'GGUF'; found {start[:4]!r}; check the file.")
     try:
-        reader = _Reader(path)
+        # a damaged offset may overflow; what comes of it is checked
+        with np.errstate(over="ignore"):
+            reader = _Reader(path)
         metadata = {key: _value(field) for key, field in reader.fields.items()}
+        _check_ranges(reader, size)
     except _READER_ERRORS as error:
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             raise ConversionError(
@@ -404,6 +407,17 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise CheckpointError(f"{path}: expected little-endian GGUF; found big-endian; convert it with gguf-convert-endian.")
     return reader, metadata
+
+
+def _check_ranges(reader: gguf.GGUFReader, size: int) -> None:
+    """Raises ValueError unless every tensor has bytes of its own between the header's end and the file's. Padding is no fault."""
+    end, before = int(reader.data_offset), "the header"
+    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
+        if tensor.data_offset < end:
+            raise ValueError(f"{tensor.name} begins at byte {tensor.data_offset}, inside {before}")
+        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
+    if reader.tensors and end > size:
+        raise ValueError(f"{before} ends at byte {end}")
 
 
 def _value(field: gguf.ReaderField) -> Any:

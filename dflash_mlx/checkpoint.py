@@ -6,6 +6,7 @@ Source: the safetensors format (8-byte little-endian header length, JSON header,
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -412,31 +413,61 @@ def _read_header(file: Path, name: str, source: str) -> list[TensorInfo]:
             header = json.loads(handle.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"expected a safetensors header in {source}/{name}; found damaged JSON. {again}") from error
-    entries = []
+    entries, spans = [], []
     for tensor, entry in header.items():
         if tensor == "__metadata__":
             continue
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            bits = _ITEM_BITS[dtype]
-        except (KeyError, TypeError, ValueError) as error:
+        found = _parse_entry(entry)
+        if found is None:
             raise CheckpointError(
-                f"expected dtype, shape and offsets of {tensor} in {source}/{name}; found {entry}. {again}"
-            ) from error
-        count = 1
-        for extent in shape:
-            count *= extent
-        size_due = count * bits // 8
-        if end - begin != size_due:
-            raise CheckpointError(
-                f"expected {size_due} bytes for {tensor} {list(shape)} {dtype} in {source}/{name}; found {end - begin}. {again}"
+                f"expected dtype, shape and offsets of {tensor} in {source}/{name}; found {str(entry)[:200]}. {again}"
             )
-        entries.append(TensorInfo(tensor, dtype, shape, name, end - begin))
+        dtype, shape, begin, end = found
+        bits = math.prod(shape) * _ITEM_BITS[dtype]
+        if bits % 8 or end - begin != bits // 8:
+            raise CheckpointError(
+                f"expected {bits // 8} bytes for {tensor} {list(shape)} {dtype} in {source}/{name}; found {end - begin}. {again}"
+            )
         if 8 + length + end > size:
             raise CheckpointError(
                 f"expected at least {8 + length + end} bytes in {source}/{name}; found {size}: the file is truncated. {again}"
             )
+        entries.append(TensorInfo(tensor, dtype, shape, name, end - begin))
+        spans.append((begin, end, tensor))
+    _check_tiling(spans, size - 8 - length, f"{source}/{name}")
     return entries
+
+
+def _parse_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int] | None:
+    """-> (dtype, shape, begin, end) of a header's entry, None where it is malformed."""
+    try:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        (begin, end), numbers = offsets, [*shape, *offsets]
+        known = dtype in _ITEM_BITS
+    except (KeyError, TypeError, ValueError):
+        return None
+    lists = isinstance(shape, list) and isinstance(offsets, list)
+    # bool is an int to Python
+    if not (known and lists and all(type(n) is int and n >= 0 for n in numbers) and begin <= end):
+        return None
+    return dtype, tuple(shape), begin, end
+
+
+def _check_tiling(spans: list[tuple[int, int, str]], data_bytes: int, where: str) -> None:
+    """The safetensors rule: tensors cover the data once, from its first byte to its last, in whatever order the header has."""
+    at = 0
+    for begin, end, tensor in sorted(spans):
+        if begin != at:
+            raise CheckpointError(
+                f"expected the tensors of {where} one after the other, the next at byte {at} of the data; "
+                f"{tensor} begins at byte {begin}. Download the file again."
+            )
+        at = end
+    if at != data_bytes:
+        raise CheckpointError(
+            f"expected tensors up to the end of the data, byte {data_bytes}, in {where}; found the last one to end at byte {at}. "
+            "Download the file again."
+        )
 
 
 def _inspect_gguf(path: Path, source: str) -> Checkpoint:

@@ -1,5 +1,6 @@
 """Headers, indexes, links, the hub: what is found without loading data, and the sentence for each fault."""
 
+import json
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -117,6 +118,59 @@ def test_roles_are_told_apart(tmp_path, config, names, role):
         else:
             with pytest.raises(CheckpointError, match=f"expected a (target|DFlash drafter).*{found.source}"):
                 require(found)
+
+
+def raw_checkpoint(directory, header, data=bytes(64)):
+    """A checkpoint whose one weight file has this header (an object, or the text itself) and this data."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SOME_CONFIG))
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return directory
+
+
+def entry(shape, *offsets, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+def test_tensors_in_any_order_of_the_header_are_read(tmp_path):
+    header = {
+        "b": entry([8], 32, 64),
+        "empty": entry([0, 3], 32, 32),
+        "a": entry([2, 4], 0, 32),
+        "__metadata__": {"format": "pt"},
+    }
+    assert list(inspect_checkpoint(raw_checkpoint(tmp_path, header)).tensors) == ["b", "empty", "a"]
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        ({"a": entry([8], 0, 32), "b": entry([8], 0, 32), "c": entry([8], 32, 64)}, "byte 32 .* b begins at byte 0"),
+        ({"a": entry([8], 0, 32), "b": entry([8], 28, 60)}, "b begins at byte 28"),
+        ({"a": entry([8], 0, 32), "b": entry([7], 36, 64)}, "b begins at byte 36"),
+        ({"a": entry([8], 32, 64)}, "byte 0 .* a begins at byte 32"),
+        ({"a": entry([8], 0, 32)}, "tensors up to the end of the data, byte 64, in .*; found the last one to end at byte 32"),
+        ({}, "byte 64, in .*; found the last one to end at byte 0"),
+        ({"a": entry([8], -32, 0), "b": entry([16], 0, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry([8], 64, 32)}, "dtype, shape and offsets of a "),
+        ({"a": entry([-4, -4], 0, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry([16.0], 0, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry([16], 0, 64.0)}, "dtype, shape and offsets of a "),
+        ({"a": entry([True, 16], False, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry("16", 0, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry([16], "0", "64")}, "dtype, shape and offsets of a "),
+        ({"a": entry({"16": 1}, 0, 64)}, "dtype, shape and offsets of a "),
+        ({"a": entry([16], 0, 64, 128)}, "dtype, shape and offsets of a "),
+        ({"a": entry([16], 0, 64, dtype="Q4_0")}, "dtype, shape and offsets of a "),
+        ({"a": entry([16], 0, 64, dtype=["F32"])}, "dtype, shape and offsets of a "),
+        ({"a": 5}, "dtype, shape and offsets of a "),
+        ({"a": entry([8], 0, 64)}, r"32 bytes for a \[8\] F32"),
+    ],
+)
+def test_headers_whose_tensors_do_not_tile_the_data_are_refused(tmp_path, header, message):
+    with pytest.raises(CheckpointError, match=f"expected .*{message}.*Download the file again"):
+        inspect_checkpoint(raw_checkpoint(tmp_path, header))
 
 
 def hub_answers(monkeypatch, error):

@@ -380,6 +380,15 @@ def test_a_damaged_array_length_is_said_at_once(tmp_path, sound):
         read_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("offset", [0, 32, 2**64 - 64, 2**40])
+def test_tensors_that_share_bytes_or_lie_outside_the_file_are_said(tmp_path, sound, offset):
+    name = b"blk.1.attn_q.weight"
+    at = sound.index(name) + len(name) + 4 + 2 * 8 + 4
+    (tmp_path / "m.gguf").write_bytes(sound[:at] + offset.to_bytes(8, "little") + sound[at + 8 :])
+    with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .* download it again"):
+        read_gguf(tmp_path / "m.gguf")
+
+
 def test_damaged_bytes_anywhere_in_the_header_give_a_sentence_or_a_sound_file(tmp_path, sound):
     header = sound.index(b"output_norm.weight") + 60
     rng = np.random.default_rng(5)
