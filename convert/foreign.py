@@ -1,7 +1,7 @@
 """Weights that other tools quantized, brought to floats or to MLX's own packed formats.
 
 Knows: fp8 with scales, MXFP4 and MXFP8, AWQ and GPTQ, compressed-tensors packings that mlx-lm names. Knows no models. A weight
-of 8-bit integers whose meaning is not stated is refused: read as numbers, it gives a model of noise.
+of integers whose meaning is not stated is refused: read as numbers, it gives a model of noise.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import mlx.core as mx
 from dflash_mlx.checkpoint import FP8_DTYPES, Checkpoint
 from dflash_mlx.errors import ConversionError
 
-from .layouts import Weights
+from .layouts import Weights, unused_reason
 
 # how fp8 checkpoints name the scale beside `X.weight`
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
@@ -62,7 +62,9 @@ def decode_quantized(weights: Weights, config: Mapping, checkpoint: Checkpoint) 
     for part in (config, inner):
         if isinstance(part, dict):
             part.pop("quantization_config", None)
-    if quantization is not None:
+    if quantization is None:
+        _refuse_integers(weights, checkpoint)
+    else:
         config["quantization"] = quantization
         mode = quantization.get("mode", "affine")
         notes.append(f"{method} weights kept packed as {quantization['bits']}-bit {mode}")
@@ -143,17 +145,17 @@ def _block(size: int, blocks: int) -> int:
 
 def _refuse_integers(weights: Weights, checkpoint: Checkpoint) -> None:
     integers = [
-        n
-        for n, info in checkpoint.tensors.items()
-        if info.dtype in ("U8", "I8")
-        and n.endswith(".weight")
-        and n in weights
-        and f"{n.removesuffix('.weight')}.scales" not in weights
+        f"{n} ({checkpoint.tensors[n].dtype})"
+        for n, value in weights.items()
+        if n.endswith((".weight", ".bias"))
+        and not mx.issubdtype(value.dtype, mx.floating)
+        and f"{n.rpartition('.')[0]}.scales" not in weights
+        and unused_reason(n, None) is None
     ]
     if integers:
         raise ConversionError(
-            f"expected floating-point or MLX-quantized weights in {checkpoint.source}; found 8-bit integers without a "
-            f"stated meaning: {_some(integers)}. They may be fp8 saved as bytes: "
+            f"expected floating-point or MLX-quantized weights in {checkpoint.source}; found integers without a "
+            f"stated meaning: {_some(integers)}. They may be fp8 saved as bytes, or floats saved as their bits: "
             "use the bfloat16 checkpoint that it was made from."
         )
 

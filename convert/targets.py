@@ -125,6 +125,7 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
         raise CheckpointError(_fault_message(faults or [], where, target))
 
     _refuse_lost(weights, ready, target, where)
+    _refuse_types(model, ready, where)
     fates = _fates(weights, ready, layout.name)
     notes = list(target.notes)
     if any(target.windows):
@@ -286,6 +287,31 @@ def _refuse_lost(source: Weights, ready: Weights, target: TargetConfig, where: s
             f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, which are not zero in {where}. "
             "This checkpoint needs another implementation."
         )
+
+
+def _refuse_types(model: nn.Module, weights: Weights, where: str) -> None:
+    """Refuse integers where the model computes with floats, and packed weights or scales in another type than MLX packs them."""
+    faults: dict[str, list[str]] = {}
+    for name, value in tree_flatten(model.parameters()):
+        found, due = weights[name].dtype, value.dtype
+        is_float = mx.issubdtype(due, mx.floating)
+        packed = not is_float and f"{name.rpartition('.')[0]}.scales" in weights
+        if (is_float and not mx.issubdtype(found, mx.floating)) or (packed and found != due):
+            faults.setdefault(f"{_plain(found)} where {_plain(due)} belongs", []).append(name)
+    if faults:
+        each = "; ".join(f"{kind}: {names[0]}{_and_more(len(names) - 1)}" for kind, names in faults.items())
+        raise CheckpointError(
+            f"expected the number types of mlx-lm's model in {where}; found {each}. "
+            "Use the float checkpoint that it was made from."
+        )
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _plain(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def _share_embedding(model: nn.Module, weights: Weights, target: TargetConfig) -> None:

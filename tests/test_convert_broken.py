@@ -136,6 +136,34 @@ def fp8_without_scales(d):
     mark_fp8(d / "model.safetensors", [name])
 
 
+def integer_matrix(d):
+    name = "model.layers.0.mlp.up_proj.weight"
+    write_checkpoint(d, llama_config(), llama_weights() | {name: mx.ones((48, 32), dtype=mx.int16)})
+
+
+def integer_norm(d):
+    write_checkpoint(d, llama_config(), llama_weights() | {"model.norm.weight": mx.ones((32,), dtype=mx.uint32)})
+
+
+def integer_scales(d):
+    path = "model.layers.0.mlp.up_proj"
+    packed, scales, biases = mx.quantize(llama_weights()[f"{path}.weight"], group_size=32, bits=4)
+    parts = {f"{path}.weight": packed, f"{path}.scales": scales.astype(mx.int32), f"{path}.biases": biases}
+    write_checkpoint(d, llama_config(quantization={"group_size": 32, "bits": 4}), llama_weights() | parts)
+
+
+def packed_in_floats(d):
+    path = "model.layers.0.mlp.up_proj"
+    packed, scales, biases = mx.quantize(llama_weights()[f"{path}.weight"], group_size=32, bits=4)
+    parts = {f"{path}.weight": packed.astype(mx.float32), f"{path}.scales": scales, f"{path}.biases": biases}
+    write_checkpoint(d, llama_config(quantization={"group_size": 32, "bits": 4}), llama_weights() | parts)
+
+
+def integer_drafter(d):
+    config = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"target_layer_ids": [1]}}
+    write_checkpoint(d, config, {"fc.weight": mx.ones((2, 2), dtype=mx.int64), "d2t": mx.ones((2,), dtype=mx.int64)})
+
+
 def foreign_quantization(d):
     write_checkpoint(d, llama_config(quantization_config={"quant_method": "aqlm"}), llama_weights())
 
@@ -176,6 +204,11 @@ BROKEN = {
     other_weights: "expected exactly the tensors of mlx-lm's llama; found .* of another shape",
     drafter_without_taps: "target_layer_ids",
     fp8_without_scales: "found no scale beside them: model.layers.0.mlp.up_proj.weight",
+    integer_matrix: r"found integers without a stated meaning: model.layers.0.mlp.up_proj.weight \(I16\)",
+    integer_norm: r"found integers without a stated meaning: model.norm.weight \(U32\)",
+    integer_scales: "found int32 where float32 belongs: model.layers.0.mlp.up_proj.scales",
+    packed_in_floats: "found float32 where uint32 belongs: model.layers.0.mlp.up_proj.weight",
+    integer_drafter: r"found integers without a stated meaning: fc.weight \(I64\)",
     foreign_quantization: "quantized with aqlm",
     two_ggufs: "found 2 GGUF files",
     no_gguf: "does not begin with GGUF",
