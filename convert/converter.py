@@ -21,7 +21,7 @@ from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafte
 from .finite import require_finite
 from .quantize import Predicate, Recipe, cast, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
-from .tokenizers import copy_tokenizer, tokenizer_files
+from .tokenizers import check_tokenizer, copy_tokenizer
 from .write import staged_directory, write_json, write_weights
 
 _RECORD = "conversion.json"
@@ -137,8 +137,8 @@ def _convert_target(
     del model, loaded
     write_weights(staging, weights, checkpoint.largest_file_bytes)
     copy_tokenizer(checkpoint, staging)
-    if not tokenizer_files(staging):
-        notes.append("no tokenizer files in the source: the converted model takes and gives token ids only")
+    if note := check_tokenizer(staging, checkpoint.source):
+        notes.append(note)
 
     record = _record("target", checkpoint, tensors, recipe, dropped, fates, notes)
     record["family"], record["layout"] = family, layout

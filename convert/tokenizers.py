@@ -5,6 +5,7 @@ lacks one of its EOS ids: they stand in the tokenizer, in config.json and in gen
 and one file rarely has them all.
 """
 
+import json
 import shutil
 import tempfile
 import warnings
@@ -17,6 +18,7 @@ from dflash_mlx.errors import CheckpointError, ConfigError
 
 from .configs import TEXT_CONFIG_KEYS, normalise_config
 
+_LFS = b"version https://git-lfs"
 # what a tokenizer and generation need beside the weights; never code, never weights
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -80,7 +82,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
             eos_token_ids=eos_ids(config, generation_config) or None,
             defaults=_tokenizer_defaults(config),
         )
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception on damaged files; the text goes to the user
         text = " ".join(str(error).split())[:200]
         if "trust_remote_code" in text:
             raise CheckpointError(
@@ -141,7 +143,11 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
-    """Copy the tokenizer and generation settings of a checkpoint, or rebuild them from a GGUF header."""
+    """Copy the tokenizer and generation settings of a checkpoint, or rebuild them from a GGUF header.
+
+    Raises:
+      CheckpointError: a file is a Git-LFS pointer or no JSON.
+    """
     if checkpoint.kind == "gguf":
         from .gguf import read_gguf
 
@@ -150,8 +156,46 @@ def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in checkpoint.path.glob(pattern):
             copy = directory / file.relative_to(checkpoint.path)
+            _require_whole(file, f"{checkpoint.source}/{file.relative_to(checkpoint.path)}")
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
+
+
+def _require_whole(file: Path, where: str) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"expected a file at {where}; found something else. Download the tokenizer's files again.")
+    with file.open("rb") as handle:
+        if handle.read(len(_LFS)) == _LFS:
+            raise CheckpointError(
+                f"expected data in {where}; found a Git-LFS pointer. Run `git lfs pull`, or download the file again."
+            )
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"expected JSON in {where}; found: {error}. Download the file again.") from error
+
+
+def check_tokenizer(directory: Path, source: str) -> str | None:
+    """Load the tokenizer of a converted directory once, running no code of its own.
+
+    Returns: a sentence for the user when it cannot be told here whether it works, else None.
+    Raises:
+      CheckpointError: the files are damaged, or no tokenizer that transformers has.
+    """
+    if not tokenizer_files(directory):
+        return "no tokenizer files in the source: the converted model takes and gives token ids only"
+    config = json.loads((directory / "config.json").read_text())
+    try:
+        _load(directory, source, config, {}, {"trust_remote_code": False})
+    except CheckpointError as error:
+        if isinstance(error.__cause__, ImportError):
+            return f"the tokenizer was copied but not tried: {' '.join(str(error.__cause__).split())[:200]}"
+        settings = directory / "tokenizer_config.json"
+        if settings.exists() and '"auto_map"' in settings.read_text():
+            return "the tokenizer brings its own code, which was neither run nor copied: its files were copied but not tried"
+        raise
+    return None
 
 
 def _tokenizer_defaults(config: Mapping) -> dict | None:

@@ -1,5 +1,6 @@
 """Sources that look whole and are not: values that are no numbers, tokenizers that do not load, configs of nonsense."""
 
+import json
 import shutil
 
 import mlx.core as mx
@@ -95,3 +96,47 @@ def test_with_force_a_destination_that_appears_is_replaced(tmp_path, monkeypatch
     appearing(monkeypatch, tmp_path / "out")
     convert(str(builtin_path("tiny", "target")), str(tmp_path / "out"), force=True)
     assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "theirs").exists()
+
+
+def pointer(path):
+    (path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def cut(path):
+    (path / "tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes()[:5000])
+
+
+def half_settings(path):
+    (path / "tokenizer_config.json").write_text('{"a"')
+
+
+def another_json(path):
+    (path / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (pointer, "expected data in .*/tokenizer.json; found a Git-LFS pointer. Run `git lfs pull`"),
+        (cut, "expected JSON in .*/tokenizer.json; found: "),
+        (half_settings, "expected JSON in .*/tokenizer_config.json; found: "),
+        (another_json, "expected a tokenizer that transformers can load from .*source; found: "),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_and_leaves_nothing(tmp_path, damage, sentence):
+    shutil.copytree(builtin_path("tiny", "target"), tmp_path / "source")
+    damage(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=sentence):
+        convert(str(tmp_path / "source"), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tokenizer_with_code_of_its_own_is_copied_with_a_note(tmp_path):
+    shutil.copytree(builtin_path("tiny", "target"), tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").unlink()
+    (tmp_path / "source" / "vocab.txt").write_text("a\nb\n")
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "source" / "tokenizer_config.json").write_text(json.dumps(settings))
+    done = convert(str(tmp_path / "source"), str(tmp_path / "out"))
+    assert any("brings its own code, which was neither run nor copied" in note for note in done.notes)
+    assert (tmp_path / "out" / "vocab.txt").exists()
