@@ -330,6 +330,8 @@ class Trainer:
                 f"{path}: expected the state of this run; found another {', '.join(differ)}. "
                 "Give the same settings, or another folder with init to start from these weights."
             )
+        # Read now: MLX loads lazily, and the next save replaces this file.
+        mx.eval(flat)
         state = tree_unflatten(list(flat.items()))
         self.params, self.ema = state["params"], state["ema"]
         self.optimizer.state = state["optimizer"]
