@@ -11,6 +11,7 @@ import copy
 import importlib
 import math
 import types
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -87,6 +88,26 @@ DIFFERENT_IN_MLX_LM = {
     "minimax": "has MiniMax-M2's attention, not MiniMax-Text-01's",
 }
 
+# what the keys that every family has must hold; null counts as absent, and other keys are the family's own
+_POSITIVE_KEYS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size",
+    "max_position_embeddings", "num_key_value_heads",
+)  # fmt: skip
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(_POSITIVE_KEYS, ("a positive integer", lambda value: is_positive(value))),
+    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool)),
+    "rope_parameters": ("an object", lambda value: isinstance(value, dict)),
+    "rope_scaling": ("an object", lambda value: isinstance(value, dict) or value is False),
+    "quantization": ("an object", lambda value: isinstance(value, dict) or value is False),
+    "quantization_config": ("an object", lambda value: isinstance(value, dict) or value is False),
+    "layer_types": (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+    ),
+}
+# some families give one of these per layer, with 0 where a layer has no such part
+_PER_LAYER_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
+
 # wrapper keys that also concern the text model, copied outwards or inwards when one side lacks them
 SHARED_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization", "quantization_config", "tie_word_embeddings")
 
@@ -135,6 +156,7 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     Raises:
       ConfigError: no model type; a model type that mlx-lm does not have; a layer pattern that its class cannot express.
     """
+    check_values(raw, where)
     raw = copy.deepcopy(raw)
     model_type = raw.get("model_type")
     if not model_type:
@@ -207,13 +229,42 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     )
 
 
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def check_values(raw: Mapping, where: str) -> None:
+    """Raises ConfigError naming every key of a target's config, text part included, whose value is of no use."""
+    faults = []
+    parts = [("", raw), *((f"{key}.", raw[key]) for key in TEXT_CONFIG_KEYS if isinstance(raw.get(key), Mapping))]
+    for prefix, part in parts:
+        if part.get("model_type") is not None and not isinstance(part["model_type"], str):
+            faults.append(f"{prefix}model_type {part['model_type']!r} (a string)")
+        for key, (kind, fits) in _KINDS.items():
+            value = part.get(key)
+            if (
+                key in _PER_LAYER_KEYS
+                and isinstance(value, list)
+                and all(entry is None or isinstance(entry, int) for entry in value)
+            ):
+                continue
+            if value is not None and not fits(value):
+                faults.append(f"{prefix}{key} {str(value)[:40]!r} ({kind})")
+    if faults:
+        raise ConfigError(
+            f"expected usable values in {where}; found {'; '.join(faults)}. "
+            "Take config.json from the original repository of the model."
+        )
+
+
 def mlx_module(config: dict) -> types.ModuleType:
     """The `mlx_lm.models` module for a config. Raises ConfigError naming the model type when mlx-lm has none."""
     from mlx_lm.utils import _get_classes
 
     try:
         model_class, _ = _get_classes(config)
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
+        # an AttributeError: a module of mlx-lm's models that is none, such as "cache"
         raise ConfigError(
             f'expected a model type that mlx-lm has; found "{config.get("model_type")}". '
             "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
@@ -229,7 +280,7 @@ def has_mlx_module(model_type: Any) -> bool:
         return False
     try:
         _get_classes({"model_type": model_type})
-    except (ValueError, SystemExit):
+    except (ValueError, AttributeError, SystemExit):
         # mlx-lm's olmo ends the process when a package of its own is absent
         return False
     return True

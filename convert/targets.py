@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_target
-from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
+from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFlashError
 
 from .activations import correct_activation
-from .configs import TargetConfig, mlx_module, normalise_config
+from .configs import TEXT_CONFIG_KEYS, TargetConfig, check_values, mlx_module, normalise_config
 from .foreign import decode_quantized
 from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
 from .rope import correct_rope
@@ -107,7 +107,27 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
 
     Raises:
       CheckpointError: the weights are not exactly the model's parameters; all faults are in one message.
+      ConfigError: values that no model can be built from.
     """
+    try:
+        return _build_target(raw_config, weights, where, checkpoint)
+    except DFlashError:
+        raise
+    except _BUILD_ERRORS as error:
+        file = f"{where}/config.json" if checkpoint else where
+        raise ConfigError(
+            f"expected a config that a model can be built from in {file}; found: {type(error).__name__} "
+            f"{' '.join(str(error).split())[:200]}. Compare it with the original repository's."
+        ) from error
+
+
+# what mlx-lm's and transformers' code raises on values that it does not check itself
+_BUILD_ERRORS = (AttributeError, LookupError, TypeError, ValueError, AssertionError, ArithmeticError, RecursionError)
+
+
+def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Checkpoint | None) -> LoadedTarget:
+    check_values(raw_config, f"{where}/config.json" if checkpoint else where)
+    _check_depth(raw_config, weights, where)
     target = normalise_config(raw_config, where=f"{where}/config.json" if checkpoint else where)
     weights, dropped = _drop_unused(weights, target)
     _settle_head(weights, dropped, target, where)
@@ -138,6 +158,24 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
     if dropped:
         notes.append(_dropped_note(dropped))
     return LoadedTarget(model, target.config, target, layout.name, dropped, fates, notes)
+
+
+def _check_depth(config: dict, weights: Weights, where: str) -> None:
+    """Refuse a depth that the tensors are far from, before a model of that many layers is built."""
+    numbers = [int(match.group(2)) for name in weights if (match := _NUMBERED.search(name))]
+    found = max(numbers, default=-1) + 1
+    for part in (config, *(config[key] for key in TEXT_CONFIG_KEYS if isinstance(config.get(key), dict))):
+        layers = part.get("num_hidden_layers")
+        # a few layers too many are reported by the names of the missing tensors
+        if layers is not None and layers > max(4 * found, _MOST_LAYERS_UNSEEN):
+            raise ConfigError(
+                f"expected num_hidden_layers to match the {found} layers of the tensors in {where}; found {layers}. "
+                "Take config.json from the original repository of the model."
+            )
+
+
+_NUMBERED = re.compile(r"(^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
+_MOST_LAYERS_UNSEEN = 256
 
 
 def _drop_unused(weights: Weights, target: TargetConfig) -> tuple[Weights, dict[str, str]]:

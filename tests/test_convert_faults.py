@@ -11,7 +11,7 @@ from dflash_mlx.conversion import report
 from gguf_files import FAMILIES, random_weights, write_model
 
 from dflash_mlx import convert
-from dflash_mlx.errors import CheckpointError, ConversionError
+from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
 from dflash_mlx.loading import builtin_path
 
 
@@ -140,3 +140,50 @@ def test_a_tokenizer_with_code_of_its_own_is_copied_with_a_note(tmp_path):
     done = convert(str(tmp_path / "source"), str(tmp_path / "out"))
     assert any("brings its own code, which was neither run nor copied" in note for note in done.notes)
     assert (tmp_path / "out" / "vocab.txt").exists()
+
+
+def with_config(kind, directory, **changes):
+    shutil.copytree(builtin_path("tiny", kind), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return str(directory)
+
+
+NONSENSE = [
+    *[("num_hidden_layers", value) for value in ("x", 0, -1, 1.5)],
+    *[(key, 0) for key in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size")],
+    *[("vocab_size", -1), ("tie_word_embeddings", "x"), ("quantization", "four"), ("model_type", 5)],
+    *[("rope_parameters", value) for value in ("x", -1, 1.5)],
+    *[("layer_types", value) for value in (-1, 1.5, "x", [1])],
+    *[("max_position_embeddings", value) for value in ("x", -1)],
+]
+
+
+@pytest.mark.parametrize("key, value", NONSENSE)
+def test_a_config_with_a_useless_value_is_refused_by_the_keys_name(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=f"expected usable values in .*/config.json; found {key} "):
+        convert(with_config("target", tmp_path / "source", **{key: value}), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_all_useless_values_of_a_config_are_in_one_message(tmp_path):
+    source = with_config("target", tmp_path / "source", hidden_size=0, layer_types="x", vocab_size=True)
+    with pytest.raises(ConfigError, match="hidden_size '0' .a positive integer.; vocab_size 'True' .*; layer_types 'x' "):
+        convert(source, str(tmp_path / "out"))
+
+
+def test_a_depth_far_from_the_tensors_is_refused_before_a_model_is_built(tmp_path):
+    source = with_config("target", tmp_path / "source", num_hidden_layers=1000000)
+    with pytest.raises(ConfigError, match="expected num_hidden_layers to match the 6 layers of the tensors in .*; found 1000000"):
+        convert(source, str(tmp_path / "out"))
+
+
+def test_a_module_of_mlx_lm_that_is_no_model_is_no_model_type(tmp_path):
+    with pytest.raises(ConfigError, match='expected a model type that mlx-lm has; found "cache"'):
+        convert(with_config("target", tmp_path / "source", model_type="cache"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("changes", [{"rope_parameters": {"rope_theta": "x"}}, {"rms_norm_eps": {}}, {"head_dim": 31}])
+def test_values_that_no_model_can_be_built_from_are_one_error_of_this_package(tmp_path, changes):
+    with pytest.raises((ConfigError, CheckpointError), match="expected"):
+        convert(with_config("target", tmp_path / "source", **changes), str(tmp_path / "out"))
