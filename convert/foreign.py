@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from dflash_mlx.checkpoint import FP8_DTYPES, Checkpoint
+from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
 
 from .layouts import Weights, unused_reason
@@ -85,7 +85,7 @@ def _awq(weights: Weights, foreign: Mapping, checkpoint: Checkpoint) -> tuple[We
 
 def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> tuple[Weights, list[str]]:
     """fp8 weights times their scales, in float32 and kept in bfloat16 (what the scales' publishers compute in)."""
-    fp8 = [n for n, info in checkpoint.tensors.items() if info.dtype in FP8_DTYPES and n in weights]
+    fp8 = [n for n, info in checkpoint.tensors.items() if info.dtype == "F8_E4M3" and n in weights]
     if declared:
         fp8 += [
             n
@@ -94,12 +94,10 @@ def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> 
         ]
     if not fp8:
         return weights, []
-    e5m2 = [n for n in fp8 if checkpoint.tensors[n].dtype == "F8_E5M2"]
     unscaled = [n for n in fp8 if not _scale_of(n, weights)]
-    if e5m2 or unscaled:
-        reason = "E5M2 weights" if e5m2 else "no scale beside them"
+    if unscaled:
         raise ConversionError(
-            f"expected fp8 E4M3 weights with a scale each in {checkpoint.source}; found {reason}: {_some(e5m2 or unscaled)}. "
+            f"expected fp8 weights with a scale each in {checkpoint.source}; found no scale beside them: {_some(unscaled)}. "
             "Use the bfloat16 checkpoint that it was made from."
         )
     out = dict(weights)

@@ -7,21 +7,24 @@ Source: the safetensors format (8-byte little-endian header length, JSON header,
 
 import json
 import math
+import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DFlashError
 
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+# in the format's list of types, but not in MLX's
+_UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,6 +37,9 @@ _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 _LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 _MOST_NAMES = 6
+_MOST_LETTERS = 120
+# far above any config's own nesting, far below where Python's copying and walking of it end
+_MOST_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class Checkpoint:
     @cached_property
     def role(self) -> str:
         """ "target", "drafter", or the name of another kind of speculator that is neither; see `describe_role`."""
-        return _role(self.config, self.tensors)
+        with _reading("architectures and dflash_config", f"{self.source}/config.json"):
+            return _role(self.config, self.tensors)
 
     def file_path(self, name: str) -> Path:
         return self.path if self.kind == "gguf" else self.path / name
@@ -101,6 +108,11 @@ def inspect_checkpoint(path_or_repo: str | Path, *, revision: str | None = None)
     Raises:
       CheckpointError: one sentence per fault, all faults of the files in one message.
     """
+    with _reading("a checkpoint", str(path_or_repo)):
+        return _inspect(path_or_repo, revision)
+
+
+def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     source = str(path_or_repo)
     path = _locate(path_or_repo, revision)
     if path.is_file():
@@ -199,12 +211,39 @@ def _download(repo: str, revision: str | None) -> Path:
         ) from error
 
 
+@contextmanager
+def _reading(what: str, where: str) -> Iterator[None]:
+    """Whatever reading and parsing damaged files raises, as one sentence; the steps inside only raise what they meet."""
+    try:
+        yield
+    except DFlashError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        cause = _one_line(error)
+        if isinstance(error, OSError) and error.strerror:
+            cause = f"{error.strerror}: {Path(os.fsdecode(error.filename or where)).name[:_MOST_LETTERS]}"
+        raise CheckpointError(f"expected {what} in {where}; found: {cause}. Download the file again.") from error
+
+
+def _read_object(text: bytes) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} where an object belongs")
+    return value
+
+
+def _require_file(file: Path) -> None:
+    # a pipe would be waited for, a directory or a link to nowhere has no content
+    if not file.is_file():
+        raise ValueError("no ordinary file")
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _some(names) -> str:
-    names = list(names)
+    names = [str(name)[:_MOST_LETTERS] for name in names]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
@@ -218,27 +257,23 @@ def _read_json(path: Path, name: str, source: str, *, required: bool) -> dict:
         if required:
             raise CheckpointError(_no_config(path, source))
         return {}
-    text = file.read_bytes()
-    if text.startswith(_LFS_POINTER):
-        raise CheckpointError(_lfs_sentence(name, source))
-    try:
-        value = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"expected JSON in {source}/{name}; found: {_one_line(error)}. Download the file again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"expected a JSON object in {source}/{name}; found {type(value).__name__}. Download the file again."
-        )
-    return _decode_tagged_floats(value)
+    with _reading("JSON", f"{source}/{name}"):
+        _require_file(file)
+        text = file.read_bytes()
+        if text.startswith(_LFS_POINTER):
+            raise CheckpointError(_lfs_sentence(name, source))
+        return _decode_tagged_floats(_read_object(text))
 
 
-def _decode_tagged_floats(value: Any) -> Any:
+def _decode_tagged_floats(value: Any, depth: int = 0) -> Any:
     """transformers writes infinities as {"__float__": "Infinity"} to keep config.json valid JSON."""
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"values nested more than {_MOST_DEPTH} deep")
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"].replace("Infinity", "inf"))
-        return {k: _decode_tagged_floats(v) for k, v in value.items()}
-    return [_decode_tagged_floats(v) for v in value] if isinstance(value, list) else value
+        return {k: _decode_tagged_floats(v, depth + 1) for k, v in value.items()}
+    return [_decode_tagged_floats(v, depth + 1) for v in value] if isinstance(value, list) else value
 
 
 def _no_config(path: Path, source: str) -> str:
@@ -368,9 +403,11 @@ def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | No
     faults: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     for name in files:
-        _check_link(path, name, source)
         try:
-            entries = _read_header(path / name, name, source)
+            with _reading("a safetensors header", f"{source}/{name}"):
+                _check_link(path, name, source)
+                _require_file(path / name)
+                entries = _read_header(path / name, name, source)
         except CheckpointError as error:
             faults.append(str(error))
             continue
@@ -409,20 +446,25 @@ def _read_header(file: Path, name: str, source: str) -> list[TensorInfo]:
                 f"the file is truncated or not safetensors. {again}"
             )
         handle.seek(8)
-        try:
-            header = json.loads(handle.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"expected a safetensors header in {source}/{name}; found damaged JSON. {again}") from error
+        header = _read_object(handle.read(length))
+    # MLX itself writes null where there is none
+    metadata = {} if header.get("__metadata__") is None else header["__metadata__"]
+    header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise TypeError("__metadata__ that is no map of strings")
     entries, spans = [], []
     for tensor, entry in header.items():
-        if tensor == "__metadata__":
-            continue
         found = _parse_entry(entry)
         if found is None:
             raise CheckpointError(
                 f"expected dtype, shape and offsets of {tensor} in {source}/{name}; found {str(entry)[:200]}. {again}"
             )
         dtype, shape, begin, end = found
+        if dtype in _UNREAD_DTYPES:
+            raise CheckpointError(
+                f"expected number types that MLX reads in {source}/{name}; found {dtype} ({tensor}). "
+                "Use a bfloat16, float16 or float32 checkpoint."
+            )
         bits = math.prod(shape) * _ITEM_BITS[dtype]
         if bits % 8 or end - begin != bits // 8:
             raise CheckpointError(

@@ -1,6 +1,7 @@
 """Headers, indexes, links, the hub: what is found without loading data, and the sentence for each fault."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -171,6 +172,86 @@ def test_tensors_in_any_order_of_the_header_are_read(tmp_path):
 def test_headers_whose_tensors_do_not_tile_the_data_are_refused(tmp_path, header, message):
     with pytest.raises(CheckpointError, match=f"expected .*{message}.*Download the file again"):
         inspect_checkpoint(raw_checkpoint(tmp_path, header))
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        ([1], "a safetensors header in .*model.safetensors; found: list where an object belongs"),
+        (5, "a safetensors header in .*model.safetensors; found: int where an object belongs"),
+        (None, "a safetensors header in .*model.safetensors; found: NoneType where an object belongs"),
+        (DEEP, "a safetensors header in .*model.safetensors; found: .*recursion"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "a safetensors header in .*model.safetensors; found: Exceeds the limit"),
+        (b"\xff{}", "a safetensors header in .*model.safetensors; found: .*codec can't decode"),
+        ({"__metadata__": 5, "a": entry([16], 0, 64)}, ".*header in .*; found: __metadata__ that is no map of strings"),
+        ({"a": entry([8], 0, 64, dtype="F64")}, r"number types that MLX reads in .*model.safetensors; found F64 \(a\)"),
+        ({"a": entry([64], 0, 64, dtype="F8_E5M2")}, r"number types that MLX reads in .*model.safetensors; found F8_E5M2 \(a\)"),
+    ],
+    ids=str,
+)
+def test_headers_that_are_no_safetensors_header_are_refused(tmp_path, header, message):
+    with pytest.raises(CheckpointError, match=f"expected {message}"):
+        inspect_checkpoint(raw_checkpoint(tmp_path, header))
+
+
+def replace(file, make):
+    file.unlink()
+    make(file)
+
+
+@pytest.mark.parametrize("name, what", [("config.json", "JSON"), ("model.safetensors", "a safetensors header")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: f.mkdir(), lambda f: os.mkfifo(f), lambda f: f.symlink_to("gone"), lambda f: f.symlink_to(f.name)],
+    ids=["directory", "pipe", "dangling link", "link to itself"],
+)
+def test_files_that_are_no_ordinary_files_are_refused_by_name(tmp_path, name, what, make):
+    path = write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((1,))})
+    replace(path / name, make)
+    with pytest.raises(CheckpointError, match=f"expected ({what}|{name}|.* checkpoint) .*{name}|{name} .*missing"):
+        inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (DEEP, "found: .*recursion"),
+        (b'{"a":' * 80 + b"1" + b"}" * 80, "found: values nested more than 64 deep"),
+        (b'{"limit": {"__float__": 5}}', "found: "),
+        (b'{"model_type": "\xff"}', "found: .*codec can't decode"),
+        (b"[]", "found: list where an object belongs"),
+    ],
+    ids=["200000 deep", "80 deep", "tag", "bytes", "list"],
+)
+def test_a_config_that_cannot_be_parsed_is_refused(tmp_path, text, message):
+    path = write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((1,))})
+    (path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=f"expected JSON in .*config.json; {message}"):
+        inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize("change", [{"architectures": 5}, {"architectures": [5]}, {"dflash_config": "x"}], ids=str)
+def test_a_config_that_names_no_kind_of_model_is_refused(tmp_path, change):
+    path = write_checkpoint(tmp_path, SOME_CONFIG | change, {"a": mx.ones((1,))})
+    with pytest.raises(CheckpointError, match="expected architectures and dflash_config in .*config.json; found: "):
+        require_target(inspect_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("d.safetensors", "d.safetensors; found: no ordinary file"), ("x" * 5000 + ".safetensors", "found: File name too long: x+")],
+    ids=["directory", "long name"],
+)
+def test_an_index_that_names_no_file_is_refused(tmp_path, name, message):
+    path = shards(tmp_path)
+    (path / "d.safetensors").mkdir()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t1": name}}))
+    with pytest.raises(CheckpointError, match=f"expected .*{message}") as error:
+        inspect_checkpoint(path)
+    assert len(str(error.value)) < 500
 
 
 def hub_answers(monkeypatch, error):
