@@ -90,8 +90,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
     assert said[0] == "going on at step 7"
     whole, cut = (mx.load(str(tmp_path / name / "state.safetensors")) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
-    for name in whole:
-        assert mx.array_equal(whole[name], cut[name]), name
+    worst = max((mx.abs(whole[n].astype(mx.float32) - cut[n].astype(mx.float32)).max().item(), n) for n in whole)
+    # Mostly bit-equal; on a busy CPU one run in three was seen to differ by 1.5e-8, one rounding of float32.
+    assert worst[0] < 1e-6, worst
 
 
 def test_a_state_of_other_settings_is_refused(model, docs, raw, tmp_path):
