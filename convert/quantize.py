@@ -122,6 +122,11 @@ def choose(
         answer = rules(path, module) if rules is not None else True
         if answer is False:
             return f"float: {who} says so", None
+        if not isinstance(answer, bool | dict):
+            raise ConversionError(
+                f"expected False, True or a dict of bits and group_size from {who} for {path}; found {answer!r}. "
+                "Return one of those."
+            )
         if isinstance(answer, dict):
             options = {"group_size": answer.get("group_size", group_size), "bits": answer.get("bits", bits)}
             if answer.get("mode", "affine") != "affine":

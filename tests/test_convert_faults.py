@@ -187,3 +187,12 @@ def test_a_module_of_mlx_lm_that_is_no_model_is_no_model_type(tmp_path):
 def test_values_that_no_model_can_be_built_from_are_one_error_of_this_package(tmp_path, changes):
     with pytest.raises((ConfigError, CheckpointError), match="expected"):
         convert(with_config("target", tmp_path / "source", **changes), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+@pytest.mark.parametrize("answer", [7, None, "8"])
+def test_a_predicate_that_answers_with_something_else_is_refused(tmp_path, kind, answer):
+    source = str(builtin_path("tiny", kind))
+    sentence = f"expected False, True or a dict of bits and group_size from the predicate for .*; found {answer!r}"
+    with pytest.raises(ConversionError, match=sentence):
+        convert(source, str(tmp_path / "out"), quantize=True, quant_predicate=lambda path, module: answer)
