@@ -370,7 +370,8 @@ def _read_index(path: Path, source: str) -> dict[str, str] | None:
             f"expected file names inside the directory in {source}/{_INDEX}; found {_some(unsafe)}. "
             "Do not use this checkpoint: such names read files from elsewhere on the disk."
         )
-    return weight_map
+    # "./a.safetensors" is a.safetensors
+    return {tensor: str(PurePosixPath(name)) for tensor, name in weight_map.items()}
 
 
 def _is_safe_name(name: str) -> bool:

@@ -36,6 +36,15 @@ def test_stray_files_beside_an_index_are_left_alone_and_listed(tmp_path):
     assert found.ignored == {"model-00001-of-00003.safetensors": "not named by the index"}
 
 
+def test_an_index_may_write_a_dot_before_its_file_names(tmp_path):
+    path = shards(tmp_path)
+    weight_map = {"t1": "./model-00001-of-00002.safetensors", "t2": ".//model-00002-of-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = inspect_checkpoint(path)
+    assert found.files == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    assert found.ignored == {} and found.tensors["t2"].file == found.files[1]
+
+
 def test_paths_with_a_tilde_and_a_trailing_slash_are_paths(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})
     monkeypatch.setenv("HOME", str(tmp_path))
