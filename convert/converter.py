@@ -132,7 +132,9 @@ def _convert_target(
     _name_dtype(config, dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))
     weights = dict(tree_flatten(model.parameters()))
-    tensors = _tensor_record(weights, recipe)
+    tensors = _tensor_record(weights, recipe, config.get("quantization"))
+    if checkpoint.kind == "gguf":
+        _name_gguf_fates(tensors, checkpoint, loaded.fates)
     family, layout, dropped, fates, notes = loaded.target.family, loaded.layout, loaded.dropped, loaded.fates, loaded.notes
     del model, loaded
     write_weights(staging, weights, checkpoint.largest_file_bytes)
@@ -140,7 +142,7 @@ def _convert_target(
     if note := check_tokenizer(staging, checkpoint.source):
         notes.append(note)
 
-    record = _record("target", checkpoint, tensors, recipe, dropped, fates, notes)
+    record = _record("target", checkpoint, tensors, recipe, config.get("quantization"), dropped, fates, notes)
     record["family"], record["layout"] = family, layout
     source = report.target_logits(lambda: _with_vocabulary(read_target(checkpoint, trust_remote_code=trust_remote_code)))
     written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
@@ -201,7 +203,7 @@ def _convert_drafter(
         recipe.fates = dict.fromkeys(weights, "float")
     _name_dtype(config, dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))
-    tensors = _tensor_record(weights, recipe)
+    tensors = _tensor_record(weights, recipe, config.get("quantization"))
     notes, dropped, parsed, raw = drafter.notes, drafter.dropped, drafter.config, drafter.raw
     fates = {name: f"as {name.removeprefix('model.')}" for name in checkpoint.tensors if name not in dropped}
     del drafter
@@ -209,7 +211,7 @@ def _convert_drafter(
     if any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         copy_tokenizer(checkpoint, staging)
 
-    record = _record("drafter", checkpoint, tensors, recipe, dropped, fates, notes)
+    record = _record("drafter", checkpoint, tensors, recipe, config.get("quantization"), dropped, fates, notes)
     record["parity"] = _drafter_parity(checkpoint, staging, parsed, raw)
     if not quantized and "not_checked" not in record["parity"]:
         record["parity"]["cannot_prove"] = report.CANNOT_PROVE
@@ -244,24 +246,46 @@ def _name_dtype(config: dict, dtype: str | None) -> None:
             part["dtype"] = dtype
 
 
-def _tensor_record(weights: Mapping[str, mx.array], recipe: Recipe) -> dict:
+def _tensor_record(weights: Mapping[str, mx.array], recipe: Recipe, quantization: Mapping | None) -> dict:
     return {
         name: {
             "shape": list(value.shape),
             "dtype": str(value.dtype).removeprefix("mlx.core."),
-            "recipe": recipe.fates.get(name) or _as_it_was(name, weights),
+            "recipe": recipe.fates.get(name) or _as_it_was(name, weights, quantization or {}),
         }
         for name, value in weights.items()
     }
 
 
-def _as_it_was(name: str, weights: Mapping[str, mx.array]) -> str:
+def _name_gguf_fates(tensors: dict, checkpoint: Checkpoint, fates: Mapping[str, str]) -> None:
+    """Say beside each written tensor which tensor of the GGUF file it was, and what its reader did."""
+    from .gguf import read_gguf
+
+    own = {info.hf_name: info.name for info in read_gguf(checkpoint.path).tensor_infos if info.hf_name}
+    for name, entry in tensors.items():
+        source = own.get(name) or own.get(f"{name.rpartition('.')[0]}.weight")
+        if source in fates:
+            entry["source"] = f"{source}: {fates[source]}"
+
+
+def _as_it_was(name: str, weights: Mapping[str, mx.array], quantization: Mapping) -> str:
     base = name.rpartition(".")[0]
-    return "part of a quantized matrix" if f"{base}.scales" in weights else "kept as it was"
+    if f"{base}.scales" not in weights:
+        return "kept as it was"
+    own = next((quantization[key] for key in (base, f"model.{base}") if isinstance(quantization.get(key), Mapping)), {})
+    mode, bits, group_size = ({**quantization, **own}.get(key) for key in ("mode", "bits", "group_size"))
+    return f"part of a quantized matrix: {mode or 'affine'} {bits}-bit, group {group_size}"
 
 
 def _record(
-    kind: str, checkpoint: Checkpoint, tensors: dict, recipe: Recipe, dropped: dict, fates: dict, notes: list[str]
+    kind: str,
+    checkpoint: Checkpoint,
+    tensors: dict,
+    recipe: Recipe,
+    quantization: Mapping | None,
+    dropped: dict,
+    fates: dict,
+    notes: list[str],
 ) -> dict:
     return {
         "kind": kind,
@@ -271,7 +295,7 @@ def _record(
             "source": report.number_types({name: info.dtype for name, info in checkpoint.tensors.items()}),
             "written": report.number_types({name: entry["dtype"] for name, entry in tensors.items()}),
         },
-        "quantization": recipe.config,
+        "quantization": quantization,
         "kept_float": recipe.kept_float,
         "notes": notes,
         "tensors": tensors,

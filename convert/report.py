@@ -20,6 +20,7 @@ from dflash_mlx.errors import ConversionError
 from dflash_mlx.version import __version__
 
 from .finite import is_finite
+from .tokenizers import TOKENIZER_FILES
 from .write import file_record
 
 _POSITIONS = 48
@@ -122,7 +123,7 @@ def compare_drafters(source: mx.array, written: mx.array) -> dict:
 
 
 def provenance(checkpoint: Checkpoint) -> dict:
-    """Source, revision and the hash of every weight and config file."""
+    """Source, revision and the hash of every weight, config and tokenizer file."""
     record = {"path_or_repo": checkpoint.source, "kind": checkpoint.kind}
     if checkpoint.revision:
         record["revision"] = checkpoint.revision
@@ -130,7 +131,8 @@ def provenance(checkpoint: Checkpoint) -> dict:
         record["commit"] = checkpoint.path.name
     names = list(checkpoint.files)
     if checkpoint.kind != "gguf":
-        names += [name for name in ("config.json", "generation_config.json") if (checkpoint.path / name).exists()]
+        files = [file for pattern in ("config.json", *TOKENIZER_FILES) for file in sorted(checkpoint.path.glob(pattern))]
+        names += dict.fromkeys(file.relative_to(checkpoint.path).as_posix() for file in files if file.is_file())
     record["files"] = {name: file_record(checkpoint.file_path(name)) for name in names}
     if checkpoint.ignored:
         record["ignored_files"] = dict(checkpoint.ignored)

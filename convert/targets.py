@@ -309,9 +309,36 @@ def _try_layout(target: TargetConfig, weights: Weights, layout: Layout, where: s
 
 def _fates(source: Weights, ready: Weights, layout: str) -> dict[str, str]:
     """What became of each source tensor; arrays that `sanitize` left alone are recognised by identity."""
-    names = {id(value): name for name, value in ready.items()}
-    combined = f"combined, split or transposed (layout: {layout}; mlx-lm's sanitize)"
-    return {name: f"as {names[id(value)]}" if id(value) in names else combined for name, value in source.items()}
+    names_of = {id(value): name for name, value in ready.items()}
+    kept = {id(value) for value in source.values()}
+    formed: dict[tuple[str, str], list[str]] = {}
+    for name, value in ready.items():
+        if id(value) not in kept:
+            formed.setdefault(_layer_and_end(name), []).append(name)
+    how = f"combined, split or transposed (layout: {layout}; mlx-lm's sanitize)"
+    fates = {}
+    for name, value in source.items():
+        # a formed tensor of the same name, else those of the same layer whose names end alike, where each end has only one
+        found = [[name]] if name in ready else [formed.get(_layer_and_end(end), []) for end in _formed_names(name)]
+        into = f" into {' and '.join(names[0] for names in found)}" if all(len(names) == 1 for names in found) else ""
+        fates[name] = f"as {names_of[id(value)]}" if id(value) in names_of else how + into
+    return fates
+
+
+def _layer_and_end(name: str) -> tuple[str, str]:
+    """`model.layers.3.mlp.experts.7.up_proj.weight` -> ("3", "experts.up_proj.weight"); shared experts stay apart."""
+    layer = _NUMBERED.search(name)
+    routed = "experts." if re.search(r"\.(experts|switch_mlp)\.", name) else ""
+    return layer.group(2) if layer else "", routed + ".".join(name.split(".")[-2:])
+
+
+def _formed_names(name: str) -> list[str]:
+    """A source tensor's name as mlx-lm ends it: w1 to w3 spelled out, stacked experts with `.weight`, gate and up apart."""
+    for old, new in ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")):
+        name = name.replace(old, new)
+    if name.endswith("_proj"):
+        name += ".weight"
+    return [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")] if "gate_up_proj" in name else [name]
 
 
 def _refuse_lost(source: Weights, ready: Weights, target: TargetConfig, where: str) -> None:

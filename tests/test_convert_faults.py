@@ -6,8 +6,9 @@ import shutil
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_kit import llama_config, llama_weights, write_checkpoint
+from convert_kit import family, llama_config, llama_weights, write_checkpoint
 from dflash_mlx.conversion import report
+from gguf import GGMLQuantizationType as Kind
 from gguf_files import FAMILIES, random_weights, write_model
 
 from dflash_mlx import convert
@@ -196,3 +197,49 @@ def test_a_predicate_that_answers_with_something_else_is_refused(tmp_path, kind,
     sentence = f"expected False, True or a dict of bits and group_size from the predicate for .*; found {answer!r}"
     with pytest.raises(ConversionError, match=sentence):
         convert(source, str(tmp_path / "out"), quantize=True, quant_predicate=lambda path, module: answer)
+
+
+@pytest.mark.parametrize("changes", [{"architectures": 5}, {"dflash_config": [1]}])
+def test_a_drafter_config_of_nonsense_is_one_sentence(tmp_path, changes):
+    with pytest.raises((ConfigError, CheckpointError), match="expected"):
+        convert(with_config("drafter", tmp_path / "source", **changes), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind, matrix", [("target", "model.embed_tokens"), ("drafter", "fc")])
+def test_the_record_of_a_source_already_quantized_says_with_how_many_bits(tmp_path, kind, matrix):
+    def predicate(path, module):
+        return {"bits": 8, "group_size": 32} if path == matrix else True
+
+    convert(str(builtin_path("tiny", kind)), str(tmp_path / "q"), quantize=True, quant_predicate=predicate)
+    record = convert(str(tmp_path / "q"), str(tmp_path / "again")).record
+    assert record["quantization"] == json.loads((tmp_path / "again" / "config.json").read_text())["quantization"]
+    for part in ("weight", "scales", "biases"):
+        recipe = record["tensors"][f"{matrix}.{part}"]["recipe"]
+        assert recipe == "part of a quantized matrix: affine 8-bit, group 32"
+    usual = {entry["recipe"] for entry in record["tensors"].values()}
+    assert "part of a quantized matrix: affine 4-bit, group 64" in usual and "kept as it was" in usual
+
+
+def test_the_record_of_a_gguf_file_names_each_tensors_origin_and_bits(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), Kind.Q4_1)
+    record = convert(str(tmp_path / "m.gguf"), str(tmp_path / "out")).record
+    entry = record["tensors"]["model.layers.0.self_attn.q_proj.weight"]
+    assert entry["recipe"] == "part of a quantized matrix: affine 4-bit, group 32"
+    assert entry["source"].startswith("blk.0.attn_q.weight: Q4_1 carried over exactly")
+    assert record["quantization"]["bits"] == 4
+    assert all("source" in entry for entry in record["tensors"].values())
+
+
+def test_the_record_has_the_hash_of_the_sources_tokenizer(tmp_path):
+    record = convert(str(builtin_path("tiny", "target")), str(tmp_path / "out")).record
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert record["source"]["files"][name] == record["written"][name]
+
+
+def test_the_record_names_the_tensor_that_experts_were_combined_into(tmp_path):
+    path, _ = family("qwen3-moe-stacked", tmp_path / "source")
+    record = convert(str(path), str(tmp_path / "out")).record
+    base = "model.layers.0.mlp"
+    fate = record["source_tensors"][f"{base}.experts.gate_up_proj"]
+    assert fate.endswith(f" into {base}.switch_mlp.gate_proj.weight and {base}.switch_mlp.up_proj.weight")
+    assert record["source_tensors"][f"{base}.experts.down_proj"].endswith(f" into {base}.switch_mlp.down_proj.weight")
