@@ -14,7 +14,6 @@ weights) and src/llama-model.cpp (what a missing key means).
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import numpy as np
 from dflash_mlx.conversion.gguf_blocks import GROUP_SIZE, AffineTensor, affine_bits, can_decode, decode
 from dflash_mlx.conversion.gguf_tokenizer import special_ids, tokenizer_faults, write_tokenizer
 
+from dflash_mlx.checkpoint import open_gguf
 from dflash_mlx.errors import CheckpointError, ConversionError
 
 
@@ -239,9 +239,6 @@ _ROPE_FREQS = "rope_freqs.weight"
 # Per-layer tables that early llama.cpp files carry; mlx-lm computes them.
 _ROT_EMBD = "attn_rot_embd.weight"
 
-# What gguf's reader raises, by what it meets first, on bytes that are not a whole GGUF file.
-_READER_ERRORS = (ValueError, IndexError, KeyError, OverflowError, TypeError)
-
 
 class GGUFSource:
     """An opened GGUF file. Made by `read_gguf`; holds the file mapped, not its data.
@@ -320,7 +317,8 @@ def read_gguf(path: str | Path) -> GGUFSource:
         or key, tensors missing or without a place. All such faults are in one message.
     """
     path = Path(path)
-    reader, metadata = _open(path)
+    opened = open_gguf(path)
+    reader, metadata = opened.reader, opened.metadata
     arch = metadata.get("general.architecture")
     architecture = _MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else _ARCHITECTURES.get(arch)
 
@@ -351,79 +349,6 @@ def _conversion_error(path: Path, faults: list[str]) -> ConversionError:
         f"{path}: expected a GGUF file that can be converted; found {'; '.join(faults)}. "
         "Convert the original Hugging Face checkpoint, or use another GGUF file of it."
     )
-
-
-class _Mapped(np.ndarray):
-    """The file's bytes, whose slices raise where numpy's would end short with the file. A damaged array length would otherwise
-    have the reader collect empty slices for hours."""
-
-    def __getitem__(self, key: slice) -> np.ndarray:
-        if key.stop > self.size:
-            raise IndexError(f"byte {key.stop} of {self.size} is needed")
-        return self.plain[key]
-
-
-class _Reader(gguf.GGUFReader):
-    """The same reader over `_Mapped`, whose slices also cost less than `np.memmap`'s: a vocabulary is 10^5 of them."""
-
-    @property
-    def data(self) -> np.ndarray:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        # views: still the mapped file, read on demand
-        self._data = mapped.view(_Mapped)
-        self._data.plain = mapped.view(np.ndarray)
-
-
-def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
-    """Map the file; its reader and metadata. Raises CheckpointError for what is no whole little-endian GGUF file."""
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "nothing"
-        raise CheckpointError(f"{path}: expected a GGUF file; found {found}; check the path.")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(40)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path}: expected a GGUF file; found a Git LFS pointer to it; run `git lfs pull` there.")
-    if start[:4] != b"GGUF":
-        raise CheckpointError(f"{path}: expected a GGUF file, which begins with b'GGUF'; found {start[:4]!r}; check the file.")
-    try:
-        # a damaged offset may overflow; what comes of it is checked
-        with np.errstate(over="ignore"):
-            reader = _Reader(path)
-        metadata = {key: _value(field) for key, field in reader.fields.items()}
-        _check_ranges(reader, size)
-    except _READER_ERRORS as error:
-        if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
-            raise ConversionError(
-                f"{path}: expected tensor types that the gguf package knows; found type number {unknown[1]}; update gguf, "
-                "or use a file of another type."
-            ) from error
-        raise CheckpointError(
-            f"{path}: expected a whole GGUF file; found {size} bytes that end early or are damaged ({error}); download it again."
-        ) from error
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise CheckpointError(f"{path}: expected little-endian GGUF; found big-endian; convert it with gguf-convert-endian.")
-    return reader, metadata
-
-
-def _check_ranges(reader: gguf.GGUFReader, size: int) -> None:
-    """Raises ValueError unless every tensor has bytes of its own between the header's end and the file's. Padding is no fault."""
-    end, before = int(reader.data_offset), "the header"
-    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
-        if tensor.data_offset < end:
-            raise ValueError(f"{tensor.name} begins at byte {tensor.data_offset}, inside {before}")
-        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
-    if reader.tensors and end > size:
-        raise ValueError(f"{before} ends at byte {end}")
-
-
-def _value(field: gguf.ReaderField) -> Any:
-    """A metadata value as Python's; a float32 becomes the shortest decimal that rounds to it (1e-05, not 9.99999974e-06)."""
-    value = field.contents()
-    return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
 
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:

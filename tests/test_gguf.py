@@ -24,6 +24,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_mlx import convert
 from dflash_mlx import load as dflash_load
+from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.errors import CheckpointError, ConversionError
 
 IDS = mx.array([[7, 41, 263, 5, 99, 180, 12, 77, 250, 3, 64, 131, 131, 20, 9, 201, 33, 58, 270, 144, 2, 90, 17, 226]])
@@ -387,6 +388,26 @@ def test_tensors_that_share_bytes_or_lie_outside_the_file_are_said(tmp_path, sou
     (tmp_path / "m.gguf").write_bytes(sound[:at] + offset.to_bytes(8, "little") + sound[at + 8 :])
     with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .* download it again"):
         read_gguf(tmp_path / "m.gguf")
+
+
+def test_a_load_and_a_conversion_parse_the_header_once(tmp_path, monkeypatch):
+    write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), Kind.Q4_1)
+    parsed = []
+    build = gguf.GGUFReader._build_tensors
+    monkeypatch.setattr(gguf.GGUFReader, "_build_tensors", lambda self, *given: parsed.append(self) or build(self, *given))
+    dflash_load(str(tmp_path / "m.gguf"))
+    assert len(parsed) == 1
+    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"))
+    assert len(parsed) == 2
+
+
+def test_a_file_that_was_replaced_is_parsed_again(tmp_path, sound):
+    (tmp_path / "m.gguf").write_bytes(sound)
+    held = inspect_checkpoint(tmp_path / "m.gguf")
+    assert inspect_checkpoint(tmp_path / "m.gguf").gguf is held.gguf
+    (tmp_path / "new.gguf").write_bytes(sound)
+    (tmp_path / "new.gguf").rename(tmp_path / "m.gguf")
+    assert inspect_checkpoint(tmp_path / "m.gguf").gguf is not held.gguf
 
 
 def test_damaged_bytes_anywhere_in_the_header_give_a_sentence_or_a_sound_file(tmp_path, sound):
