@@ -391,8 +391,14 @@ class Chat:
         line = self.read("> ")
         if line.strip() == '"""':
             lines = []
-            while (line := self.read(". ")).strip() != '"""':
-                lines.append(line)
+            try:
+                while (line := self.read(". ")).strip() != '"""':
+                    lines.append(line)
+            except EOFError:
+                raise DFlashError(
+                    f"expected a line of three double quotes to end the message; found the end of the input after {len(lines)} "
+                    "lines. Nothing was sent."
+                ) from None
             line = "\n".join(lines)
         # A pipe may hold bytes that are no text.
         return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -448,7 +454,10 @@ class Chat:
         command = getattr(self, f"_do_{name}", None) if name.isalpha() else None
         if command is None:
             raise DFlashError(f"expected a command; found /{name}. /help lists them; // begins a message with a slash.")
-        return command(rest.strip())
+        result = command(rest.strip())
+        if self.session and name in _CHANGING:
+            self._save(self.session)
+        return result
 
     def _do_help(self, rest: str) -> None:
         self.note(HELP, "")
@@ -551,6 +560,10 @@ class Chat:
             raise DFlashError("expected a drafter for /drafts; there is none. /model TARGET DRAFTER adds one.")
         self.show_drafts = not self.show_drafts
         self.note("Drafts are marked in answers." if self.show_drafts else "Drafts are not marked.")
+
+
+# Commands after which a kept session is written again: what was cleared must not stay on disk.
+_CHANGING = ("clear", "undo", "set", "system", "model")
 
 
 def state_dir() -> Path:

@@ -432,8 +432,9 @@ class Handler(APIHandler):
         length = self.headers.get("Content-Length")
         if length is None:
             raise Refusal(411, "expected a Content-Length header; found none.")
-        if not length.isascii() or not length.isdigit():
-            raise Refusal(400, f"expected Content-Length to be a number; found {length!r}.")
+        # 18 digits: Python refuses to read numbers of thousands.
+        if not length.isascii() or not length.isdigit() or len(length) > 18:
+            raise Refusal(400, f"expected Content-Length to be a number; found {length[:40]!r}.")
         limit = self.options.max_body_bytes
         if int(length) > limit:
             self._refuse(Refusal(413, f"expected a body of at most {limit} bytes; found {length}. --max-body-mb raises it."))
@@ -488,7 +489,7 @@ class Handler(APIHandler):
         if not isinstance(body.get("chat_template_kwargs", {}), dict):
             raise Refusal(400, f"expected chat_template_kwargs to be an object; found {_shown(body['chat_template_kwargs'])}.")
         for bias in (body.get("logit_bias") or {}) if isinstance(body.get("logit_bias"), dict) else ():
-            if not bias.isdigit() or int(bias) >= self.provider.vocabulary:
+            if not (bias.isascii() and bias.isdigit() and len(bias) < 19) or int(bias) >= self.provider.vocabulary:
                 raise Refusal(
                     400, f"expected logit_bias for token ids 0 to {self.provider.vocabulary - 1}; found {_shown(bias)}."
                 )

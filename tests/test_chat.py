@@ -123,6 +123,21 @@ def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text
     assert messages[0] == {"role": "user", "content": "first\n\nsecond 👩‍🚀"} and len(messages) == 2
 
 
+def test_a_block_that_is_never_closed_is_an_error_and_not_lost_in_silence(home):
+    done = piped(['"""', "line one", "line two"], home)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "expected a line of three double quotes to end the message" in done.stderr
+
+
+def test_what_was_cleared_does_not_stay_in_a_named_session(home, tmp_path):
+    piped(["def a"], home, "-m", "4", "--session", "s1")
+    kept = tmp_path / "dflash-mlx" / "sessions" / "s1.json"
+    assert len(json.loads(kept.read_text())["messages"]) == 2
+    piped(["/set temp 0.9", "/clear", "/exit"], home, "--session", "s1")
+    state = json.loads(kept.read_text())
+    assert state["messages"] == [] and state["settings"]["temp"] == 0.9
+
+
 def test_a_second_turn_runs_only_what_is_new(home, chatty):
     done = piped(["def add(a, b):", "and now subtract"], home, "--model", chatty, "--draft-model", "tiny", "-m", "8")
     assert done.returncode == 0, done.stderr

@@ -319,6 +319,8 @@ def test_thinking_is_kept_apart_from_the_answer(tmp_path, chatty):
         ({"xtc_threshold": 0.9}, 400, "xtc_threshold of at most 0.5"),
         ({"logit_bias": {"99999": 1}}, 400, "token ids 0 to 1535"),
         ({"logit_bias": {"-1": 1}}, 400, "token ids 0 to 1535"),
+        ({"logit_bias": {"²": 1}}, 400, "token ids 0 to 1535"),
+        ({"logit_bias": {"9" * 5000: 1}}, 400, "token ids 0 to 1535"),
         ({"seed": -1}, 400, "expected a seed from 0"),
         ({"seed": 2**40, "temperature": 1}, 400, "expected a seed from 0"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
