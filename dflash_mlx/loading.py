@@ -21,9 +21,6 @@ from .errors import CheckpointError, ConfigError, PairError, TapError
 from .memory import machine_bytes
 from .taps import Target
 
-# Tensors of the speculators layout that repeat the target's, or follow from d2t.
-_TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
-
 
 def default_dtype() -> mx.Dtype:
     """The activation type that `load` uses unless told: float32 on a CPU, bfloat16 on a GPU."""
@@ -115,6 +112,7 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:
     """Build a drafter from its config and bare-named tensors, and bind it to a target; faults as in `load_drafter`."""
     from .conversion import quantize_to_match
+    from .conversion.drafters import TARGET_COPIES
 
     if config.architecture not in ARCHITECTURES or config.unsupported:
         what = [config.architecture] if config.architecture not in ARCHITECTURES else list(config.unsupported)
@@ -123,7 +121,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
             f"expected a DFlash drafter ({known}) without extensions; found {', '.join(what)}, which this version "
             "does not run. Use another drafter for this target."
         )
-    weights = {name: value for name, value in weights.items() if name not in _TARGET_COPIES}
+    weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     target = Target(model)
     drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
     check_pair(config, target, drafter)
