@@ -627,7 +627,17 @@ def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int 
         return drafter.config.block_size
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
+    if block_size > (limit := largest_block(drafter)):
+        raise GenerationError(
+            f"expected block_size of at most {limit}; found {block_size}. This drafter was made for blocks of "
+            f"{drafter.config.block_size}, and a pass over so many rows could take minutes: give less."
+        )
     return block_size
+
+
+def largest_block(drafter: Drafter) -> int:
+    """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
+    return max(4 * drafter.config.block_size, 64)
 
 
 def _check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:

@@ -232,6 +232,15 @@ def test_an_impossible_block_size_is_refused(tiny, block):
         run(tiny[0], tiny[2], PROMPT, 4, block_size=block)
 
 
+def test_a_block_far_beyond_the_drafters_is_refused_and_one_at_the_limit_runs(tiny):
+    model, line, oracle, _ = tiny
+    assert generation.largest_block(oracle) == 64
+    assert ids_of(run(model, oracle, PROMPT, 4, block_size=64)) == line[:4]
+    for options in ({"block_size": 65}, {"num_draft_tokens": 64}, {"block_size": 10**9}):
+        with pytest.raises(GenerationError, match=r"block_size of at most 64; found \d+\. This drafter was made for blocks of 5"):
+            run(model, oracle, PROMPT, 4, **options)
+
+
 def test_contradicting_block_sizes_are_refused(tiny):
     with pytest.raises(GenerationError, match=r"block_size to be num_draft_tokens \+ 1; found 5 and 5"):
         run(tiny[0], tiny[2], PROMPT, 4, block_size=5, num_draft_tokens=5)
