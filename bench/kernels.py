@@ -1,12 +1,16 @@
 """Every kernel on this machine's GPU: is it right, do its rows agree bit for bit, how long does it take beside stock MLX.
 
     python bench/kernels.py                          all kernels; a table and bench/results/kernels-DEVICE.json
+    python bench/kernels.py --quick                  fewer shapes and rows: about two minutes on an H100
     python bench/kernels.py --only block_qmm --columns 1 2 4 8
     python bench/kernels.py --generate 2000          the built-in pair with kernels forced on and off: same ids?
 
-Runs on Apple GPUs (Metal) and NVIDIA GPUs (CUDA). Times are medians over samples; a sample evaluates many calls at once, over
-as many copies of the weights as it takes to leave every cache (512 MB), so that GB/s are the memory's. Bytes are those that must
-move once: weights, scales and biases, or keys and values.
+Runs on Apple GPUs (Metal) and NVIDIA GPUs (CUDA). Each kernel runs in a process of its own with a limit (--seconds): one that
+does not compile, faults or hangs costs the others nothing, and what it had measured is kept. Times are medians over samples; a
+sample evaluates many calls at once, over as many copies of the weights as it takes to leave every cache (512 MB), so that GB/s
+are the memory's. Bytes are those that must move once: weights, scales and biases, or keys and values. `first` is the first call,
+the compile included. A launch costs the host some microseconds: where a line is near its kernel's smallest time, that is what
+was timed, and the largest shape (the head) tells of the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +21,11 @@ import datetime
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,13 +40,19 @@ ROWS = (1, 2, 4, 8, 16)
 SPREAD_BYTES = 512e6
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Qwen3-8B: (name, N, K)
-LAYERS = [("q or o", 4096, 4096), ("k or v", 1024, 4096), ("gate or up", 12288, 4096), ("down", 4096, 12288)]
+LAYERS = [
+    ("gate or up", 12288, 4096),
+    ("head", 151936, 4096),
+    ("down", 4096, 12288),
+    ("q or o", 4096, 4096),
+    ("k or v", 1024, 4096),
+]
 
 # (model, query heads, KV heads, head dimension, keys, window)
 CACHES = [
-    ("Qwen3-8B", 32, 8, 128, 1024, 0),
     ("Qwen3-8B", 32, 8, 128, 8192, 0),
     ("Qwen3-8B", 32, 8, 128, 32768, 0),
+    ("Qwen3-8B", 32, 8, 128, 1024, 0),
     ("Qwen3.5-27B", 24, 4, 256, 8192, 0),
     ("gpt-oss", 64, 8, 64, 8192, 128),
 ]
@@ -72,19 +86,31 @@ def over(f: Callable, arguments: Sequence[tuple]) -> Calls:
 
 
 class Bench:
-    """Checks, times and prints; `entries` is the record."""
+    """Checks, times and prints; `record` is written to `out` after each line, so that a process that dies leaves its lines."""
 
-    def __init__(self, dtype: mx.Dtype, samples: int):
-        self.dtype, self.samples, self.entries = dtype, samples, []
+    def __init__(self, record: dict, out: Path, dtype: mx.Dtype, samples: int, quick: bool):
+        self.record, self.out, self.dtype, self.samples = record, out, dtype, samples
+        self.rows = (1, 4, 16) if quick else ROWS
+        self.shapes = 2 if quick else None
         self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
 
+    def save(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.record, indent=1) + "\n")
+
     def add(
-        self, kernel: str, what: str, rows: int, ours: Calls, stock: Calls, same, invariant: bool | None, nbytes: int
+        self, kernel: str, what: str, rows: int, ours: Calls, stock: Calls, same, want: list[mx.array] | None, nbytes: int
     ) -> None:
-        """Check and time one shape; print its line."""
-        a, b = ours[0](), stock[0]()
-        mx.eval(a, b)
-        wrong = same(*([x] if isinstance(x, mx.array) else x for x in (a, b)))
+        """Check and time one shape; print its line. `want`, not yet evaluated, is what the rows have in another launch."""
+        first, results = [], []
+        for call in (ours[0], stock[0]):
+            begin = time.perf_counter()
+            results.append(call())
+            mx.eval(results[-1])
+            first.append(time.perf_counter() - begin)
+        results = [[x] if isinstance(x, mx.array) else x for x in results]
+        wrong = same(*results)
+        invariant = None if want is None else all(bool(mx.array_equal(*pair)) for pair in zip(results[0], want, strict=True))
         kernel_s, stock_s = median_s(ours, self.samples), median_s(stock, self.samples)
         e = {
             "kernel": kernel,
@@ -96,28 +122,32 @@ class Bench:
             "stock_us": stock_s * 1e6,
             "kernel_gbps": nbytes / kernel_s / 1e9,
             "stock_gbps": nbytes / stock_s / 1e9,
+            "first_s": first[0],
+            "stock_first_s": first[1],
         }
-        self.entries.append(e)
+        self.record["entries"].append(e)
+        self.save()
         verdict = "right" if wrong is None else f"WRONG: {wrong}"
         bits = {True: "rows agree", False: "ROWS DIFFER", None: ""}[invariant]
         print(f"{kernel:17} {what:34} {rows:3} rows  {kernel_s * 1e6:9.1f} us  stock {stock_s * 1e6:9.1f} us", end="")
-        print(f"  x{stock_s / kernel_s:5.2f}  {e['kernel_gbps']:7.0f} GB/s  {verdict}  {bits}", flush=True)
+        print(f"  x{stock_s / kernel_s:5.2f}  {e['kernel_gbps']:6.0f} GB/s", end="")
+        print(f"  first {first[0]:5.2f} s, {first[1]:5.2f} s  {verdict}  {bits}", flush=True)
 
     def block_qmm(self, columns: int | None = None) -> None:
         f, g = partial(block_qmm.block_qmm_kernel, columns=columns), block_qmm.block_qmm_ops
         for bits in (4, 8):
-            for name, n, k in LAYERS:
+            for name, n, k in LAYERS[: self.shapes]:
                 keys = mx.random.split(mx.random.key(1), 2)
                 first = mx.quantize(mx.random.normal((n, k), dtype=self.dtype, key=keys[0]), group_size=64, bits=bits)
                 weights = [[a + 0 for a in first] for _ in range(spread(size(first)))]
                 x = mx.random.normal((16, k), dtype=self.dtype, key=keys[1])
                 mx.eval(weights, x)
                 alone = [f(x[m : m + 1], *first, 64, bits) for m in range(16)]
-                for m in ROWS:
+                for m in self.rows:
                     given = [(x[:m], *w, 64, bits) for w in weights]
-                    equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[:m])))
+                    want = [mx.concatenate(alone[:m])]
                     what = f"{bits} bit {name} N {n} K {k}" + (f" columns {columns}" if columns else "")
-                    self.add("block_qmm", what, m, over(f, given), over(g, given), self.same, equal, size(first))
+                    self.add("block_qmm", what, m, over(f, given), over(g, given), self.same, want, size(first))
 
     def block_gather_qmm(self) -> None:
         f, g = block_gather_qmm.block_gather_qmm_kernel, block_gather_qmm.block_gather_qmm_ops
@@ -131,23 +161,22 @@ class Bench:
             copies = [[a + 0 for a in w] for _ in range(2)]
             mx.eval(copies, x, ids)
             alone = [f(x[m : m + 1], *w, ids[m], 32, 4) for m in range(16)]
-            for m in ROWS:
+            for m in self.rows:
                 given = [(x[:m], *c, ids[:m].reshape(-1), 32, 4) for c in copies] * 8
-                equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[:m])))
+                want = [mx.concatenate(alone[:m])]
                 used = len({i for row in ids[:m].tolist() for i in row})
                 nbytes = size(w) * used // e
-                self.add("block_gather_qmm", f"4 bit {name}", m, over(f, given), over(g, given), self.same, equal, nbytes)
+                self.add("block_gather_qmm", f"4 bit {name}", m, over(f, given), over(g, given), self.same, want, nbytes)
 
     def head_argmax(self) -> None:
         v, h = 151936, 4096
         for quantized in ((64, 4), None):
-            trials = head_argmax.trials(v, h, self.dtype, quantized, rows=ROWS)
+            trials = head_argmax.trials(v, h, self.dtype, quantized, rows=self.rows)
             nbytes = v * h * 9 // 16 if quantized else v * h * self.dtype.size
-            ids = [t.kernel() for t in trials]
-            for m, t, got in zip(ROWS, trials, ids, strict=True):
-                equal = all(bool(mx.array_equal(a, b[:m])) for a, b in zip(got, ids[-1], strict=True))
+            most = trials[-1].kernel()
+            for m, t in zip(self.rows, trials, strict=True):
                 what = f"{'4 bit' if quantized else 'dense'} V {v} H {h}"
-                self.add("head_argmax", what, m, [t.kernel] * 8, [t.stock] * 8, t.same, equal, nbytes)
+                self.add("head_argmax", what, m, [t.kernel] * 8, [t.stock] * 8, t.same, [a[:m] for a in most], nbytes)
 
     def accept(self) -> None:
         for n in (7, 15):
@@ -157,7 +186,7 @@ class Bench:
     def block_attention(self) -> None:
         f, g = block_attention.block_attention_kernel, block_attention.block_attention_ops
         same = choice.same_floats({4: 1e-4, 2: 5e-2}[self.dtype.size])
-        for name, hq, hk, d, s, window in CACHES:
+        for name, hq, hk, d, s, window in CACHES[: self.shapes]:
             if d * self.dtype.size > 512:
                 continue
             keys = mx.random.split(mx.random.key(3), 3)
@@ -167,12 +196,12 @@ class Bench:
             mx.eval(q, copies)
             rest = (d**-0.5, True, window)
             alone = [f(q[:, :, i : i + 1], k[:, :, : s - 15 + i], v[:, :, : s - 15 + i], *rest) for i in range(16)]
-            for m in ROWS:
+            for m in self.rows:
                 given = [(q[:, :, 16 - m :], *c, *rest) for c in copies]
-                equal = bool(mx.array_equal(f(*given[0]), mx.concatenate(alone[16 - m :], axis=2)))
+                want = [mx.concatenate(alone[16 - m :], axis=2)]
                 seen = min(s, window + m) if window else s
                 what = f"{name} S {s}" + (f" window {window}" if window else "")
-                self.add("block_attention", what, m, over(f, given), over(g, given), same, equal, 2 * k.nbytes * seen // s)
+                self.add("block_attention", what, m, over(f, given), over(g, given), same, want, 2 * k.nbytes * seen // s)
 
 
 def sixteen_over_one(entries: list[dict]) -> None:
@@ -253,10 +282,33 @@ def last_row(model, text: list[int], switch: Callable[[str], None]) -> tuple[flo
     return float(mx.abs(two[0] - two[1])), float(mx.max(mx.abs(rows[0] - rows[1])))
 
 
+def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[list[dict], dict[str, str]]:
+    """Run each kernel in a process of its own, one after the other: all their entries, and by name what went wrong."""
+    entries, errors = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            out = Path(folder) / f"{name}.json"
+            command = [sys.executable, __file__, *arguments, "--only", name, "--out", str(out)]
+            begin = time.perf_counter()
+            try:
+                code = subprocess.run(command, timeout=seconds).returncode
+            except subprocess.TimeoutExpired:
+                code = f"stopped after {seconds:.0f} s"
+            part = json.loads(out.read_text()) if out.exists() else {"entries": [], "errors": {}}
+            entries += part["entries"]
+            errors |= part["errors"]
+            if code and not part["errors"] and not any(e["wrong"] or e["rows_bit_equal"] is False for e in part["entries"]):
+                errors[name] = f"its process ended with {code}"
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return entries, errors
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
     p.add_argument("--only", nargs="+", choices=names, default=names)
+    p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the two largest shapes")
+    p.add_argument("--seconds", type=float, default=300, help="limit of one kernel's process")
     p.add_argument("--dtype", choices=TYPES, default="bfloat16")
     p.add_argument("--samples", type=int, default=9)
     p.add_argument("--columns", type=int, nargs="+", default=[None], help="columns of a simd group in block_qmm, to compare")
@@ -267,28 +319,34 @@ def main() -> None:
     args = p.parse_args()
     if not (mx.metal.is_available() or mx.cuda.is_available()):
         p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
-    device = mx.device_info().get("device_name", "gpu").replace(" ", "-")
+    device = mx.device_info(mx.Device(mx.gpu)).get("device_name", "gpu").replace(" ", "-")
+    out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
     record = {"device": device, "mlx": mx.__version__, "date": str(datetime.date.today()), "dtype": args.dtype}
+    record |= {"generate": None} if args.generate else {"entries": [], "errors": {}}
+    bench = Bench(record, out, TYPES[args.dtype], args.samples, args.quick)
     if args.generate:
         record["generate"] = generate(args.generate, args.pair, args.bits)
+    elif len(args.only) > 1:
+        own = {"--dtype": [args.dtype], "--samples": [str(args.samples)]}
+        own |= {"--columns": [str(c) for c in args.columns]} if args.columns != [None] else {}
+        given = [word for name, values in own.items() for word in (name, *values)] + ["--quick"] * args.quick
+        record["entries"], record["errors"] = apart(args.only, given, args.seconds)
     else:
-        bench = Bench(TYPES[args.dtype], args.samples)
-        errors = {}
-        for name in args.only:
-            try:
-                for columns in args.columns if name == "block_qmm" else [None]:
-                    getattr(bench, name)(*([columns] if name == "block_qmm" else []))
-            except Exception as e:  # one kernel that does not compile must not cost the others their times
-                errors[name] = f"{type(e).__name__}: {e}"
-                print(f"{name}: {errors[name]}", flush=True)
-        sixteen_over_one(bench.entries)
-        record |= {"entries": bench.entries, "errors": errors}
-    out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+        (name,) = args.only
+        try:
+            for columns in args.columns if name == "block_qmm" else [None]:
+                getattr(bench, name)(*([columns] if name == "block_qmm" else []))
+        except Exception:  # a compiler's log comes as the message of any of several types
+            record["errors"][name] = traceback.format_exc()
+            print(f"{name}: {record['errors'][name]}", flush=True)
+    if len(args.only) > 1 or not args.out:
+        sixteen_over_one(record.get("entries", []))
+    bench.save()
     print(f"written to {out}")
     faults = [e for e in record.get("entries", []) if e["wrong"] or e["rows_bit_equal"] is False]
-    if record.get("errors") or faults or record.get("generate", {}).get("faults"):
+    for name, error in record.get("errors", {}).items():
+        print(f"{name}: {error.strip().splitlines()[-1]}")
+    if record.get("errors") or faults or (record.get("generate") or {}).get("faults"):
         p.exit(1, f"Error: expected every kernel right and its rows equal; found {len(faults)} faults and the errors above.\n")
 
 
