@@ -208,16 +208,19 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
         )
 
 
-class _KeptWindow(RotatingKVCache):
-    """A rotating cache with kept rows whose mask for several rows is the one that single rows see.
+class _ExactWindow(RotatingKVCache):
+    """A rotating cache whose mask for several rows is the one that single rows see: what its ring would hold for each.
 
-    mlx-lm's lets row j lose the j oldest rows of the buffer, which are the kept ones.
+    mlx-lm's lets row j of a cache with kept rows lose the j oldest rows of the buffer, which are the kept ones; and a window
+    beyond the cache's own lets it see rows that its ring has dropped.
     """
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
-        if N == 1 or self.offset + N <= self.max_size:
+        if window_size is not None and window_size >= self.max_size:
+            window_size = None
+        if N == 1 or not self.keep or self.offset + N <= self.max_size:
             return super().make_mask(N, window_size, return_array)
-        if window_size not in (None, self.max_size):
+        if window_size is not None:
             raise CacheError(
                 f"expected no window inside a rotating cache that keeps {self.keep} first rows; found {window_size}. "
                 "Leave max_kv_size out."
@@ -229,14 +232,14 @@ class _KeptWindow(RotatingKVCache):
 
 @contextmanager
 def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
-    """For one pass over a block: rows see through rotating caches with kept rows what they would see one at a time."""
-    kept = [entry for entry in leaves(entries) if type(entry) is RotatingKVCache and entry.keep]
-    for entry in kept:
-        entry.__class__ = _KeptWindow
+    """For one pass over a block: its rows see through rotating caches what they would see one at a time."""
+    rotating = [entry for entry in leaves(entries) if type(entry) is RotatingKVCache]
+    for entry in rotating:
+        entry.__class__ = _ExactWindow
     try:
         yield
     finally:
-        for entry in kept:
+        for entry in rotating:
             entry.__class__ = RotatingKVCache
 
 

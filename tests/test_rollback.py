@@ -115,7 +115,7 @@ def test_kept_rows_are_seen_by_every_row_of_a_block(start):
 
 
 def test_without_the_mask_for_kept_rows_blocks_are_wrong(monkeypatch):
-    monkeypatch.setattr(cache_module, "_KeptWindow", RotatingKVCache)
+    monkeypatch.setattr(cache_module, "_ExactWindow", RotatingKVCache)
     with pytest.raises(AssertionError):
         test_kept_rows_are_seen_by_every_row_of_a_block(13)
 
