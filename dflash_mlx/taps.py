@@ -48,6 +48,12 @@ def _swapped(cls: type, role: str) -> type:
     return made
 
 
+def _is_swapped(module: nn.Module) -> bool:
+    """Whether a module has its made class now. A class of its own that inherits from one that was tapped is not that."""
+    cls = type(module)
+    return _made.get((cls.__mro__[1], "Tapped")) is cls
+
+
 def _chain(outer: Handler, within: Handler | None) -> Handler:
     if within is None:
         return outer
@@ -62,7 +68,7 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
         with _lock:
             for module, _ in handlers:
                 _held.setdefault(id(module), set()).add(me)
-                if (type(module).__mro__[1], "Tapped") not in _made:
+                if not _is_swapped(module):
                     module.__class__ = _swapped(type(module), "Tapped")
         _local.handlers = {**before, **{id(m): _chain(h, before.get(id(m))) for m, h in handlers}}
         yield
@@ -75,7 +81,7 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
                 holders.discard(me)
                 if not holders:
                     _held.pop(id(module), None)
-                    if (type(module).__mro__[1], "Tapped") in _made:
+                    if _is_swapped(module):
                         module.__class__ = type(module).__mro__[1]
 
 
@@ -182,19 +188,26 @@ class Target:
         self._stateful: list[nn.Module] | None = None
 
     def _owner(self) -> nn.Module:
-        """The innermost module whose own list holds the layers: its output is the final normed hidden state."""
-        first = self.layers[0]
+        """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
+
+        The list of the layers may lie further inside, in a decoder that is never called or whose output is not normed yet.
+        """
+        modules, first = dict(self.model.named_modules()), self.layers[0]
         owners = [
-            m
-            for _, m in self.model.named_modules()
-            if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())
+            path for path, m in modules.items() if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())
         ]
-        if len(owners) != 1 or owners[0] is self.model:
+        if len(owners) != 1 or owners[0] == "":
             raise TapError(
                 f"expected one module inside {self.family} that owns its layers; found {len(owners)}. "
                 "This model keeps its head and its layers in one module and cannot be tapped."
             )
-        return owners[0]
+        embeddings = [path for path, m in modules.items() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+        outwards = owners[0]
+        while outwards:
+            if any(path.startswith(f"{outwards}.") for path in embeddings):
+                return modules[outwards]
+            outwards = outwards.rpartition(".")[0]
+        return modules[owners[0]]
 
     @property
     def context_length(self) -> int | None:
@@ -259,13 +272,12 @@ class Target:
         with _intercept(handlers), self._states(cache, point, ids.shape[1]):
             # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
             self.model(ids, cache=cache)
-        wrong = [f"layer {i} ran {len(v)} times" for i, v in got.items() if len(v) != 1]
-        if len(final) != 1:
-            wrong.append(f"{type(self.backbone).__name__} ran {len(final)} times")
+        runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
+        wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
         if wrong:
             raise TapError(
                 f"expected each tapped part of {self.family} to run once in a pass; {'; '.join(wrong)}. "
-                "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
+                f"{self._why_not_once(runs)}"
             )
         if point is not None:
             point.rows = ids.shape[1]
@@ -277,6 +289,13 @@ class Target:
                 "drafter can be fed with them."
             )
         return final[0], (mx.concatenate(taps, axis=-1) if taps else final[0][..., :0])
+
+    def _why_not_once(self, runs: dict[str, int]) -> str:
+        if max(runs.values()) > 1:
+            return "It runs its layers in loops, so a layer has several outputs: no drafter can be fed with them."
+        if not callable(self.layers[0]):
+            return "It runs its layers piece by piece, never as a whole, so they have no output: no drafter can be fed with it."
+        return "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
         """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""

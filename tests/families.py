@@ -381,6 +381,160 @@ OTHERS = {
     "gemma": ("gemma", {}),
     "exaone4": ("exaone4", {"rope_scaling": {"rope_type": "default"}, "sliding_window": WINDOW, "sliding_window_pattern": "LG"}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-05}),
+    "plamo": ("plamo", {"n_shared_head": 2}),
+    # Its mask asks for one row more than its rotating caches hold, and its norm stands outside of the module with the layers.
+    "plamo3": ("plamo3", {"window_size": WINDOW, "sliding_window_pattern": 2}),
+    "gear": (
+        "gear",
+        {
+            "layer_types": ["conv_mixer", "sliding_attention", "full_attention", "conv_mixer"],
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "kimi_k3": (
+        "kimi_k3",
+        {
+            "text_config": {
+                **BASE,
+                **_MLA,
+                "num_key_value_heads": 4,
+                "linear_attn_config": {
+                    "num_heads": 4,
+                    "head_dim": 8,
+                    "short_conv_kernel_size": 4,
+                    "kda_layers": [1, 3],
+                    "full_attn_layers": [2, 4],
+                },
+                "attn_res_block_size": 2,
+                "num_experts": 4,
+                "num_experts_per_token": 2,
+                "num_shared_experts": 1,
+                "moe_intermediate_size": 28,
+                "first_k_dense_replace": 1,
+            }
+        },
+    ),
+    "bailing_moe_v3": (
+        "bailing_moe_v3",
+        {
+            **_MLA,
+            "moe_intermediate_size": 28,
+            "moe_shared_expert_intermediate_size": 28,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_group_size": 2,
+        },
+    ),
+    "minimax_m3_vl": (
+        "minimax_m3_vl",
+        {
+            "text_config": {
+                **BASE,
+                "model_type": "minimax_m3",
+                "dense_intermediate_size": 40,
+                "shared_intermediate_size": 28,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "rotary_dim": 4,
+                "moe_layer_freq": [0, 1, 1, 1],
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+                "index_block_size": 4,
+                "index_topk_blocks": 2,
+                "layer_types": ["full_attention", "sparse", "sparse", "full_attention"],
+            }
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **_MLA,
+            **_MOE,
+            "num_key_value_heads": 4,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "topk_group": 1,
+            "n_group": 1,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "nemotron-nas": (
+        "nemotron-nas",
+        {
+            "block_configs": [
+                {
+                    "attention": {"no_op": kind == "none", "replace_with_linear": kind == "linear", "n_heads_in_group": 2},
+                    "ffn": {"no_op": kind == "linear", "replace_with_linear": False, "ffn_mult": 1.0},
+                }
+                for kind in ("full", "none", "linear", "full")
+            ]
+        },
+    ),
+    "hunyuan": (
+        "hunyuan",
+        {
+            "attention_bias": False,
+            "moe_topk": 2,
+            "num_experts": 4,
+            "num_shared_expert": 1,
+            "use_mixed_mlp_moe": True,
+            "use_qk_norm": True,
+            "use_cla": True,
+            "cla_share_factor": 2,
+            "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+        },
+    ),
+    "spark2_5": (
+        "spark2_5",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+                "sliding_attention": {"rope_theta": 5000.0, "rope_type": "default"},
+            },
+        },
+    ),
+    "openelm": (
+        "openelm",
+        {
+            "num_transformer_layers": 4,
+            "model_dim": 48,
+            "ffn_dim_divisor": 8,
+            "num_query_heads": [4] * 4,
+            "num_kv_heads": [2] * 4,
+            "ffn_multipliers": [1.0, 1.5, 2.0, 2.0],
+        },
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {
+            "text_config": {
+                **BASE,
+                **_GDN,
+                "model_type": "qwen3_5_moe_text",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "shared_expert_intermediate_size": 20,
+                "moe_intermediate_size": 28,
+                "full_attention_interval": 2,
+            }
+        },
+    ),
     "cohere": ("cohere", {"head_dim": 12, "layer_norm_eps": 1e-05}),
 }
 

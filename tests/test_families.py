@@ -29,7 +29,7 @@ from families import (
 )
 from kit import flat, greedy_ids, ids_of, plant, run
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models import gemma3n
+from mlx_lm.models import gemma3n, iquestloopcoder, nanbeige
 
 from dflash_mlx import cache as cache_module
 from dflash_mlx import generation, make_prompt_cache, taps, verify
@@ -246,6 +246,24 @@ def test_layers_with_several_streams_are_refused():
     model = gemma3n.Model(gemma3n.ModelArgs.from_dict({"model_type": "gemma3n", "text_config": text}))
     with pytest.raises(TapError, match=r"layer 1 gives \[2, 1, 1, 48\]. Its layers carry several streams"):
         Target(model, (1,))(mx.array([[3]]))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "plamo", "plamo3", "openelm", "kimi_k3"])
+def test_the_borrowed_head_comes_after_the_final_norm(name):
+    """A norm inside it would be applied to the drafter's normed rows again, and would make it blind to their length."""
+    target = Target(family(name))
+    hidden = mx.random.normal((1, 2, target.embed(mx.array([[1]])).shape[-1]), key=mx.random.key(1))
+    assert error(target.head(3 * hidden), target.head(hidden)) > 0.1
+
+
+def test_layers_that_run_in_loops_or_in_pieces_are_refused():
+    wide = {**BASE, "model_type": "x"}
+    looped = nanbeige.Model(nanbeige.ModelArgs.from_dict({**wide, "num_loops": 2}))
+    with pytest.raises(TapError, match="layer 1 ran 2 times. It runs its layers in loops, so a layer has several outputs"):
+        Target(looped, (1,))(mx.array([[3]]))
+    pieces = iquestloopcoder.Model(iquestloopcoder.ModelArgs.from_dict({**wide, "loop_window_size": 16}))
+    with pytest.raises(TapError, match="layer 1 ran 0 times. It runs its layers piece by piece, never as a whole"):
+        Target(pieces, (1,))(mx.array([[3]]))
 
 
 def test_no_module_on_the_way_compares_a_family_by_name():

@@ -152,7 +152,7 @@ def test_layers_that_return_tuples_in_a_list_made_afresh_are_tapped():
 
 
 def test_a_layer_that_runs_twice_in_a_pass_is_refused():
-    with pytest.raises(TapError, match="layer 1 ran 2 times; TupleBackbone ran 2 times. If the model or a part"):
+    with pytest.raises(TapError, match="layer 1 ran 2 times; TupleBackbone ran 2 times. It runs its layers in loops"):
         Target(Wrapper(tiny_target(), times=2), (1,))(mx.array([IDS]))
 
 
@@ -298,3 +298,16 @@ def test_an_interruption_at_any_line_before_the_pass_gives_the_classes_back():
             break
         assert untouched(model) and not getattr(taps_module._local, "handlers", None), f"line event {number}"
     assert 10 < number < 99
+
+
+def test_a_layer_whose_class_inherits_from_a_tapped_one_keeps_its_class():
+    """mlx-lm builds families upon each other: mistral4's decoder is a subclass of deepseek_v3's."""
+    parent, model = tiny_target(seed=1), tiny_target(seed=2)
+    Target(parent, (0,))(mx.array([IDS]))
+    child = type("Child", (type(model.layers[0]),), {})
+    for layer in model.layers:
+        layer.__class__ = child
+    assert (child.__mro__[1], "Tapped") in taps_module._made
+    _, features = Target(model, (1,))(mx.array([IDS]))
+    assert mx.array_equal(features[0], full_forward(model, IDS)[1])
+    assert {type(layer) for layer in model.layers} == {child}
