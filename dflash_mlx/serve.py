@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from http.server import ThreadingHTTPServer
+from math import isfinite
 from queue import Queue
 from typing import Any
+from urllib.parse import unquote
 
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
@@ -42,9 +44,10 @@ from mlx_lm.server import (
 )
 
 from .errors import DFlashError
+from .generation import largest_block
 from .reuse import PromptStore, open_turn
 from .taps import Target
-from .text import StopText
+from .text import StopText, token_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -138,11 +141,20 @@ class Provider(ModelProvider):
             self.name, self.draft_name, self.model, self.tokenizer, self.draft_model = self._open()
             target = Target(self.model)
             self.vocabulary, self.limit = target.vocabulary, target.context_length
+            self._check_options()
             self.model_key = (self.name, None, self.draft_name)
         except BaseException as error:
             self.fault = error
         finally:
             self.ready.set()
+
+    def _check_options(self) -> None:
+        """Raises: DFlashError for what would make every request fail."""
+        options = self.cli_args
+        if options.top_k >= self.vocabulary:
+            raise DFlashError(f"expected top_k below {self.vocabulary}, the target's vocabulary; found {options.top_k}.")
+        if self.draft_model is not None and (options.block_size or 1) > (largest := largest_block(self.draft_model)):
+            raise DFlashError(f"expected block_size of at most {largest} with this drafter; found {options.block_size}.")
 
     def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> tuple[Any, Any]:
         """The pair; the handler has refused other names."""
@@ -293,6 +305,12 @@ _KNOWN = {
     *("frequency_penalty", "frequency_context_size", "xtc_probability", "xtc_threshold", "logit_bias"),
     *("logprobs", "top_logprobs", "chat_template_kwargs", "role_mapping"),
 }
+# Of those, what only chats, or only text completions, have.
+_OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs", "role_mapping")
+_OF_TEXTS = ("prompt",)
+_STREAM = {"include_usage", "include_obfuscation"}
+# mlx-lm's handler allows as many alternatives a token.
+_MOST_TOP = 11
 _CHAT, _TEXT = ("/v1/chat/completions", "/chat/completions"), ("/v1/completions",)
 
 
@@ -317,8 +335,13 @@ class Handler(APIHandler):
     def do_GET(self) -> None:
         self._guard(self._get)
 
+    # As GET; `_json` leaves the body out.
+    do_HEAD = do_GET
+
     def _guard(self, act: Callable[[], None]) -> None:
         """Every request ends with an answer or with a client that has left; none takes the thread's neighbours along."""
+        # No address here has a meaning for what follows a question mark.
+        self.path = self.path.partition("?")[0]
         try:
             act()
         except Refusal as error:
@@ -354,8 +377,14 @@ class Handler(APIHandler):
         self._set_completion_headers(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
-        self.wfile.flush()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+            self.wfile.flush()
+
+    def _set_cors_headers(self) -> None:
+        super()._set_cors_headers()
+        # mlx-lm's '*' does not stand for this one.
+        self.send_header("Access-Control-Allow-Headers", "Authorization")
 
     def _event(self, body: dict[str, Any]) -> None:
         if not self.started:
@@ -370,8 +399,9 @@ class Handler(APIHandler):
         if origin and origin not in allowed and "*" not in allowed:
             raise Refusal(403, f"expected no request from web pages; found origin {origin}. --allowed-origins admits it.")
         if self.options.api_key is not None and self.path != "/health":
-            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.options.api_key.encode()):
+            scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+            same = hmac.compare_digest(given.strip().encode(), self.options.api_key.encode())
+            if not same or scheme.lower() != "bearer":
                 raise Refusal(401, "expected the server's API key as a bearer token.", "invalid_api_key")
 
     # GET
@@ -403,7 +433,7 @@ class Handler(APIHandler):
             "draft_model": provider.draft_name,
             "block_size": (self.options.block_size or drafter.config.block_size) if drafter is not None else None,
         }
-        asked = self.path.removeprefix("/v1/models").lstrip("/")
+        asked = unquote(self.path.removeprefix("/v1/models").lstrip("/"))
         if not asked:
             self._json({"object": "list", "data": [model]})
         elif asked == provider.name:
@@ -423,7 +453,10 @@ class Handler(APIHandler):
             raise Refusal(404, f"expected {_CHAT[0]} or {_TEXT[0]}; found {self.path}.")
         body = self._checked(self._read_body())
         # mlx-lm's handler reads what was checked.
-        data = json.dumps(body).encode()
+        try:
+            data = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refusal(400, "expected texts of whole characters; found half of a surrogate pair.") from None
         self.rfile = io.BytesIO(data)
         self.headers.replace_header("Content-Length", str(len(data)))
         super().do_POST()
@@ -444,7 +477,7 @@ class Handler(APIHandler):
         if len(raw) < int(length):
             raise _Gone
         try:
-            return json.loads(raw.decode(), parse_constant=_no_constant)
+            return json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite(float), parse_int=_finite(int))
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"expected JSON in UTF-8; {error}.") from None
 
@@ -476,18 +509,20 @@ class Handler(APIHandler):
         self._check_model(body.get("model", "default_model"))
         if body.get("draft_model", "default_model") not in ("default_model", self.provider.draft_name):
             raise Refusal(400, f"expected draft_model {self.provider.draft_name!r} or none; found {_shown(body['draft_model'])}.")
-        if "num_draft_tokens" in body and self.provider.draft_model is None:
-            raise Refusal(400, "expected a drafter for num_draft_tokens; this server runs without one.")
+        for name in _OF_CHATS if not chat else _OF_TEXTS:
+            if name in body:
+                raise Refusal(400, f"expected no {name} at {self.path}; found {_shown(body[name])}.")
+        self._check_drafts(body.get("num_draft_tokens"))
         stop = body.get("stop", [])
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
             raise Refusal(400, f"expected stop to be a text or a list of texts, none of them empty; found {_shown(stop)}.")
         body["stop"] = stop
         options = body.get("stream_options", {})
-        if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-            raise Refusal(400, f"expected stream_options to hold include_usage; found {_shown(options)}.")
-        if not isinstance(body.get("chat_template_kwargs", {}), dict):
-            raise Refusal(400, f"expected chat_template_kwargs to be an object; found {_shown(body['chat_template_kwargs'])}.")
+        if not isinstance(options, dict) or options.keys() - _STREAM or not all(type(v) is bool for v in options.values()):
+            raise Refusal(400, f"expected stream_options to hold include_usage, true or false; found {_shown(options)}.")
+        if options.get("include_usage") and not body.get("stream"):
+            raise Refusal(400, "expected stream = true with stream_options; an answer in one piece always tells its usage.")
         for bias in (body.get("logit_bias") or {}) if isinstance(body.get("logit_bias"), dict) else ():
             if not (bias.isascii() and bias.isdigit() and len(bias) < 19) or int(bias) >= self.provider.vocabulary:
                 raise Refusal(
@@ -496,13 +531,44 @@ class Handler(APIHandler):
         if chat:
             _check_messages(body.get("messages"))
             self._check_tools(body)
+            self._check_template(body)
         else:
             _check_prompt(body)
             # OpenAI's old form: how many alternatives to report.
             count = body.get("logprobs")
             if type(count) is int:
+                if not 0 <= count <= _MOST_TOP:
+                    raise Refusal(400, f"expected logprobs from 0 to {_MOST_TOP}; found {count}.")
                 body["logprobs"], body["top_logprobs"] = True, count
+        if body.get("top_logprobs") == -1:
+            # To mlx-lm's handler: none.
+            raise Refusal(400, f"expected top_logprobs from 0 to {_MOST_TOP}; found -1.")
+        for name in ("xtc_probability", "xtc_threshold"):
+            if type(body.get(name)) is int:
+                # JSON does not tell 1 from 1.0, mlx-lm's handler does.
+                body[name] = float(body[name])
         return body
+
+    def _check_drafts(self, count: Any) -> None:
+        """Raises: Refusal unless so many drafted tokens are possible; mlx-lm's handler looks at their type."""
+        if count is None:
+            return
+        drafter = self.provider.draft_model
+        if drafter is None:
+            raise Refusal(400, "expected a drafter for num_draft_tokens; this server runs without one.")
+        if type(count) is int and count >= (most := largest_block(drafter)):
+            raise Refusal(400, f"expected num_draft_tokens of at most {most - 1}; found {count}.")
+
+    def _check_template(self, body: dict[str, Any]) -> None:
+        """Raises: Refusal for arguments that this tokenizer's way of writing messages has no use for."""
+        templated = self.provider.tokenizer.has_chat_template
+        name, other = ("role_mapping", "chat_template_kwargs")[:: 1 if templated else -1]
+        if name in body:
+            what = "has a chat template" if templated else "has no chat template"
+            raise Refusal(400, f"expected no {name}; {self.provider.name} {what}.")
+        value = body.get(other, {})
+        if not isinstance(value, dict) or other == "role_mapping" and not all(isinstance(v, str) for v in value.values()):
+            raise Refusal(400, f"expected {other} to be an object{' of texts' * (not templated)}; found {_shown(value)}.")
 
     def _check_tools(self, body: dict[str, Any]) -> None:
         choice, tools = body.pop("tool_choice", "auto"), body.get("tools")
@@ -657,20 +723,20 @@ class Handler(APIHandler):
         """Add what OpenAI's two forms say about these tokens, if it was asked for."""
         if not (args.logprobs or args.top_logprobs > 0):
             return body
-        decode = self.provider.tokenizer.decode
+        tokenizer = self.provider.tokenizer
         if self.object_type == "text_completion":
             lengths = [len(token.text) for token in tokens]
             body["choices"][0]["logprobs"] = {
-                "tokens": [decode([token.token]) for token in tokens],
+                "tokens": [_named(tokenizer, token.token)[0] for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": [{decode([i]): value for i, value in token.top} for token in tokens],
+                "top_logprobs": [_by_text(tokenizer, token.top) for token in tokens],
                 "text_offset": [offset + sum(lengths[:i]) for i in range(len(tokens))],
             }
             return body
 
         def entry(i: int, value: float) -> dict[str, Any]:
-            text = decode([i])
-            return {"token": text, "bytes": list(text.encode()), "logprob": value}
+            text, data = _named(tokenizer, i)
+            return {"id": i, "token": text, "bytes": None if data is None else list(data), "logprob": value}
 
         body["choices"][0]["logprobs"] = {
             "content": [
@@ -740,6 +806,17 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(kind: type) -> Callable[[str], Any]:
+    """A reader of numbers that a float can hold."""
+
+    def read(text: str) -> Any:
+        if not isfinite(float(text)):
+            raise ValueError(f"{_shown(text)} is too large a number")
+        return kind(text)
+
+    return read
+
+
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -792,6 +869,26 @@ def _top(row: mx.array, count: int) -> list[tuple[int, float]]:
         return []
     ids = mx.argpartition(-row, kth=count - 1)[:count]
     return sorted(zip(ids.tolist(), row[ids].tolist(), strict=True), key=lambda pair: -pair[1])
+
+
+def _named(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+    """A token's text and bytes; one that is part of a character only has its bytes for text, as OpenAI writes them."""
+    data = token_bytes(tokenizer, token)
+    if data is None:
+        return tokenizer.decode([token]), None
+    try:
+        return data.decode(), data
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+def _by_text(tokenizer: Any, top: list[tuple[int, float]]) -> dict[str, float]:
+    """OpenAI's old form: log-probabilities by text. Of two tokens with one text the likelier has it, the other its id."""
+    named: dict[str, float] = {}
+    for token, value in top:
+        text = _named(tokenizer, token)[0]
+        named[text if text not in named else f"{text} (token {token})"] = value
+    return named
 
 
 def _usage(prompt: int, completion: int, cached: int, accepted: int, verified: int) -> dict[str, Any]:

@@ -18,14 +18,15 @@ import mlx_lm.server
 import openai
 import pytest
 from families import BASE, FAMILIES, varied
-from kit import scripted, with_template
+from kit import Letters, scripted, with_template
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.reuse import PromptStore
-from dflash_mlx.serve import Generator, Handler, Options, Provider, Server
-from dflash_mlx.text import StopText
+from dflash_mlx.serve import Generator, Handler, Options, Provider, Server, _by_text
+from dflash_mlx.text import StopText, token_bytes
 
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% for tool_call in [] %}{{ tool_call.name }}{% endfor %}{% endif %}"
@@ -310,6 +311,15 @@ def test_thinking_is_kept_apart_from_the_answer(tmp_path, chatty):
         ({"stop": ""}, 400, "none of them empty"),
         ({"stop": [1]}, 400, "expected stop"),
         ({"stream_options": {"x": 1}}, 400, "include_usage"),
+        ({"stream_options": {"include_usage": "x"}, "stream": True}, 400, "include_usage, true or false"),
+        ({"stream_options": {"include_usage": True}}, 400, "expected stream = true with stream_options"),
+        ({"prompt": "x"}, 400, 'expected no prompt at /v1/chat/completions; found "x"'),
+        ({"role_mapping": {"user": "U: "}}, 400, "expected no role_mapping; served has a chat template"),
+        ({"num_draft_tokens": 64}, 400, "expected num_draft_tokens of at most 63; found 64"),
+        ({"num_draft_tokens": -1}, 400, "num_draft_tokens must be at least 0"),
+        ({"num_draft_tokens": 1e4}, 400, "num_draft_tokens must be of type int"),
+        ({"top_logprobs": -1}, 400, "expected top_logprobs from 0 to 11; found -1"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "half of a surrogate pair"),
         ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"max_tokens": True}, 400, "max_tokens must be a number"),
         ({"temperature": -1}, 400, "temperature must be at least 0"),
@@ -356,6 +366,105 @@ def test_a_text_completion_of_many_prompts_or_none_is_refused(served):
         assert status == 400 and "expected" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": MESSAGES}, "expected no messages at /v1/completions"),
+        ({"tools": WEATHER}, "expected no tools at /v1/completions"),
+        ({"chat_template_kwargs": {}}, "expected no chat_template_kwargs at /v1/completions"),
+        ({"logprobs": -1}, "expected logprobs from 0 to 11; found -1"),
+        ({"logprobs": 12}, "expected logprobs from 0 to 11; found 12"),
+    ],
+)
+def test_what_a_text_completion_has_no_use_for_is_refused(served, change, message):
+    status, body = served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **change})
+    assert status == 400 and message in json.loads(body)["error"]["message"]
+
+
+def test_without_a_chat_template_roles_are_written_out_and_its_arguments_are_refused(pair):
+    with running(*pair) as server:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        for change, message in (
+            (
+                {"chat_template_kwargs": {"enable_thinking": True}},
+                "expected no chat_template_kwargs; served has no chat template",
+            ),
+            ({"role_mapping": {"user": 1}}, "expected role_mapping to be an object of texts"),
+        ):
+            status, answer = server.post("/v1/chat/completions", {**body, **change})
+            assert status == 400 and message in json.loads(answer)["error"]["message"]
+        status, answer = server.post("/v1/chat/completions", {**body, "role_mapping": {"user": "U: ", "assistant": "A: "}})
+        assert json.loads(answer)["usage"]["prompt_tokens"] == len(pair[1].encode("U: " + MESSAGES[0]["content"] + "A:"))
+
+
+def test_whole_numbers_do_for_what_mlx_lm_wants_with_a_point(served):
+    status, answer = served.post(
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 1, "temperature": 1, "xtc_probability": 1, "xtc_threshold": 0},
+    )
+    assert status == 200, answer
+
+
+def test_options_that_would_make_every_request_fail_end_the_start(pair):
+    for options, message in (
+        ({"top_k": 1536}, "expected top_k below 1536, the target's vocabulary; found 1536"),
+        ({"block_size": 65}, "expected block_size of at most 64 with this drafter; found 65"),
+    ):
+        with pytest.raises(AssertionError, match=message), running(*pair, **options):
+            pass
+
+
+def test_tokens_that_are_part_of_a_character_have_their_bytes(chatty):
+    tokenizer = chatty[1]
+    # Four tokens of one byte, then one of two, of which the last has a space before its letter.
+    line = tokenizer.encode("🚀 x", add_special_tokens=False)
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        content = ask(server, max_tokens=len(line), logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        old = server.client.completions.create(model="served", prompt="y", max_tokens=1, logprobs=1).choices[0].logprobs
+    assert [bytes(entry.bytes) for entry in content] == [b"\xf0", b"\x9f", b"\x9a", b"\x80", b" x"]
+    assert [entry.token for entry in content][2:] == ["bytes:\\x9a", "bytes:\\x80", " x"] and content[4].id == line[4]
+    assert all(entry.top_logprobs[0].bytes == entry.bytes for entry in content)
+    assert old.tokens == ["bytes:\\xf0"] and list(old.top_logprobs[0]) == old.tokens
+
+
+def test_every_kind_of_vocabulary_tells_a_tokens_bytes(pair):
+    class Pieces(Letters):
+        names = ["\u2581Hi", "<0xE2>", "<0x82>"]
+
+        def __len__(self):
+            return len(self.names)
+
+        def convert_ids_to_tokens(self, ids):
+            return [self.names[i] for i in ids] if isinstance(ids, list) else self.names[ids]
+
+        def decode(self, ids):
+            return "\ufffd" if ids == [1] else "Hi"
+
+    sentencepiece = TokenizerWrapper(Pieces(), SPMStreamingDetokenizer)
+    assert [token_bytes(sentencepiece, i) for i in range(3)] == [b" Hi", b"\xe2", b"\x82"]
+    other = TokenizerWrapper(Pieces())
+    assert [token_bytes(other, i) for i in range(2)] == [b"Hi", None]
+    # Byte-level: wherever a token is whole characters, they are what it decodes to.
+    tokenizer = pair[1]
+    texts = [tokenizer.decode([i]) for i in range(1536)]
+    assert all(token_bytes(tokenizer, i) == text.encode() for i, text in enumerate(texts) if "\ufffd" not in text)
+    assert sum("\ufffd" in text for text in texts) > 100
+
+
+def test_two_tokens_with_one_text_are_both_among_the_alternatives():
+    class Same:
+        detokenizer = None
+
+        def convert_ids_to_tokens(self, token):
+            return None
+
+        def decode(self, ids):
+            return "same" if ids[0] < 2 else "other"
+
+    assert _by_text(Same(), [(1, -0.5), (2, -1.0), (0, -2.0)]) == {"same": -0.5, "other": -1.0, "same (token 0)": -2.0}
+
+
 def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
     body = {"messages": MESSAGES, "max_tokens": 2, "temperature": None, "stop": None, "user": "me", "store": False, "n": 1}
     status, answer = served.post("/v1/chat/completions", body)
@@ -368,6 +477,8 @@ def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
         (b"{not json", 400, "expected JSON"),
         (b"\xff\xfe{}", 400, "expected JSON in UTF-8"),
         (b'{"messages": [], "temperature": NaN}', 400, "NaN is not JSON"),
+        (b'{"messages": [], "temperature": 1e999}', 400, '"1e999" is too large a number'),
+        (b'{"messages": [], "presence_penalty": -1' + b"0" * 400 + b"}", 400, "is too large a number"),
         (b"[" * 100_000, 400, "expected JSON"),
         (b"[1]", 400, "expected a JSON object; found list"),
     ],
@@ -422,6 +533,27 @@ def test_a_server_that_ends_does_not_wait_for_its_answers(chatty):
     assert time.monotonic() - began < 10
 
 
+def test_head_asks_for_no_body_and_a_question_mark_ends_an_address(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
+        link.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        data = b"".join(iter(lambda: link.recv(1 << 16), b""))
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = len(served.get("/health?verbose=1&x=2")[1])
+    assert head.startswith(b"HTTP/1.0 200") and f"Content-Length: {length}".encode() in head and body == b""
+    assert served.post("/v1/completions?api-version=1", {"prompt": "x", "max_tokens": 1})[0] == 200
+    assert json.loads(served.get("/v1/models/serve%64")[1])["id"] == "served"
+
+
+def test_a_web_page_that_is_allowed_may_send_its_key(chatty):
+    with running(*chatty, allowed_origins=["http://good.example"]) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as link:
+            link.sendall(b"OPTIONS /v1/chat/completions HTTP/1.1\r\nOrigin: http://good.example\r\n\r\n")
+            head = b"".join(iter(lambda: link.recv(1 << 16), b"")).decode()
+    assert " 204 " in head.splitlines()[0] and "Access-Control-Allow-Origin: http://good.example" in head
+    # The star stands for every header but this one.
+    assert "Access-Control-Allow-Headers: *" in head and "Access-Control-Allow-Headers: Authorization" in head
+
+
 def test_models_and_health_say_what_is_running(served):
     assert served.client.models.list().data[0].id == "served"
     model = served.client.models.retrieve("served")
@@ -436,7 +568,11 @@ def test_a_key_and_foreign_web_pages(chatty):
         assert server.post("/v1/chat/completions", body)[0] == 401
         assert server.post("/v1/chat/completions", body, "Authorization: Bearer wrong")[0] == 401
         assert server.post("/v1/chat/completions", body, "Authorization: Bearer sesame")[0] == 200
-        assert server.get("/v1/models")[0] == 401 and server.get("/health")[0] == 200
+        # The scheme's letters may be of either case; another scheme with the right key is no bearer token.
+        assert server.post("/v1/chat/completions", body, "Authorization: bearer  sesame")[0] == 200
+        assert server.post("/v1/chat/completions", body, "Authorization: Basic sesame")[0] == 401
+        assert server.post("/v1/chat/completions", body, "Authorization: sesame")[0] == 401
+        assert server.get("/v1/models")[0] == 401 and server.get("/health?full=1")[0] == 200
         key = "Authorization: Bearer sesame"
         assert server.post("/v1/chat/completions", body, key, "Origin: http://evil.example")[0] == 403
     with running(*chatty, allowed_origins=["http://good.example"]) as server:
