@@ -386,6 +386,95 @@ def doctor(
         raise SystemExit(1)
 
 
+@app.command()
+def bench(
+    model: Annotated[str | None, typer.Option(help="Target, as in generate. Default: the built-in pair.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter for --model, or 'auto'.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of prompts, comma-separated. Default: all.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='Your own prompts: a file of {"prompt": ..., "kind": ...} lines, or of plain ones.')
+    ] = None,
+    temp: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Tokens of text before each prompt; may be given again. Default: 0 and 1024; --prompts: 0."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Most tokens of one answer.")] = 128,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
+        ),
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Fix the slots a round. Default: as generate does.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 31) - 1, help="Noise of sampling, and text of long contexts.")] = 0,
+    out: Annotated[str | None, typer.Option(help="Write a JSON record here; it is up to date after every trial.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record and nothing else on stdout.")] = False,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="Run nothing; show two records beside each other.", metavar="A.json B.json")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option(min=0, help="Begin no pair that would end later than this.")] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found.")
+    ] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Write quantized layers out first.")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
+) -> None:
+    """Time mlx-lm's own decoding and DFlash by turns on the same prompts, and check that they say the same.
+
+    Ctrl-C ends it with what is measured. On a CUDA GPU the kernels of quantized models are compiled at first use, which takes
+    minutes; that falls into the cold runs and the warm-up, which are not counted.
+    """
+    if draft_model and not model:
+        raise typer.BadParameter("it needs --model, the target it was trained for", param_hint="--draft-model")
+    if model and not draft_model and not compare:
+        raise typer.BadParameter("it needs --draft-model (or 'auto'): there is nothing to compare without", param_hint="--model")
+    with _only_ours_on_stdout() as stdout:
+        from . import bench as b
+
+        if compare:
+            print(b.compare(*(b.read_record(path) for path in compare)), file=stdout)
+            return
+        if plot:
+            b.check_plot()
+        if kernels:
+            from .kernels.choice import VARIABLE, asked
+
+            os.environ[VARIABLE] = kernels
+            asked()
+        target, drafter, lm, tokenizer, draft = _load_pair(model, draft_model, dtype, revision, trust_remote_code)
+        if dense:
+            import mlx.core as mx
+
+            from .loading import default_dtype, load_drafter
+            from .train.loop import dense as write_out
+
+            lm = write_out(lm, getattr(mx, dtype.value) if dtype else default_dtype())
+            draft = load_drafter(drafter, lm, revision=revision)
+        own = b.read_prompts(prompts, tokenizer.has_chat_template) if prompts else None
+        plan = b.Plan(
+            kinds=tuple(kind.strip() for kind in kinds.split(",")) if kinds else (),
+            temps=tuple(dict.fromkeys(temp)) if temp else b.Plan.temps,
+            contexts=tuple(dict.fromkeys(context)) if context else ((0,) if own else b.Plan.contexts),
+            max_tokens=max_tokens,
+            trials=trials or (max(map(len, own.kinds.values())) if own else b.Plan.trials),
+            block_size=block_size,
+            seed=seed,
+        )
+        keep = (lambda record: b.write_record(record, out)) if out else (lambda record: None)
+        record = b.Bench(lm, tokenizer, draft, plan, own, (target, drafter), _say, keep, max_seconds).go()
+        print(json.dumps(record) if as_json else b.table(record), file=stdout)
+        if plot:
+            b.plot(record, plot)
+    if record["ended"] == "interrupted":
+        raise SystemExit(130)
+    if b.faults(record):
+        raise SystemExit(1)
+
+
 @train_app.command("data")
 def train_data(
     model: Annotated[str, typer.Option(help="Target, as in generate.")],
