@@ -39,6 +39,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "use_sliding_window": ("use_sliding_window",),
     "max_window_layers": ("max_window_layers",),
     "use_swa": ("dflash_config.use_swa", "use_swa"),
+    "sliding_window_non_causal": ("sliding_window_non_causal", "dflash_config.sliding_window_non_causal"),
     "swa_window_size": ("dflash_config.swa_window_size", "swa_window_size"),
     "rope_is_neox_style": ("is_neox_style", "rope_is_neox_style"),
     "input_embedding_scale": ("dflash_config.input_embedding_scale", "input_embedding_scale"),
@@ -47,7 +48,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "selector_rank": ("dflash_config.selector_rank", "selector_rank"),
     "selector_top_k": ("dflash_config.selector_top_k", "selector_top_k"),
     "selector_vocab_size": ("dflash_config.selector_vocab_size", "selector_vocab_size"),
-    "output_multiplier": ("dflash_config.output_multiplier", "output_multiplier"),
+    "output_multiplier": ("dflash_config.output_multiplier", "output_multiplier", "dflash_config.logit_scale", "logit_scale"),
     "final_logit_softcapping": ("dflash_config.final_logit_softcapping", "final_logit_softcapping"),
     "projector_type": ("dflash_config.projector_type", "projector_type"),
     "markov_rank": ("dflash_config.markov_rank", "markov_rank"),
@@ -55,6 +56,8 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
     "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
     "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
+    "model_type": ("model_type",),
+    "quantization": ("quantization", "quantization_config"),
 }
 _REQUIRED = (
     "hidden_size",
@@ -78,8 +81,10 @@ _EXTENSIONS = (
     "enable_confidence_head",
     "sample_from_anchor",
 )
-# Their values that change nothing.
-_PLAIN = {"projector_type": ("dflash", "")}
+# Their values that change nothing, beside false, 0 and nothing.
+_PLAIN = {"projector_type": ("dflash",)}
+# Model types whose authors' code computes something else than `_EXTENSIONS` or the architecture tell.
+_OTHER_FORWARD = {"laguna": "its context passes each layer's input norm"}
 _POSITIVE_INTS = (
     "hidden_size",
     "intermediate_size",
@@ -97,7 +102,9 @@ _POSITIVE_INTS = (
     *_DFLASH2,
     "selector_vocab_size",
 )
-_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style")
+# Beyond any published drafter: a mistaken number is named before memory is asked for.
+_MOST = {"num_hidden_layers": 1024, "block_size": 1024}
+_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal")
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
 _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
 # Published checkpoints whose config leaves out what their authors' code sets.
@@ -149,7 +156,7 @@ class DrafterConfig:
 
     `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor. Per layer:
     `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
-    `read_from` maps a field to the key it was read from.
+    `read_from` maps a field to the key it was read from; `unread`: keys of dflash_config that nothing here reads.
     """
 
     architecture: str
@@ -182,6 +189,7 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
     quantization: Mapping[str, Any] | None = None
     unsupported: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     read_from: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -203,13 +211,16 @@ class _Reader:
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where}: expected a JSON object; found {type(raw).__name__}. Use a drafter's config.json.")
-        raw = self.raw = _flatten_speculators(raw)
+        raw = self.raw = _flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
             self.faults.append(f"dflash_config must be an object, found {nested!r}")
             self.raw = {k: v for k, v in raw.items() if k != "dflash_config"}
-        architectures = raw.get("architectures") or [""]
-        self.architecture = architectures[0] if isinstance(architectures, (list, tuple)) else str(architectures)
+        architectures = raw.get("architectures") or ""
+        first = architectures[0] if isinstance(architectures, (list, tuple)) else architectures
+        if not isinstance(first, str):
+            self.faults.append(f"architectures = {architectures!r} must be a list of names")
+        self.architecture = str(first)
         self.defaults = {
             **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
             **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
@@ -242,17 +253,28 @@ class _Reader:
             if got[name] is not None and not _is_int(got[name], 1):
                 self.faults.append(f"{self.read_from.get(name, name)} = {got[name]!r} must be a positive whole number")
                 got[name] = None
+        for name, most in _MOST.items():
+            if _is_int(got[name], most + 1):
+                self.faults.append(f"{self.read_from[name]} = {got[name]} is beyond any drafter's ({most})")
+                got[name] = None
         for name in _FLAGS:
             if got[name] is not None and not isinstance(got[name], bool):
                 self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be true or false")
         eps = 1e-6 if got["rms_norm_eps"] is None else got["rms_norm_eps"]
-        if not _is_number(eps) or eps <= 0:
+        if not _is_positive(eps):
             self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
         if got["hidden_act"] not in (None, "silu", "swish"):
             self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
         for name in _SCALES:
-            if got[name] is not None and (not _is_number(got[name]) or got[name] <= 0):
+            if got[name] is not None and not _is_positive(got[name]):
                 self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a positive number")
+        if got["model_type"] is not None and not isinstance(got["model_type"], str):
+            self.faults.append(f"model_type = {got['model_type']!r} must be a name")
+        if got["quantization"] and not isinstance(got["quantization"], Mapping):
+            self.faults.append(f"{self.read_from['quantization']} = {got['quantization']!r} must be an object")
+        if got["max_window_layers"] is not None and not _is_int(got["max_window_layers"], 0):
+            self.faults.append(f"max_window_layers = {got['max_window_layers']!r} must be a whole number, 0 or more")
+            got["max_window_layers"] = None
         self._check_block(got)
         self._check_dflash2(got)
 
@@ -273,8 +295,10 @@ class _Reader:
         unsupported = [
             f"{self.read_from[name]} = {got[name]!r}"
             for name in _EXTENSIONS
-            if got[name] is not None and got[name] is not False and got[name] not in _PLAIN.get(name, ())
+            if got[name] and got[name] not in _PLAIN.get(name, ())
         ]
+        if got["model_type"] in _OTHER_FORWARD:
+            unsupported.append(f"model_type = {got['model_type']!r} ({_OTHER_FORWARD[got['model_type']]})")
         return DrafterConfig(
             architecture=self.architecture,
             hidden_size=hidden,
@@ -297,10 +321,15 @@ class _Reader:
             draft_vocab_size=got["draft_vocab_size"],
             num_target_layers=got["num_target_layers"],
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
-            quantization=self.raw.get("quantization") or self.raw.get("quantization_config"),
+            quantization=got["quantization"] or None,
             unsupported=tuple(unsupported),
+            unread=self._unread(),
             read_from=self.read_from,
         )
+
+    def _unread(self) -> tuple[str, ...]:
+        known = {path for paths in (*_SPELLINGS.values(), *_CAUSAL_KEYS) for path in paths}
+        return tuple(key for key in self.raw.get("dflash_config") or {} if f"dflash_config.{key}" not in known)
 
     def _check_block(self, got: dict[str, Any]) -> None:
         block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]
@@ -371,7 +400,7 @@ class _Reader:
                 if not isinstance(value, bool):
                     self.faults.append(f"{keys[0]} = {value!r} must be true or false")
                 return (bool(value),) * len(kinds)
-        if got["use_swa"] or self.raw.get("sliding_window_non_causal"):
+        if got["use_swa"] or got["sliding_window_non_causal"]:
             return (False,) * len(kinds)
         return tuple(k == "sliding_attention" for k in kinds)
 
@@ -407,7 +436,7 @@ class _Reader:
             self.faults.append("rope_theta or rope_parameters.rope_theta is missing")
             return None
         for name, value in thetas:
-            if not _is_number(value) or value <= 0:
+            if not _is_positive(value):
                 self.faults.append(f"{name} = {value!r} must be a positive number")
                 return None
             if value != thetas[0][1]:
@@ -427,7 +456,8 @@ class _Reader:
             self.faults.append(f"RoPE kind {kind!r} needs {', '.join(missing)}")
             return None
         parameters = dict(parameters)
-        partial = parameters.pop("partial_rotary_factor", None) or self.raw.get("partial_rotary_factor") or 1.0
+        partials = (parameters.pop("partial_rotary_factor", None), self.raw.get("partial_rotary_factor"), 1.0)
+        partial = next(value for value in partials if value is not None)
         odd = [f"{key} = {value!r}" for key, value in parameters.items() if key in _ROPE_NUMBERS and not _is_positive(value)]
         if not _is_positive(partial) or partial > 1:
             odd.append(f"partial_rotary_factor = {partial!r}")
@@ -464,22 +494,28 @@ class _Reader:
         return RopeConfig(float(thetas[0][1]), dims, kind, parameters, traditional)
 
 
-def _flatten_speculators(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
     """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
 
     Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
     """
     if raw.get("speculators_model_type") != "dflash":
         return raw
-    inner = raw.get("transformer_layer_config") or {}
-    flat = {**inner, **{k: v for k, v in raw.items() if k != "transformer_layer_config" and v is not None}}
-    flat["architectures"] = ["DFlashDraftModel"]
+    parts: dict[str, Mapping[str, Any]] = {}
+    for key in ("transformer_layer_config", "speculators_config"):
+        parts[key] = raw.get(key) or {}
+        if not isinstance(parts[key], Mapping):
+            faults.append(f"{key} = {raw[key]!r} must be an object")
+            parts[key] = {}
+    outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
+    flat = {**parts["transformer_layer_config"], **outer, "architectures": ["DFlashDraftModel"]}
     ids = flat.get("aux_hidden_state_layer_ids")
     if isinstance(ids, (list, tuple)) and all(_is_int(i, 0) for i in ids):
         flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
-    methods = (flat.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    if flat.get("block_size") is None and _is_int(methods[0].get("speculative_tokens"), 1):
-        flat["block_size"] = methods[0]["speculative_tokens"] + 1
+    methods = parts["speculators_config"].get("proposal_methods")
+    first = methods[0] if isinstance(methods, (list, tuple)) and methods else None
+    if flat.get("block_size") is None and isinstance(first, Mapping) and _is_int(first.get("speculative_tokens"), 1):
+        flat["block_size"] = first["speculative_tokens"] + 1
     return flat
 
 
@@ -490,7 +526,7 @@ def _scaling(value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 
 
 def _is_number(value: Any) -> bool:

@@ -338,6 +338,25 @@ REFUSED = {
     "bias as text": ({"attention_bias": "yes"}, "attention_bias = 'yes' must be true or false"),
     "dflash_config as a list": ({"dflash_config": [1]}, "dflash_config must be an object, found [1]"),
     "layers as a flag": ({"num_hidden_layers": True}, "num_hidden_layers = True must be a positive whole number"),
+    "layers beyond sense": ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 is beyond any drafter's (1024)"),
+    "block beyond sense": ({"block_size": 1025}, "block_size = 1025 is beyond any drafter's (1024)"),
+    "eps without end": ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf must be a positive number"),
+    "theta without end": ({"rope_theta": float("inf")}, "rope_theta = inf must be a positive number"),
+    "soft-cap that is no number": (
+        {"dflash_config__final_logit_softcapping": float("nan")},
+        "dflash_config.final_logit_softcapping = nan must be a positive number",
+    ),
+    "architectures of numbers": ({"architectures": [5]}, "architectures = [5] must be a list of names"),
+    "model type as a number": ({"model_type": 5}, "model_type = 5 must be a name"),
+    "quantization as text": ({"quantization": "four"}, "quantization = 'four' must be an object"),
+    "quantization_config as a number": ({"quantization_config": 4}, "quantization_config = 4 must be an object"),
+    "no part rotates": ({"partial_rotary_factor": 0}, "RoPE kind 'default' has partial_rotary_factor = 0"),
+    "non-causal as text": ({"sliding_window_non_causal": "yes"}, "sliding_window_non_causal = 'yes' must be true or false"),
+    "max_window_layers": ({"max_window_layers": "2"}, "max_window_layers = '2' must be a whole number, 0 or more"),
+    "two multipliers": (
+        {"dflash_config__output_multiplier": 0.5, "logit_scale": 0.25},
+        "dflash_config.output_multiplier = 0.5 contradicts logit_scale = 0.25",
+    ),
 }
 
 
@@ -390,7 +409,7 @@ def test_an_empty_config_lists_what_is_missing_and_does_not_crash(config):
     assert text.count("is missing") >= 7
 
 
-ODD = (None, -1, 0, 1, 7, 1.5, "x", True, [], [1], ["x"], {}, {"x": 1}, float("nan"), float("inf"))
+ODD = (None, -1, 0, 1, 7, 1.5, "x", True, [], [1], ["x"], [[1]], {}, {"x": 1}, float("nan"), float("inf"), 1 << 40, 10**30)
 EVERY_KEY = sorted({place.replace(".", "__") for places in _SPELLINGS.values() for place in places}) + [
     "architectures",
     "model_type",
@@ -434,3 +453,34 @@ def test_an_odd_value_of_a_key_is_taken_or_refused_and_never_another_error(key):
 )
 def test_rope_numbers_are_checked(changes, message):
     assert message in refusal(changed(**changes))
+
+
+SPECULATORS = {
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": {
+        k: v for k, v in raw_config().items() if k not in ("architectures", "block_size", "dflash_config")
+    },
+    "aux_hidden_state_layer_ids": [1, 3],
+    "mask_token_id": 3,
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
+}
+
+
+def test_a_speculators_config_is_flattened():
+    c = read(SPECULATORS)
+    assert (c.architecture, c.block_size, c.target_layer_ids, c.hidden_size) == ("DFlashDraftModel", 5, (0, 2), 24)
+    assert c.causal == (True, False) and read(SPECULATORS | {"sliding_window_non_causal": True}).causal == (False, False)
+
+
+@pytest.mark.parametrize("key", [*SPECULATORS, "speculators_config__proposal_methods", "block_size", "draft_vocab_size"])
+def test_an_odd_value_in_a_speculators_config_is_taken_or_refused(key):
+    for value in ODD:
+        try:
+            read(changed(SPECULATORS, **{key: value}))
+        except ConfigError as error:
+            assert "config.json" in str(error)
+
+
+def test_keys_of_dflash_config_that_nothing_reads_are_listed():
+    c = read(changed(dflash_config__conv_activation="silu", dflash_config__causal=False, dflash_config__use_swa=False))
+    assert c.unread == ("conv_activation",)
