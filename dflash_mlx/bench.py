@@ -244,29 +244,7 @@ class Bench:
     ) -> tuple[dict[str, Any], list[int]]:
         """One answer: its figures, and its token ids."""
         ids = self.ids(cell, trial)
-        responses = self._responses(side, ids, cell[1], self.plan.seed + trial, max_tokens or self.plan.max_tokens)
-        gc.collect()
-        mx.reset_peak_memory()
-        tokens, last, first = [], None, 0.0
-        began = time.perf_counter()
-        for last in responses:
-            if not tokens:
-                first = time.perf_counter()
-            tokens.append(last.token)
-        ended = time.perf_counter()
-        decode_s = ended - first
-        figures = {
-            "prompt_tokens": len(ids),
-            "tokens": len(tokens),
-            "finish_reason": last.finish_reason,
-            "ttft_s": first - began,
-            "decode_s": decode_s,
-            "decode_tps": (len(tokens) - 1) / decode_s if len(tokens) > 1 else None,
-            "peak_memory_gb": mx.get_peak_memory() / 1e9,
-        }
-        if side == "dflash":
-            figures |= acceptance(last.stats)
-        return figures, tokens
+        return timed(self._responses(side, ids, cell[1], self.plan.seed + trial, max_tokens or self.plan.max_tokens), len(ids))
 
     def _pair(self, cell: tuple[str, float, int], trial: int, first: str) -> dict[str, Any]:
         """Both sides once, and whether they said the same."""
@@ -285,6 +263,31 @@ class Bench:
         if at is not None and cell[1] == 0 and at < min(len(plain), len(ours)):
             pair["margin"] = margin(self.model, [*self.ids(cell, trial), *plain[:at]], plain[at], ours[at])
         return pair
+
+
+def timed(responses: Iterator[Any], prompt_tokens: int) -> tuple[dict[str, Any], list[int]]:
+    """Drain one run of mlx-lm's or our `stream_generate`: its figures, as the module's docstring defines them, and its ids."""
+    gc.collect()
+    mx.reset_peak_memory()
+    tokens, last, first = [], None, 0.0
+    began = time.perf_counter()
+    for last in responses:
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(last.token)
+    decode_s = time.perf_counter() - first
+    figures = {
+        "prompt_tokens": prompt_tokens,
+        "tokens": len(tokens),
+        "finish_reason": last.finish_reason,
+        "ttft_s": first - began,
+        "decode_s": decode_s,
+        "decode_tps": (len(tokens) - 1) / decode_s if len(tokens) > 1 else None,
+        "peak_memory_gb": mx.get_peak_memory() / 1e9,
+    }
+    if stats := getattr(last, "stats", None):
+        figures |= acceptance(stats)
+    return figures, tokens
 
 
 def acceptance(stats: Any) -> dict[str, Any]:
@@ -388,7 +391,7 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     return {
         "bits": sorted({m.bits for m in quantized}),
         "dtype": str(dtype).removeprefix("mlx.core."),
-        "gb": round(sum(a.nbytes for _, a in tree_flatten(model.parameters())) / 1e9, 3),
+        "gb": float(f"{sum(a.nbytes for _, a in tree_flatten(model.parameters())) / 1e9:.3g}"),
     }
 
 

@@ -69,9 +69,9 @@ def test_a_trial_takes_the_next_prompt_of_its_kind_and_figures_are_of_that_run(r
 
 
 def test_figures_of_a_cell_are_medians_and_tau_is_over_all_rounds():
-    runs = [run_of("a", up, widths={"3": 6, "0": 4}, committed=c, drafting=6) for up, c in ((3.0, 6), (1.0, 12), (2.0, 18))]
+    runs = [run_of("a", up, widths={"3": 6, "0": 4}, committed=c, drafting=6) for up, c in ((6.0, 6), (1.0, 12), (2.0, 18))]
     (row,) = bench.summarise(runs)
-    assert (row["speedup"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 3.0, 3)
+    assert (row["speedup"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 6.0, 3)
     assert row["tau"] == 2.0 and row["mean_width"] == pytest.approx(1.8) and row["plain_rounds"] == pytest.approx(0.4)
     assert row["dflash_decode_tps"] == 20.0 and row["equal"] == 3
 
@@ -106,6 +106,8 @@ def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, 
     assert "differs from mlx-lm's at token 5" in shown and "please report it" in shown and "0/1" in shown
     record["weights"]["dtype"] = "bfloat16"
     assert bench.faults(record) == 0 and "near tie" in bench.table(record)
+    record["weights"]["dtype"], record["machine"]["device"] = "float32", "gpu"
+    assert bench.faults(record) == 0
 
 
 def test_ctrl_c_keeps_what_is_measured(pair, monkeypatch):
@@ -188,6 +190,7 @@ def test_a_prompt_goes_through_the_chat_template_and_after_its_context(pair, tmp
         ([*range(20), *[7, 8] * 12], True),
         ([*range(20), *[7, 8] * 11], False),
         ([*range(5), *[*range(30, 50)] * 3], True),
+        ([*range(5), *[*range(30, 50)] * 2], False),
         ([*range(5), *[*range(30, 50)] * 3, 1], False),
     ],
 )

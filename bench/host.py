@@ -1,0 +1,134 @@
+"""Host time a round: what the loop costs beyond its model passes, as a share of a round.
+
+    python bench/host.py                                     the built-in pair, block 16 or the drafter's
+    python bench/host.py --model M --draft-model D --block-size 8 --tokens 256 --repeats 7 --out host.json
+
+The real loop (`stream_generate`, fixed block size) writes an answer. Then the same passes are made again without it: for every
+round one drafter pass over the same context rows and one target pass over the same block at the same position, head and argmax
+included, with nothing decided in between. Two ways: with one wait a round, as the loop must have, and without waits, which is
+what the device alone needs. host share = 1 - bare / real. Runs alternate; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx import bench, load, load_drafter, make_prompt_cache, stream_generate
+from dflash_mlx.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
+from dflash_mlx.cache import PairCache, checkpoint, rollback
+from dflash_mlx.taps import Target
+from dflash_mlx.verify import logprobs, verify_block
+
+
+def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list[Any], ids: list[int], waits: bool) -> float:
+    """Seconds for the model passes of `rounds`, made again.
+
+    Args:
+      rounds: `stats.rounds` of a run at one block size that answered `prompt` with `ids`.
+      waits: evaluate every round before the next one is put together.
+    """
+    target = Target(model, drafter.config.target_layer_ids)
+    pair = PairCache.read(make_prompt_cache(model, drafter))
+    _, features = target(mx.array([prompt]), pair.target)
+    # As after the loop's prefill: the drafter holds all context rows but the last.
+    row, start, pending, outputs = len(prompt), len(prompt) - 1, features[:, -1:], []
+    drafter.inject(features[:, :-1], pair.drafter, 0)
+    mx.eval(pending, [entry.state for entry in pair.entries[:-1]])
+    begun = time.perf_counter()
+    for r in rounds:
+        anchor = mx.array([ids[row - len(prompt)]], dtype=mx.int32)
+        drafted = drafter.draft(anchor, pending, pair.drafter, start, len(r.drafted) + 1)
+        point = checkpoint(pair.target, row)
+        hidden, features = verify_block(target, anchor, drafted[:, : r.width], pair.target, point)
+        choices = mx.argmax(logprobs(target, hidden), axis=-1)
+        (mx.eval if waits else mx.async_eval)(choices, drafted, features)
+        outputs.append(choices)
+        start, pending = row, features[:, : r.accepted + 1]
+        row += r.accepted + 1
+        rollback(pair.target, point, row)
+    mx.eval(outputs)
+    seconds = time.perf_counter() - begun
+    for r, choices in zip(rounds, outputs, strict=True):
+        if choices[0, r.accepted].item() != r.bonus and mx.default_device() == mx.cpu:
+            raise AssertionError("the passes made again chose another token: they are not those of the run")
+    return seconds
+
+
+def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[int], K: int, tokens: int, repeats: int) -> dict:
+    """Milliseconds a round of the loop and of its passes, and the host's share."""
+
+    def real() -> tuple[float, list[Any], list[int]]:
+        responses = stream_generate(model, tokenizer, prompt, max_tokens=tokens, draft_model=drafter, block_size=K)
+        ids, first = [], 0.0
+        for response in responses:
+            if not ids:
+                first = time.perf_counter()
+            ids.append(response.token)
+        return time.perf_counter() - first, response.stats.rounds, ids
+
+    _, rounds, ids = real()
+    for waits in (True, False):
+        bare_s(model, drafter, prompt, rounds, ids, waits)
+    times: dict[str, list[float]] = {"loop": [], "passes_with_waits": [], "passes_without_waits": []}
+    for _ in range(repeats):
+        times["loop"].append(real()[0])
+        times["passes_with_waits"].append(bare_s(model, drafter, prompt, rounds, ids, True))
+        times["passes_without_waits"].append(bare_s(model, drafter, prompt, rounds, ids, False))
+    ms = {name: 1e3 * statistics.median(values) / len(rounds) for name, values in times.items()}
+    return {
+        "block_size": K,
+        "rounds": len(rounds),
+        "tokens": len(ids),
+        "ms_a_round": ms,
+        "spread_ms": {name: [1e3 * f(values) / len(rounds) for f in (min, max)] for name, values in times.items()},
+        "host_share": 1 - ms["passes_with_waits"] / ms["loop"],
+        "host_and_wait_share": 1 - ms["passes_without_waits"] / ms["loop"],
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default=DEFAULT_PAIR)
+    p.add_argument("--draft-model")
+    p.add_argument("--prompt", help="default: the built-in pair's")
+    p.add_argument("--block-size", type=int)
+    p.add_argument("--tokens", type=int, default=128)
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
+    p.add_argument("--dense", action="store_true", help="write quantized layers out first")
+    p.add_argument("--out", type=Path)
+    args = p.parse_args()
+    model, tokenizer = load(args.model, dtype=getattr(mx, args.dtype) if args.dtype else None)
+    if args.dense:
+        from dflash_mlx.loading import default_dtype
+        from dflash_mlx.train.loop import dense
+
+        model = dense(model, getattr(mx, args.dtype) if args.dtype else default_dtype())
+    drafter = load_drafter(args.draft_model or args.model, model)
+    text = args.prompt or (BUILTIN_PAIRS[args.model].prompt if args.model in BUILTIN_PAIRS else "Explain why the sky is blue.")
+    prompt = list(tokenizer.encode(text))
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": text}]
+        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    K = args.block_size or drafter.config.block_size
+    result = measure(model, tokenizer, drafter, prompt, K, args.tokens, args.repeats)
+    record = {"what": "bench/host.py", "model": args.model, "machine": bench.machine(), "versions": bench.versions()}
+    record |= {"weights": bench.weights_of(model), "result": result}
+    ms = result["ms_a_round"]
+    print(f"{args.model} ({record['weights']['dtype']}) on {record['machine']['chip']}, block {K}, {result['rounds']} rounds")
+    print(f"loop {ms['loop']:.3f} ms a round; its passes {ms['passes_with_waits']:.3f} ms with one wait a round: ", end="")
+    print(f"host share {100 * result['host_share']:.1f} %")
+    print(f"passes without waits {ms['passes_without_waits']:.3f} ms: host and waits {100 * result['host_and_wait_share']:.1f} %")
+    if args.out:
+        bench.write_record(record, args.out)
+
+
+if __name__ == "__main__":
+    main()
