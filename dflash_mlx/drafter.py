@@ -22,6 +22,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .cache import append_window
 from .config import DrafterConfig, RopeConfig
+from .errors import PairError
 
 
 class YarnRoPE(nn.Module):
@@ -225,11 +226,13 @@ class Drafter(nn.Module):
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
         """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).
 
-        One that the drafter has of its own is used instead, always.
+        Both are used as given, their scale and soft-cap included (`finish_head`). One that the drafter has of its own is used
+        instead, always, with the config's scale and soft-cap.
         """
         scale = self.config.input_embedding_scale or 1.0
         self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
-        self._head = (lambda hidden: self.lm_head(hidden)) if "lm_head" in self else head
+        own = finish_head(self.config, self.lm_head, self.lm_head, "the drafter's own head") if "lm_head" in self else None
+        self._head = own or head
         self._target = target
         return self
 
@@ -287,14 +290,43 @@ class Drafter(nn.Module):
         # Slot 0 is the anchor itself: its row predicts nothing.
         return hidden[:, 1:]
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether each slot has a distribution of its own over the target's vocabulary: `logits`."""
-        return type(self).choose is Drafter.choose and "d2t" not in self
+    def draw(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        probabilities: Callable[[mx.array], mx.array],
+        temperature: float,
+        key: mx.array,
+    ) -> tuple[mx.array, mx.array | None, mx.array]:
+        """Draw the slots' tokens instead of taking the likeliest, and tell with which probabilities.
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """[B, N, H] normed rows of the mask slots to [B, N, V]; only where `has_logits`."""
-        return self._head(hidden)
+        Shapes:
+          - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
+        Args:
+          probabilities: log-probabilities [..., V] to those that a sampler draws with (filters, then temperature).
+        Returns: drawn ids [B, N] int32; the ids that could be drawn [B, N, k], None for all in their order; the probability of
+          each [B, N, k].
+        """
+        logits = self._head(hidden)
+        q = probabilities(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        drawn = mx.random.categorical(mx.log(q), key=key)
+        every = self.target_ids(mx.broadcast_to(mx.arange(q.shape[-1]), q.shape)) if "d2t" in self else None
+        return self.target_ids(drawn), every, q
+
+    def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
+        """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
+        block = self._embed(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
+        hidden = self(block, features, self.make_cache(), 0)
+        parts = {
+            "the tapped layers": features,
+            "the drafter's fc": self.fc(features),
+            "the drafter's layers": hidden,
+            "the head": self._head(hidden),
+        }
+        for name, values in parts.items():
+            if not mx.isfinite(values).all().item():
+                return name, str(values.dtype).removeprefix("mlx.core.")
+        return None
 
     def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
         """[B, N, H] normed rows of the mask slots to token ids [B, N] int32: the argmax of the head at each."""
@@ -365,29 +397,40 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.zeros((rows, config.selector_rank))
 
     def __call__(
-        self, hidden: mx.array, unary: mx.array, candidates: mx.array, anchor: mx.array, temperature: float = 0.0
-    ) -> mx.array:
+        self,
+        hidden: mx.array,
+        unary: mx.array,
+        candidates: mx.array,
+        anchor: mx.array,
+        temperature: float = 0.0,
+        key: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
         """Walk the slots.
 
         Shapes:
           - hidden: [B, N, H]; unary, candidates: [B, N, k] float32 and token ids; anchor: [B] the token before slot 0
         Args:
           temperature: 0 takes the best candidate of each slot; else it is drawn from softmax(score / temperature) over the k
-            candidates, under mx.random's state.
-        Returns: [B, N] int32
+            candidates, under `key`.
+        Returns: the path [B, N] int32, and the scores [B, N, k] that each of its tokens was chosen by.
         """
         # A token beyond the codebooks (added after training) has no row: it borrows the last one.
         last = self.predecessor_codebook.shape[0] - 1
         projected = self.hidden_projection(hidden).astype(mx.float32)
         successors = self.successor_codebook[candidates].astype(mx.float32)
-        token, path = anchor, []
+        token, path, seen = anchor, [], []
         for i in range(hidden.shape[1]):
             query = self.predecessor_codebook[mx.minimum(token, last)].astype(mx.float32) * projected[:, i]
             scores = unary[:, i] + (successors[:, i] @ query[..., None])[..., 0]
-            slot = mx.random.categorical(scores / temperature) if temperature else mx.argmax(scores, axis=-1)
+            if temperature:
+                key, mine = mx.random.split(key)
+                slot = mx.random.categorical(scores / temperature, key=mine)
+            else:
+                slot = mx.argmax(scores, axis=-1)
             token = mx.take_along_axis(candidates[:, i], slot[:, None], axis=1)[:, 0]
             path.append(token)
-        return mx.stack(path, axis=1).astype(mx.int32)
+            seen.append(scores)
+        return mx.stack(path, axis=1).astype(mx.int32), mx.stack(seen, axis=1)
 
 
 class DFlash2Drafter(Drafter):
@@ -399,11 +442,23 @@ class DFlash2Drafter(Drafter):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def choose(self, hidden: mx.array, anchor: mx.array, temperature: float = 0.0) -> mx.array:
+    def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
         if not hidden.shape[1]:
             return mx.zeros(hidden.shape[:2], dtype=mx.int32)
+        return self.candidate_selector(hidden, *self.candidates(hidden), anchor)[0]
+
+    def draw(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        probabilities: Callable[[mx.array], mx.array],
+        temperature: float,
+        key: mx.array,
+    ) -> tuple[mx.array, mx.array | None, mx.array]:
+        """As `Drafter.draw`, by the selector's walk: over the candidates of a slot, at the temperature alone, no filters."""
         unary, candidates = self.candidates(hidden)
-        return self.candidate_selector(hidden, unary, candidates, anchor, temperature)
+        path, scores = self.candidate_selector(hidden, unary, candidates, anchor, temperature, key)
+        return path, candidates, mx.softmax(scores / temperature, axis=-1, precise=True)
 
     def candidates(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """[B, N, H] to each slot's best tokens: their logits, float32, as the head's scale and soft-cap leave them, and ids.
@@ -411,10 +466,6 @@ class DFlash2Drafter(Drafter):
         Shapes of both results: [B, N, top_k]
         """
         logits = self._head(hidden).astype(mx.float32)
-        if not self._scaled_by_head:
-            logits = logits * (self.config.output_multiplier or 1.0)
-            if cap := self.config.final_logit_softcapping:
-                logits = mx.tanh(logits / cap) * cap
         if "d2t" not in self:
             # No candidate without a row in the codebooks: padding of the head.
             logits = logits[..., : self.candidate_selector.successor_codebook.shape[0]]
@@ -422,16 +473,50 @@ class DFlash2Drafter(Drafter):
         ids = mx.argpartition(logits, kth=-k, axis=-1)[..., -k:]
         return mx.take_along_axis(logits, ids, axis=-1), self.target_ids(ids)
 
-    def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
-        super().bind(embed, head, target)
-        # The config repeats the target's scale and soft-cap. Where the borrowed head is the target's own code and caps, it has
-        # done both: only a linear head is still to be scaled.
-        self._scaled_by_head = False
-        if self.config.final_logit_softcapping:
-            probe = mx.random.normal((1, 1, self.config.hidden_size), key=mx.random.key(5)).astype(self.norm.weight.dtype)
-            one, many = (mx.abs(self._head(n * probe).astype(mx.float32)).max().item() for n in (1, 256))
-            self._scaled_by_head = many < 0.9 * 256 * one
-        return self
+
+def finish_head(
+    config: DrafterConfig,
+    head: Callable[[mx.array], mx.array],
+    matrix: Callable[[mx.array], mx.array],
+    whose: str,
+) -> Callable[[mx.array], mx.array]:
+    """A head with the config's scale and soft-cap, each added only where the head has not got it in its own code.
+
+    The config repeats what the target does to its logits, for code that has only the target's matrix.
+
+    Shapes:
+      - head: hidden [B, L, H] to logits [B, L, V]; matrix: the same by the bare matrix product of that head
+    Raises:
+      PairError: the head scales its logits by another number.
+    """
+    scale, cap = config.output_multiplier, config.final_logit_softcapping
+    if not scale and not cap:
+        return head
+    probe = mx.random.normal((1, 1, config.hidden_size), key=mx.random.key(5))
+
+    def size(of: Callable[[mx.array], mx.array], n: float) -> float:
+        return mx.abs((of(n * probe) - of(0 * probe)).astype(mx.float32)).mean().item()
+
+    if scale:
+        # Of a small row: a soft-cap leaves it as it is. 0.02 is more than the rounding of a scale kept in bfloat16.
+        has = size(head, 1e-3) / size(matrix, 1e-3)
+        if abs(has / scale - 1) < 0.02:
+            scale = None
+        elif abs(has - 1) >= 0.02:
+            raise PairError(
+                f"expected {whose} to scale its logits by {scale:g}, as the drafter's {config.read_from['output_multiplier']} "
+                f"says; found {has:.3g}. Use the drafter trained for this target."
+            )
+    if cap and size(head, 256) < 0.9 * 256 * size(head, 1):
+        cap = None
+    if not scale and not cap:
+        return head
+
+    def finished(hidden: mx.array) -> mx.array:
+        logits = head(hidden).astype(mx.float32) * (scale or 1.0)
+        return mx.tanh(logits / cap) * cap if cap else logits
+
+    return finished
 
 
 # Architecture as config.json names it: what builds it. Any other is refused by name.

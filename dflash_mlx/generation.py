@@ -172,7 +172,7 @@ def stream_generate(
         start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
         quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
         _check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
-    chooser = _chooser(draft_model, sampler, logits_processors or (), seed, acceptance)
+    chooser = _chooser(sampler, logits_processors or (), seed, acceptance)
     steps = _rounds(
         ids,
         model,
@@ -430,11 +430,11 @@ class _Rejecter(_Chooser):
     def draft(
         self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
     ) -> mx.array:
-        logits = drafter.logits(drafter.slots(anchor, features, cache, start, block_size))
-        # [1, N, V], kept for this round's `_accept`: drafts must be judged by what they were drawn from.
-        self._drafters = self.sampler.probabilities(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        hidden = drafter.slots(anchor, features, cache, start, block_size)
         key = self._keys(start + features.shape[1] + 1)[0]
-        return mx.random.categorical(mx.log(self._drafters), key=key).astype(mx.int32)
+        # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
+        drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)
+        return drawn
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         width = drafted.shape[1]
@@ -443,15 +443,17 @@ class _Rejecter(_Chooser):
         keys = self._keys(position)
         uniform = mx.random.uniform(shape=drafted.shape, key=keys[1])
         gumbel = mx.random.gumbel((1, rows.shape[-1]), key=keys[2])
-        return self.rule(drafted, self.sampler.probabilities(rows), self._drafters[:, :width], uniform, gumbel)
+        ids, q = self._drawn_from
+        if ids is not None:
+            # No other token could be drawn.
+            q = mx.put_along_axis(mx.zeros((*q.shape[:2], rows.shape[-1])), ids, q.astype(mx.float32), axis=-1)
+        return self.rule(drafted, self.sampler.probabilities(rows), q[:, :width], uniform, gumbel)
 
 
 _RULES = {"rejection": accept_rejection, "block": accept_block}
 
 
-def _chooser(
-    drafter: Drafter, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str
-) -> _Chooser:
+def _chooser(sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str) -> _Chooser:
     """Raises: GenerationError if the rule is unknown, or what it needs is not there."""
     if acceptance == "match":
         return _Chooser(sampler, processors, seed)
@@ -466,11 +468,6 @@ def _chooser(
         raise GenerationError(
             f"expected no logits_processors with acceptance={acceptance!r}; found some. They would see drafts that are not kept: "
             "leave one of the two out."
-        )
-    if not drafter.has_logits:
-        raise GenerationError(
-            f"expected a drafter with a distribution a slot for acceptance={acceptance!r}; found a {type(drafter).__name__} that "
-            "chooses among candidates or has a vocabulary of its own. Leave acceptance out."
         )
     return _Rejecter(sampler, seed, _RULES[acceptance])
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from .builtin import builtin_path
 from .checkpoint import Checkpoint, inspect_checkpoint
 from .config import DrafterConfig
-from .drafter import ARCHITECTURES, Drafter, build_drafter
+from .drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .memory import machine_bytes
 from .taps import Target
@@ -155,7 +155,8 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     mx.eval(drafter.parameters())
     if "lm_head" in drafter:
         _check_own_head(drafter, target)
-    drafter.bind(_scaled_embedding(config, target), target.head, model)
+    head = finish_head(config, target.head, target.matrix, target.family) if "lm_head" not in drafter else target.head
+    drafter.bind(_scaled_embedding(config, target), head, model)
     _check_finite(drafter, model)
     return drafter
 
@@ -189,24 +190,15 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
     Raises:
       PairError: names the first part that gives NaN or infinity, and the number type.
     """
-    config = drafter.config
-    target = Target(model, config.target_layer_ids)
+    target = Target(model, drafter.config.target_layer_ids)
     step = max(target.vocabulary // 8, 1)
     _, features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary)
-    block = drafter._embed(mx.full((1, 2), config.mask_token_id, dtype=mx.int32))
-    hidden = drafter(block, features, drafter.make_cache(), 0)
-    parts = {
-        f"layers {list(config.target_layer_ids)} of {target.family}": features,
-        "the drafter's fc": drafter.fc(features),
-        "the drafter's layers": hidden,
-        "the head": drafter._head(hidden),
-    }
-    for name, values in parts.items():
-        if not mx.isfinite(values).all().item():
-            raise PairError(
-                f"expected finite values from {name}; found NaN or infinity in {str(values.dtype).removeprefix('mlx.core.')}. "
-                "Load the target with another dtype (bfloat16 or float32)."
-            )
+    if fault := drafter.first_not_finite(features):
+        where = f"layers {list(target.layer_ids)} of {target.family}" if fault[0] == "the tapped layers" else fault[0]
+        raise PairError(
+            f"expected finite values from {where}; found NaN or infinity in {fault[1]}. "
+            "Load the target with another dtype (bfloat16 or float32)."
+        )
 
 
 def _check_own_head(drafter: Drafter, target: Target) -> None:

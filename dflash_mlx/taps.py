@@ -376,3 +376,16 @@ class Target:
 
         with _intercept([(self.backbone, skip)]):
             return _array(self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32)))
+
+    def matrix(self, hidden: mx.array) -> mx.array:
+        """[B, L, H] to [B, L, V] by the bare matrix product of `head`: no scale, no soft-cap."""
+        inside = {id(m) for _, m in self.backbone.named_modules()}
+        found: list[nn.Module] = []
+
+        def noting(module: nn.Module) -> Handler:
+            return lambda inner, args, kwargs: found.append(module) or inner(*args, **kwargs)
+
+        linears = [m for _, m in self.model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
+        with _intercept([(m, noting(m)) for m in linears if id(m) not in inside]):
+            self.head(hidden)
+        return found[-1](hidden) if found else self.embedding.as_linear(hidden)

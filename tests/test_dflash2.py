@@ -5,17 +5,22 @@ from collections import Counter
 from itertools import product
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import reference
+from families import family
 from kit import DATA, TINY, flat, grow, meets, plant, raw_config, references, run
 from mlx.utils import tree_unflatten
+from test_accept_law import LENGTH, LIMIT, RULES, B, laws, p_value, sample
 
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.drafter import CandidateSelector, build_drafter
-from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.drafter import CandidateSelector, build_drafter, finish_head
+from dflash_mlx.errors import CheckpointError, ConfigError, PairError
 from dflash_mlx.loading import make_drafter
+from dflash_mlx.sampling import Distribution
+from dflash_mlx.taps import Target
 
 H, V, WIDTH = 32, 61, 26
 
@@ -96,7 +101,8 @@ def test_the_selector_walks_as_numpy_does(multiplier, cap):
     drafter, weights = random_drafter(raw)
     rng = np.random.default_rng(2)
     head, hidden = rng.normal(size=(V, H)), rng.normal(size=(7, 5, H))
-    drafter.bind(None, lambda x: x @ mx.array(head.T, dtype=mx.float32))
+    plain = lambda x: x @ mx.array(head.T, dtype=mx.float32)  # noqa: E731
+    drafter.bind(None, finish_head(drafter.config, plain, plain, "x"))
     moved = 0
     for i, h in enumerate(hidden):
         logits = h @ head.T * (multiplier or 1.0)
@@ -117,10 +123,39 @@ def test_a_head_that_caps_itself_is_not_capped_twice():
     def capped(x):
         return 3.0 * mx.tanh(x @ matrix * 0.2 / 3.0)
 
-    outside = drafter.bind(None, lambda x: x @ matrix).candidates(hidden)
-    inside = drafter.bind(None, capped).candidates(hidden)
-    assert mx.array_equal(mx.sort(inside[1]), mx.sort(outside[1]))
-    assert mx.allclose(mx.sort(inside[0]), mx.sort(outside[0]), rtol=1e-5)
+    def scaled(x):
+        return x @ matrix * 0.2
+
+    def plain(x):
+        return x @ matrix
+
+    expected = 3.0 * mx.tanh(plain(hidden) * 0.2 / 3.0)
+    for head in (capped, scaled, plain):
+        assert mx.allclose(finish_head(drafter.config, head, plain, "x")(hidden), expected, rtol=1e-5)
+    with pytest.raises(PairError, match="expected x to scale its logits by 0.2, .*output_multiplier says; found 0.5"):
+        finish_head(drafter.config, lambda x: plain(x) * 0.5, plain, "x")
+
+
+def test_a_head_of_the_drafters_own_gets_the_configs_scale_and_cap():
+    drafter, _ = random_drafter(raw_v2(nested={"output_multiplier": 0.2, "final_logit_softcapping": 3.0}))
+    drafter.lm_head = nn.Linear(H, V, bias=False)
+    hidden = mx.random.normal((1, 4, H), key=mx.random.key(2))
+    got = drafter.bind(None, lambda x: x @ mx.zeros((H, V)))._head(hidden)
+    assert mx.allclose(got, 3.0 * mx.tanh(drafter.lm_head(hidden) * 0.2 / 3.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["muse_glimmer", "gemma2", "granitemoehybrid", "cohere2", "llama", "phi3"])
+def test_a_targets_scale_and_cap_are_neither_lost_nor_applied_twice(name):
+    """The config's numbers are the target's own (granite divides by 2, gemma2 caps at 30), or are in the config alone."""
+    model = family(name)
+    target = Target(model)
+    hidden = mx.random.normal((1, 3, 48), key=mx.random.key(2))
+    scale, cap = {"muse_glimmer": (0.196116, 20.0), "gemma2": (None, 30.0), "granitemoehybrid": (0.5, None)}.get(name, (0.3, 5.0))
+    raw = raw_config(48, V, output_multiplier=scale, final_logit_softcapping=cap)
+    logits = target.matrix(hidden) * (scale or 1.0)
+    expected = cap * mx.tanh(logits / cap) if cap else logits
+    head = finish_head(DrafterConfig.from_dict(raw), target.head, target.matrix, name)
+    assert mx.allclose(head(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_sampled_walk_has_the_distribution_that_it_claims():
@@ -130,11 +165,10 @@ def test_the_sampled_walk_has_the_distribution_that_it_claims():
     n, temperature = 20_000, 0.8
     hidden, unary = rng.normal(size=(2, H)) * 0.5, rng.normal(size=(2, 3))
     candidates = np.array([[7, 50, 12], [9, 7, 33]])
-    mx.random.seed(11)
     wide = [
         mx.broadcast_to(mx.array(a), (n, *a.shape)) for a in (hidden.astype(np.float32), unary.astype(np.float32), candidates)
     ]
-    walks = drafter.candidate_selector(*wide, mx.full((n,), 21), temperature=temperature)
+    walks, scores = drafter.candidate_selector(*wide, mx.full((n,), 21), temperature, mx.random.key(11))
     counts = Counter(map(tuple, walks.tolist()))
     distance = 0.0
     for i, first in enumerate(candidates[0]):
@@ -143,6 +177,74 @@ def test_the_sampled_walk_has_the_distribution_that_it_claims():
         distance += sum(abs(counts[first, second] / n - p * q[j]) for j, second in enumerate(candidates[1])) / 2
     # Expected about 0.01 for 9 outcomes; the second slot drawn without its predecessor gives 0.1 and more.
     assert distance < 0.02 and len(counts) == 9
+    # The scores that it tells are those of the path that it took.
+    for walk in range(50):
+        told = softmax(np.array(scores[walk, 1], dtype=np.float64) / temperature)
+        q = softmax(reference.scores(weights, hidden[1], unary[1], candidates[1], walks[walk, 0].item()) / temperature)
+        assert np.abs(told - q).max() < 1e-5
+
+
+def after_one_round(drafter, rule, spoil=lambda q: q):
+    """[B, LENGTH] tokens of a chain target: a round drafted by `Drafter.draw` after token 0, then the chain; and accepted [B]."""
+    chain, _ = laws(8, 5)
+    rng = np.random.default_rng(5)
+    hidden = mx.broadcast_to(mx.array(rng.normal(size=(LENGTH - 1, H)).astype(np.float32)), (B, LENGTH - 1, H))
+    sampler = Distribution(0.8)
+    anchor = mx.zeros((B,), dtype=mx.int32)
+    drawn, ids, q = drafter.draw(hidden, anchor, sampler.probabilities, sampler.temp, mx.random.key(6))
+    wide = q if ids is None else mx.put_along_axis(mx.zeros((*q.shape[:2], 8)), ids, spoil(q), axis=-1)
+    given = np.concatenate([np.zeros((B, 1), dtype=np.int32), np.array(drawn)], axis=1)
+    p = mx.array(chain[given].astype(np.float32))
+    noise = [mx.array(a.astype(np.float32)) for a in (rng.random(drawn.shape), rng.gumbel(size=(B, 8)))]
+    accepted, bonus = (np.array(a) for a in rule(drawn, p, wide, *noise))
+    out = np.zeros((B, LENGTH), dtype=np.int32)
+    out[:, :-1] = np.array(drawn)
+    for i in range(LENGTH):
+        before = out[:, i - 1] if i else np.zeros(B, dtype=np.int32)
+        out[:, i] = np.where(i < accepted, out[:, i], np.where(i == accepted, bonus, sample(rng, chain[before])))
+    return out, accepted, chain
+
+
+def drawing_drafter(kind):
+    """Of 8 tokens: DFlash 2 with 3 candidates a slot, or a head over 5 of them with its map."""
+    raw = raw_v2(nested={"selector_top_k": 3}, vocab_size=8)
+    if kind == "reduced vocabulary":
+        raw = raw_config(H, 8, draft_vocab_size=5)
+    drafter, _ = random_drafter(raw)
+    if kind == "reduced vocabulary":
+        drafter.d2t = mx.array([1, 1, 2, 2, 3])
+    head = mx.random.normal((H, 5 if kind == "reduced vocabulary" else 8), key=mx.random.key(8)) * 0.2
+    return drafter.bind(None, lambda x: x @ head)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["DFlash 2", "reduced vocabulary"])
+def test_rejection_and_block_rules_with_drawn_drafts_give_the_targets_law(kind, rule):
+    out, accepted, chain = after_one_round(drawing_drafter(kind), RULES[rule])
+    assert p_value(out, chain) > LIMIT and 0.1 < accepted.mean() < 2.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_probabilities_that_the_walk_did_not_draw_with_are_caught(rule):
+    """Those of the slot's own logits, without the predecessor that was drawn: what a distribution a slot would tell."""
+    out, _, chain = after_one_round(drawing_drafter("DFlash 2"), RULES[rule], lambda q: mx.mean(q, axis=0, keepdims=True) + 0 * q)
+    assert p_value(out, chain) < LIMIT
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_dflash2_drafter_runs_with_rejection_and_keeps_more(pair, acceptance):
+    model, tokenizer, _ = pair
+    drafter, prompts = dflash2_pair(model)
+    options = {"sampler": Distribution(1.0), "seed": 3}
+    taus = {}
+    for rule in ("match", acceptance):
+        got = [run(model, drafter, c["prompt_ids"], 60, tokenizer, acceptance=rule, **options) for c in prompts[:3]]
+        taus[rule] = sum(r[-1].stats.tau for r in got)
+    assert taus[acceptance] > taus["match"]
+    certain = run(
+        model, drafter, prompts[1]["prompt_ids"], 20, tokenizer, acceptance=acceptance, sampler=Distribution(1.0, top_k=1)
+    )
+    assert [r.token for r in certain] == prompts[1]["ids"][:20]
 
 
 def softmax(x):

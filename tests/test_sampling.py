@@ -279,13 +279,6 @@ def test_what_rejection_needs_is_asked_for(tiny, options, message):
         Distribution(0)
 
 
-def test_rejection_refuses_a_drafter_without_a_distribution_a_slot(tiny):
-    drafter = tiny_drafter(tiny)
-    drafter.d2t = mx.zeros((61,), dtype=mx.int32)
-    with pytest.raises(GenerationError, match="a distribution a slot .*found a Drafter"):
-        run(tiny, drafter, PROMPT, acceptance="rejection", sampler=Distribution(1.0))
-
-
 def test_a_keyed_sampler_counts_positions_on():
     row = mx.log(mx.array(P, dtype=mx.float32))[None]
     sampler = KeyedSampler(mx.random.categorical, 3, 40)
