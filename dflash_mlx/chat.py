@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +28,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from .errors import DFlashError
-from .generation import GenerationResponse
+from .generation import GenerationResponse, largest_block
 from .reuse import PromptStore, open_turn
 from .taps import Target
 
@@ -60,9 +60,25 @@ class Pair:
     drafter: Any
 
 
+# Of each number among the settings: its type, and the least and most that it may be.
+_RANGES = {
+    "temp": (float, 0, None),
+    "top_p": (float, 0, 1),
+    "top_k": (int, 0, None),
+    "min_p": (float, 0, 1),
+    "seed": (int, 0, (1 << 32) - 1),
+    "max_tokens": (int, 1, None),
+    "block_size": (int, 1, None),
+}
+
+
 @dataclass
 class Settings:
-    """What `/set` changes; None and 0 mean the default of `generate`."""
+    """What `/set` changes; None and 0 mean the default of `generate`.
+
+    Raises:
+      DFlashError: a value of another type or out of its range.
+    """
 
     temp: float = 0.0
     top_p: float = 0.0
@@ -73,41 +89,55 @@ class Settings:
     block_size: int | None = None
     thinking: bool | None = None
 
-    def change(self, name: str, text: str) -> None:
-        """Set one field from what a user typed; 'default' takes it back.
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            self._check(one.name, getattr(self, one.name))
+
+    def _check(self, name: str, value: Any) -> None:
+        if value is None and getattr(Settings, name) is None:
+            return
+        if name == "thinking":
+            if not isinstance(value, bool):
+                raise DFlashError(f"expected thinking to be on, off or default; found {value!r}.")
+            return
+        kind, low, high = _RANGES[name]
+        fits = type(value) in (int, kind) and value >= low and (high is None or value <= high) and value != float("inf")
+        if not fits:
+            span = f"at least {low}" if high is None else f"from {low} to {high}"
+            what = "a whole number" if kind is int else "a number"
+            raise DFlashError(f"expected {name} to be {what} {span}; found {value!r}. 'default' takes it back.")
+
+    def changed(self, name: str, text: str) -> Settings:
+        """These settings with one field as a user typed it; 'default' takes it back.
 
         Raises:
           DFlashError: an unknown name, or a value out of its range.
         """
-        ranges = {
-            "temp": (float, 0, None),
-            "top_p": (float, 0, 1),
-            "top_k": (int, 0, None),
-            "min_p": (float, 0, 1),
-            "seed": (int, 0, (1 << 32) - 1),
-            "max_tokens": (int, 1, None),
-            "block_size": (int, 1, None),
-        }
-        if name not in {f.name for f in fields(self)}:
-            raise DFlashError(f"expected a setting; found {name!r}. There are: {', '.join(f.name for f in fields(self))}.")
+        names = [one.name for one in fields(self)]
+        if name not in names:
+            raise DFlashError(f"expected a setting; found {name!r}. There are: {', '.join(names)}.")
         if text == "default":
-            setattr(self, name, getattr(Settings(), name))
-            return
-        if name == "thinking":
-            if text not in ("on", "off"):
-                raise DFlashError(f"expected thinking to be on, off or default; found {text!r}.")
-            self.thinking = text == "on"
-            return
-        kind, low, high = ranges[name]
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not value >= low or (high is not None and value > high) or value == float("inf"):
-            span = f"at least {low}" if high is None else f"from {low} to {high}"
-            what = "a whole number" if kind is int else "a number"
-            raise DFlashError(f"expected {name} to be {what} {span}; found {text!r}. 'default' takes it back.")
-        setattr(self, name, value)
+            value = getattr(Settings, name)
+        elif name == "thinking":
+            value = {"on": True, "off": False}.get(text, text)
+        else:
+            try:
+                value = _RANGES[name][0](text)
+            except ValueError:
+                # What is no number is refused as it was typed.
+                value = text
+        return replace(self, **{name: value})
+
+    def check_pair(self, vocabulary: int, largest: int | None) -> None:
+        """Whether a pair can do this. largest: the most slots of its drafter's block; None: no drafter, no blocks.
+
+        Raises:
+          DFlashError: what is too much for it.
+        """
+        if self.top_k >= vocabulary:
+            raise DFlashError(f"expected top_k below {vocabulary}, the target's vocabulary; found {self.top_k}.")
+        if largest is not None and self.block_size is not None and self.block_size > largest:
+            raise DFlashError(f"expected block_size of at most {largest} with this drafter; found {self.block_size}.")
 
     def sampler(self) -> Any:
         """mlx-lm's sampler for these settings; None is greedy."""
@@ -142,15 +172,28 @@ class Conversation:
         self.use(pair)
 
     def use(self, pair: Pair) -> None:
-        """Go on with other models; they have no caches yet."""
-        self.pair = pair
+        """Go on with other models; they have no caches yet.
+
+        Raises:
+          DFlashError: the settings ask for what they cannot do.
+        """
+        target = Target(pair.model)
+        vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
+        self.settings.check_pair(vocabulary, largest)
+        self.pair, self.vocabulary, self.largest = pair, vocabulary, largest
         # Positions the target was made for, where its config says.
-        self.limit = Target(pair.model).context_length
+        self.limit = target.context_length
         # The last few states: an undone or retried turn starts from one of them.
         self.store = PromptStore(6)
         self.used = self.held = 0
         self.last: GenerationResponse | None = None
         self.stopped = False
+
+    def set(self, name: str, text: str) -> None:
+        """Change one setting; refused, all stay as they are. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
+        changed = self.settings.changed(name, text)
+        changed.check_pair(self.vocabulary, self.largest)
+        self.settings = changed
 
     @property
     def raw(self) -> bool:
@@ -207,9 +250,7 @@ class Conversation:
         self.last, self.stopped = None, False
         tokenizer, settings = self.pair.tokenizer, self.settings
         ids, common = self.prompt()
-        reasoning = not self.raw and tokenizer.has_thinking
-        open_ = reasoning and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
-        state = make_text_state_machine(tokenizer).make_state("reasoning" if open_ else "normal") if reasoning else None
+        state = None if self.raw else self._text_state(ids)
         room = self.limit - len(ids) if self.limit else settings.max_tokens
         turn = open_turn(
             self.pair.model,
@@ -228,6 +269,15 @@ class Conversation:
         )
         self.held = turn.held
         texts, tokens = {"answer": "", "thinking": ""}, []
+
+        def kept(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+            # One piece at least: a mark of its drafts hangs on every token.
+            pieces = [piece for piece in pieces if piece[1]] or pieces[-1:]
+            pieces = [("thinking" if kind == "reasoning" else "answer", text) for kind, text in pieces]
+            for kind, text in pieces:
+                texts[kind] += text
+            return pieces
+
         try:
             with closing(turn.responses) as responses:
                 for response in responses:
@@ -237,14 +287,13 @@ class Conversation:
                     pieces = [("normal", response.text)]
                     if state:
                         state, pieces = TextStateMachine.split(state, response.text)
-                        if response.finish_reason:
-                            state, rest, kind = TextStateMachine.flush(state)
-                            pieces.append((kind, rest))
-                    # One piece at least: a mark of its drafts hangs on every token.
-                    for kind, text in [(k, t) for k, t in pieces if t] or [(pieces[-1][0], "")]:
-                        kind = "thinking" if kind == "reasoning" else "answer"
-                        texts[kind] += text
+                    for kind, text in kept(pieces):
                         yield kind, text, response
+            if state and self.last is not None:
+                # Letters that might have begun a mark, at the end of an answer or where it was stopped.
+                state, rest, where = TextStateMachine.flush(state)
+                for kind, text in kept([(where, rest)] if rest else []):
+                    yield kind, text, self.last
         finally:
             self.stopped = self.last is None or self.last.finish_reason is None
             if self.last is not None:
@@ -256,6 +305,13 @@ class Conversation:
                     message["ids"] = tokens
                 self.messages.append(message)
                 self._count(len(ids), len(tokens))
+
+    def _text_state(self, ids: list[int]) -> Any:
+        """mlx-lm's machine that tells thinking from the answer, where the prompt of these ids leaves it."""
+        tokenizer, start = self.pair.tokenizer, "normal"
+        if tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids):
+            start = "reasoning"
+        return make_text_state_machine(tokenizer).make_state(tokenizer.response_initial_state or start)
 
     def _count(self, prompt_tokens: int, tokens: int) -> None:
         self.used = prompt_tokens + tokens
@@ -283,10 +339,17 @@ class Conversation:
         }
 
     def restore(self, state: dict[str, Any], given: dict[str, Any] | None = None) -> None:
-        """Take messages, system message and settings from `state()`, except those settings that are `given`; models stay."""
-        self.system, self.settings = state["system"], Settings(**{**state["settings"], **(given or {})})
+        """Take messages, system message and settings from `state()`, except those settings that are `given`; models stay.
+
+        Raises:
+          DFlashError: the models here cannot do what the settings say; nothing has changed.
+        """
+        settings = Settings(**{**state["settings"], **(given or {})})
+        settings.check_pair(self.vocabulary, self.largest)
+        self.system, self.settings = state["system"], settings
         # Ids belong to the tokenizer that made them.
-        same = state["model"] == self.pair.name
+        known = all(i < self.vocabulary for m in state["messages"] for i in m.get("ids", ()))
+        same = state["model"] == self.pair.name and known
         self.messages = [{k: v for k, v in m.items() if same or k != "ids"} for m in state["messages"]]
 
 
@@ -493,7 +556,11 @@ class Chat:
         self._say(text)
 
     def _do_save(self, rest: str) -> None:
-        self.note(f"Saved as {self._save(rest or self.session or 'last')}.")
+        name = rest or self.session or "last"
+        if session_path(name).exists():
+            # What is no session may be somebody's file.
+            read_session(name)
+        self.note(f"Saved as {self._save(name)}.")
 
     def _save(self, name: str) -> Path:
         path = session_path(name)
@@ -537,7 +604,8 @@ class Chat:
             if name == "block_size" and self.conversation.pair.drafter is None:
                 raise DFlashError("expected a drafter for block_size; there is none. /model TARGET DRAFTER adds one.")
             if value:
-                settings.change(name, value)
+                self.conversation.set(name, value)
+                settings = self.conversation.settings
             if name in ("top_p", "top_k", "min_p", "seed") and settings.temp == 0:
                 self.note(f"{name} has no effect until /set temp 0.7 or the like.")
         self.note(", ".join(f"{k} {'default' if v is None else v}" for k, v in asdict(settings).items()))
@@ -585,16 +653,39 @@ def read_session(name: str) -> dict[str, Any]:
     path = session_path(name)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        Settings(**state["settings"])
-        roles = {message["role"] for message in state["messages"] if isinstance(message["content"], str)}
-        sound = state["version"] == 1 and roles <= {"user", "assistant"} and {"model", "system"} <= state.keys()
+        fault = _fault(state)
     except FileNotFoundError:
         raise DFlashError(f"expected a kept session; found no {path}. /save makes one.") from None
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError):
-        sound = False
-    if not sound:
-        raise DFlashError(f"expected a session written by this version; {path} is something else.")
+    except DFlashError as error:
+        fault = str(error)
+    except (ValueError, RecursionError):
+        fault = "it is not JSON in UTF-8"
+    if fault:
+        raise DFlashError(f"expected a session written by this version; {path} is something else: {fault}")
     return state
+
+
+def _fault(state: Any) -> str | None:
+    """What keeps `state` from being a session's, in words; None: nothing. Raises: DFlashError for a setting's value."""
+    if not isinstance(state, dict) or state.get("version") != 1:
+        return 'no {"version": 1, ...}.'
+    kinds = {"version": int, "model": str, "draft_model": (str, type(None)), "system": (str, type(None)), "settings": dict}
+    kinds["messages"] = list
+    for name, kind in kinds.items():
+        if name not in state or not isinstance(state[name], kind):
+            return f"{name!r} is absent or of another type."
+    if odd := [*(state.keys() - kinds), *(state["settings"].keys() - {one.name for one in fields(Settings)})]:
+        return f"{odd[0]!r} is unknown."
+    Settings(**state["settings"])
+    for n, message in enumerate(state["messages"]):
+        texts = {**message} if isinstance(message, dict) else {}
+        ids = texts.pop("ids", [])
+        known = texts.keys() <= {"role", "content", "reasoning_content"} and {"role", "content"} <= texts.keys()
+        if not known or not all(isinstance(text, str) for text in texts.values()) or texts["role"] not in ("user", "assistant"):
+            return f"message {n} is none of a user's or an assistant's."
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            return f"message {n} has ids that are no tokens."
+    return None
 
 
 def _short(text: str) -> str:

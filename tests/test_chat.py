@@ -1,5 +1,6 @@
 """The chat as people use it: a pseudo-terminal, a dumb terminal, a pipe; and the parts that need no process."""
 
+import itertools
 import json
 import os
 import re
@@ -127,6 +128,18 @@ def test_a_block_that_is_never_closed_is_an_error_and_not_lost_in_silence(home):
     done = piped(['"""', "line one", "line two"], home)
     assert done.returncode == 1 and done.stdout == ""
     assert "expected a line of three double quotes to end the message" in done.stderr
+
+
+def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_path):
+    kept = tmp_path / "dflash-mlx" / "sessions" / "s1.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text('{"version": 1, "settings": {"temp": "hot"}}')
+    done = piped(["def a", "/save s1"], home, *PAIR, "--session", "s1")
+    assert done.returncode == 1 and done.stderr.startswith("Error: expected a session") and "Traceback" not in done.stderr
+    # Nor by name from another chat: what is no session may be somebody's file.
+    done = piped(["def a", "/load s1", "/save s1"], home, *PAIR, "-m", "2")
+    assert done.returncode == 1 and done.stderr.count("s1.json is something else") == 2
+    assert kept.read_text() == '{"version": 1, "settings": {"temp": "hot"}}'
 
 
 def test_what_was_cleared_does_not_stay_in_a_named_session(home, tmp_path):
@@ -296,6 +309,33 @@ def test_thinking_that_the_template_opened_is_kept_apart_from_the_answer():
     assert conversation.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
 
 
+def test_letters_that_might_have_begun_a_mark_are_not_lost_where_an_answer_stops():
+    tokenizer = TokenizerWrapper(Thinking())
+    # "<" may begin "<think>" until the next letter is known.
+    conversation = talk_with(scripted([60, *tokenizer.encode("yes <b"), *[0] * 20]), tokenizer, max_tokens=20)
+    conversation.messages.append({"role": "user", "content": "go"})
+    texts, looks = "", itertools.count(1)
+    # It is asked twice during the prompt and after each token: </think>, four letters and "<".
+    for _, text, _ in conversation.answer(lambda: next(looks) > 7, lambda done, total: None):
+        texts += text
+    assert texts == conversation.messages[-1]["content"] == "yes <" and conversation.stopped
+
+
+def test_a_format_of_answers_that_mlx_lm_knows_says_where_thinking_begins():
+    # As gpt-oss's, whose vocabulary has no marks that open and close thinking.
+    class Channels(Thinking):
+        def get_vocab(self):
+            return {}
+
+    transitions = {"normal": [("<final>", "normal"), ("<thought>", "reasoning")], "reasoning": [("<final>", "normal")]}
+    for start, thinking in (("reasoning", "hmm"), ("normal", "")):
+        tokenizer = TokenizerWrapper(Channels(), response_format={"transitions": transitions, "initial_state": start})
+        words = tokenizer.encode("hmm<final>yes")
+        conversation = talk_with(scripted(words), tokenizer, max_tokens=len(words))
+        conversation.messages.append({"role": "user", "content": "say"})
+        assert heard(conversation) == {"thinking": thinking, "answer": "yes" if thinking else "hmmyes"}
+
+
 def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
     model, tokenizer, drafter = pair
     conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=5))
@@ -311,9 +351,9 @@ def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("temp", "-1", "temp to be a number at least 0; found '-1'"),
-        ("temp", "nan", "found 'nan'"),
-        ("temp", "inf", "found 'inf'"),
+        ("temp", "-1", "temp to be a number at least 0; found -1.0"),
+        ("temp", "nan", "found nan"),
+        ("temp", "inf", "found inf"),
         ("top_p", "1.5", "from 0 to 1"),
         ("seed", "4294967296", "from 0 to 4294967295"),
         ("max_tokens", "2.5", "a whole number"),
@@ -323,21 +363,79 @@ def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
 )
 def test_a_setting_out_of_range_is_refused_by_name(name, text, message):
     with pytest.raises(DFlashError, match=re.escape(message)):
-        Settings().change(name, text)
+        Settings().changed(name, text)
 
 
 def test_a_setting_taken_back_is_the_default():
-    settings = Settings(temp=0.5, seed=3)
-    settings.change("temp", "default")
-    settings.change("seed", "default")
-    assert settings == Settings()
+    assert Settings(temp=0.5, seed=3, thinking=True).changed("temp", "default").changed("seed", "default") == Settings(
+        thinking=True
+    )
+    assert Settings().changed("thinking", "on").changed("top_p", "1") == Settings(thinking=True, top_p=1)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', '{"version": 1, "settings": {"heat": 1}, "messages": []}'])
-def test_a_file_that_is_no_session_is_refused(tmp_path, content):
+def test_what_this_pair_cannot_do_is_refused_at_set_and_changes_nothing(pair):
+    model, tokenizer, drafter = pair
+    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings())
+    conversation.set("top_k", "1535")
+    conversation.set("block_size", "64")
+    kept = conversation.settings
+    for name, text, message in (
+        ("top_k", "1536", "expected top_k below 1536, the target's vocabulary; found 1536"),
+        ("block_size", "65", "expected block_size of at most 64 with this drafter; found 65"),
+        ("temp", "hot", "found 'hot'"),
+    ):
+        with pytest.raises(DFlashError, match=message):
+            conversation.set(name, text)
+        assert conversation.settings == kept
+    with pytest.raises(DFlashError, match="expected top_k below 1536"):
+        Conversation(Pair("m", None, model, tokenizer, None), Settings(top_k=9999))
+    # Without a drafter there are no blocks; with one the same settings are too much.
+    plain = Conversation(Pair("m", None, model, tokenizer, None), Settings(block_size=9999))
+    with pytest.raises(DFlashError, match="expected block_size of at most 64"):
+        plain.use(Pair("m", "d", model, tokenizer, drafter))
+    assert plain.pair.draft_name is None
+    with pytest.raises(DFlashError, match="expected top_k below 1536"):
+        conversation.restore({**conversation.state(), "settings": {"top_k": 2000}, "system": "other"})
+    assert conversation.settings == kept and conversation.system is None
+
+
+SESSION = {"version": 1, "model": "m", "draft_model": None, "system": None, "settings": {}, "messages": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "no {"),
+        ({"version": 2}, "no {"),
+        ({"model": 3}, "'model' is absent or of another type"),
+        ({"system": []}, "'system' is absent or of another type"),
+        ({"messages": {}}, "'messages' is absent or of another type"),
+        ({"colour": "red"}, "'colour' is unknown"),
+        ({"settings": {"heat": 1}}, "'heat' is unknown"),
+        ({"settings": {"temp": "hot"}}, "expected temp to be a number at least 0; found 'hot'"),
+        ({"settings": {"temp": True}}, "found True"),
+        ({"settings": {"top_k": 2.5}}, "expected top_k to be a whole number at least 0; found 2.5"),
+        ({"settings": {"max_tokens": None}}, "expected max_tokens to be a whole number at least 1; found None"),
+        ({"settings": {"seed": -1}}, "expected seed to be a whole number from 0 to 4294967295; found -1"),
+        ({"settings": {"thinking": "yes"}}, "expected thinking to be on, off or default; found 'yes'"),
+        ({"messages": ["hi"]}, "message 0 is none of a user's or an assistant's"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "message 1 is none"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": "x", "ids": [1, -1]}]}, "message 0 has ids that are no tokens"),
+        ({"messages": [{"role": "user", "content": "x", "ids": [True]}]}, "message 0 has ids that are no tokens"),
+        ({"messages": [{"role": "user", "content": "x", "ids": "1"}]}, "message 0 has ids that are no tokens"),
+    ],
+)
+def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(tmp_path, content, message):
     file = tmp_path / "x.json"
-    file.write_text(content)
-    with pytest.raises(DFlashError, match="x.json is something else"):
+    text = content if isinstance(content, str) else json.dumps({**SESSION, **content})
+    file.write_text(text)
+    with pytest.raises(DFlashError, match=re.escape("x.json is something else: ") + ".*" + re.escape(message)):
         read_session(str(file))
+    assert file.read_text() == text
     with pytest.raises(DFlashError, match="found no .*absent.json"):
         read_session(str(tmp_path / "absent.json"))
