@@ -96,7 +96,7 @@ _POSITIVE_KEYS = (
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(_POSITIVE_KEYS, ("a positive integer", lambda value: is_positive(value))),
     "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool)),
-    "rope_parameters": ("an object", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("rope_parameters", *TEXT_CONFIG_KEYS), ("an object", lambda value: isinstance(value, dict))),
     "rope_scaling": ("an object", lambda value: isinstance(value, dict) or value is False),
     "quantization": ("an object", lambda value: isinstance(value, dict) or value is False),
     "quantization_config": ("an object", lambda value: isinstance(value, dict) or value is False),

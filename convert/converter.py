@@ -19,7 +19,7 @@ from dflash_mlx.errors import ConversionError
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
 from .finite import require_finite
-from .quantize import Predicate, Recipe, cast, check_options, mixed_recipe, quantize
+from .quantize import Options, Predicate, Recipe, cast, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import check_tokenizer, copy_tokenizer
 from .write import staged_directory, write_json, write_weights
@@ -86,8 +86,9 @@ def convert(
       CheckpointError, ConfigError: the source is damaged, or not something that mlx-lm or this package can run
       ConversionError: options, destination or tensors do not allow it
     """
-    q_group_size, q_bits = 64 if q_group_size is None else q_group_size, 4 if q_bits is None else q_bits
-    check_options(q_bits, q_group_size, dtype)
+    group_size, bits = 64 if q_group_size is None else q_group_size, 4 if q_bits is None else q_bits
+    check_options(bits, group_size, dtype)
+    options = Options(quantize, group_size, bits, dtype, quant_predicate)
     if quant_predicate is not None and not quantize:
         raise ConversionError(
             "expected quantize=True (-q) with a quantization recipe; it is off. Turn it on, or drop the recipe."
@@ -96,9 +97,9 @@ def convert(
     is_drafter = checkpoint.kind == "safetensors" and checkpoint.role == "drafter"
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
         if is_drafter:
-            done = _convert_drafter(checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate)
+            done = _convert_drafter(checkpoint, staging, options)
         else:
-            done = _convert_target(checkpoint, staging, quantize, q_group_size, q_bits, dtype, quant_predicate, trust_remote_code)
+            done = _convert_target(checkpoint, staging, options, trust_remote_code)
         done.notes += [f"{name} was not read: {reason}" for name, reason in checkpoint.ignored.items()]
         done.record["written"] = report.written_files(staging)
         write_json(staging / _RECORD, done.record)
@@ -106,30 +107,22 @@ def convert(
     return done
 
 
-def _convert_target(
-    checkpoint: Checkpoint,
-    staging: Path,
-    quantized: bool,
-    group_size: int,
-    bits: int,
-    dtype: str | None,
-    predicate: Predicate | str | None,
-    trust_remote_code: bool,
-) -> Conversion:
+def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options, trust_remote_code: bool) -> Conversion:
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
     require_finite(checkpoint, loaded.dropped)
     model, config = loaded.model, dict(loaded.config)
-    cast(model, dtype)
+    cast(model, options.dtype)
     recipe = Recipe()
-    if quantized:
+    if options.quantize:
+        predicate = options.predicate
         if isinstance(predicate, str):
-            predicate = mixed_recipe(predicate, model, group_size)
-        recipe = quantize(model, group_size, bits, predicate, getattr(model, "quant_predicate", None))
+            predicate = mixed_recipe(predicate, model, options.group_size)
+        recipe = quantize(model, options.group_size, options.bits, predicate, getattr(model, "quant_predicate", None))
         config["quantization"] = config["quantization_config"] = recipe.config
     elif "quantization" not in config:
         recipe.fates = {name: "float" for name, _ in tree_flatten(model.parameters())}
     config = {k: v for k, v in config.items() if k not in _NOT_WRITTEN}
-    _name_dtype(config, dtype)
+    _name_dtype(config, options.dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))
     weights = dict(tree_flatten(model.parameters()))
     tensors = _tensor_record(weights, recipe, config.get("quantization"))
@@ -147,9 +140,9 @@ def _convert_target(
     source = report.target_logits(lambda: _with_vocabulary(read_target(checkpoint, trust_remote_code=trust_remote_code)))
     written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
     record["parity"] = report.compare_logits(source, written) | {"reference": "the source, loaded by this package"}
-    if not quantized and dtype in (None, "float32"):
+    if not options.quantize and options.dtype in (None, "float32"):
         _require_equal(record["parity"])
-    if not quantized:
+    if not options.quantize:
         record["parity"]["cannot_prove"] = report.CANNOT_PROVE
     return Conversion(staging, "target", record, notes + _kept_notes(recipe))
 
@@ -174,34 +167,28 @@ def _with_vocabulary(loaded: LoadedTarget):
     return loaded.model, loaded.target.text["vocab_size"]
 
 
-def _convert_drafter(
-    checkpoint: Checkpoint,
-    staging: Path,
-    quantized: bool,
-    group_size: int,
-    bits: int,
-    dtype: str | None,
-    predicate: Predicate | str | None,
-) -> Conversion:
-    if isinstance(predicate, str):
-        raise ConversionError(f"expected a Python predicate for a drafter; found the recipe {predicate}, which is for targets.")
+def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) -> Conversion:
+    if isinstance(options.predicate, str):
+        raise ConversionError(
+            f"expected a Python predicate for a drafter; found the recipe {options.predicate}, which is for targets."
+        )
     drafter = read_drafter(checkpoint)
     already = "quantization" in drafter.raw
-    if quantized and already:
+    if options.quantize and already:
         raise ConversionError(
             "expected float weights to quantize; found weights that are quantized already. "
             "Convert without -q to keep them, or start from the float checkpoint."
         )
     require_finite(checkpoint, drafter.dropped)
-    weights = cast_tensors(drafter.weights, dtype)
+    weights = cast_tensors(drafter.weights, options.dtype)
     config = {k: v for k, v in drafter.raw.items() if k not in _NOT_WRITTEN}
     recipe = Recipe()
-    if quantized:
-        weights, recipe = quantize_tensors(weights, group_size, bits, predicate)
+    if options.quantize:
+        weights, recipe = quantize_tensors(weights, options.group_size, options.bits, options.predicate)
         config["quantization"] = config["quantization_config"] = recipe.config
     elif not already:
         recipe.fates = dict.fromkeys(weights, "float")
-    _name_dtype(config, dtype)
+    _name_dtype(config, options.dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))
     tensors = _tensor_record(weights, recipe, config.get("quantization"))
     notes, dropped, parsed, raw = drafter.notes, drafter.dropped, drafter.config, drafter.raw
@@ -213,7 +200,7 @@ def _convert_drafter(
 
     record = _record("drafter", checkpoint, tensors, recipe, config.get("quantization"), dropped, fates, notes)
     record["parity"] = _drafter_parity(checkpoint, staging, parsed, raw)
-    if not quantized and "not_checked" not in record["parity"]:
+    if not options.quantize and "not_checked" not in record["parity"]:
         record["parity"]["cannot_prove"] = report.CANNOT_PROVE
     return Conversion(staging, "drafter", record, notes + _kept_notes(recipe))
 

@@ -48,6 +48,17 @@ class Recipe:
         return {name: fate for name, fate in self.fates.items() if fate.startswith("float: ") and "input size" in fate}
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a conversion was asked for: as the arguments of `convert`."""
+
+    quantize: bool
+    group_size: int
+    bits: int
+    dtype: str | None
+    predicate: Predicate | str | None
+
+
 def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
     """Raises ConversionError naming every option that MLX does not support."""
     faults = []

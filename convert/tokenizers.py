@@ -43,6 +43,7 @@ def load_tokenizer(
       mlx-lm's TokenizerWrapper; its `eos_token_ids` join those of the tokenizer, config.json and generation_config.json.
     Raises:
       CheckpointError: no tokenizer files, damaged ones, or ones that need code of their own without `trust_remote_code`.
+      ConfigError: a config.json that transformers refuses.
     """
     checkpoint = inspect_checkpoint(path_or_repo, revision=revision)
     # said outright: with None transformers asks on the terminal whether to run the checkpoint's code
@@ -89,9 +90,25 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
                 f"expected a tokenizer that transformers has; the one in {source} brings its own code, which is not run. "
                 "Pass trust_remote_code=True (--trust-remote-code) if you trust it."
             ) from error
+        if _blames_config(error, directory):
+            raise ConfigError(
+                f"expected a config.json in {source} that transformers accepts, which reads it for the tokenizer; found: {text}. "
+                "Take config.json from the original repository of the model."
+            ) from error
         raise CheckpointError(
             f"expected a tokenizer that transformers can load from {source}; found: {text}. Download its files again."
         ) from error
+
+
+def _blames_config(error: Exception, directory: Path) -> bool:
+    """Whether what stopped the tokenizer is what reading config.json alone gives."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as alone:  # noqa: BLE001 - compared with what the tokenizer raised
+        return str(alone) == str(error)
+    return False
 
 
 def _without_files(source: str) -> str:

@@ -2,12 +2,15 @@
 
 Knows files, shards and hashes. Knows no models. Everything goes to a hidden directory beside the destination, which is renamed
 at the end; whatever ends the conversion early (an error, a full disk, Ctrl-C) removes it, and the source is only ever read.
+What a killed process could not remove is removed by the next conversion to the same destination.
 """
 
+import glob
 import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -33,12 +36,13 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
       ConversionError: the destination exists (without `force`), is no directory, or touches the source; or it appeared meanwhile.
     """
     destination = Path(os.path.abspath(destination.expanduser()))
+    _clear_abandoned(destination)
     _check_destination(destination, source, force)
     made = [p for p in destination.parents if not p.exists()]
     staging = None
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
+        staging = Path(tempfile.mkdtemp(prefix=_hidden(destination, "partial"), dir=destination.parent))
         yield staging
         os.chmod(staging, 0o777 & ~_umask())
         _refuse_existing(destination, force)
@@ -76,6 +80,35 @@ def _refuse_existing(destination: Path, force: bool) -> None:
         )
 
 
+def _hidden(destination: Path, role: str) -> str:
+    """Beginning of the name of a directory beside the destination, with the process that it belongs to."""
+    return f".{destination.name}.{role}-{platform.node()}-{os.getpid()}-"
+
+
+def _clear_abandoned(destination: Path) -> None:
+    """Undo what conversions to this destination left that were killed on this machine; a living process keeps its own."""
+    for role in ("partial", "replaced"):
+        begin = _hidden(destination, role).removesuffix(f"{os.getpid()}-")
+        for left in sorted(destination.parent.glob(f"{glob.escape(begin)}*")):
+            pid = left.name.removeprefix(begin).partition("-")[0]
+            if not pid.isdigit() or _lives(int(pid)):
+                continue
+            if role == "replaced" and not destination.exists() and (left / "old").is_dir():
+                # Killed between the two renames: the directory that stood there stands there again.
+                (left / "old").rename(destination)
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -87,7 +120,7 @@ def _swap_in(staging: Path, destination: Path) -> None:
     if not destination.exists():
         staging.rename(destination)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.replaced-", dir=destination.parent)) / "old"
+    aside = Path(tempfile.mkdtemp(prefix=_hidden(destination, "replaced"), dir=destination.parent)) / "old"
     destination.rename(aside)
     try:
         staging.rename(destination)

@@ -1,7 +1,12 @@
 """Sources that look whole and are not: values that are no numbers, tokenizers that do not load, configs of nonsense."""
 
 import json
+import os
+import platform
 import shutil
+import signal
+import subprocess
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -157,6 +162,7 @@ NONSENSE = [
     *[("rope_parameters", value) for value in ("x", -1, 1.5)],
     *[("layer_types", value) for value in (-1, 1.5, "x", [1])],
     *[("max_position_embeddings", value) for value in ("x", -1)],
+    *[("text_config", value) for value in ([1], "x", 5)],
 ]
 
 
@@ -199,10 +205,69 @@ def test_a_predicate_that_answers_with_something_else_is_refused(tmp_path, kind,
         convert(source, str(tmp_path / "out"), quantize=True, quant_predicate=lambda path, module: answer)
 
 
-@pytest.mark.parametrize("changes", [{"architectures": 5}, {"dflash_config": [1]}])
+@pytest.mark.parametrize("changes", [{"use_cache": "yes"}, {"bos_token_id": "abc"}, {"id2label": 5}])
+def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path, changes):
+    with pytest.raises(ConfigError, match="expected a config.json in .*source that transformers accepts, .*; found: "):
+        convert(with_config("target", tmp_path / "source", **changes), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+KILLED = """
+import os, signal, sys
+from dflash_mlx import convert
+from dflash_mlx.conversion import write
+
+def killed(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[3] == "saving":
+    write._save = killed
+else:
+    rename = write.Path.rename
+    write.Path.rename = lambda self, to: killed() if to.name == "out" else rename(self, to)
+convert(sys.argv[1], sys.argv[2], force=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["saving", "renaming"])
+def test_what_a_killed_conversion_left_is_undone_by_the_next_one(tmp_path, when):
+    source, out = str(builtin_path("tiny", "target")), tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("before")
+    child = subprocess.run([sys.executable, "-c", KILLED, source, str(out), when], capture_output=True)
+    assert child.returncode == -signal.SIGKILL
+    left = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert left == ([".out.partial", "out"] if when == "saving" else [".out.partial", ".out.replaced"])
+    # One that a living process owns stays; so does what only looks alike.
+    for name in (
+        f".out.partial-{platform.node()}-{os.getppid()}-x",
+        f".out.partial-{platform.node()}-x-y",
+        ".out.partial-other-1-x",
+    ):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConversionError, match="out exists"):
+        convert(source, str(out))
+    assert (out / "mine").read_text() == "before"
+    convert(source, str(out), force=True)
+    assert (out / "config.json").exists() and not (out / "mine").exists()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"dflash_config": [1]},
+        {"model_type": 5},
+        {"quantization": "four"},
+        {"quantization_config": [4]},
+        {"speculators_model_type": "dflash", "transformer_layer_config": [1]},
+    ],
+)
 def test_a_drafter_config_of_nonsense_is_one_sentence(tmp_path, changes):
-    with pytest.raises((ConfigError, CheckpointError), match="expected"):
+    with pytest.raises((ConfigError, CheckpointError), match="expected|is not a DFlash drafter's config") as error:
         convert(with_config("drafter", tmp_path / "source", **changes), str(tmp_path / "out"))
+    assert list(changes)[-1] in str(error.value)
 
 
 @pytest.mark.parametrize("kind, matrix", [("target", "model.embed_tokens"), ("drafter", "fc")])
