@@ -1,0 +1,275 @@
+"""The same pair through this package and through others that run on this machine, each in its own environment and process.
+
+    python bench/peers.py --envs DIR --pair tiny --z-lab CHECKOUT --out bench/results/peers-tiny.json
+        [--sides mlx-lm ours mlx-dspark] [--small-draft DIR] [--kinds chat,code] [--max-tokens 64] [--trials 3]
+        [--max-seconds 600]
+
+Sides: mlx-lm (plain decoding), ours (default settings), z-lab (the authors' MLX code; give a checkout of z-lab/dflash),
+mlx-dspark, dflash-mlx-0.1.8 (both from the package index), mlx-lm-draft (mlx-lm's speculative decoding; its small model is
+--small-draft, else the target's own first layers, for want of one with the same tokenizer). Environments are made in --envs with
+venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a GPU), so that
+all load the same numbers. Greedy; every side otherwise with its own defaults.
+
+All processes stay loaded and answer in turn, one at a time; the order is turned round after every trial. Speed of a side in a
+trial is over mlx-lm's on the same prompt in the same trial. A side that says something else than mlx-lm is shown with the count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx import bench, load
+from dflash_mlx.builtin import BUILTIN_PAIRS, builtin_path
+
+HERE = Path(__file__).resolve().parent
+# What pip installs for a side; None: this environment has it.
+REQUIREMENTS = {
+    "mlx-lm": None,
+    "ours": None,
+    "mlx-lm-draft": None,
+    "z-lab": None,
+    "mlx-dspark": ["mlx-dspark==0.20.3"],
+    "dflash-mlx-0.1.8": ["dflash-mlx==0.1.8", "mlx-lm==0.32.2"],
+}
+
+
+def environment(side: str, folder: Path) -> str:
+    """The interpreter of a side, its environment made first if it is not there."""
+    wanted = REQUIREMENTS[side]
+    if wanted is None:
+        return sys.executable
+    python = folder / side / "bin" / "python"
+    if not (folder / side / "ready").exists():
+        print(f"Making an environment for {side} ...", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder / side)], check=True)
+        build = "mlx[cpu]" if sys.platform == "linux" else "mlx"
+        command = [str(python), "-m", "pip", "install", "-q", *wanted, f"{build}=={mx.__version__}"]
+        subprocess.run(command, check=True)
+        (folder / side / "ready").write_text(" ".join(command[5:]) + "\n")
+    return str(python)
+
+
+def written_out(name: str, part: str, source: str, folder: Path) -> str:
+    """A target or drafter as a directory in the number type of this machine, made once."""
+    from dflash_mlx.conversion import convert
+
+    dtype = "float32" if mx.default_device() == mx.cpu else "bfloat16"
+    done = folder / f"{name}-{part}-{dtype}"
+    if not (done / "config.json").exists():
+        convert(source, str(done), dtype=dtype)
+    return str(done)
+
+
+def first_layers(target: str, layers: int, folder: Path) -> str:
+    """A directory with the target's first layers as a small model of its own."""
+    done = folder / f"{Path(target).name}-first-{layers}"
+    if not (done / "config.json").exists():
+        done.mkdir(parents=True, exist_ok=True)
+        for file in Path(target).iterdir():
+            if file.suffix == ".json" and not file.name.endswith(".index.json"):
+                shutil.copy(file, done)
+        weights = {}
+        for file in Path(target).glob("*.safetensors"):
+            for name, array in mx.load(str(file)).items():
+                place = name.split(".layers.")[-1].split(".")[0] if ".layers." in name else ""
+                if not place or int(place) < layers:
+                    weights[name] = array
+        mx.save_safetensors(str(done / "model.safetensors"), weights, metadata={"format": "mlx"})
+        config = json.loads((done / "config.json").read_text())
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+        (done / "config.json").write_text(json.dumps(config, indent=1))
+    return str(done)
+
+
+class Side:
+    """A peer's process: `ask` gives its answer to one prompt."""
+
+    def __init__(self, name: str, python: str, paths: dict[str, str], log: Path):
+        self.name, self.log = name, log
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # -P: no file beside the script may be taken for a package.
+        self.process = subprocess.Popen(
+            [python, "-P", str(HERE / "peer_worker.py"), name, json.dumps(paths)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environ,
+        )
+        hello = self._line()
+        self.versions, self.eos = hello["versions"], set(hello["eos"])
+
+    def _line(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text().strip().splitlines()[-1:]
+            raise RuntimeError(f"{self.name} ended: {' '.join(last)} (all of it in {self.log})")
+        return json.loads(line)
+
+    def ask(self, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        """Raises: RuntimeError, with the side's own message, where it fails."""
+        self.process.stdin.write(json.dumps({"ids": ids, "max_tokens": max_tokens}) + "\n")
+        self.process.stdin.flush()
+        answer = self._line()
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def said(ids: list[int], eos: set[int], max_tokens: int) -> list[int]:
+    """The text of an answer as ids: some sides leave EOS out, some go on beyond max_tokens."""
+    ids = ids[:max_tokens]
+    end = next((i for i, token in enumerate(ids) if token in eos), len(ids))
+    return ids[:end]
+
+
+def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a side and kind, then one a side over all kinds (medians of its speed over mlx-lm's, by pair)."""
+    plain = {(r["kind"], r["trial"]): r for r in runs if r["side"] == "mlx-lm"}
+    rows = []
+    kinds = list(dict.fromkeys(r["kind"] for r in runs))
+    for side in dict.fromkeys(r["side"] for r in runs):
+        for kind in [*kinds, "all"]:
+            of = [r for r in runs if r["side"] == side and kind in (r["kind"], "all") and (r["kind"], r["trial"]) in plain]
+            if of:
+                ratios = [r["decode_tps"] / plain[r["kind"], r["trial"]]["decode_tps"] for r in of]
+                rows.append(
+                    {"side": side, "kind": kind, "pairs": len(of), "decode_tps": statistics.median(r["decode_tps"] for r in of)}
+                    | {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+                    | {"ttft_s": statistics.median(r["ttft_s"] for r in of), "equal": sum(r["equal"] for r in of)}
+                )
+    return rows
+
+
+def table(record: dict[str, Any]) -> str:
+    """A record for people."""
+    m = record["machine"]
+    lines = [f"{record['pair']} on {m['chip']} ({m['cores']} cores, load before {m['load'][0]:g}), {record['settings']['dtype']}"]
+    lines += [f"{side}: {', '.join(f'{p} {v}' for p, v in of.items())}" for side, of in record["versions"].items()]
+    lines += [f"{side} left out: {why}" for side, why in record["failed"].items()]
+    rows = [["side", "kind", "tokens/s", "times mlx-lm", "least-largest", "first token, s", "same text"]]
+    for r in record["summary"]:
+        rows.append(
+            [r["side"], r["kind"], f"{r['decode_tps']:.1f}", f"{r['ratio']:.2f}", f"{r['low']:.2f}-{r['high']:.2f}"]
+            + [f"{r['ttft_s']:.3f}", f"{r['equal']}/{r['pairs']}"]
+        )
+    return "\n".join([*lines, "", *bench.align(rows), "", f"This run is {record['ended']}."])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sides over all kinds and trials, into a record of plain values."""
+    began = time.perf_counter()
+    args.envs.mkdir(parents=True, exist_ok=True)
+    models = args.envs / "models"
+    target = written_out(args.pair, "target", str(builtin_path(args.pair, "target") or args.pair), models)
+    drafter = args.draft_model or str(builtin_path(args.pair, "drafter"))
+    paths = {"target": target, "drafter": written_out(args.pair, "drafter", drafter, models)}
+    model, tokenizer = load(target)
+    layers = len(model.layers)
+    wanted = [side for side in args.sides if side != "z-lab" or args.z_lab]
+    if "mlx-lm-draft" in wanted:
+        paths["small"] = args.small_draft or first_layers(target, max(layers // 4, 1), models)
+    if args.z_lab:
+        paths["z_lab"] = str(args.z_lab.resolve())
+    plan = bench.Plan(kinds=tuple(args.kinds.split(",")) if args.kinds else (), temps=(0.0,), contexts=(0,))
+    prompts = bench.Bench(model, tokenizer, None, plan)
+    record = {
+        "what": "bench/peers.py",
+        "pair": args.pair,
+        "machine": bench.machine(),
+        "versions": {},
+        "settings": {"max_tokens": args.max_tokens, "trials": args.trials, "dtype": bench.weights_of(model)["dtype"]}
+        | {"bits": bench.weights_of(model)["bits"], "digest": prompts.prompts.digest()}
+        | {"small_draft": args.small_draft or f"the target's first {max(layers // 4, 1)} of {layers} layers"},
+        "failed": {},
+        "runs": [],
+        "ended": "unfinished",
+    }
+    open_sides: dict[str, Side] = {}
+
+    def ask(side: str, ids: list[int], max_tokens: int) -> dict[str, Any] | None:
+        """None once a side has failed: the others go on without it."""
+        try:
+            if side not in open_sides:
+                open_sides[side] = Side(side, environment(side, args.envs), paths, args.envs / f"{side}.log")
+                record["versions"][side] = open_sides[side].versions
+            return open_sides[side].ask(ids, max_tokens)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            record["failed"][side] = str(error)
+            print(f"{side} left out: {error}", flush=True)
+            return None
+
+    try:
+        warm = prompts.ids(prompts.cells[0], 0)
+        # Loads a side, then warms it up; one that cannot is not asked again.
+        sides = [side for side in wanted if ask(side, warm, args.max_tokens) and ask(side, warm, args.max_tokens)]
+        for trial in range(args.trials):
+            for cell in prompts.cells:
+                if args.max_seconds and time.perf_counter() - began > args.max_seconds:
+                    record["ended"] = "out of time"
+                    return record
+                ids, answers = prompts.ids(cell, trial), {}
+                for side in sides if trial % 2 == 0 else sides[::-1]:
+                    if (answer := ask(side, ids, args.max_tokens)) is not None:
+                        answers[side] = answer
+                plain = answers.get("mlx-lm")
+                for side, a in answers.items():
+                    eos = open_sides[side].eos
+                    equal = plain is None or said(a["ids"], eos, args.max_tokens) == said(plain["ids"], eos, args.max_tokens)
+                    if len(a["ids"]) > 1:
+                        record["runs"].append(
+                            {"side": side, "kind": cell[0], "trial": trial, "tokens": len(a["ids"]), "ttft_s": a["ttft_s"]}
+                            | {"decode_tps": (len(a["ids"]) - 1) / a["decode_s"], "equal": equal}
+                        )
+        record["ended"] = "complete"
+    except KeyboardInterrupt:
+        record["ended"] = "interrupted"
+    finally:
+        record["summary"] = summarise(record["runs"])
+        for side in open_sides.values():
+            side.close()
+    return record
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--envs", type=Path, required=True, help="folder for environments, models and logs")
+    p.add_argument("--pair", default="tiny", help=f"a built-in pair ({', '.join(BUILTIN_PAIRS)}), or a target's directory")
+    p.add_argument("--draft-model", help="the drafter's directory, if it is not the built-in one")
+    p.add_argument("--sides", nargs="+", choices=REQUIREMENTS, default=list(REQUIREMENTS))
+    p.add_argument("--z-lab", type=Path, help="checkout of github.com/z-lab/dflash; without it that side is left out")
+    p.add_argument("--small-draft", help="directory of a small model with the target's tokenizer, for mlx-lm-draft")
+    p.add_argument("--kinds")
+    p.add_argument("--max-tokens", type=int, default=64)
+    p.add_argument("--trials", type=int, default=3)
+    p.add_argument("--max-seconds", type=float)
+    p.add_argument("--out", type=Path)
+    args = p.parse_args()
+    record = measure(args)
+    print(table(record))
+    if args.out:
+        bench.write_record(record, args.out)
+
+
+if __name__ == "__main__":
+    main()
