@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kit import greedy_ids, run, tiny_target
 
+from dflash_mlx import convert
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.taps import Target
@@ -110,6 +111,20 @@ def test_init_starts_from_the_given_weights(model, docs, raw, tmp_path):
     for name in first:
         np.testing.assert_allclose(first[name].astype(mx.float32), second[name].astype(mx.float32), atol=1e-5)
         assert first[name].dtype == mx.bfloat16
+
+
+def test_init_takes_quantized_weights_and_trains_float_ones(model, docs, raw, tmp_path):
+    train(model, docs, tmp_path / "first", raw, config(steps=8, lr=1e-3))
+    convert(str(tmp_path / "first"), str(tmp_path / "4bit"), quantize=True, q_group_size=32)
+    quantized = json.loads((tmp_path / "4bit" / "config.json").read_text())
+    assert quantized["quantization"]["bits"] == 4
+    train(model, docs, tmp_path / "second", quantized, config(steps=1, lr=1e-9), init=tmp_path / "4bit")
+    assert "quantization" not in json.loads((tmp_path / "second" / "config.json").read_text())
+    first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "second"))
+    assert set(first) == set(second)
+    for name in first:
+        step = mx.abs(first[name]).max().item() / 7.5  # of a 4-bit scale, about
+        np.testing.assert_allclose(first[name].astype(mx.float32), second[name].astype(mx.float32), atol=step + 1e-5)
 
 
 def test_default_taps_match_published_configs():
