@@ -8,7 +8,7 @@ The prompts file holds {"kind": ..., "prompt": ...} a line. For every prompt the
 writes the answer at the block sizes of `--real`; the text is then walked (`dflash_mlx.train.walk`) at every block size, with
 the drafter, with its context features zeroed, by prompt lookup and, with `--data`, by a bigram table of the training text.
 Walked rounds must equal the real ones. `--real none` writes the text without a drafter. Answers that fall into a loop stand
-apart. Intervals: 95 %, bootstrap over prompts. `--dense` writes quantized target layers out first (no quantized kernels).
+apart. Intervals: 95 %, bootstrap over prompts. `--dense` writes quantized layers of both out first (no quantized kernels).
 tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens; rounds at the very end of a
 text, which the text cannot judge, are left out of walked figures.
 """
@@ -103,6 +103,8 @@ def measure(args: argparse.Namespace) -> dict:
     if args.dense:
         model = dense(model, dtype or mx.float16)
     drafter = load_drafter(args.draft_model, model)
+    if args.dense:
+        drafter = dense(drafter, dtype or mx.float16)
     target = Target(model, drafter.config.target_layer_ids)
     part, of = (int(n) for n in args.part.split("/"))
     asked: list[dict] = []
