@@ -78,13 +78,14 @@ def difference(a: list[list[int]], b: list[list[int]], draws: int = 1000) -> dic
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All prompts by all methods at all temperatures."""
     from dflash_mlx import load, load_drafter
+    from dflash_mlx.train.loop import dense
 
     model, tokenizer = load(args.model, dtype=mx.float32)
     if args.dense:
-        from dflash_mlx.train.loop import dense
-
         model = dense(model, mx.float32)
     drafter = load_drafter(args.draft_model, model)
+    if args.dense:
+        drafter = dense(drafter, mx.float32)
     asked: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
     for line in Path(args.prompts).read_text(encoding="utf-8").splitlines():
@@ -140,7 +141,7 @@ def main() -> None:
     p.add_argument("--block-size", type=int, default=8)
     p.add_argument("--max-tokens", type=int, default=80)
     p.add_argument("--limit", type=int, help="prompts a kind")
-    p.add_argument("--dense", action="store_true", help="write quantized target layers out first: faster on a CPU")
+    p.add_argument("--dense", action="store_true", help="write quantized layers out first: faster on a CPU")
     args = p.parse_args()
     result = measure(args)
     Path(args.out).write_text(json.dumps(result, separators=(",", ":")) + "\n")
