@@ -2,7 +2,7 @@
 
     python bench/kernels.py                          all kernels; a table and bench/results/kernels-DEVICE.json
     python bench/kernels.py --quick                  fewer shapes and rows: about two minutes on an H100
-    python bench/kernels.py --only block_qmm --columns 1 2 4 8
+    python bench/kernels.py --only block_qmm_tiles --columns 16 32 64
     python bench/kernels.py --generate 2000          the built-in pair with kernels forced on and off: same ids?
 
 Runs on Apple GPUs (Metal) and NVIDIA GPUs (CUDA). Each kernel runs in a process of its own with a limit (--seconds): one that
@@ -134,7 +134,13 @@ class Bench:
         print(f"  first {first[0]:5.2f} s, {first[1]:5.2f} s  {verdict}  {bits}", flush=True)
 
     def block_qmm(self, columns: int | None = None) -> None:
-        f, g = partial(block_qmm.block_qmm_kernel, columns=columns), block_qmm.block_qmm_ops
+        self.products("block_qmm", block_qmm.block_qmm_kernel, columns)
+
+    def block_qmm_tiles(self, columns: int | None = None) -> None:
+        self.products("block_qmm_tiles", block_qmm.block_qmm_tiles_kernel, columns)
+
+    def products(self, kernel: str, launch: Callable, columns: int | None) -> None:
+        f, g = partial(launch, columns=columns), block_qmm.block_qmm_ops
         for bits in (4, 8):
             for name, n, k in LAYERS[: self.shapes]:
                 keys = mx.random.split(mx.random.key(1), 2)
@@ -147,7 +153,7 @@ class Bench:
                     given = [(x[:m], *w, 64, bits) for w in weights]
                     want = [mx.concatenate(alone[:m])]
                     what = f"{bits} bit {name} N {n} K {k}" + (f" columns {columns}" if columns else "")
-                    self.add("block_qmm", what, m, over(f, given), over(g, given), self.same, want, size(first))
+                    self.add(kernel, what, m, over(f, given), over(g, given), self.same, want, size(first))
 
     def block_gather_qmm(self) -> None:
         f, g = block_gather_qmm.block_gather_qmm_kernel, block_gather_qmm.block_gather_qmm_ops
@@ -305,18 +311,22 @@ def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[l
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
+    names = ("block_qmm_tiles", "block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
     p.add_argument("--only", nargs="+", choices=names, default=names)
     p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the two largest shapes")
     p.add_argument("--seconds", type=float, default=300, help="limit of one kernel's process")
     p.add_argument("--dtype", choices=TYPES, default="bfloat16")
     p.add_argument("--samples", type=int, default=9)
-    p.add_argument("--columns", type=int, nargs="+", default=[None], help="columns of a simd group in block_qmm, to compare")
+    p.add_argument(
+        "--columns", type=int, nargs="+", default=[None], help="of a simd group in block_qmm, of a threadgroup in block_qmm_tiles"
+    )
     p.add_argument("--generate", type=int, metavar="TOKENS", help="compare generation with kernels on and off instead")
     p.add_argument("--pair", default="tiny")
     p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
     p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
     args = p.parse_args()
+    if args.dtype == "float32":
+        args.only = [name for name in args.only if name != "block_qmm_tiles"]  # matrix units multiply 16-bit numbers
     if not (mx.metal.is_available() or mx.cuda.is_available()):
         p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
     device = mx.device_info(mx.Device(mx.gpu)).get("device_name", "gpu").replace(" ", "-")
@@ -334,8 +344,8 @@ def main() -> None:
     else:
         (name,) = args.only
         try:
-            for columns in args.columns if name == "block_qmm" else [None]:
-                getattr(bench, name)(*([columns] if name == "block_qmm" else []))
+            for columns in args.columns if name.startswith("block_qmm") else [None]:
+                getattr(bench, name)(*([columns] if name.startswith("block_qmm") else []))
         except Exception:  # a compiler's log comes as the message of any of several types
             record["errors"][name] = traceback.format_exc()
             print(f"{name}: {record['errors'][name]}", flush=True)

@@ -76,7 +76,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
 
 def test_every_kernel_can_be_named():
     named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_qmm, head_argmax)}
-    assert named == set(choice.NAMES)
+    assert named | {block_qmm.TILES.name} == set(choice.NAMES)
 
 
 def test_right_and_faster_is_used_and_tried_once(gpu, fresh):
@@ -101,6 +101,21 @@ def test_right_but_slower_is_not_used_unless_asked_for(gpu, monkeypatch):
     assert not choice.use(KERNEL, "s", trial())
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
     assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+
+
+def test_of_two_kernels_for_one_operation_the_quicker_runs(gpu, monkeypatch):
+    other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0] + 1;")
+
+    def fastest():
+        return choice.fastest({KERNEL: trial(), other: trial()}, "s")
+
+    times = iter([3.0, 4.0, 2.0, 4.0])  # kernel, stock; kernel, stock
+    monkeypatch.setattr(choice, "_median_s", lambda run: next(times))
+    assert fastest() is other and fastest() is other
+    choice.switch_off("block_qmm", "a test")
+    assert fastest() is KERNEL
+    choice.switch_off("accept", "a test")
+    assert fastest() is None
 
 
 @pytest.mark.parametrize("ours, reason", [
@@ -165,6 +180,7 @@ def test_every_kernels_own_trials_pass_in_the_emulator():
     quantized = (32, 4)
     made = [
         block_qmm.trials(40, 64, 32, 4, mx.float32, rows=(1, 16)),
+        block_qmm.trials(40, 64, 32, 4, mx.bfloat16, block_qmm.block_qmm_tiles_kernel, rows=(1, 16)),
         block_gather_qmm.trials(5, 16, 64, 2, 32, 4, mx.float32),
         accept.trials(2, 15),
         head_argmax.trials(200, 64, mx.float32, quantized, rows=(1, 16)),

@@ -12,7 +12,7 @@ import cuda_text
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
-from dflash_mlx.kernels.block_qmm import block_qmm_kernel
+from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 pytestmark = pytest.mark.skipif(cuda_text.nvcc() is None, reason="no nvcc")
@@ -44,6 +44,15 @@ def test_accept():
 @pytest.mark.parametrize("rows", [1, 16])
 def test_block_qmm(dtype, bits, rows):
     block_qmm_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(64, 512, dtype, bits), 64, bits)
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bits, n", [(4, 8192), (8, 2048), (4, 64)])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_block_qmm_tiles(dtype, bits, n, rows):
+    block_qmm_tiles_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(n, 512, dtype, bits), 64, bits)
     no_spills()
 
 

@@ -89,7 +89,13 @@ def mutants(source: str):
 
 def check_block_qmm():
     test_kernels_block_qmm.check(mx.float32, 4, 32, [(9, 64), (33, 544)], rows=(3,))
-    test_kernels_block_qmm.test_a_row_that_is_not_finite_stays_alone()
+    test_kernels_block_qmm.test_a_row_that_is_not_finite_stays_alone(block_qmm.block_qmm_kernel)
+
+
+def check_block_qmm_tiles():
+    check, launch = test_kernels_block_qmm.check, block_qmm.block_qmm_tiles_kernel
+    check(mx.float16, 4, 64, [(9, 64), (33, 9 * 64)], rows=(3, 9), launch=launch)
+    check(mx.bfloat16, 8, 32, [(17, 3 * 32)], rows=(3,), launch=launch)
 
 
 def check_block_gather_qmm():
@@ -150,6 +156,7 @@ def numbered(source: str):
 
 TEXTS = [
     (block_qmm, "KERNEL", check_block_qmm),
+    (block_qmm, "TILES", check_block_qmm_tiles),
     (block_gather_qmm, "KERNEL", check_block_gather_qmm),
     (accept, "KERNEL", check_accept),
     (head_argmax, "KERNEL", check_head_argmax),

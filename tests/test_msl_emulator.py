@@ -57,6 +57,39 @@ def test_threadgroups_run_in_either_order(order):
     assert np.array_equal(np.array(y), np.arange(192) + np.arange(192) // 64)
 
 
+MATRICES = """
+    simdgroup_matrix<float, 8, 8> a, b, c;
+    const int lane = int(TID) % 32;
+    const int row = (lane >> 4) * 4 + (lane >> 1) % 4, column = (lane >> 3) % 2 * 4 + lane % 2 * 2;
+    for (int i = 0; i < 2; ++i) {
+        a.thread_elements()[i] = x[8 * row + column + i];
+        b.thread_elements()[i] = x[64 + 8 * row + column + i];
+        c.thread_elements()[i] = 1.0f;
+    }
+    MULTIPLY
+    for (int i = 0; i < 2; ++i) y[TID / 32 * 64 + 8 * row + column + i] = c.thread_elements()[i];
+"""
+
+
+def test_matrices_of_a_simd_group_are_multiplied():
+    x = np.random.default_rng(0).integers(-9, 9, 128).astype(np.float32)
+    y = run(MATRICES.replace("MULTIPLY", "simdgroup_multiply_accumulate(c, a, b, c);"), [mx.array(x), mx.array([0])], out=(128,))
+    want = x[:64].reshape(8, 8) @ x[64:].reshape(8, 8) + 1
+    assert np.array_equal(np.array(y).reshape(2, 8, 8), [want, want])
+
+
+def test_a_matrix_product_that_not_all_reach_is_a_fault():
+    some = MATRICES.replace("MULTIPLY", "if (lane < 31) simdgroup_multiply_accumulate(c, a, b, c);")
+    with pytest.raises(KernelFault, match="line 10: simd function not reached by all"):
+        run(some, [mx.zeros((128,)), mx.array([0])], out=(128,))
+    with pytest.raises(KernelFault, match="line 10: a matrix needs whole simd groups; the threadgroup has 48 threads"):
+        run(
+            MATRICES.replace("MULTIPLY", "simdgroup_multiply_accumulate(c, a, b, c);"),
+            [mx.zeros((128,)), mx.array([0])],
+            threads=48,
+        )
+
+
 @pytest.mark.parametrize("name, source, message", [
     ("read beyond an input", "y[TID] = x[TID + 1];", "line 1: out of bounds: x"),
     ("write before an output", "\ny[int(TID) - 1] = 0.0f;", "line 2: out of bounds: y"),
@@ -225,6 +258,7 @@ def test_every_metal_file_for_xcrun_is_written():
         for n in (
             "accept",
             "block_qmm",
+            "block_qmm_tiles",
             "block_gather_qmm",
             "head_argmax",
             "head_argmax_reduce",

@@ -5,25 +5,36 @@
     its lanes split K
 
 Each lane unpacks a word of weights once and uses it for all rows; a row's sum runs over the lane's own values in order, then
-over the lanes. Neither order knows M, so rows are bit-identical between row counts. Knows arrays only.
+over the lanes. Neither order knows M, so rows are bit-identical between row counts.
+
+A second text, `block_qmm_tiles`, multiplies in matrix units, for 16-bit types: see tiles.py.
+
+    a threadgroup takes 16 to 64 columns; its 8 simd groups share out the groups of K and add up at the end
+    a lane's part of a group      4 bit, group 64: values 16 t .. 16 t + 15 of column r: two words, whose bits, masked and
+                                  counted from their middle, are the 16-bit pairs that the units take; x in the same order
+
+Rows are 8 or 16 there, those beyond M zero; an output depends on its own row and column alone. Knows arrays only.
 """
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import mlx.core as mx
 
-from . import choice
+from . import choice, tiles
 from .kernel import Kernel
 
 MAX_ROWS = 16
 SIMDGROUPS = 4
+TILE_SIMDGROUPS = 8
 # A trial makes its own weights: of an LM head, a part tells as much. Copies in turn, or a cache would hold what a pass reads
 # from memory.
 TRIAL_COLUMNS = 16384
 TRIAL_BYTES = 128_000_000
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
+TILE_TYPES = (mx.float16, mx.bfloat16)  # matrix units take these
 # How far the last bit of a type may move: the trial's bound against stock MLX, which rounds and sums in other places.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
@@ -100,7 +111,175 @@ _SOURCE = """
     }
 """
 
+# A group's integers, less the middle of their range, are exact in 16 bits: the matrix units multiply them with x, and scale and
+# bias are put on afterwards, in float32, the bias through the sum of x.
+_TILE_SOURCE = """
+    constexpr int OWN = GROUP / 4;               // values of a group that a lane has, of one column of W or row of x
+    constexpr int WORDS = OWN * BITS / 32;
+    constexpr int VECTOR = WORDS < 4 ? 2 : 4;
+    constexpr int PAIRS = 16 / BITS;             // of a word
+    constexpr int STEPS = OWN / 4;               // products of tiles in a group
+    constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 16;
+    constexpr uint MASK = ((1u << BITS) - 1u) * 0x10001u;
+    constexpr float CENTRE = BITS == 4 ? 8.0f : 128.0f;
+    const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+    const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
+    const int first = int(threadgroup_position_in_grid.x) * COLS;
+    const int words = K * BITS / 32, groups = K / GROUP;
+    const int r = tile_row(lane), t = tile_pair(lane);
+
+    constexpr int HELD = TILES * ROW_TILES * 4;  // sums of a lane
+    threadgroup float others[SIMDGROUPS / 2 * HELD * 32];
+
+    float sum[HELD];
+    #pragma unroll
+    for (int e = 0; e < HELD; ++e) sum[e] = 0.0f;
+
+    // The next group's words are on their way while this group's are multiplied.
+    uint packed[TILES][2][WORDS], ahead[TILES][2][WORDS];
+    for (int g = part - SIMDGROUPS; g < groups; g += SIMDGROUPS) {
+        const int next = g + SIMDGROUPS;
+        if (next < groups) {
+            #pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                #pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    // Columns beyond the last one repeat it; their sums are not stored.
+                    const int c = 16 * i + 8 * h + r;
+                    const size_t n = size_t(first + c < N ? first + c : N - 1);
+                    const size_t at = n * words + (size_t(next) * 4 + t) * WORDS;
+                    if (WORDS == 1) {
+                        ahead[i][h][0] = w[at];
+                    } else {
+                        #pragma unroll
+                        for (int j = 0; j < WORDS / VECTOR; ++j) {
+                            const vec<uint, VECTOR> some = ((const device vec<uint, VECTOR>*)(w + at))[j];
+                            #pragma unroll
+                            for (int e = 0; e < VECTOR; ++e) ahead[i][h][VECTOR * j + e] = some[e];
+                        }
+                    }
+                }
+            }
+        }
+        if (g >= 0) {
+            uint right[ROW_TILES][2 * STEPS];
+            vec<float, 2> total[ROW_TILES];
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) {
+                uint own[OWN / 2];
+                #pragma unroll
+                for (int j = 0; j < OWN / 2; ++j) own[j] = 0u;
+                if (8 * m + r < M) {
+                    #pragma unroll
+                    for (int j = 0; j < OWN / 8; ++j) {
+                        const vec<uint, 4> four =
+                            ((const device vec<uint, 4>*)(x + size_t(8 * m + r) * K + size_t(g) * GROUP + t * OWN))[j];
+                        #pragma unroll
+                        for (int e = 0; e < 4; ++e) own[4 * j + e] = four[e];
+                    }
+                }
+                // In the order in which a word gives its pairs: 0 and 4, 1 and 5, 2 and 6, 3 and 7; in 8 bit 0 and 2, 1 and 3.
+                #pragma unroll
+                for (int p = 0; p < 2 * STEPS; ++p) {
+                    const int at = p / PAIRS * PAIRS + p % PAIRS / 2;
+                    const uint a = own[at], b = own[at + PAIRS / 2];
+                    right[m][p] = tile_right(p % 2 ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16), lane);
+                }
+                total[m][0] = 0.0f;
+                total[m][1] = 0.0f;
+                #pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    total[m] = tile_sums<T>(total[m], HALF ? 0x3c003c00u : 0x3f803f80u, right[m][2 * s], right[m][2 * s + 1]);
+                }
+            }
+            #pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                uint left[2][2 * STEPS];
+                float scale[2], bias[2];
+                #pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int c = 16 * i + 8 * h + r;
+                    const size_t n = size_t(first + c < N ? first + c : N - 1);
+                    scale[h] = float(scales[n * groups + g]);
+                    bias[h] = metal::fma(CENTRE, scale[h], float(biases[n * groups + g]));
+                    #pragma unroll
+                    for (int p = 0; p < 2 * STEPS; ++p) {
+                        const uint two = (packed[i][h][p / PAIRS] >> (p % PAIRS * BITS)) & MASK;
+                        if (HALF) {
+                            // In the last bits of 1024.
+                            left[h][p] = pair_less<T>(two | 0x64006400u, 1024.0f + CENTRE);
+                        } else if (BITS == 4) {
+                            // In the last bits of 128.
+                            left[h][p] = pair_less<T>(two | 0x43004300u, 128.0f + CENTRE);
+                        } else {
+                            // bfloat has no room for 8 bits: in the last bits of 2^23, whose difference has at most 8.
+                            const float a = as_type<float>(0x4b000000u | (two & 0xffffu)) - (8388608.0f + CENTRE);
+                            const float b = as_type<float>(0x4b000000u | (two >> 16)) - (8388608.0f + CENTRE);
+                            left[h][p] = (as_type<uint>(a) >> 16) | (as_type<uint>(b) & 0xffff0000u);
+                        }
+                    }
+                }
+                #pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) {
+                    vec<float, 4> product;
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) product[e] = 0.0f;
+                    #pragma unroll
+                    for (int s = 0; s < STEPS; ++s) {
+                        product = tile_multiply<T>(product, left[0][2 * s], left[1][2 * s], left[0][2 * s + 1],
+                                                   left[1][2 * s + 1], right[m][2 * s], right[m][2 * s + 1]);
+                    }
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int at = (i * ROW_TILES + m) * 4 + e;
+                        sum[at] = metal::fma(scale[e / 2], product[e], sum[at]);
+                        sum[at] = metal::fma(bias[e / 2], total[m][e % 2], sum[at]);
+                    }
+                }
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            #pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                #pragma unroll
+                for (int j = 0; j < WORDS; ++j) packed[i][h][j] = ahead[i][h][j];
+            }
+        }
+    }
+
+    // Parts of K, by halves: the upper half of the simd groups gives to the lower.
+    for (int half_of = SIMDGROUPS / 2; half_of > 0; half_of /= 2) {
+        if (part >= half_of && part < 2 * half_of) {
+            #pragma unroll
+            for (int e = 0; e < HELD; ++e) others[((part - half_of) * HELD + e) * 32 + lane] = sum[e];
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        if (part < half_of) {
+            #pragma unroll
+            for (int e = 0; e < HELD; ++e) sum[e] = sum[e] + others[(part * HELD + e) * 32 + lane];
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+    if (part == 0) {
+        #pragma unroll
+        for (int e = 0; e < HELD; ++e) {
+            const int i = e / 4 / ROW_TILES, m = e / 4 % ROW_TILES;
+            const int n = first + 16 * i + e % 4 / 2 * 8 + r, row = 8 * m + 2 * t + e % 2;
+            if (n < N && row < M) y[size_t(row) * N + n] = T(sum[e]);
+        }
+    }
+"""
+
 KERNEL = Kernel("block_qmm", inputs=("x", "w", "scales", "biases"), outputs=("y",), source=_SOURCE)
+TILES = Kernel(
+    "block_qmm_tiles",
+    inputs=("x", "w", "scales", "biases"),
+    outputs=("y",),
+    source=_TILE_SOURCE,
+    header=tiles.METAL,
+    cuda_header=tiles.CUDA,
+)
 
 
 def block_qmm_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
@@ -153,10 +332,41 @@ def block_qmm_kernel(
     return y.reshape(*x.shape[:-1], n)
 
 
+def block_qmm_tiles_kernel(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, columns: int | None = None
+) -> mx.array:
+    """Launch of the text for matrix units: a threadgroup for `columns` columns of W, its simd groups split K.
+
+    Shapes: as `block_qmm_kernel`; float16 or bfloat16.
+    """
+    k, n = x.shape[-1], w.shape[0]
+    rows = x.reshape(-1, k)
+    words = group_size * bits // 128
+    # More columns read x less often, fewer make more threadgroups. Words of a lane's columns stay in registers.
+    columns = columns or min(64 if n >= 8192 else 32 if n >= 2048 else 16, max(16, 128 // words))
+    (y,) = TILES(
+        [rows, w, scales, biases],
+        template=[
+            ("T", x.dtype),
+            ("HALF", x.dtype == mx.float16),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            ("ROWS", 8 if row_tile(rows.shape[0]) <= 8 else 16),
+            ("COLS", columns),
+            ("SIMDGROUPS", TILE_SIMDGROUPS),
+        ],
+        grid=(-(-n // columns) * TILE_SIMDGROUPS * 32, 1, 1),
+        threadgroup=(TILE_SIMDGROUPS * 32, 1, 1),
+        output_shapes=[(rows.shape[0], n)],
+        output_dtypes=[x.dtype],
+    )
+    return y.reshape(*x.shape[:-1], n)
+
+
 def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
     """x times a quantized weight matrix, by the kernel where it is eligible and chosen, else by MLX.
 
-    For one weight matrix the choice is the same for all of 1..16 rows, so that rows agree bit for bit between them.
+    For one weight matrix the choice, text included, is the same for all of 1..16 rows, so that rows agree bit for bit.
 
     Shapes: as `block_qmm_kernel`; any number of rows.
     """
@@ -171,16 +381,20 @@ def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, grou
         and scales.size >= 8  # the weights are certainly in device memory
         and x.size >= 8
     )
-    shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {x.shape[-1]}"
-    if eligible and choice.use(KERNEL, shape, lambda: trials(min(n, TRIAL_COLUMNS), x.shape[-1], group_size, bits, x.dtype)):
-        return block_qmm_kernel(x, w, scales, biases, group_size, bits)
+    if eligible:
+        made = partial(trials, min(n, TRIAL_COLUMNS), x.shape[-1], group_size, bits, x.dtype)
+        launches = {KERNEL: block_qmm_kernel} | ({TILES: block_qmm_tiles_kernel} if x.dtype in TILE_TYPES else {})
+        shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {x.shape[-1]}"
+        kernel = choice.fastest({k: partial(made, launch) for k, launch in launches.items()}, shape)
+        if kernel:
+            return launches[kernel](x, w, scales, biases, group_size, bits)
     return block_qmm_ops(x, w, scales, biases, group_size, bits)
 
 
 def trials(
-    n: int, k: int, group_size: int, bits: int, dtype: mx.Dtype, rows: tuple[int, ...] = (1, 4, 8, 16)
+    n: int, k: int, group_size: int, bits: int, dtype: mx.Dtype, launch=block_qmm_kernel, rows: tuple[int, ...] = (1, 4, 8, 16)
 ) -> list[choice.Trial]:
-    """Comparisons with MLX on made-up values of the real shape, at several row counts."""
+    """Comparisons of a launcher with MLX on made-up values of the real shape, at several row counts."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first))
@@ -193,4 +407,4 @@ def trials(
         return lambda: [f(x[:m], *next(turn), group_size, bits)]
 
     same = choice.same_floats(TOLERANCE[dtype])
-    return [choice.Trial(calls(block_qmm_kernel, m), calls(block_qmm_ops, m), same) for m in rows]
+    return [choice.Trial(calls(launch, m), calls(block_qmm_ops, m), same) for m in rows]

@@ -31,11 +31,12 @@ from ..errors import DFlashError
 from .kernel import Kernel
 
 VARIABLE = "DFLASH_MLX_KERNELS"
-NAMES = ("block_qmm", "block_gather_qmm", "accept", "head_argmax", "block_attention")
+NAMES = ("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_argmax", "block_attention")
 
 _log = logging.getLogger("dflash_mlx.kernels")
-# This process's verdicts, and kernels switched off in it: key -> Verdict, name -> reason.
-_known: dict[str, Verdict] = {}
+# This process's verdicts, and kernels switched off in it by name, with the reason. Asked at every product of every pass: the
+# key on disk, with the device and the text's hash, is made once.
+_known: dict[tuple[Kernel, str], Verdict] = {}
 _off: dict[str, str] = {}
 _local = threading.local()
 
@@ -129,6 +130,12 @@ def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> boo
     return True
 
 
+def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
+    """The quickest of several kernels for one operation among those that `use` lets run; None: stock MLX."""
+    used = [kernel for kernel, trial in candidates.items() if use(kernel, shape, trial)]
+    return min(used, key=lambda k: _known[k, shape].kernel_s, default=None) if len(used) > 1 else next(iter(used), None)
+
+
 def switch_off(name: str, reason: str) -> None:
     """No launch of this kernel for the rest of the process, e.g. because it gave a value that is not finite. One line says so."""
     if name not in _off:
@@ -139,7 +146,7 @@ def switch_off(name: str, reason: str) -> None:
 def verdicts() -> list[Verdict]:
     """All verdicts kept for this machine, for `doctor`; those of this process included."""
     kept = {k: Verdict(**v) for k, v in _load().items() if k.startswith(_machine())}
-    return list({**kept, **_known}.values())
+    return list({**kept, **{_key(*known): verdict for known, verdict in _known.items()}}.values())
 
 
 def _machine() -> str:
@@ -159,9 +166,13 @@ def _load() -> dict[str, dict]:
         return {}
 
 
+def _key(kernel: Kernel, shape: str) -> str:
+    text = hashlib.sha256((kernel.header + kernel.source).encode()).hexdigest()[:12]
+    return f"{_machine()}{kernel.name} {text} {shape}"
+
+
 def _keep(key: str, verdict: Verdict) -> None:
     """Add one verdict to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
-    _known[key] = verdict
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         new = _file().with_suffix(f".{os.getpid()}")
@@ -172,19 +183,17 @@ def _keep(key: str, verdict: Verdict) -> None:
 
 
 def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
-    text = hashlib.sha256((kernel.header + kernel.source).encode()).hexdigest()[:12]
-    key = f"{_machine()}{kernel.name} {text} {shape}"
-    if key in _known:
-        return _known[key]
-    if key in (kept := _load()):
-        _known[key] = Verdict(**kept[key])
-        return _known[key]
+    """The verdict of this process, of an earlier one on this machine, or of a trial now."""
+    if known := _known.get((kernel, shape)):
+        return known
+    key = _key(kernel, shape)
     marker = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
-    if marker.exists():
+    if kept := _load().get(key):
+        verdict = Verdict(**kept)
+    elif marker.exists():
         verdict = Verdict(
             kernel.name, shape, False, f"its trial did not come back at an earlier start (delete {marker} to try again)"
         )
-        _known[key] = verdict
     else:
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +204,7 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
         _keep(key, verdict)
         with contextlib.suppress(OSError):
             marker.unlink()
+    _known[kernel, shape] = verdict
     if not verdict.use and verdict.kernel_s is None:
         _log.warning("kernel %s is off for %s: %s", kernel.name, shape, verdict.reason)
     return verdict

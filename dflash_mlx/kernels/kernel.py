@@ -124,6 +124,7 @@ class Kernel:
       inputs, outputs: argument names, in order. A shape is read in the body as `NAME_shape[i]`, strides as `NAME_strides[i]`.
       source: the body, the very string that `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` are given.
       header: helper functions, each `METAL_FUNC`, on values: no address space is named in it.
+      cuda_header: the same functions where CUDA has other instructions for them; None: `header` serves both.
       row_contiguous: False hands inputs over as they lie, so that a slice of a long cache is not copied.
     """
 
@@ -132,6 +133,7 @@ class Kernel:
     outputs: tuple[str, ...]
     source: str
     header: str = ""
+    cuda_header: str | None = None
     row_contiguous: bool = True
 
     def __call__(
@@ -171,11 +173,15 @@ class Kernel:
 
 @functools.lru_cache(maxsize=256)
 def _make(kernel: Kernel, maker: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
+    header = kernel.header
+    if cuda:
+        own = header if kernel.cuda_header is None else kernel.cuda_header
+        header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
     return maker(
         name=f"dflash_{kernel.name}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=kernel.source,
-        header=f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{kernel.header}\n}}\n{_CUDA_WORDS}" if cuda else kernel.header,
+        header=header,
         ensure_row_contiguous=kernel.row_contiguous,
     )

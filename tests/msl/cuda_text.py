@@ -28,6 +28,8 @@ FRONT = """
 #include <cuda_fp16.h>
 #include <cuda/std/array>
 #include <cuda/std/cstdint>
+#include <cuda/std/limits>
+#include <cuda/std/tuple>
 namespace mlx::core::cu {
 using Shape = cuda::std::array<int32_t, 10>;
 using Strides = cuda::std::array<int64_t, 10>;

@@ -94,7 +94,8 @@ def compiler() -> str | None:
 
 
 def _blank_comments(text: str) -> str:
-    """Comments as spaces, lines kept."""
+    """Comments and Metal's own includes as spaces, lines kept."""
+    text = re.sub(r"#include <metal_\w+>", " ", text)
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.S)
 
 

@@ -18,7 +18,7 @@ from emulator import ATTRIBUTES, CONSTANT_BELOW, TYPES
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
-from dflash_mlx.kernels.block_qmm import block_qmm_kernel
+from dflash_mlx.kernels.block_qmm import TILE_TYPES, block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 
@@ -67,6 +67,8 @@ def collect() -> dict[str, str]:
                 w = mx.quantize(mx.zeros((64, 256), dtype=dtype), group_size=64, bits=bits)
                 for rows in (1, 2, 4, 8, 16):
                     block_qmm_kernel(x[:rows], *w, 64, bits)
+                    if dtype in TILE_TYPES:
+                        block_qmm_tiles_kernel(x[:rows], *w, 64, bits)
                 experts = [a.reshape(4, 16, -1) for a in w]
                 for pairs in (2, 16):
                     block_gather_qmm_kernel(x[:2], *experts, mx.zeros((pairs,), dtype=mx.uint32), 64, bits)

@@ -314,7 +314,7 @@ Ptr<Threadgroup, T> shared_array(int number, size_t n, const char* name, int lin
 
 // ------------------------------------------------------------------------------------------------ meeting points
 
-enum Op { kSum, kMax, kMin, kShuffle, kShuffleXor, kShuffleDown, kBroadcast, kAll, kAny, kBallot };
+enum Op { kSum, kMax, kMin, kShuffle, kShuffleXor, kShuffleDown, kBroadcast, kAll, kAny, kMatrix };
 
 inline void meet(Wait wait, int op, int line, int flags) {
   Fibre& f = g.fibre[g.current];
@@ -571,5 +571,48 @@ MSL_SHUFFLE(simd_shuffle_xor, kShuffleXor, own_lane ^ given, false)
 MSL_SHUFFLE(simd_shuffle_down, kShuffleDown, own_lane + given, true)
 inline bool simd_any(bool v, MSL_LINE) { return msl::reduce(int(v), msl::kAny, line, [](int a, int b) { return a | b; }); }
 inline bool simd_all(bool v, MSL_LINE) { return msl::reduce(int(v), msl::kAll, line, [](int a, int b) { return a & b; }); }
+
+// 8 x 8 over a simd group. A lane holds two neighbours of a row, as Apple's GPUs lay them out: bits 4, 2, 1 of its number are
+// the row, bits 3, 0 the pair of columns.
+template <typename T, int Rows, int Columns>
+struct simdgroup_matrix {
+  static_assert(Rows == 8 && Columns == 8, "simdgroup_matrix is 8 x 8");
+  vec<T, 2> own;
+  vec<T, 2>& thread_elements() { return own; }
+  static int row(int lane) { return (lane >> 4 & 1) * 4 + (lane >> 1 & 3); }
+  static int column(int lane) { return (lane >> 3 & 1) * 4 + (lane & 1) * 2; }
+};
+
+namespace msl {
+// Everybody's two elements, as floats, where they belong.
+template <typename T>
+void gather_matrix(simdgroup_matrix<T, 8, 8>& a, int line, float (&all)[8][8]) {
+  if (g.threads % kSimd) fault(line, "a matrix needs whole simd groups; the threadgroup has %d threads", g.threads);
+  using M = simdgroup_matrix<T, 8, 8>;
+  exchange(vec<float, 2>(float(a.own[0]), float(a.own[1])), kMatrix, line, [&] {
+    for (int lane = 0; lane < kSimd; ++lane) {
+      vec<float, 2> v = value_of<vec<float, 2>>(simd_first() + lane);
+      all[M::row(lane)][M::column(lane)] = v[0], all[M::row(lane)][M::column(lane) + 1] = v[1];
+    }
+    return 0;
+  });
+}
+}  // namespace msl
+
+// d = a b + c. Products and their sum are exact here before the one rounding; what a GPU rounds in between is its own.
+template <typename R, typename T, typename U, typename V>
+void simdgroup_multiply_accumulate(simdgroup_matrix<R, 8, 8>& d, simdgroup_matrix<T, 8, 8>& a, simdgroup_matrix<U, 8, 8>& b,
+                                   simdgroup_matrix<V, 8, 8>& c, MSL_LINE) {
+  float left[8][8], right[8][8];
+  msl::gather_matrix(a, line, left);
+  msl::gather_matrix(b, line, right);
+  const int lane = msl::g.current % msl::kSimd, row = a.row(lane), column = a.column(lane);
+  for (int i = 0; i < 2; ++i) {
+    double sum = double(float(c.own[i]));
+    for (int k = 0; k < 8; ++k) sum += double(left[row][k]) * double(right[k][column + i]);
+    d.own[i] = R(float(sum));
+  }
+}
+
 inline void threadgroup_barrier(metal::mem_flags f, MSL_LINE) { msl::meet(msl::Wait::Barrier, 0, line, int(f)); }
 inline void simdgroup_barrier(metal::mem_flags f, MSL_LINE) { msl::meet(msl::Wait::SimdBarrier, 0, line, int(f)); }
