@@ -48,6 +48,8 @@ LAYERS = [
     ("k or v", 1024, 4096),
 ]
 
+HEAD = (151936, 4096)
+
 # (model, query heads, KV heads, head dimension, keys, window)
 CACHES = [
     ("Qwen3-8B", 32, 8, 128, 8192, 0),
@@ -80,9 +82,27 @@ def size(arrays: Sequence[mx.array]) -> int:
 Calls = list[Callable[[], Sequence[mx.array]]]
 
 
+def dense(weights: Sequence[mx.array], group_size: int, bits: int) -> mx.array:
+    """[..., N, K] float32."""
+    w, scales, biases = weights
+    return mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)
+
+
 def over(f: Callable, arguments: Sequence[tuple]) -> Calls:
     """One call of f for each tuple of arguments."""
     return [partial(f, *a) for a in arguments]
+
+
+def listed(x: mx.array | Sequence[mx.array]) -> list[mx.array]:
+    return [x] if isinstance(x, mx.array) else list(x)
+
+
+def first_s(call: Callable) -> tuple[float, list[mx.array]]:
+    """Seconds of a call that may have to compile, and what it returns."""
+    begin = time.perf_counter()
+    results = listed(call())
+    mx.eval(results)
+    return time.perf_counter() - begin, results
 
 
 class Bench:
@@ -93,45 +113,62 @@ class Bench:
         self.rows = (1, 4, 16) if quick else ROWS
         self.shapes = 2 if quick else None
         self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
+        self.later: list[tuple[dict, Calls, int]] = []
 
     def save(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def add(
-        self, kernel: str, what: str, rows: int, ours: Calls, stock: Calls, same, want: list[mx.array] | None, nbytes: int
+        self,
+        kernel: str,
+        what: str,
+        rows: int,
+        ours: Calls,
+        stock: Calls,
+        same: Callable,
+        nbytes: int,
+        right: Sequence[mx.array] | None = None,
+        alone: Sequence[mx.array] | None = None,
     ) -> None:
-        """Check and time one shape; print its line. `want`, not yet evaluated, is what the rows have in another launch."""
-        first, results = [], []
-        for call in (ours[0], stock[0]):
-            begin = time.perf_counter()
-            results.append(call())
-            mx.eval(results[-1])
-            first.append(time.perf_counter() - begin)
-        results = [[x] if isinstance(x, mx.array) else x for x in results]
-        wrong = same(*results)
-        invariant = None if want is None else all(bool(mx.array_equal(*pair)) for pair in zip(results[0], want, strict=True))
-        kernel_s, stock_s = median_s(ours, self.samples), median_s(stock, self.samples)
-        e = {
+        """Check and time one shape of ours; stock follows in `finish`, because what it compiles first may take minutes.
+
+        Args:
+          right: the answer, None for stock's own; alone: what the same rows have in other launches. Both not yet evaluated.
+        """
+        first, results = first_s(ours[0])
+        wrong = same(results, listed(stock[0]()) if right is None else right)
+        equal = None if alone is None else all(bool(mx.array_equal(*pair)) for pair in zip(results, alone, strict=True))
+        kernel_s = median_s(ours, self.samples)
+        entry = {
             "kernel": kernel,
             "what": what,
             "rows": rows,
             "wrong": wrong,
-            "rows_bit_equal": invariant,
+            "rows_bit_equal": equal,
+            "first_s": first,
             "kernel_us": kernel_s * 1e6,
-            "stock_us": stock_s * 1e6,
             "kernel_gbps": nbytes / kernel_s / 1e9,
-            "stock_gbps": nbytes / stock_s / 1e9,
-            "first_s": first[0],
-            "stock_first_s": first[1],
         }
-        self.record["entries"].append(e)
+        self.record["entries"].append(entry)
+        self.later.append((entry, stock, nbytes))
         self.save()
         verdict = "right" if wrong is None else f"WRONG: {wrong}"
-        bits = {True: "rows agree", False: "ROWS DIFFER", None: ""}[invariant]
-        print(f"{kernel:17} {what:34} {rows:3} rows  {kernel_s * 1e6:9.1f} us  stock {stock_s * 1e6:9.1f} us", end="")
-        print(f"  x{stock_s / kernel_s:5.2f}  {e['kernel_gbps']:6.0f} GB/s", end="")
-        print(f"  first {first[0]:5.2f} s, {first[1]:5.2f} s  {verdict}  {bits}", flush=True)
+        bits = {True: "rows agree", False: "ROWS DIFFER", None: ""}[equal]
+        print(f"{kernel:17} {what:34} {rows:3} rows  {kernel_s * 1e6:9.1f} us {entry['kernel_gbps']:6.0f} GB/s", end="")
+        print(f"  first call {first:5.2f} s  {verdict}  {bits}", flush=True)
+
+    def finish(self) -> None:
+        """Time stock MLX at the same shapes, few rows first."""
+        for entry, stock, nbytes in sorted(self.later, key=lambda job: job[0]["rows"]):
+            first, _ = first_s(stock[0])
+            stock_s = median_s(stock, self.samples)
+            entry |= {"stock_first_s": first, "stock_us": stock_s * 1e6, "stock_gbps": nbytes / stock_s / 1e9}
+            self.save()
+            print(f"{entry['kernel']:17} {entry['what']:34} {entry['rows']:3} rows  stock {stock_s * 1e6:9.1f} us", end="")
+            print(f" {entry['stock_gbps']:6.0f} GB/s  first call {first:5.2f} s", end="")
+            print(f"  ours x{entry['stock_us'] / entry['kernel_us']:5.2f}", flush=True)
+        self.later = []
 
     def block_qmm(self, columns: int | None = None) -> None:
         self.products("block_qmm", block_qmm.block_qmm_kernel, columns)
@@ -148,12 +185,13 @@ class Bench:
                 weights = [[a + 0 for a in first] for _ in range(spread(size(first)))]
                 x = mx.random.normal((16, k), dtype=self.dtype, key=keys[1])
                 mx.eval(weights, x)
+                right = x.astype(mx.float32) @ dense(first, 64, bits).T
                 alone = [f(x[m : m + 1], *first, 64, bits) for m in range(16)]
                 for m in self.rows:
                     given = [(x[:m], *w, 64, bits) for w in weights]
-                    want = [mx.concatenate(alone[:m])]
                     what = f"{bits} bit {name} N {n} K {k}" + (f" columns {columns}" if columns else "")
-                    self.add(kernel, what, m, over(f, given), over(g, given), self.same, want, size(first))
+                    one = [mx.concatenate(alone[:m])]
+                    self.add(kernel, what, m, over(f, given), over(g, given), self.same, size(first), [right[:m]], one)
 
     def block_gather_qmm(self) -> None:
         f, g = block_gather_qmm.block_gather_qmm_kernel, block_gather_qmm.block_gather_qmm_ops
@@ -166,28 +204,39 @@ class Bench:
             ids = mx.argsort(mx.random.uniform(shape=(16, e), key=keys[2]), axis=-1)[:, :share].astype(mx.uint32)
             copies = [[a + 0 for a in w] for _ in range(2)]
             mx.eval(copies, x, ids)
+            right = mx.stack([x[m].astype(mx.float32) @ dense([a[ids[m]] for a in w], 32, 4).swapaxes(1, 2) for m in range(16)])
             alone = [f(x[m : m + 1], *w, ids[m], 32, 4) for m in range(16)]
             for m in self.rows:
                 given = [(x[:m], *c, ids[:m].reshape(-1), 32, 4) for c in copies] * 8
-                want = [mx.concatenate(alone[:m])]
+                one = [mx.concatenate(alone[:m])]
                 used = len({i for row in ids[:m].tolist() for i in row})
                 nbytes = size(w) * used // e
-                self.add("block_gather_qmm", f"4 bit {name}", m, over(f, given), over(g, given), self.same, want, nbytes)
+                want, what = [right[:m].reshape(-1, n)], f"4 bit {name}"
+                self.add("block_gather_qmm", what, m, over(f, given), over(g, given), self.same, nbytes, want, one)
 
     def head_argmax(self) -> None:
-        v, h = 151936, 4096
-        for quantized in ((64, 4), None):
-            trials = head_argmax.trials(v, h, self.dtype, quantized, rows=self.rows)
-            nbytes = v * h * 9 // 16 if quantized else v * h * self.dtype.size
-            most = trials[-1].kernel()
-            for m, t in zip(self.rows, trials, strict=True):
-                what = f"{'4 bit' if quantized else 'dense'} V {v} H {h}"
-                self.add("head_argmax", what, m, [t.kernel] * 8, [t.stock] * 8, t.same, [a[:m] for a in most], nbytes)
+        f, g = head_argmax.head_argmax_kernel, head_argmax.head_argmax_ops
+        v, h = HEAD
+        keys = mx.random.split(mx.random.key(0), 2)
+        w = mx.random.normal((v, h), dtype=self.dtype, key=keys[0])
+        x = mx.random.normal((16, h), dtype=self.dtype, key=keys[1])
+        same = head_argmax.same_choices(self.dtype, h)
+        for bits in (4, None):
+            weights = [*mx.quantize(w, group_size=64, bits=bits), 64, bits] if bits else [w]
+            mx.eval(weights[:3], x)
+            right = g(x, dense(weights[:3], 64, bits).astype(self.dtype) if bits else w)
+            nbytes = size([a for a in weights if isinstance(a, mx.array)])
+            alone = [f(x[m : m + 1], *weights) for m in range(16)]
+            rows = [mx.concatenate(parts) for parts in zip(*alone, strict=True)]
+            for m in self.rows:
+                given, what = [(x[:m], *weights)] * 8, f"{f'{bits} bit' if bits else 'dense'} V {v} H {h}"
+                want, rows_alone = [a[:m] for a in right], [a[:m] for a in rows]
+                self.add("head_argmax", what, m, over(f, given), over(g, given), same, nbytes, want, rows_alone)
 
     def accept(self) -> None:
         for n in (7, 15):
             (t,) = accept.trials(1, n)
-            self.add("accept", f"N {n}", 1, [t.kernel] * 64, [t.stock] * 64, t.same, None, 4 * (2 * n + 1))
+            self.add("accept", f"N {n}", 1, [t.kernel] * 64, [t.stock] * 64, t.same, 4 * (2 * n + 1))
 
     def block_attention(self) -> None:
         f, g = block_attention.block_attention_kernel, block_attention.block_attention_ops
@@ -204,10 +253,11 @@ class Bench:
             alone = [f(q[:, :, i : i + 1], k[:, :, : s - 15 + i], v[:, :, : s - 15 + i], *rest) for i in range(16)]
             for m in self.rows:
                 given = [(q[:, :, 16 - m :], *c, *rest) for c in copies]
-                want = [mx.concatenate(alone[16 - m :], axis=2)]
+                one = [mx.concatenate(alone[16 - m :], axis=2)]
                 seen = min(s, window + m) if window else s
                 what = f"{name} S {s}" + (f" window {window}" if window else "")
-                self.add("block_attention", what, m, over(f, given), over(g, given), same, want, 2 * k.nbytes * seen // s)
+                nbytes = 2 * k.nbytes * seen // s
+                self.add("block_attention", what, m, over(f, given), over(g, given), same, nbytes, alone=one)
 
 
 def sixteen_over_one(entries: list[dict]) -> None:
@@ -215,7 +265,7 @@ def sixteen_over_one(entries: list[dict]) -> None:
     print("\ntime of 16 rows over 1 row; last: our 16 rows over stock's 1 row")
     by = {(e["kernel"], e["what"], e["rows"]): e for e in entries}
     for (kernel, what, rows), e in by.items():
-        if rows == 16 and (one := by.get((kernel, what, 1))):
+        if rows == 16 and (one := by.get((kernel, what, 1))) and "stock_us" in e:
             ours, stock = e["kernel_us"] / one["kernel_us"], e["stock_us"] / one["stock_us"]
             print(f"{kernel:17} {what:34} kernel {ours:5.2f}   stock {stock:5.2f}   {e['kernel_us'] / one['stock_us']:5.2f}")
 
@@ -346,6 +396,7 @@ def main() -> None:
         try:
             for columns in args.columns if name.startswith("block_qmm") else [None]:
                 getattr(bench, name)(*([columns] if name.startswith("block_qmm") else []))
+            bench.finish()
         except Exception:  # a compiler's log comes as the message of any of several types
             record["errors"][name] = traceback.format_exc()
             print(f"{name}: {record['errors'][name]}", flush=True)
