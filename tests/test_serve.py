@@ -1,5 +1,6 @@
 """The server as clients meet it: the openai package and raw sockets, in one process with the thread that generates."""
 
+import copy
 import importlib
 import inspect
 import json
@@ -277,21 +278,105 @@ def test_a_tool_call_that_cannot_be_read_is_text(chatty):
     assert answer.choices[0].message.content == "{broken" and answer.choices[0].message.tool_calls is None
 
 
-def test_thinking_is_kept_apart_from_the_answer(tmp_path, chatty):
-    template = TOOLS.replace("[assistant]<|endoftext|>{% endif %}", "[assistant]<think>{% endif %}")
-    path = with_template(tmp_path, template)
-    # Two marks that the vocabulary has as tokens of their own.
-    config = json.loads((tmp_path / "tokenizer.json").read_text())
+# As Qwen3's: thinking is open, closed at once, or left to the model; earlier thinking is not shown again.
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A tokenizer whose vocabulary has two marks as tokens of their own, ids 1536 and 1537."""
+    path = tmp_path_factory.mktemp("thinker")
+    with_template(path, THINKS)
+    config = json.loads((path / "tokenizer.json").read_text())
     for i, mark in enumerate(("<think>", "</think>")):
         config["added_tokens"].append({**config["added_tokens"][0], "id": 1536 + i, "content": mark})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(tmp_path)
-    line = [*tokenizer.encode("Hmm. </think>Yes <"), tokenizer.eos_token_id]
-    with running(scripted(line, vocab=1540), tokenizer) as server:
-        message = ask(server, max_tokens=50).choices[0].message
-    assert path and message.reasoning == "Hmm. "
+    (path / "tokenizer.json").write_text(json.dumps(config))
+    return load_tokenizer(path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "thought", "content"),
+    [
+        ({}, "Hmm. ", "Yes <"),
+        ({"enable_thinking": True}, "Hmm. ", "Yes <"),
+        # Closed by the template: what comes is the answer, and a mark that only closes is text.
+        ({"enable_thinking": False}, "", "Hmm. </think>Yes <"),
+    ],
+)
+def test_thinking_is_kept_apart_from_the_answer(thinker, given, thought, content, stream):
+    line = [*thinker.encode("Hmm. </think>Yes <"), thinker.eos_token_id]
+    with running(scripted(line, vocab=1540), thinker) as server:
+        got = ask(server, max_tokens=50, stream=stream, extra_body={"chat_template_kwargs": given})
+        parts = [c.choices[0].delta for c in got] if stream else [got.choices[0].message]
+    assert "".join(getattr(part, "reasoning", None) or "" for part in parts) == thought
     # A letter that might have begun a mark is not lost at the end.
-    assert message.content == "Yes <"
+    assert "".join(part.content or "" for part in parts) == content
+    assert stream or got.usage.completion_tokens == len(line)
+
+
+def test_thinking_that_its_template_drops_costs_the_next_turn_nothing_before_it(thinker):
+    line = [*thinker.encode("Hmm. </think>Yes"), thinker.eos_token_id]
+    with running(scripted([*line, 0, *line], vocab=1540), thinker) as server:
+        first = ask(server, max_tokens=50)
+        assert (first.choices[0].message.content, first.choices[0].message.reasoning) == ("Yes", "Hmm. ")
+        longer = [*MESSAGES, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "why"}]
+        cached = ask(server, longer, max_tokens=1).usage.prompt_tokens_details.cached_tokens
+    # All but the open mark.
+    assert cached == first.usage.prompt_tokens - 1
+
+
+def test_thinking_and_calls_are_told_apart_inside_the_blocks_of_a_pair(chatty):
+    # Pieces of what this target says are declared to be the marks, so that its drafter's real blocks run across them.
+    model, tokenizer, drafter = chatty
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tools=WEATHER)
+    said = text_of(stream_generate(model, tokenizer, ids, max_tokens=60))
+    first, second, third = said[9:14], said[30:35], said[50:54]
+    assert [said.index(mark) for mark in (first, second, third)] == [9, 30, 50], said
+    marked = copy.copy(tokenizer)
+    start = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    # The template ends with that token: thinking is open where the answer begins.
+    marked._think_start, marked._think_start_tokens = "<|endoftext|>", tuple(start)
+    marked._think_end, marked._think_end_tokens = first, (-1,)
+    marked._tool_call_start, marked._tool_call_end = second, third
+    marked._tool_parser = lambda text, tools: {"name": tools[0]["function"]["name"], "arguments": {"said": text}}
+    rest = {"tools": WEATHER, "max_tokens": 60}
+    with running(model, marked, drafter) as server:
+        for drafts in (0, 7):
+            for stream in (False, True):
+                got = ask(server, **rest, stream=stream, extra_body={"num_draft_tokens": drafts})
+                parts = [c.choices[0].delta for c in got] if stream else [got.choices[0].message]
+                assert "".join(getattr(part, "reasoning", None) or "" for part in parts) == said[:9]
+                assert "".join(part.content or "" for part in parts) == said[14:30] + said[54:]
+                calls = [call.function for part in parts for call in part.tool_calls or []]
+                assert [(c.name, json.loads(c.arguments)) for c in calls] == [("weather", {"said": said[35:50]})]
+                if not stream:
+                    assert got.usage.completion_tokens == 60
+                    assert (got.usage.completion_tokens_details.accepted_prediction_tokens > 0) == (drafts > 0)
+
+
+def test_what_a_tool_found_reaches_the_template(chatty):
+    seen = TOOLS.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    )
+    tokenizer = copy.copy(chatty[1])
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    with running(chatty[0], tokenizer) as server:
+        usage = ask(
+            server, messages, tools=WEATHER, max_tokens=1, extra_body={"chat_template_kwargs": {"chat_template": seen}}
+        ).usage
+    call = {"function": {"arguments": {"city": "Oslo"}}}
+    messages[1] = {**messages[1], "content": "", "tool_calls": [call]}
+    ids = tokenizer.apply_chat_template(messages, tools=WEATHER, add_generation_prompt=True, chat_template=seen)
+    assert usage.prompt_tokens == len(ids) and "Osl" in tokenizer.decode(ids) and "rain" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
