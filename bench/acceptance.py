@@ -1,7 +1,8 @@
 """How many drafted tokens a target accepts: tau by the real loop and by walking, per kind of question.
 
     python bench/acceptance.py --model M --draft-model D --prompts bench/prompts/smollm2.jsonl --out result.json
-        [--block-size 4 8 16] [--real 16] [--temp 0 1] [--max-tokens 256] [--limit N] [--data DIR] [--dense] [--part 0/8]
+        [--block-size 4 8 16] [--real 16] [--temp 0 1] [--max-tokens 256] [--limit N] [--max-seconds S]
+        [--data DIR] [--dense] [--part 0/8]
     python bench/acceptance.py --merge part-*.json --out result.json
 
 The prompts file holds {"kind": ..., "prompt": ...} a line. For every prompt the real loop (`dflash_mlx.stream_generate`)
@@ -114,12 +115,16 @@ def measure(args: argparse.Namespace) -> dict:
         one["number"] = counts[one["kind"]] = counts.get(one["kind"], 0) + 1
         if args.limit is None or one["number"] <= args.limit:
             asked.append(one)
-    asked = asked[part::of]
+    # Mixed, so that a run that ends early has the same share of each kind.
+    held = {kind: min(n, args.limit or n) for kind, n in counts.items()}
+    asked = sorted(asked, key=lambda one: one["number"] / held[one["kind"]])[part::of]
 
     records, begun, tokens = [], time.monotonic(), 0
     for temp in args.temp:
-        texts = []
+        texts, started = [], time.monotonic()
         for one in asked:
+            if args.max_seconds and texts and time.monotonic() - started > args.max_seconds:
+                break
             prompt = chat_ids(tokenizer, [{"role": "user", "content": one["prompt"]}])
             real, answer = {}, None
             for K in args.real or [None]:
@@ -156,7 +161,7 @@ def measure(args: argparse.Namespace) -> dict:
             walked.setdefault("lookup", {})[K] = walk_with(lookup_guess(K), ids, spans, K)
             if train:
                 walked.setdefault("bigram", {})[K] = walk_with(bigram_guess(train, K), ids, spans, K)
-        for i, (one, (prompt, answer, real)) in enumerate(zip(asked, texts, strict=True)):
+        for i, (one, (prompt, answer, real)) in enumerate(zip(asked, texts, strict=False)):
             series = {name: {K: histogram(w[i].accepted, K) for K, w in by_block.items()} for name, by_block in walked.items()}
             agree = {}
             for K, run in real.items():
@@ -190,6 +195,7 @@ def main() -> None:
     p.add_argument("--temp", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--max-tokens", type=int, default=256)
     p.add_argument("--limit", type=int, help="prompts a kind")
+    p.add_argument("--max-seconds", type=float, help="begin no text of a temperature later than this")
     p.add_argument("--data", help="training text, for the bigram table")
     p.add_argument("--dtype", choices=sorted(DTYPES))
     p.add_argument("--dense", action="store_true")
