@@ -63,7 +63,7 @@ class Plan:
 
     kinds: tuple[str, ...] = ()
     temps: tuple[float, ...] = (0.0, 1.0)
-    contexts: tuple[int, ...] = (0, 1024)
+    contexts: tuple[int, ...] = (0,)
     max_tokens: int = 128
     trials: int = 3
     block_size: int | None = None

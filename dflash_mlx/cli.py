@@ -397,7 +397,7 @@ def bench(
     temp: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Tokens of text before each prompt; may be given again. Default: 0 and 1024; --prompts: 0."),
+        typer.Option(min=0, help="Tokens of text before each prompt; may be given again. Default: 0, on a GPU also 1024."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Most tokens of one answer.")] = 128,
     trials: Annotated[
@@ -458,7 +458,8 @@ def bench(
         plan = b.Plan(
             kinds=tuple(kind.strip() for kind in kinds.split(",")) if kinds else (),
             temps=tuple(dict.fromkeys(temp)) if temp else b.Plan.temps,
-            contexts=tuple(dict.fromkeys(context)) if context else ((0,) if own else b.Plan.contexts),
+            # On a CPU a prompt of 1,024 tokens can take a minute.
+            contexts=tuple(dict.fromkeys(context or ([0] if own or b.machine()["device"] == "cpu" else [0, 1024]))),
             max_tokens=max_tokens,
             trials=trials or (max(map(len, own.kinds.values())) if own else b.Plan.trials),
             block_size=block_size,
