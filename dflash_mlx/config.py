@@ -56,6 +56,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
     "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
     "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
+    "enable_thinking": ("dflash_config.enable_thinking", "enable_thinking"),
     "model_type": ("model_type",),
     "quantization": ("quantization", "quantization_config"),
 }
@@ -104,7 +105,7 @@ _POSITIVE_INTS = (
 )
 # Beyond any published drafter: a mistaken number is named before memory is asked for.
 _MOST = {"num_hidden_layers": 1024, "block_size": 1024}
-_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal")
+_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking")
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
 _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
 # Published checkpoints whose config leaves out what their authors' code sets.

@@ -222,6 +222,8 @@ class Drafter(nn.Module):
         self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
+        # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
+        self.stated_thinking: tuple[bool, str] | None = None
 
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
         """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).

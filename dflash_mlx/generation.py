@@ -29,6 +29,7 @@ from .memory import wired_limit
 from .sampling import Distribution, KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
 from .stats import GenerationStats
 from .taps import Target
+from .text import prompt_thinking
 from .verify import logprobs, verify_block
 
 
@@ -166,6 +167,7 @@ def stream_generate(
             f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
         )
     _check_context(model, draft_model, len(pair.ids) + len(ids), max_tokens)
+    _check_template(draft_model, tokenizer, ids)
     quantization = None
     if kv_bits is not None:
         # mlx-lm's defaults.
@@ -653,6 +655,20 @@ def _check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_t
         warnings.warn(
             f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
             "beyond them the text stays right and fewer drafts are accepted",
+            stacklevel=3,
+        )
+
+
+def _check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]) -> None:
+    """Warn, once a text, where the prompt has another setting of enable_thinking than the drafter was trained with."""
+    if drafter.stated_thinking is None:
+        return
+    setting, where = drafter.stated_thinking
+    if prompt_thinking(tokenizer, ids) == (not setting):
+        warnings.warn(
+            f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
+            f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
+            f"enable_thinking={str(setting).lower()}",
             stacklevel=3,
         )
 

@@ -19,6 +19,7 @@ from .config import DrafterConfig
 from .drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .memory import machine_bytes
+from .published import stated_thinking
 from .taps import Target
 
 
@@ -102,11 +103,13 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
       ConfigError, CheckpointError: the drafter's config or tensors; every fault in one message.
       PairError: hidden size, taps, mask row or layer count contradict the target; all of them in one message.
     """
-    from .conversion import load_drafter_weights
+    from .conversion.drafters import read_drafter
 
-    path = builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo
-    raw, weights = load_drafter_weights(path, revision=revision)
-    return make_drafter(DrafterConfig.from_dict(raw, f"{path}/config.json"), weights, model)
+    checkpoint = inspect_checkpoint(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo, revision=revision)
+    read = read_drafter(checkpoint)
+    drafter = make_drafter(read.config, read.weights, model)
+    drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
+    return drafter
 
 
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """target: the base model; repo: its drafter on the hub; size_gb: 1e9 bytes, or None; note: what its card asks for."""
+    """target: the base model; repo: its drafter on the hub; size_gb: 1e9 bytes, or None; note: what its card asks for;
+    thinking: the template's setting that it was trained with, where that is stated."""
 
     target: str
     repo: str
     size_gb: float | None = None
     note: str = ""
+    thinking: bool | None = None
 
 
 PUBLISHED = (
-    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 1.07, "trained without thinking"),
-    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 2.10, "trained without thinking"),
+    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 1.07, "trained without thinking", False),
+    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 2.10, "trained without thinking", False),
     PublishedDrafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
     PublishedDrafter("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash"),
     PublishedDrafter("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", 1.07),
@@ -70,6 +74,43 @@ def published_drafter(model: str) -> PublishedDrafter | None:
     for name in (*_origins(Path(model).expanduser()), model):
         if found := known.get(base_name(name)):
             return found
+    return None
+
+
+# What a card says of the template's setting, and how.
+_THINKING = {
+    True: re.compile(
+        r"enable_thinking\W{1,3}true|(?:trained|made) with thinking(?! (?:mode )?(?:disabled|off|turned))", re.IGNORECASE
+    ),
+    False: re.compile(
+        r"enable_thinking\W{1,3}false|without thinking|non-thinking|thinking (?:mode )?(?:is )?(?:disabled|turned off)",
+        re.IGNORECASE,
+    ),
+}
+
+
+def stated_thinking(drafter: str, directory: Path, raw: Mapping[str, Any]) -> tuple[bool, str] | None:
+    """The template's enable_thinking that a drafter was trained with, and where that stands; None where nothing states it.
+
+    Asked in this order: its config.json, its card (not one that speaks of both settings), the list of published drafters.
+
+    Args:
+      drafter: hub repo or directory as given; directory: its files; raw: its config.json
+    """
+    nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
+    for part in (nested, raw):
+        if isinstance(part.get("enable_thinking"), bool):
+            return part["enable_thinking"], "config.json"
+    card = directory / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        said = [setting for setting, pattern in _THINKING.items() if pattern.search(text)]
+        if len(said) == 1:
+            return said[0], "its card"
+    known = {entry.repo.rpartition("/")[2].lower(): entry for entry in PUBLISHED if entry.thinking is not None}
+    for name in (*_origins(directory), drafter):
+        if found := known.get(base_name(name)):
+            return found.thinking, f"{found.repo}'s card"
     return None
 
 

@@ -32,6 +32,33 @@ class StopText:
         return text, False
 
 
+def prompt_thinking(tokenizer: Any, ids: Sequence[int]) -> bool | None:
+    """The template's enable_thinking that a prompt of token ids was rendered with, told by how it ends.
+
+    None: the tokenizer's template has no such setting, or the prompt does not end as the template lets an answer begin.
+    """
+    if not getattr(tokenizer, "has_chat_template", False):
+        return None
+    message = [{"role": "user", "content": "x"}]
+    try:
+        on, off = (
+            list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, enable_thinking=setting))
+            for setting in (True, False)
+        )
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything; this one then tells nothing
+        return None
+    shared = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), min(len(on), len(off)))
+    if on == off:
+        return None
+    # With what comes before them, so that an end without letters of its own is told too; the longer end first.
+    ends = sorted(((rendered[max(shared - 3, 0) :], setting) for rendered, setting in ((on, True), (off, False))), key=_length)
+    return next((setting for end, setting in reversed(ends) if list(ids[-len(end) :]) == end), None)
+
+
+def _length(end: tuple[list[int], bool]) -> int:
+    return len(end[0])
+
+
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     """What one token adds to the text in UTF-8, also where it is only part of a character; None where that is unknown."""
     name, way = tokenizer.convert_ids_to_tokens(token), tokenizer.detokenizer

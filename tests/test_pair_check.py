@@ -1,19 +1,21 @@
 """What a load and a run find out about a pair before the first token: finite values, memory and context length."""
 
+import shutil
 import warnings
 
 import mlx.core as mx
 import pytest
 from families import family
-from kit import TINY, flat, greedy_ids, ids_of, raw_config, run, tiny_qwen3, tiny_target
+from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_qwen3, tiny_target, with_template
 
-from dflash_mlx import load, loading
+from dflash_mlx import load, load_drafter, loading
 from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.drafter import Drafter
 from dflash_mlx.errors import CheckpointError, GenerationError, PairError
 from dflash_mlx.loading import make_drafter, weight_bytes
 from dflash_mlx.taps import Target
+from dflash_mlx.text import prompt_thinking
 
 
 def made(model, change=lambda name, value: value, **changes):
@@ -98,3 +100,58 @@ def test_context_length_is_found_in_any_family_and_scaled_rope_counts():
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     model = tiny_target(max_position_embeddings=512, rope_scaling=scaled)
     assert Target(model).context_length == 2048
+
+
+# As Qwen3's: thinking off closes an empty thought in the prompt; as Qwen3.5's: thinking on opens one too.
+QWEN3 = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+QWEN35 = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def rendered(tokenizer, **options):
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": "def f(x):"}], add_generation_prompt=True, return_dict=False, **options
+    )
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN35])
+def test_a_prompts_thinking_is_told_from_its_end(tmp_path, template):
+    _, tokenizer = load(with_template(tmp_path, template))
+    assert prompt_thinking(tokenizer, rendered(tokenizer, enable_thinking=True)) is True
+    # mlx-lm's own default, for a vocabulary without a token for a thought's begin.
+    assert prompt_thinking(tokenizer, rendered(tokenizer)) is False
+    assert prompt_thinking(tokenizer, rendered(tokenizer, enable_thinking=False)) is False
+    assert prompt_thinking(tokenizer, tokenizer.encode("def f(x):")) is None
+    assert prompt_thinking(tokenizer, []) is None
+
+
+def test_a_template_without_the_setting_tells_nothing(tmp_path):
+    (tmp_path / "a").mkdir()
+    _, tokenizer = load(with_template(tmp_path / "a"))
+    assert prompt_thinking(tokenizer, rendered(tokenizer)) is None
+    (tmp_path / "b").mkdir()
+    _, broken = load(with_template(tmp_path / "b", "{{ raise_exception('system first') }}"))
+    assert prompt_thinking(broken, [1, 2, 3]) is None and prompt_thinking(letters(), [1]) is None
+
+
+def test_a_prompt_against_the_drafters_mode_is_warned_of(tmp_path):
+    (tmp_path / "target").mkdir()
+    model, tokenizer = load(with_template(tmp_path / "target", QWEN3))
+    shutil.copytree(TINY / "drafter", tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").write_text("Use `enable_thinking=False`: it was trained on answers without thinking.")
+    drafter = load_drafter(str(tmp_path / "drafter"), model)
+    assert drafter.stated_thinking == (False, "its card")
+    with pytest.warns(UserWarning, match=r"trained without thinking \(its card says so\) and this prompt has it on: .*=false"):
+        got = run(model, drafter, rendered(tokenizer, enable_thinking=True), 8, tokenizer)
+    assert ids_of(got) == greedy_ids(model, rendered(tokenizer, enable_thinking=True), 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, drafter, rendered(tokenizer, enable_thinking=False), 4, tokenizer)
+        run(model, drafter, "def f(x):", 4, tokenizer)
+        # One that nothing is known of.
+        run(model, load_drafter("tiny", model), rendered(tokenizer, enable_thinking=True), 4, tokenizer)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_mlx.published import PUBLISHED, base_name, published_drafter
+from dflash_mlx.published import PUBLISHED, base_name, published_drafter, stated_thinking
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,31 @@ def test_a_directory_is_known_by_what_it_was_made_from(tmp_path):
 def test_every_target_is_listed_once_under_its_base_name():
     names = [base_name(entry.target) for entry in PUBLISHED]
     assert len(set(names)) == len(names) and all("/" in entry.repo for entry in PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("card", "setting"),
+    [
+        ("This drafter was trained with thinking disabled (`enable_thinking=False`).", False),
+        ('extra_body={"chat_template_kwargs": {"enable_thinking": false}}', False),
+        ("Trained on non-thinking answers.", False),
+        ("tokenizer.apply_chat_template(messages, enable_thinking=True)", True),
+        ("enable_thinking=True is slower than enable_thinking=False", None),
+        ("A drafter.", None),
+    ],
+)
+def test_a_card_states_the_templates_setting_or_not(tmp_path, card, setting):
+    (tmp_path / "README.md").write_text(card)
+    assert stated_thinking("my-drafter", tmp_path, {}) == (None if setting is None else (setting, "its card"))
+
+
+def test_the_config_states_the_setting_before_the_card_and_the_list(tmp_path):
+    name = "z-lab/Qwen3-8B-DFlash-b16"
+    assert stated_thinking(name, tmp_path, {}) == (False, f"{name}'s card")
+    assert stated_thinking("z-lab/Qwen3.5-4B-DFlash", tmp_path, {}) is None
+    (tmp_path / "conversion.json").write_text(json.dumps({"source": {"path_or_repo": name}}))
+    assert stated_thinking("local", tmp_path, {}) == (False, f"{name}'s card")
+    (tmp_path / "README.md").write_text("Set enable_thinking=True.")
+    assert stated_thinking("local", tmp_path, {}) == (True, "its card")
+    assert stated_thinking("local", tmp_path, {"dflash_config": {"enable_thinking": False}}) == (False, "config.json")
+    assert stated_thinking("local", tmp_path, {"enable_thinking": False}) == (False, "config.json")
