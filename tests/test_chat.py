@@ -227,8 +227,9 @@ def test_ten_turns_in_a_terminal_with_ctrl_c_an_emoji_a_pasted_block_and_a_resum
     again.say("/set", "max_tokens 8")
     again.say("/load work", "Continuing a session of 10 messages")
     assert "8 tokens" in again.say("more")
+    assert "8 tokens" in again.say("and a tenth turn")
     # The line that the first chat read last is the newest of the history.
-    again.child.send("\x1b[A\x1b[A\x1b[A\x1b[A")
+    again.child.send("\x1b[A" * 5)
     again.child.expect("and then")
     again.child.sendintr()
     again.ready()

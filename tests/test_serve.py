@@ -887,6 +887,53 @@ def test_the_command_serves_until_it_is_told_to_end():
     assert taken.returncode == 1 and re.fullmatch(r"Error: .*in use.*\n", taken.stderr), taken.stderr
 
 
+def test_curl_drives_the_server(served, chatty, tmp_path):
+    address = f"http://127.0.0.1:{served.port}/v1"
+
+    def curl(path, body, *options):
+        """Status and text of an answer; the body goes through a file, as a long one must."""
+        file = tmp_path / "body"
+        file.write_text(body if isinstance(body, str) else json.dumps(body))
+        command = ["curl", "-sS", "-w", "\n%{http_code}", "-d", f"@{file}", *options, address + path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        text, _, status = done.stdout.rpartition("\n")
+        return int(status), text
+
+    ask = {"messages": MESSAGES, "max_tokens": 20}
+    said = text_of(expected(chatty, max_tokens=20))
+    status, text = curl("/chat/completions", ask)
+    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, said)
+    ids = chatty[1].apply_chat_template(MESSAGES, add_generation_prompt=True, tools=WEATHER)
+    said = text_of(stream_generate(*chatty[:2], ids, max_tokens=20))
+    stop = said[10:13]
+    body = {**ask, "stream": True, "stop": stop, "logprobs": True, "tools": WEATHER}
+    status, text = curl("/chat/completions", body, "-N")
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert status == 200 and events[-1] == "[DONE]"
+    chunks = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert "".join(c["delta"].get("content", "") for c in chunks) == said[: said.index(stop)]
+    assert chunks[-1]["finish_reason"] == "stop"
+    assert 0 < sum(len(c["logprobs"]["content"]) for c in chunks) <= 20
+    for body, status, message in (
+        ({**ask, "model": "gpt-9"}, 404, "found 'gpt-9'"),
+        ('{"messages": [', 400, "expected JSON"),
+        ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 413, "at most 8000000 bytes"),
+    ):
+        got = curl("/chat/completions", body)
+        assert got[0] == status and message in json.loads(got[1])["error"]["message"]
+    # One that is ended midway.
+    process = subprocess.Popen(
+        ["curl", "-sSN", "-d", json.dumps({**ask, "max_tokens": 3000, "stream": True}), address + "/chat/completions"],
+        stdout=subprocess.PIPE,
+    )
+    # Comments tell how far the prompt is.
+    assert any(line.startswith(b"data: ") for line in process.stdout)
+    process.kill()
+    process.communicate()
+    served.wait_idle()
+    assert curl("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
 def test_a_drafter_that_cannot_be_loaded_ends_the_command_with_one_line():
     done = subprocess.run(
         [*COMMAND, "--model", "tiny", "--draft-model", "no/such/folder", "--port", "0"],
