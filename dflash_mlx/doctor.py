@@ -18,11 +18,11 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from .builtin import BUILTIN_PAIRS, builtin_path
 from .cache import check_rollback, checkpoint, leaves, rollback
 from .checkpoint import inspect_checkpoint
-from .config import DrafterConfig
 from .errors import DFlashError
 from .generation import stream_generate
 from .loading import check_memory, default_dtype, load, load_drafter, weight_bytes
 from .memory import machine_bytes
+from .published import stated_thinking
 from .taps import Target
 from .verify import verify_block
 
@@ -57,6 +57,8 @@ def diagnose(
     lm = tokenizer = draft = None
     if draft_model:
         report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision))
+        if unread := (report["drafter"] or {}).get("unread"):
+            suspicions.append(f"dflash_config has keys that nothing here reads: {', '.join(unread)}")
     if model:
         weights = _attempt(faults, lambda: _read_weights(model, dtype, revision))
         if weights:
@@ -99,11 +101,12 @@ def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str
 
 
 def _read_drafter(draft_model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
-    from .conversion import load_drafter_weights
+    from .conversion.drafters import read_drafter
 
-    path = builtin_path(draft_model, "drafter") or draft_model
-    raw, weights = load_drafter_weights(path, revision=revision)
-    config = DrafterConfig.from_dict(raw, f"{path}/config.json")
+    checkpoint = inspect_checkpoint(builtin_path(draft_model, "drafter") or draft_model, revision=revision)
+    read = read_drafter(checkpoint)
+    raw, weights, config = read.raw, read.weights, read.config
+    stated = stated_thinking(draft_model, checkpoint.path, raw)
     own = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "map of a reduced vocabulary": "d2t"}
     return {
         "name": draft_model,
@@ -119,7 +122,9 @@ def _read_drafter(draft_model: str, dtype: mx.Dtype, revision: str | None) -> di
         "own": [what for what, name in own.items() if name in weights],
         "quantization": _plain(config.quantization),
         "unsupported": list(config.unsupported),
-        "weights_gb": weight_bytes(inspect_checkpoint(path, revision=revision), dtype) / 1e9,
+        "unread": list(config.unread),
+        "trained_with_thinking": None if stated is None else {"setting": stated[0], "stated_by": stated[1]},
+        "weights_gb": weight_bytes(checkpoint, dtype) / 1e9,
         "positions": config.max_position_embeddings,
     }
 
@@ -250,7 +255,9 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
     try:
         prompt = list(tokenizer.encode(text))
         if tokenizer.has_chat_template:
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+            # As the drafter was trained, where that is stated.
+            extra = {"enable_thinking": draft.stated_thinking[0]} if draft.stated_thinking else {}
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **extra)
     except (AttributeError, NotImplementedError, DFlashError):
         text = "token ids 1 2 3 4: this target has no tokenizer"
     got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft))
@@ -296,6 +303,8 @@ def render(report: Mapping[str, Any]) -> str:
             f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, taps {drafter['target_layer_ids']}",
             f"            own: {', '.join(drafter['own']) or 'nothing (embedding and head are the target' + chr(39) + 's)'}",
         ]
+        if stated := drafter["trained_with_thinking"]:
+            lines.append(f"            trained {'with' if stated['setting'] else 'without'} thinking, says {stated['stated_by']}")
         lines += [
             f"  layer {i}   {'causal' if layer['causal'] else 'bidirectional'} in the block, window {layer['window'] or 'none'}, "
             f"RoPE {layer['rope']} base {layer['theta']:g}"

@@ -199,3 +199,13 @@ def test_the_command_prints_one_object_and_its_status_says_whether_all_is_well(t
     )
     assert done.returncode == int(broken), done.stderr
     assert bool(json.loads(done.stdout)["faults"]) == broken
+
+
+def test_what_a_card_states_and_what_nothing_reads_is_shown(tmp_path):
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"conv_activation": "silu"})
+    (path / "README.md").write_text("Trained without thinking.")
+    report = diagnose("tiny", str(path), mx.float32)
+    assert report["faults"] == []
+    assert report["suspicions"] == ["dflash_config has keys that nothing here reads: conv_activation"]
+    assert "            trained without thinking, says its card\n" in render(report)
