@@ -33,7 +33,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
-from dflash_mlx.kernels.layers import BlockLayers
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 2, 4, 8, 16)
@@ -278,21 +277,12 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
     import mlx.nn as nn
 
     from dflash_mlx import load, load_drafter, stream_generate
+    from dflash_mlx.kernels.layers import kernel_calls
 
     model, tokenizer = load(pair, dtype=mx.float16)
-    if not BlockLayers(model).layers:
+    if not kernel_calls(model):
         nn.quantize(model, 32, bits)
     drafter = load_drafter(pair, model)
-    layers, cls = BlockLayers(model), type(model)
-
-    class Blocked(cls):
-        def __call__(self, *args, **kwargs):
-            with layers.swapped():
-                return super().__call__(*args, **kwargs)
-
-    def switch(mode: str) -> None:
-        os.environ[choice.VARIABLE] = mode
-        model.__class__ = Blocked if mode == "on" else cls
 
     questions = ["Write a story about a small boat.", "Explain why the sky is blue.", "List ten animals and what they eat."]
     if tokenizer.has_chat_template:
@@ -303,7 +293,7 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
     answers: dict[str, list[list[int]]] = {}
     seconds: dict[str, float] = {}
     for mode in ("off", "on"):
-        switch(mode)
+        os.environ[choice.VARIABLE] = mode
         begin = time.perf_counter()
         most = tokens // len(prompts) + 1
         answers[mode] = [
@@ -314,7 +304,7 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
     for prompt, off, on in zip(prompts, *answers.values(), strict=True):
         at = next((i for i, (a, b) in enumerate(zip(off, on, strict=False)) if a != b), None)
         if at is not None:
-            gap, apart = last_row(model, [*prompt, *off[:at]], switch)
+            gap, apart = last_row(model, [*prompt, *off[:at]])
             tie = gap < 2 * apart
             ties, faults = ties + tie, faults + (not tie)
             print(f"token {at} differs: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NOT A TIE'}")
@@ -323,17 +313,19 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
     return {"tokens": total, "ties": ties, "faults": faults, "seconds": seconds}
 
 
-def last_row(model, text: list[int], switch: Callable[[str], None]) -> tuple[float, float]:
+def last_row(model, text: list[int]) -> tuple[float, float]:
     """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels on and off, from one cache."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    cache = make_prompt_cache(model)
-    switch("off")
+    from dflash_mlx.taps import Target
+
+    cache, target, rows = make_prompt_cache(model), Target(model), []
     model(mx.array([text[:-1]]), cache=cache)
-    rows = []
     for mode in ("off", "on"):
-        switch(mode)
-        rows.append(model(mx.array([text[-1:]]), cache=copy.deepcopy(cache))[0, -1].astype(mx.float32))
+        os.environ[choice.VARIABLE] = mode
+        hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache))
+        rows.append(target.head(hidden)[0, -1].astype(mx.float32))
+        mx.eval(rows[-1])
     two = mx.topk(rows[0], 2)
     return float(mx.abs(two[0] - two[1])), float(mx.max(mx.abs(rows[0] - rows[1])))
 

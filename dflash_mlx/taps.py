@@ -6,7 +6,8 @@ mlx-lm models offer no hook, and many build `model.layers` afresh at each access
 OBJECT gets a subclass of its own class for the length of one pass, and its old class back afterwards.
 
 The same interception finds the modules that change a recurrent or convolution state, and remembers their inputs for the
-length of a block, so that any number of the block's rows can be run through them again.
+length of a block, so that any number of the block's rows can be run through them again; and it sends the quantized layers of a
+pass over few rows through our kernels, where a GPU has shown them right and faster.
 """
 
 from __future__ import annotations
@@ -22,30 +23,40 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from .cache import Checkpoint, leaves
 from .errors import CacheError, TapError
+from .kernels import choice
+from .kernels.block_qmm import MAX_ROWS
+from .kernels.layers import Handler, kernel_calls
 
 # One made class per (class, role): a new type each pass would defeat caches keyed by type.
 _made: dict[tuple[type, str], type] = {}
-# Per thread: id(module) -> what to do with its call. Values live here, never on a module (an array there is a parameter).
+# Per thread: (id(module), method) -> what to do with its call. Never on a module, where an array would be a parameter.
 _local = threading.local()
 # Which passes, over all threads, hold a module in its made class.
 _held: dict[int, set[object]] = {}
 _lock = threading.Lock()
 
-Handler = Callable[[Callable[..., Any], tuple, dict], Any]
-
 
 def _swapped(cls: type, role: str) -> type:
-    """The subclass of a module's class whose call goes through this thread's handler, if it has one."""
+    """The subclass of a module's class whose calls go through this thread's handlers, where it has one.
 
-    def __call__(self, *args, **kwargs):
-        handler = getattr(_local, "handlers", {}).get(id(self))
-        inner = super(made, self).__call__
-        return inner(*args, **kwargs) if handler is None else handler(inner, args, kwargs)
-
+    An embedding's `as_linear`, the head of a tied model, is such a call too.
+    """
     made = _made.get((cls, role))
     if made is None:
-        made = _made[cls, role] = type(role + cls.__name__, (cls,), {"__call__": __call__})
+        methods = [method for method in ("__call__", "as_linear") if hasattr(cls, method)]
+        made = _made[cls, role] = type(role + cls.__name__, (cls,), {})
+        for method in methods:
+            setattr(made, method, _through_handler(made, method))
     return made
+
+
+def _through_handler(made: type, method: str) -> Callable[..., Any]:
+    def call(self, *args, **kwargs):
+        handler = getattr(_local, "handlers", {}).get((id(self), method))
+        inner = getattr(super(made, self), method)
+        return inner(*args, **kwargs) if handler is None else handler(inner, args, kwargs)
+
+    return call
 
 
 def _is_swapped(module: nn.Module) -> bool:
@@ -61,22 +72,26 @@ def _chain(outer: Handler, within: Handler | None) -> Handler:
 
 
 @contextmanager
-def _intercept(handlers: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
-    """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost."""
+def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Handler, str]]) -> Iterator[None]:
+    """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost.
+
+    A third item names another method than `__call__`.
+    """
     before, me = getattr(_local, "handlers", {}), object()
     try:
         with _lock:
-            for module, _ in handlers:
+            for module, *_ in handlers:
                 _held.setdefault(id(module), set()).add(me)
                 if not _is_swapped(module):
                     module.__class__ = _swapped(type(module), "Tapped")
-        _local.handlers = {**before, **{id(m): _chain(h, before.get(id(m))) for m, h in handlers}}
+        keys = [(id(m), *(method or ["__call__"])) for m, _, *method in handlers]
+        _local.handlers = {**before, **{k: _chain(h, before.get(k)) for k, (_, h, *_) in zip(keys, handlers, strict=True)}}
         yield
     finally:
         _local.handlers = before
         with _lock:
             # Right for any part of the above that an interruption left undone.
-            for module, _ in handlers:
+            for module, *_ in handlers:
                 holders = _held.get(id(module), set())
                 holders.discard(me)
                 if not holders:
@@ -186,6 +201,8 @@ class Target:
         self.backbone = self._owner()
         # Modules that change an ArraysCache, from the first pass that had one.
         self._stateful: list[nn.Module] | None = None
+        # Quantized layers that kernels may serve, from the first pass of few rows on a GPU.
+        self._kernel_calls: list[tuple[nn.Module, Handler, str]] | None = None
 
     def _owner(self) -> nn.Module:
         """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
@@ -269,7 +286,7 @@ class Target:
             return out
 
         handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
-        with _intercept(handlers), self._states(cache, point, ids.shape[1]):
+        with _intercept([*self._kernels(ids.size), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
             self.model(ids, cache=cache)
         runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
@@ -296,6 +313,14 @@ class Target:
         if not callable(self.layers[0]):
             return "It runs its layers piece by piece, never as a whole, so they have no output: no drafter can be fed with it."
         return "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
+
+    def _kernels(self, rows: int) -> list[tuple[nn.Module, Handler, str]]:
+        """How a pass over few rows, one included, calls the target's quantized layers: row by row the same for any number."""
+        if rows > MAX_ROWS or not choice.may_run():
+            return []
+        if self._kernel_calls is None:
+            self._kernel_calls = kernel_calls(self.model)
+        return self._kernel_calls
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
         """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""
@@ -374,7 +399,7 @@ class Target:
         def skip(inner, args, kwargs):
             return hidden
 
-        with _intercept([(self.backbone, skip)]):
+        with _intercept([*self._kernels(hidden.size // hidden.shape[-1]), (self.backbone, skip)]):
             return _array(self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32)))
 
     def matrix(self, hidden: mx.array) -> mx.array:

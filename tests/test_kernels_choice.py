@@ -1,17 +1,16 @@
-"""Which kernels run: the variable, trials, verdicts kept, hangs marked, and layers swapped for one pass."""
+"""Which kernels run: the variable, trials, verdicts kept, hangs marked, and the layers of a target's pass."""
 
 import copy
 import logging
 import re
 import sys
-import threading
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU
 
 sys.path.insert(0, str(Path(__file__).parent / "msl"))
 import emulator
@@ -19,7 +18,8 @@ import emulator
 from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
 from dflash_mlx.kernels.choice import KernelError, Trial
 from dflash_mlx.kernels.kernel import Kernel
-from dflash_mlx.kernels.layers import BlockLayers
+from dflash_mlx.kernels.layers import kernel_calls
+from dflash_mlx.taps import Target, _intercept
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
 KERNEL = Kernel("accept", ("x",), ("y",), "y[0] = x[0];")
@@ -193,6 +193,12 @@ def test_every_kernels_own_trials_pass_in_the_emulator():
                 assert t.same(t.kernel(), t.stock()) is None
 
 
+def use_all(monkeypatch, seen):
+    """Each kernel that is asked for runs, the first where there are several; `seen` gets the names."""
+    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
+    monkeypatch.setattr(choice, "fastest", lambda c, shape: seen.append(next(iter(c)).name) or next(iter(c)))
+
+
 class Net(nn.Module):
     """A linear layer with a bias, experts, a tied head, and a layer that must be left alone."""
 
@@ -228,40 +234,17 @@ def test_a_models_layers_run_through_the_kernels_for_one_pass(net, rows, monkeyp
     indices = mx.random.randint(0, 6, (1, rows, 2)).astype(mx.uint32)
     want = net(x, indices)
     before, seen = classes(net), []
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
-    layers = BlockLayers(net)
-    assert len(layers.layers) == 5
-    with emulator.emulated(), layers.swapped():
+    use_all(monkeypatch, seen)
+    calls = kernel_calls(net)
+    assert len(calls) == 5
+    with emulator.emulated(), _intercept(calls):
         got = net(x, indices)
         mx.eval(got)
-        assert isinstance(net.up, nn.QuantizedLinear) and type(net.up) is not nn.QuantizedLinear
     assert classes(net) == before
     few = ["block_qmm"] if rows <= 16 else []
     assert seen == few + ["block_gather_qmm"] * 3 + few
     assert float(mx.abs(got - want).max() / mx.abs(want).max()) < 1e-5
     assert mx.array_equal(net(x, indices), want)
-
-
-def test_the_swap_ends_with_an_error_nests_and_stays_in_its_thread(net, monkeypatch):
-    asked = []
-    monkeypatch.setattr(choice, "use", lambda kernel, *a: asked.append(kernel.name))
-    layers, other = BlockLayers(net), BlockLayers(net)
-    x, indices = mx.ones((1, 3, 64)), mx.zeros((1, 3, 2), dtype=mx.uint32)
-    before = classes(net)
-    with pytest.raises(ZeroDivisionError), layers.swapped(), other.swapped():
-        raise ZeroDivisionError
-    assert classes(net) == before
-    with layers.swapped():
-        with other.swapped():
-            pass
-        thread = threading.Thread(target=lambda: net(x, indices))
-        thread.start()
-        thread.join()
-        assert asked == []  # the other thread got the layers' own call
-        net(x, indices)
-        assert asked == ["block_qmm"] + ["block_gather_qmm"] * 3 + ["block_qmm"]
-    assert classes(net) == before
-    assert any(isinstance(m, QuantizedSwitchLinear) for _, m in net.named_modules())
 
 
 @needs_compiler
@@ -270,22 +253,23 @@ def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
     model = copy.deepcopy(pair[0])
     nn.quantize(model, 32, 4)
     ids = mx.array([[5, 9, 2, 7, 3, 11, 4, 8, 1, 6, 10, 12, 13]])
-    seen = []
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
     cache = make_prompt_cache(model)
     mx.eval(model(ids[:, :8], cache=cache))
-    layers = BlockLayers(model)
     block_cache, one_cache = copy.deepcopy(cache), copy.deepcopy(cache)
+    target, seen = Target(model), []
+    use_all(monkeypatch, seen)
+    monkeypatch.setattr(choice, "may_run", lambda: True)
+
+    def run(ids, cache):
+        logits = target.head(target(ids, cache)[0])
+        mx.eval(logits)
+        return logits
+
     with emulator.emulated():
-        with layers.swapped():
-            block = model(ids[:, 8:], cache=block_cache)
-            mx.eval(block)
-        rows = []
-        for i in range(8, 13):
-            with layers.swapped():
-                rows.append(model(ids[:, i : i + 1], cache=one_cache))
-                mx.eval(rows[-1])
-    assert len(seen) == 6 * len(layers.layers) and set(seen) == {"block_qmm"}
+        block = run(ids[:, 8:], block_cache)
+        rows = [run(ids[:, i : i + 1], one_cache) for i in range(8, 13)]
+    # The pass asks for the head too, whose logits nobody evaluates.
+    assert len(seen) == 6 * (len(kernel_calls(model)) + 1) and set(seen) == {"block_qmm"}
     assert mx.array_equal(block, mx.concatenate(rows, axis=1))
     plain = model(ids[:, 8:], cache=cache)
     assert float(mx.abs(block - plain).max() / mx.abs(plain).max()) < 1e-4

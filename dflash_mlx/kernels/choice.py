@@ -105,6 +105,24 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "dflash-mlx" / "kernels"
 
 
+def may_run() -> bool:
+    """Whether any kernel may run here: the cheap question that comes before looking at a model's layers.
+
+    Raises:
+      KernelError: if kernels were named and there is no GPU.
+    """
+    wanted = asked()
+    return wanted != "off" and _gpu_for(wanted)
+
+
+def _gpu_for(wanted: str | frozenset[str]) -> bool:
+    if has_gpu():
+        return True
+    if isinstance(wanted, frozenset):
+        raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
+    return False
+
+
 def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
     """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
 
@@ -117,13 +135,10 @@ def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> boo
     wanted = asked()
     if wanted == "off" or kernel.name in _off or (isinstance(wanted, frozenset) and kernel.name not in wanted):
         return False
-    forced = wanted != "auto"
-    if not has_gpu():
-        if isinstance(wanted, frozenset):
-            raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
+    if not _gpu_for(wanted):
         return False
     verdict = _verdict(kernel, shape, trial)
-    if not forced:
+    if wanted == "auto":
         return verdict.use
     if verdict.kernel_s is None:
         raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {verdict.reason}. Unset the variable.")

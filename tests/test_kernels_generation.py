@@ -1,0 +1,90 @@
+"""Generation with kernels in it, on the CPU: a made-up GPU whose kernels are MLX's own operations, so ids must not change."""
+
+import logging
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+
+from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx.kernels import block_qmm, choice
+from dflash_mlx.kernels.block_qmm import block_qmm_ops
+from dflash_mlx.kernels.choice import KernelError
+
+PROMPT = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    """The built-in pair, its target in 4 bit: (model, tokenizer, drafter)."""
+    model, tokenizer = load("tiny", dtype=mx.float32)
+    nn.quantize(model, 32, 4)
+    return model, tokenizer, load_drafter("tiny", model)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """As if there were a GPU where our kernels are right and faster; a list of the rows of each launch."""
+    launched = []
+
+    def launch(x, *weights):
+        launched.append(x.size // x.shape[-1])
+        return block_qmm_ops(x, *weights)
+
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_off", {})
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    times = iter(range(10**6))
+    monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer
+    monkeypatch.setattr(block_qmm, "block_qmm_kernel", launch)
+    return launched
+
+
+def ids(quantized, n):
+    model, tokenizer, drafter = quantized
+    return [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=n, draft_model=drafter)]
+
+
+def plain(quantized, n):
+    model, tokenizer, _ = quantized
+    steps = generate_step(mx.array(tokenizer.encode(PROMPT)), model, max_tokens=n)
+    out = []
+    for token, _ in steps:
+        out.append(token)
+        if token in tokenizer.eos_token_ids:
+            break
+    return out
+
+
+@pytest.mark.parametrize("n", [60, pytest.param(2000, marks=pytest.mark.full)])
+def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantized, gpu, n):
+    want = plain(quantized, n)
+    assert ids(quantized, n) == want
+    linears = sum(isinstance(m, nn.QuantizedLinear) for _, m in quantized[0].named_modules())
+    assert len(gpu) > linears * n / 8 and max(gpu) > 1 and 1 in gpu
+    assert all(verdict.use for verdict in choice.verdicts()) and choice.verdicts()
+
+
+def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    want = ids(quantized, 20)
+    monkeypatch.delenv("DFLASH_MLX_KERNELS")
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    assert ids(quantized, 20) == want and not gpu
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
+    with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=block_qmm; found none"):
+        ids(quantized, 20)
+
+
+def test_a_kernel_that_fails_is_off_with_one_line_a_shape_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):
+    def broken(x, *weights):
+        raise RuntimeError("Failed to compile kernel: a line\nand more")
+
+    monkeypatch.setattr(block_qmm, "block_qmm_kernel", broken)
+    with caplog.at_level(logging.WARNING):
+        assert ids(quantized, 30) == plain(quantized, 30)
+    shapes = {verdict.shape for verdict in choice.verdicts()}
+    assert len(caplog.records) == len(shapes) > 1 and all("Failed to compile" in r.getMessage() for r in caplog.records)
