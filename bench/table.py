@@ -5,9 +5,9 @@
     python bench/table.py --here [--max-seconds 600] [--only bench-tiny]
                                                 repeat the records on this machine and show its figures beside them
 
-Records: bench-*.json by `dflash-mlx bench --out`, shapes-*.json by bench/shapes.py. `--here` repeats bench-*.json with each
-record's own settings (at most --max-seconds each), keeps the new records in bench/here/, and needs the named pairs; shapes are
-repeated by bench/shapes.py itself.
+Records: bench-*.json by `dflash-mlx bench --out`, shapes-*.json by bench/shapes.py, peers-*.json by bench/peers.py. `--here`
+repeats bench-*.json with each record's own settings (at most --max-seconds each), keeps the new records in bench/here/, and needs
+the named pairs; the others are repeated by their own scripts.
 """
 
 from __future__ import annotations
@@ -96,6 +96,19 @@ def shape_table(records: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def peer_table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A row a side, a column a record: median speed over mlx-lm's over all kinds, and how often it said what mlx-lm says."""
+    heads = [f"{r['pair']}, {r['settings']['dtype']}, {r['machine']['chip']}" for r in records]
+    lines = ["| decoding, times mlx-lm | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(records)]
+    rows = [{row["side"]: row for row in r["summary"] if row["kind"] == "all"} for r in records]
+    for side in dict.fromkeys(side for of in rows for side in of):
+        cells = [
+            f"{of[side]['ratio']:.2f}, same text {of[side]['equal']}/{of[side]['pairs']}" if side in of else "" for of in rows
+        ]
+        lines.append(f"| {side} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def section(results: Path = RESULTS) -> str:
     """All that stands between README's markers."""
     pairs, shapes = read("bench-*.json", results), read("shapes-*.json", results)
@@ -114,6 +127,9 @@ def section(results: Path = RESULTS) -> str:
             *shape_table(list(shapes.values())),
             "",
         ]
+    if peers := list(read("peers-*.json", results).values()):
+        lines += ["The same pair through other implementations, each with its own defaults (`bench/peers.py`):", ""]
+        lines += [*peer_table(peers), ""]
     return "\n".join(lines).strip()
 
 

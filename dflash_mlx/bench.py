@@ -182,6 +182,7 @@ class Bench:
         record, began, longest = self.record, time.perf_counter(), 0.0
         try:
             self._warm_up()
+            self.say(f"Warm after {record['warm_up_s']:.0f} s; {len(self.cells)} cells, {self.plan.trials} trials.")
             warm = time.perf_counter()
             for trial in range(self.plan.trials):
                 for i, cell in enumerate(self.cells):
@@ -528,7 +529,8 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"Cold (first run in the process, not counted above): first token after {cold['mlx_lm']['ttft_s']:.2f} s by mlx-lm, "
             f"{cold['dflash']['ttft_s']:.2f} s by DFlash; decoding {cold['mlx_lm']['decode_s']:.2f} and "
-            f"{cold['dflash']['decode_s']:.2f} s. Warm-up in all: {record['warm_up_s'] or 0:.1f} s."
+            f"{cold['dflash']['decode_s']:.2f} s."
+            + (f" Warm-up in all: {record['warm_up_s']:.1f} s." if record["warm_up_s"] else "")
         )
     if record["ended"] != "complete":
         trials = record["settings"]["trials"]

@@ -89,6 +89,17 @@ def test_shapes_show_the_rule_the_best_block_and_where_blocks_break_even(tmp_pat
     assert "| big, 4 bit, C | 1.25, best 1.20 (4) | 2.40, best 2.50 (8) | 4: 0.25, 8: never |" in shown
 
 
+def test_peers_are_rows_with_their_speed_and_how_often_they_said_the_same(tmp_path):
+    def of(chip, **sides):
+        rows = [{"side": side, "kind": "all", "ratio": up, "equal": 5, "pairs": 6} for side, up in sides.items()]
+        rows += [{"side": side, "kind": "chat", "ratio": 9.0, "equal": 0, "pairs": 6} for side in sides]
+        return {"pair": "p", "settings": {"dtype": "float32"}, "machine": {"chip": chip}, "summary": rows}
+
+    shown = written(tmp_path, peers_a=of("A", ours=1.25, other=0.5), peers_b=of("B", ours=1.0))
+    assert "| decoding, times mlx-lm | p, float32, A | p, float32, B |" in shown
+    assert "| ours | 1.25, same text 5/6 | 1.00, same text 5/6 |\n| other | 0.50, same text 5/6 |  |" in shown
+
+
 def test_a_record_without_figures_is_left_out(tmp_path):
     assert written(tmp_path, bench_a=record("A", [4], summary=[]), shapes_a=shape() | {"summary": {"blocks": []}}) == ""
 
