@@ -143,7 +143,7 @@ def test_a_hang_is_not_tried_again(gpu, fresh):
     (marker,) = fresh.glob("*.trying")
     assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
     assert str(marker) in choice.verdicts()[0].reason
-    choice._known.clear()
+    choice._known.clear(), choice._off.clear()
     marker.unlink()
     assert choice.use(KERNEL, "s", trial())
 

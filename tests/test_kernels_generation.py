@@ -79,12 +79,12 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
         ids(quantized, 20)
 
 
-def test_a_kernel_that_fails_is_off_with_one_line_a_shape_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):
+def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):
     def broken(x, *weights):
         raise RuntimeError("Failed to compile kernel: a line\nand more")
 
     monkeypatch.setattr(block_qmm, "block_qmm_kernel", broken)
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 30) == plain(quantized, 30)
-    shapes = {verdict.shape for verdict in choice.verdicts()}
-    assert len(caplog.records) == len(shapes) > 1 and all("Failed to compile" in r.getMessage() for r in caplog.records)
+    (record,) = caplog.records
+    assert "kernel block_qmm is off: RuntimeError: Failed to compile kernel: a line (" in record.getMessage()

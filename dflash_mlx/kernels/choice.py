@@ -133,16 +133,14 @@ def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> boo
       KernelError: if the user asked for this kernel and it cannot run or is wrong.
     """
     wanted = asked()
-    if wanted == "off" or kernel.name in _off or (isinstance(wanted, frozenset) and kernel.name not in wanted):
+    if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
         return False
-    if not _gpu_for(wanted):
-        return False
-    verdict = _verdict(kernel, shape, trial)
-    if wanted == "auto":
-        return verdict.use
-    if verdict.kernel_s is None:
-        raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {verdict.reason}. Unset the variable.")
-    return True
+    faster = kernel.name not in _off and _verdict(kernel, shape, trial).use
+    if reason := _off.get(kernel.name):  # the trial may have put it there
+        if wanted == "auto":
+            return False
+        raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {reason}. Unset the variable.")
+    return faster or wanted != "auto"
 
 
 def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
@@ -152,7 +150,10 @@ def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str)
 
 
 def switch_off(name: str, reason: str) -> None:
-    """No launch of this kernel for the rest of the process, e.g. because it gave a value that is not finite. One line says so."""
+    """No launch of this kernel for the rest of the process: it did not compile, was wrong or gave a value that is not finite.
+
+    One line says so, whatever the number of shapes.
+    """
     if name not in _off:
         _off[name] = reason
         _log.warning("kernel %s is off: %s", name, reason)
@@ -220,8 +221,8 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
         with contextlib.suppress(OSError):
             marker.unlink()
     _known[kernel, shape] = verdict
-    if not verdict.use and verdict.kernel_s is None:
-        _log.warning("kernel %s is off for %s: %s", kernel.name, shape, verdict.reason)
+    if verdict.kernel_s is None:
+        switch_off(kernel.name, f"{verdict.reason} ({shape})")
     return verdict
 
 
