@@ -5,7 +5,8 @@ cell both sides answer one prompt, and who begins changes from cell to cell and 
 its kind, beginning again after the last one. What is measured so far is a whole record at any time.
 
 Times of a run: `ttft_s` from the call to the first token (prefill); `decode_s` from the first token to the last;
-`decode_tps` = (tokens - 1) / decode_s. Speed-up: DFlash's decode_tps over mlx-lm's in the same pair. The first run of each side
+`decode_tps` = (tokens - 1) / decode_s; `late_tps` the same after the first 64 tokens. Speed-up: DFlash's decode_tps over mlx-lm's
+in the same pair. The first run of each side
 in the process is kept apart as `cold`, and warm-up runs are not kept. At a temperature both sides draw with the same noise, keyed
 by seed and position, so their texts are equal too.
 
@@ -48,6 +49,8 @@ from .taps import Target
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
 _WARM_UP_TOKENS = 64
+# Tokens after which the width rule should have settled.
+_EARLY = 64
 
 
 class BenchError(DFlashError, ValueError):
@@ -59,6 +62,7 @@ class Plan:
     """What is run.
 
     kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the width rule choose.
+    hopeless: drafts that are never right.
     """
 
     kinds: tuple[str, ...] = ()
@@ -68,6 +72,7 @@ class Plan:
     trials: int = 3
     block_size: int | None = None
     seed: int = 0
+    hopeless: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,8 @@ class Bench:
         self.model, self.tokenizer, self.drafter, self.plan = model, tokenizer, drafter, plan
         self.prompts = prompts or builtin_prompts(tokenizer.has_chat_template)
         self.say, self.keep, self.max_seconds = say, keep, max_seconds
+        if plan.hopeless:
+            make_hopeless(drafter)
         unknown = [kind for kind in plan.kinds if kind not in self.prompts.kinds]
         if unknown:
             raise BenchError(
@@ -258,6 +265,7 @@ class Bench:
             "first": first,
             **{side: done[side][0] for side in SIDES},
             "speedup": _ratio(done["dflash"][0]["decode_tps"], done["mlx_lm"][0]["decode_tps"]),
+            "late_speedup": _ratio(done["dflash"][0]["late_tps"], done["mlx_lm"][0]["late_tps"]),
             "differs_at": at,
             "loops": loops(plain),
         }
@@ -270,13 +278,16 @@ def timed(responses: Iterator[Any], prompt_tokens: int) -> tuple[dict[str, Any],
     """Drain one run of mlx-lm's or our `stream_generate`: its figures, as the module's docstring defines them, and its ids."""
     gc.collect()
     mx.reset_peak_memory()
-    tokens, last, first = [], None, 0.0
+    tokens, last, first, early = [], None, 0.0, 0.0
     began = time.perf_counter()
     for last in responses:
         if not tokens:
             first = time.perf_counter()
         tokens.append(last.token)
-    decode_s = time.perf_counter() - first
+        if len(tokens) == _EARLY:
+            early = time.perf_counter()
+    ended = time.perf_counter()
+    decode_s, late = ended - first, len(tokens) - _EARLY
     figures = {
         "prompt_tokens": prompt_tokens,
         "tokens": len(tokens),
@@ -284,11 +295,23 @@ def timed(responses: Iterator[Any], prompt_tokens: int) -> tuple[dict[str, Any],
         "ttft_s": first - began,
         "decode_s": decode_s,
         "decode_tps": (len(tokens) - 1) / decode_s if len(tokens) > 1 else None,
+        "late_tps": late / (ended - early) if late > 0 else None,
         "peak_memory_gb": mx.get_peak_memory() / 1e9,
     }
     if stats := getattr(last, "stats", None):
         figures |= acceptance(stats)
     return figures, tokens
+
+
+def make_hopeless(drafter: nn.Module) -> None:
+    """Let a drafter run as it does and propose other tokens than it would: what speculation costs where it never pays."""
+
+    class Hopeless(type(drafter)):
+        def choose(self, hidden, anchor):
+            ids = super().choose(hidden, anchor)
+            return mx.where(ids == 0, ids + 1, ids - 1)
+
+    drafter.__class__ = Hopeless
 
 
 def acceptance(stats: Any) -> dict[str, Any]:
@@ -532,6 +555,10 @@ def notes(record: Mapping[str, Any]) -> list[str]:
             f"{cold['dflash']['decode_s']:.2f} s."
             + (f" Warm-up in all: {record['warm_up_s']:.1f} s." if record["warm_up_s"] else "")
         )
+    late = [run["late_speedup"] for run in record["runs"] if run["late_speedup"]]
+    if late:
+        figures = f"{statistics.median(late):.2f} ({min(late):.2f}-{max(late):.2f})"
+        lines.append(f"After the first {_EARLY} tokens of an answer: {figures} times mlx-lm, median of {len(late)} pairs.")
     if record["ended"] != "complete":
         trials = record["settings"]["trials"]
         lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")

@@ -418,6 +418,9 @@ def bench(
     kernels: Annotated[
         str | None, typer.Option(help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found.")
     ] = None,
+    hopeless: Annotated[
+        bool, typer.Option("--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
+    ] = False,
     dense: Annotated[bool, typer.Option("--dense", help="Write quantized layers out first.")] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
@@ -464,6 +467,7 @@ def bench(
             trials=trials or (max(map(len, own.kinds.values())) if own else b.Plan.trials),
             block_size=block_size,
             seed=seed,
+            hopeless=hopeless,
         )
         keep = (lambda record: b.write_record(record, out)) if out else (lambda record: None)
         record = b.Bench(lm, tokenizer, draft, plan, own, (target, drafter), _say, keep, max_seconds).go()

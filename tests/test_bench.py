@@ -30,6 +30,7 @@ def run_of(kind, speedup, temp=0.0, widths=None, committed=30, drafting=10, diff
     }
     return {"kind": kind, "temp": temp, "context": 0, "trial": 0, "mlx_lm": side, "dflash": ours} | {
         "speedup": speedup,
+        "late_speedup": None,
         "differs_at": differs_at,
         "loops": False,
     }
@@ -129,6 +130,21 @@ def test_ctrl_c_keeps_what_is_measured(pair, monkeypatch):
 def test_no_pair_begins_that_would_end_after_max_seconds(pair):
     record = Bench(*pair, SMALL, names=("tiny", "tiny"), max_seconds=0.0).go()
     assert record["ended"] == "out of time" and record["runs"] == [] and "out of time" in bench.table(record)
+
+
+def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apart():
+    from dflash_mlx import load, load_drafter
+
+    model, tokenizer = load("tiny", dtype=mx.float32)
+    plan = Plan(kinds=("copy",), temps=(0.0,), contexts=(0,), max_tokens=80, trials=1, block_size=3, hopeless=True)
+    record = Bench(model, tokenizer, load_drafter("tiny", model), plan, names=("tiny", "tiny")).go()
+    (run,) = record["runs"]
+    # Drafts next to the drafter's own choice: right by chance only.
+    assert run["dflash"]["tau"] < 1.1 and run["differs_at"] is None
+    assert run["late_speedup"] == pytest.approx(run["dflash"]["late_tps"] / run["mlx_lm"]["late_tps"])
+    ours = run["dflash"]
+    assert 16 / ours["late_tps"] < ours["decode_s"]
+    assert f"After the first 64 tokens of an answer: {run['late_speedup']:.2f}" in bench.table(record)
 
 
 def test_a_users_prompts_are_json_lines_or_plain_lines(tmp_path):
