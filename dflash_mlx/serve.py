@@ -9,6 +9,7 @@ request at a time in the order of arrival, and refusals for everything that woul
 from __future__ import annotations
 
 import hmac
+import inspect
 import io
 import json
 import logging
@@ -42,6 +43,7 @@ from mlx_lm.server import (
     ToolCallFormatter,
     get_system_fingerprint,
 )
+from transformers import PreTrainedTokenizerBase
 
 from .errors import DFlashError
 from .generation import largest_block
@@ -308,7 +310,14 @@ _KNOWN = {
 # Of those, what only chats, or only text completions, have.
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs", "role_mapping")
 _OF_TEXTS = ("prompt",)
+# What transformers' function takes beside a template's variables.
+_TEMPLATES_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
 _STREAM = {"include_usage", "include_obfuscation"}
+_MOST_STOPS, _LONGEST_STOP = 64, 1000
+# Larger numbers have no further effect, and MLX cannot read all of them.
+_LARGEST = 1e6
+_SIZES = dict.fromkeys(("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"), _LARGEST)
+_SIZES |= dict.fromkeys(("repetition_context_size", "presence_context_size", "frequency_context_size"), (1 << 31) - 1)
 # mlx-lm's handler allows as many alternatives a token.
 _MOST_TOP = 11
 _CHAT, _TEXT = ("/v1/chat/completions", "/chat/completions"), ("/v1/completions",)
@@ -517,17 +526,20 @@ class Handler(APIHandler):
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
             raise Refusal(400, f"expected stop to be a text or a list of texts, none of them empty; found {_shown(stop)}.")
+        # They are looked for behind every token.
+        if len(stop) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in stop):
+            found = f"{len(stop)}, the longest of {max(map(len, stop))}"
+            raise Refusal(400, f"expected at most {_MOST_STOPS} stop texts of at most {_LONGEST_STOP} letters; found {found}.")
         body["stop"] = stop
         options = body.get("stream_options", {})
         if not isinstance(options, dict) or options.keys() - _STREAM or not all(type(v) is bool for v in options.values()):
             raise Refusal(400, f"expected stream_options to hold include_usage, true or false; found {_shown(options)}.")
         if options.get("include_usage") and not body.get("stream"):
             raise Refusal(400, "expected stream = true with stream_options; an answer in one piece always tells its usage.")
-        for bias in (body.get("logit_bias") or {}) if isinstance(body.get("logit_bias"), dict) else ():
-            if not (bias.isascii() and bias.isdigit() and len(bias) < 19) or int(bias) >= self.provider.vocabulary:
-                raise Refusal(
-                    400, f"expected logit_bias for token ids 0 to {self.provider.vocabulary - 1}; found {_shown(bias)}."
-                )
+        self._check_bias(body.get("logit_bias"))
+        for name in _SIZES:
+            if type(body.get(name)) in (int, float) and abs(body[name]) > _SIZES[name]:
+                raise Refusal(400, f"expected {name} of at most {_SIZES[name]:g} in size; found {_shown(body[name])}.")
         if chat:
             _check_messages(body.get("messages"))
             self._check_tools(body)
@@ -549,6 +561,16 @@ class Handler(APIHandler):
                 body[name] = float(body[name])
         return body
 
+    def _check_bias(self, biases: Any) -> None:
+        """Raises: Refusal for ids beyond the vocabulary and what is no bias; mlx-lm's handler refuses what is no object."""
+        for token, bias in biases.items() if isinstance(biases, dict) else ():
+            if not (token.isascii() and token.isdigit() and len(token) < 19) or int(token) >= self.provider.vocabulary:
+                raise Refusal(
+                    400, f"expected logit_bias for token ids 0 to {self.provider.vocabulary - 1}; found {_shown(token)}."
+                )
+            if type(bias) not in (int, float) or abs(bias) > _LARGEST:
+                raise Refusal(400, f"expected numbers of at most {_LARGEST:g} in size as logit_bias; found {_shown(bias)}.")
+
     def _check_drafts(self, count: Any) -> None:
         """Raises: Refusal unless so many drafted tokens are possible; mlx-lm's handler looks at their type."""
         if count is None:
@@ -567,6 +589,9 @@ class Handler(APIHandler):
             what = "has a chat template" if templated else "has no chat template"
             raise Refusal(400, f"expected no {name}; {self.provider.name} {what}.")
         value = body.get(other, {})
+        if templated and isinstance(value, dict) and (own := sorted(value.keys() & _TEMPLATES_OWN)):
+            # Another template may run for ever, and others wait; the rest would be no prompt.
+            raise Refusal(400, f"expected variables of the chat template in chat_template_kwargs; found {own[0]!r}.")
         if not isinstance(value, dict) or other == "role_mapping" and not all(isinstance(v, str) for v in value.values()):
             raise Refusal(400, f"expected {other} to be an object{' of texts' * (not templated)}; found {_shown(value)}.")
 

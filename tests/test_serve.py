@@ -358,11 +358,10 @@ def test_thinking_and_calls_are_told_apart_inside_the_blocks_of_a_pair(chatty):
                     assert (got.usage.completion_tokens_details.accepted_prediction_tokens > 0) == (drafts > 0)
 
 
-def test_what_a_tool_found_reaches_the_template(chatty):
-    seen = TOOLS.replace(
-        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
-    )
-    tokenizer = copy.copy(chatty[1])
+def test_what_a_tool_found_reaches_the_template(tmp_path, chatty):
+    calls = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    with_template(tmp_path, TOOLS.replace("{{ m.content }}", calls))
+    tokenizer = load_tokenizer(tmp_path)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         *MESSAGES,
@@ -370,13 +369,10 @@ def test_what_a_tool_found_reaches_the_template(chatty):
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
     with running(chatty[0], tokenizer) as server:
-        usage = ask(
-            server, messages, tools=WEATHER, max_tokens=1, extra_body={"chat_template_kwargs": {"chat_template": seen}}
-        ).usage
-    call = {"function": {"arguments": {"city": "Oslo"}}}
-    messages[1] = {**messages[1], "content": "", "tool_calls": [call]}
-    ids = tokenizer.apply_chat_template(messages, tools=WEATHER, add_generation_prompt=True, chat_template=seen)
-    assert usage.prompt_tokens == len(ids) and "Osl" in tokenizer.decode(ids) and "rain" in tokenizer.decode(ids)
+        usage = ask(server, messages, tools=WEATHER, max_tokens=1).usage
+    messages[1] = {**messages[1], "content": "", "tool_calls": [{"function": {"arguments": {"city": "Oslo"}}}]}
+    ids = tokenizer.apply_chat_template(messages, tools=WEATHER, add_generation_prompt=True)
+    assert usage.prompt_tokens == len(ids) and "Oslo" in tokenizer.decode(ids) and "rain" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +391,12 @@ def test_what_a_tool_found_reaches_the_template(chatty):
         ({"temprature": 1}, 400, "expected known fields only; found 'temprature'"),
         ({"stop": ""}, 400, "none of them empty"),
         ({"stop": [1]}, 400, "expected stop"),
+        ({"stop": ["x"] * 65}, 400, "expected at most 64 stop texts of at most 1000 letters; found 65, the longest of 1"),
+        ({"stop": "x" * 1001}, 400, "found 1, the longest of 1001"),
+        ({"presence_penalty": 10**30}, 400, "expected presence_penalty of at most 1e+06 in size"),
+        ({"frequency_penalty": -1e7}, 400, "expected frequency_penalty of at most 1e+06 in size"),
+        ({"temperature": 10**200}, 400, "expected temperature of at most 1e+06 in size"),
+        ({"repetition_penalty": 1.1, "repetition_context_size": 1 << 31}, 400, "expected repetition_context_size of at most"),
         ({"stream_options": {"x": 1}}, 400, "include_usage"),
         ({"stream_options": {"include_usage": "x"}, "stream": True}, 400, "include_usage, true or false"),
         ({"stream_options": {"include_usage": True}}, 400, "expected stream = true with stream_options"),
@@ -413,12 +415,19 @@ def test_what_a_tool_found_reaches_the_template(chatty):
         ({"top_logprobs": 40}, 400, "top_logprobs must be at most 11"),
         ({"xtc_threshold": 0.9}, 400, "xtc_threshold of at most 0.5"),
         ({"logit_bias": {"99999": 1}}, 400, "token ids 0 to 1535"),
+        ({"logit_bias": {"5": "nan"}}, 400, 'expected numbers of at most 1e+06 in size as logit_bias; found "nan"'),
+        ({"logit_bias": {"5": None}}, 400, "found null"),
+        ({"logit_bias": {"5": True}}, 400, "found true"),
+        ({"logit_bias": {"5": 1e9}}, 400, "found 1000000000.0"),
+        ({"logit_bias": [5]}, 400, "logit_bias must be of type dict"),
         ({"logit_bias": {"-1": 1}}, 400, "token ids 0 to 1535"),
         ({"logit_bias": {"²": 1}}, 400, "token ids 0 to 1535"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "token ids 0 to 1535"),
         ({"seed": -1}, 400, "expected a seed from 0"),
         ({"seed": 2**40, "temperature": 1}, 400, "expected a seed from 0"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "hi"}}, 400, "expected variables of the chat template"),
+        ({"chat_template_kwargs": {"return_tensors": "np"}}, 400, "found 'return_tensors'"),
         ({"messages": []}, 400, "at least one message"),
         ({"messages": ["hi"]}, 400, "an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "expected content"),
