@@ -198,10 +198,10 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
     _, features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary)
     if fault := drafter.first_not_finite(features):
         where = f"layers {list(target.layer_ids)} of {target.family}" if fault[0] == "the tapped layers" else fault[0]
-        raise PairError(
-            f"expected finite values from {where}; found NaN or infinity in {fault[1]}. "
-            "Load the target with another dtype (bfloat16 or float32)."
-        )
+        remedy = "Its weights are damaged: get them again."
+        if fault[1] == "float16":
+            remedy = "Load the target with another dtype (bfloat16 or float32)."
+        raise PairError(f"expected finite values from {where}; found NaN or infinity in {fault[1]}. {remedy}")
 
 
 def _check_own_head(drafter: Drafter, target: Target) -> None:

@@ -209,3 +209,24 @@ def test_what_a_card_states_and_what_nothing_reads_is_shown(tmp_path):
     assert report["faults"] == []
     assert report["suspicions"] == ["dflash_config has keys that nothing here reads: conv_activation"]
     assert "            trained without thinking, says its card\n" in render(report)
+
+
+def test_a_target_that_computes_no_numbers_is_named_and_rendered(tmp_path):
+    path = copy(tmp_path, "target")
+    retensor(path, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * mx.nan}))
+    report = diagnose(str(path), "tiny", mx.float32)
+    sentence = "failed: the target's own logits hold NaN or infinity in float32: its weights are damaged, or overflow"
+    assert sentence in report["faults"] and f"fault       {sentence}" in render(report)
+
+
+def test_an_answer_that_ends_at_once_has_no_tau(sound):
+    text = render({**sound, "acceptance": sound["acceptance"] | {"tau": None}})
+    assert "acceptance  tau unknown over 32 tokens" in text
+
+
+@pytest.mark.parametrize("taps", [[0, 1, 2], [2, 3, 4], [3, 2, 1]])
+def test_taps_one_layer_off_or_out_of_order_are_suspected_by_their_tau(tmp_path, taps):
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"target_layer_ids": taps})
+    (suspicion,) = diagnose("tiny", str(path), mx.float32)["suspicions"]
+    assert "is what a drafter for another target gives; 2.3 is expected: check taps, mask token" in suspicion
