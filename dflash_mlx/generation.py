@@ -241,7 +241,7 @@ def _rounds(
     feed = pair.ids[pair.rows :] + prompt
     history = list(prompt)
     rows, pending, emitted = pair.rows, pair.features, 0
-    injected = rows - pair.pending
+    injected, refused = rows - pair.pending, 0
     context = [entry.state for entry in pair.drafter]
     point = checkpoint(pair.target, rows)
     try:
@@ -320,6 +320,9 @@ def _rounds(
                 rollback(pair.target, point, rows)
             stats.seconds["rollback"] += time.perf_counter() - began
             stats.add_round(ids, accepted, bonus, width)
+            refused = 0 if accepted else refused + bool(width)
+            if refused == _REFUSED:
+                _warn_of_overflow(drafter, pending)
             tokens = [*ids[:accepted], bonus]
             steps = [(t, row_logprobs(i), i < accepted) for i, t in enumerate(tokens)]
     finally:
@@ -656,6 +659,22 @@ def _check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_t
             f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
             "beyond them the text stays right and fewer drafts are accepted",
             stacklevel=3,
+        )
+
+
+# Rounds in a row without an accepted draft after which a float16 drafter is looked at.
+_REFUSED = 4
+
+
+def _warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
+    """Say so where these features overflow in the drafter: NaN rows draft token 0 and nothing else shows."""
+    if features.dtype != mx.float16:
+        return
+    if fault := drafter.first_not_finite(features):
+        warnings.warn(
+            f"the drafter's values overflow float16 in {fault[0]}: the text stays right and nothing that it drafts is accepted; "
+            "load the target with bfloat16 or float32",
+            stacklevel=4,
         )
 
 
