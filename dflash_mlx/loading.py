@@ -61,6 +61,7 @@ def load(
     check_memory(checkpoint, dtype or default_dtype())
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
     model, config = loaded.model, loaded.config
+    keep_positions(model, config)
     if adapter_path is not None:
         from mlx_lm.utils import load_adapters
 
@@ -71,6 +72,14 @@ def load(
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
+    """Leave the config's number of positions on a model whose class does not keep it (gpt_oss): `Target.context_length`."""
+    text = config.get("text_config") or config
+    args = getattr(model, "args", None)
+    if args is not None and Target(model).context_length is None and isinstance(text.get("max_position_embeddings"), int):
+        args.max_position_embeddings = text["max_position_embeddings"]
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype) -> int:

@@ -5,7 +5,7 @@ import warnings
 
 import mlx.core as mx
 import pytest
-from families import family
+from families import BASE, family, known_drafter
 from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_qwen3, tiny_target, with_template
 
 from dflash_mlx import load, load_drafter, loading
@@ -155,3 +155,22 @@ def test_a_prompt_against_the_drafters_mode_is_warned_of(tmp_path):
         run(model, drafter, "def f(x):", 4, tokenizer)
         # One that nothing is known of.
         run(model, load_drafter("tiny", model), rendered(tokenizer, enable_thinking=True), 4, tokenizer)
+
+
+def test_a_context_length_that_mlx_lms_class_drops_is_kept():
+    model = family("gpt_oss")
+    assert Target(model).context_length is None
+    loading.keep_positions(model, {"max_position_embeddings": 77})
+    assert Target(model).context_length == 77
+    # What the model knows itself stands.
+    known = family("llama")
+    loading.keep_positions(known, {"text_config": {"max_position_embeddings": 77}})
+    assert Target(known).context_length == BASE["max_position_embeddings"]
+    with pytest.raises(GenerationError, match="expected at most 77 tokens, the context of gpt_oss; found a prompt of 78"):
+        run(model, known_drafter(model, []), [1] * 78, 4)
+
+
+def test_load_keeps_the_context_length(conformance):
+    model, _ = load(str(conformance / "targets" / "gpt_oss"))
+    # Its YaRN reaches further than the number of positions.
+    assert Target(model).context_length >= 512
