@@ -77,9 +77,13 @@ def load(
 def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
     """Leave the config's number of positions on a model whose class does not keep it (gpt_oss): `Target.context_length`."""
     text = config.get("text_config") or config
-    args = getattr(model, "args", None)
-    if args is not None and Target(model).context_length is None and isinstance(text.get("max_position_embeddings"), int):
-        args.max_position_embeddings = text["max_position_embeddings"]
+    args, length = getattr(model, "args", None), text.get("max_position_embeddings")
+    try:
+        if args is not None and isinstance(length, int) and Target(model).context_length is None:
+            args.max_position_embeddings = length
+    except TapError:
+        # It runs without a drafter all the same.
+        return
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype) -> int:

@@ -2,8 +2,10 @@
 
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from families import BASE, family, known_drafter
 from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_qwen3, tiny_target, with_template
@@ -168,6 +170,17 @@ def test_a_context_length_that_mlx_lms_class_drops_is_kept():
     assert Target(known).context_length == BASE["max_position_embeddings"]
     with pytest.raises(GenerationError, match="expected at most 77 tokens, the context of gpt_oss; found a prompt of 78"):
         run(model, known_drafter(model, []), [1] * 78, 4)
+
+
+def test_a_target_that_cannot_be_tapped_loads_all_the_same():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.args, self.layers = SimpleNamespace(), [nn.Linear(4, 4)]
+
+    model = Flat()
+    loading.keep_positions(model, {"max_position_embeddings": 77})
+    assert vars(model.args) == {}
 
 
 def test_load_keeps_the_context_length(conformance):
