@@ -517,7 +517,11 @@ class Chat:
         command = getattr(self, f"_do_{name}", None) if name.isalpha() else None
         if command is None:
             raise DFlashError(f"expected a command; found /{name}. /help lists them; // begins a message with a slash.")
-        result = command(rest.strip())
+        rest = rest.strip()
+        if rest and name not in _TAKING:
+            # Words that would be dropped were meant for something.
+            raise DFlashError(f"expected /{name} alone; found {_short(rest)!r} behind it.")
+        result = command(rest)
         if self.session and name in _CHANGING:
             self._save(self.session)
         return result
@@ -608,7 +612,10 @@ class Chat:
                 settings = self.conversation.settings
             if name in ("top_p", "top_k", "min_p", "seed") and settings.temp == 0:
                 self.note(f"{name} has no effect until /set temp 0.7 or the like.")
-        self.note(", ".join(f"{k} {'default' if v is None else v}" for k, v in asdict(settings).items()))
+        # As they are typed: 1 is no switch, though it equals True.
+        shown = {None: "default", True: "on", False: "off"}
+        values = [v if type(v) in (int, float) else shown[v] for v in asdict(settings).values()]
+        self.note(", ".join(f"{one.name} {value}" for one, value in zip(fields(settings), values, strict=True)))
 
     def _do_stats(self, rest: str) -> None:
         totals = self.conversation.totals
@@ -630,6 +637,8 @@ class Chat:
         self.note("Drafts are marked in answers." if self.show_drafts else "Drafts are not marked.")
 
 
+# Commands that something may follow.
+_TAKING = ("system", "save", "load", "model", "set")
 # Commands after which a kept session is written again: what was cleared must not stay on disk.
 _CHANGING = ("clear", "undo", "set", "system", "model")
 

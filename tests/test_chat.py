@@ -80,8 +80,12 @@ def test_a_pipe_carries_answers_on_stdout_and_everything_else_on_stderr(home):
 
 
 def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_tells(home):
-    done = piped(["/nonsense", "/set temp hot", "//x", "def f"], home, *PAIR, "-m", "4")
+    lines = ["/nonsense", "/set temp hot", "//x", "def f", "/retry in French", "/set max_tokens 1", "/set thinking off"]
+    done = piped(lines, home, *PAIR, "-m", "4")
     assert done.returncode == 1
+    assert "expected /retry alone; found 'in French' behind it" in done.stderr
+    assert "max_tokens 1, block_size default, thinking default" in done.stderr
+    assert "max_tokens 1, block_size default, thinking off" in done.stderr
     assert "found /nonsense" in done.stderr and "expected temp to be a number at least 0; found 'hot'" in done.stderr
     assert done.stderr.count("4 tokens,") == 2 and "Traceback" not in done.stderr
 
