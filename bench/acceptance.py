@@ -4,6 +4,7 @@
         [--block-size 4 8 16] [--real 16] [--temp 0 1] [--max-tokens 256] [--limit N] [--max-seconds S]
         [--data DIR] [--dense] [--part 0/8]
     python bench/acceptance.py --merge part-*.json --out result.json
+    python bench/acceptance.py --markdown result.json       README's table of it
 
 The prompts file holds {"kind": ..., "prompt": ...} a line. For every prompt the real loop (`dflash_mlx.stream_generate`)
 writes the answer at the block sizes of `--real`; the text is then walked (`dflash_mlx.train.walk`) at every block size, with
@@ -85,6 +86,24 @@ def table(rows: list[dict]) -> str:
             f"{r['series']:9} {r['block_size']:5} {r['temp']:4g} {'yes' if r['looped'] else 'no':>5} {r['kind']:8} "
             f"{r.get('prompts', ''):>7} {r.get('rounds', ''):>7}  {r['tau']:.3f}{interval}"
         )
+    return "\n".join(lines)
+
+
+def markdown(result: dict) -> str:
+    """README's table: greedy, answers that loop left out, a row a kind: the real loop with its interval, then walked figures."""
+    rows = {(r["series"], r["block_size"], r["kind"]): r for r in result["summary"] if r["temp"] == 0 and not r["looped"]}
+    real = max(K for series, K, _ in rows if series == "real")
+    walked = [("walk", K) for K in sorted({K for series, K, _ in rows if series == "walk"} - {real})]
+    columns = [*walked, ("lookup", real), ("zeroed", real)]
+    names = {"walk": "block {}", "lookup": "prompt lookup", "zeroed": "features zeroed"}
+    head = ["kind", "answers", f"tau, block {real} (95 %)", *(names[series].format(K) for series, K in columns)]
+    lines = [f"| {' | '.join(head)} |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
+    for kind in [*(kind for series, K, kind in rows if (series, K) == ("real", real) and kind != "mean"), "mean"]:
+        r = rows["real", real, kind]
+        interval = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r else ""
+        cells = [kind, str(r.get("prompts", "")), f"{r['tau']:.2f}{interval}"]
+        cells += [f"{rows[series, K, kind]['tau']:.2f}" for series, K in columns]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -189,7 +208,7 @@ def main() -> None:
     p.add_argument("--model")
     p.add_argument("--draft-model")
     p.add_argument("--prompts")
-    p.add_argument("--out", required=True)
+    p.add_argument("--out")
     p.add_argument("--block-size", type=int, nargs="+", default=[4, 8, 16])
     p.add_argument("--real", nargs="+", default=["16"], help="block sizes of the real loop, or none")
     p.add_argument("--temp", type=float, nargs="+", default=[0.0, 1.0])
@@ -201,7 +220,13 @@ def main() -> None:
     p.add_argument("--dense", action="store_true")
     p.add_argument("--part", default="0/1")
     p.add_argument("--merge", nargs="+", metavar="PART")
+    p.add_argument("--markdown", metavar="RESULT")
     args = p.parse_args()
+    if args.markdown:
+        print(markdown(json.loads(Path(args.markdown).read_text())))
+        return
+    if not args.out:
+        p.error("--out is needed")
     if args.merge:
         parts = [json.loads(Path(name).read_text()) for name in args.merge]
         result = parts[0] | {"records": [r for part in parts for r in part["records"]]}

@@ -50,3 +50,13 @@ def test_walking_replays_the_real_rounds_of_the_built_in_pair(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--merge", str(out), str(out), "--out", str(tmp_path / "two.json")])
     acceptance.main()
     assert len(json.loads((tmp_path / "two.json").read_text())["records"]) == 8
+
+
+def test_the_table_in_readme_is_the_recorded_one():
+    root = PATH.parents[1]
+    result = json.loads((root / "bench" / "results" / "smollm2-acceptance.json").read_text())
+    table = acceptance.markdown(result)
+    assert table in (root / "README.md").read_text(encoding="utf-8")
+    # The summary follows from the rounds, not from what somebody wrote beside them.
+    assert acceptance.summary(result["records"]) == result["summary"]
+    assert "| mean |" in table and len(table.splitlines()) == 7
