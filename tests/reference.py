@@ -34,9 +34,9 @@ def attend(w, config, layer, x, context, theta):
     heads, kv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rows = np.concatenate([context, x])
     at = np.arange(C + K)
-    q = rms_norm((x @ w["q_proj.weight"].T).reshape(K, heads, D), w["q_norm.weight"], config.rms_norm_eps)
-    k = rms_norm((rows @ w["k_proj.weight"].T).reshape(C + K, kv, D), w["k_norm.weight"], config.rms_norm_eps)
-    v = (rows @ w["v_proj.weight"].T).reshape(C + K, kv, D)
+    q = rms_norm(linear(w, "q_proj", x).reshape(K, heads, D), w["q_norm.weight"], config.rms_norm_eps)
+    k = rms_norm(linear(w, "k_proj", rows).reshape(C + K, kv, D), w["k_norm.weight"], config.rms_norm_eps)
+    v = linear(w, "v_proj", rows).reshape(C + K, kv, D)
     q, k = rotate(q, at[C:], theta), rotate(k, at, theta)
     out = np.zeros((K, heads, D))
     table = seen(K, C, config.causal[layer], config.windows[layer])
@@ -45,7 +45,11 @@ def attend(w, config, layer, x, context, theta):
         scores = np.where(table, scores, -np.inf)
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h * kv // heads]
-    return out.reshape(K, -1) @ w["o_proj.weight"].T
+    return linear(w, "o_proj", out.reshape(K, -1))
+
+
+def linear(w, name, x):
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
 
 def mlp(w, x):
@@ -72,10 +76,11 @@ def part(weights, prefix):
 
 def hidden_states(weights, config, features, block):
     """Final normed rows [K, H] of a block [K, H] after features [C, n_taps * H_target] of every context row."""
-    eps, theta = config.rms_norm_eps, config.ropes[0].theta
+    eps = config.rms_norm_eps
     context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     h = block
     for layer in range(config.num_hidden_layers):
+        theta = config.ropes[layer].theta
         w = part(weights, f"layers.{layer}.")
 
         def around(name, x, sublayer, w=w):

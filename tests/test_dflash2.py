@@ -1,5 +1,6 @@
 """The drafter's mathematics, v1 and DFlash 2, against NumPy and against an independent implementation's drafted ids."""
 
+import copy
 import json
 from collections import Counter
 from itertools import product
@@ -93,6 +94,66 @@ def test_a_drafter_agrees_with_numpy(causal, window, lengths):
 def test_a_dflash2_drafter_agrees_with_numpy(taps, lengths):
     raw = raw_v2(is_causal=False, layer_types=["sliding_attention"] * 2, nested={"conv_kernel_size": taps})
     check_chain(*random_drafter(raw), lengths)
+
+
+# Every key that a DFlash 2 config may hold, away from the published values.
+VARIED = {
+    "one tap, one channel a group": {"nested": {"conv_kernel_size": 1, "conv_group_size": 1}},
+    "more taps than slots, one group": {"nested": {"conv_kernel_size": 9, "conv_group_size": H}},
+    "four taps, causal by rule beside a full layer": {
+        "nested": {"conv_kernel_size": 4, "conv_group_size": 4},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "full layers": {"layer_types": ["full_attention"] * 2},
+    "causal everywhere": {"is_causal": True, "layer_types": ["full_attention", "sliding_attention"]},
+    "a window under the block": {"is_causal": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+    "biases": {"attention_bias": True, "is_causal": False},
+    "another base for each kind of layer": {
+        "rope_theta": None,
+        "rope_parameters": {"sliding_attention": {"rope_theta": 5e3}, "full_attention": {"rope_theta": 1e6}},
+    },
+    "another epsilon": {"rms_norm_eps": 1e-2},
+    "three layers, one key head": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", VARIED)
+def test_every_key_of_a_dflash2_config_agrees_with_numpy(name, lengths):
+    check_chain(*random_drafter(raw_v2(**copy.deepcopy(VARIED[name]))), lengths)
+
+
+@pytest.mark.parametrize("rank,top_k,rows", [(1, 1, V), (3, 2, V), (10, V, V), (16, 200, V), (10, 5, 40), (10, 5, 80)])
+def test_ranks_candidates_and_codebooks_of_any_size_walk_as_numpy_does(rank, top_k, rows):
+    nested = {"selector_rank": rank, "selector_top_k": top_k, "selector_vocab_size": rows}
+    drafter, weights = random_drafter(raw_v2(nested=nested))
+    rng = np.random.default_rng(2)
+    head, hidden = rng.normal(size=(V, H)), rng.normal(size=(7, 5, H))
+    drafter.bind(None, lambda x: x @ mx.array(head.T, dtype=mx.float32))
+    for i, h in enumerate(hidden):
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 5]))[0].tolist()
+        assert got == reference.selected(weights, drafter.config, h, (h @ head.T)[:, :rows], i * 5)
+
+
+def test_a_dflash2_drafter_with_a_head_and_vocabulary_of_its_own_walks_the_targets_ids():
+    """Candidates are the head's; the codebooks have a row for each of the target's tokens."""
+    raw = raw_v2(draft_vocab_size=20, vocab_size=V)
+    drafter, weights = random_drafter(raw)
+    drafter.lm_head, drafter.d2t = nn.Linear(H, 20, bias=False), mx.arange(20) * 2
+    head = np.array(drafter.lm_head.weight, dtype=np.float64)
+    drafter.bind(None, None)
+    rng = np.random.default_rng(2)
+    for anchor in (0, 33, 60):
+        h = rng.normal(size=(5, H))
+        logits = np.full((5, V), -np.inf)
+        logits[:, np.arange(20) * 3] = h @ head.T
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([anchor]))[0].tolist()
+        assert got == reference.selected(weights, drafter.config, h, logits, anchor)
+        assert all(token % 3 == 0 for token in got)
 
 
 @pytest.mark.parametrize("multiplier,cap", [(None, None), (0.3, None), (0.7, 4.0), (None, 2.0)])
