@@ -776,6 +776,17 @@ def test_the_target_is_plain_again_after_serving(served, chatty):
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_empty_says_so(chatty, stream):
+    tokenizer = chatty[1]
+    with running(scripted([tokenizer.eos_token_id], vocab=1536), tokenizer) as server:
+        got = ask(server, max_tokens=9, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+        chunks = list(got) if stream else [got]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices] == ["stop"]
+    assert chunks[-1].usage.completion_tokens == 1
+    assert not stream and got.choices[0].message.content is None or stream and not chunks[0].choices[0].delta.content
+
+
 def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(chatty):
     model, tokenizer, drafter = chatty
     with running(model, tokenizer, drafter) as server:
@@ -794,6 +805,8 @@ def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(c
                 accepted = answer.usage.completion_tokens_details.accepted_prediction_tokens
                 assert accepted == sum(r.from_draft for r in fresh)
                 assert answer.usage.prompt_tokens_details.cached_tokens >= held[name]
+                with server.send("/v1/chat/completions", {"messages": messages, "max_tokens": 900, "stream": True}) as left:
+                    left.recv(100)
                 # Tokens at the border of an answer and what follows it may be cut otherwise.
                 held[name] = len(ids) + 10 - 2
                 messages += [
