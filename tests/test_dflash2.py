@@ -342,6 +342,63 @@ def test_drafted_ids_do_not_depend_on_the_prefill_step(pair, step):
     assert is_met(pair, (6,), prefill_step_size=step)
 
 
+# Away from the published values, on the trained pair; window 24 with every round's context beyond it.
+LOOPS = {
+    "three taps in wide groups": ({"conv_kernel_size": 3, "conv_group_size": 48}, {"is_causal": False}),
+    "causal, scaled and capped": (
+        {"output_multiplier": 0.6, "final_logit_softcapping": 9.0, "selector_top_k": 5},
+        {"is_causal": None},
+    ),
+    "few codebook rows, a full layer": (
+        {"selector_vocab_size": 1400, "selector_rank": 7},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "is_causal": None},
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loops_drafted_ids_are_numpys_without_caches(pair, name):
+    """At every round: features of the whole text from one plain pass, and no cache anywhere."""
+    model, tokenizer, _ = pair
+    data = references(DATA / "dflash2" / "rounds.json")
+    raw = copy.deepcopy(data["config"])
+    nested, top = LOOPS[name]
+    raw["dflash_config"] |= nested
+    raw = {k: v for k, v in (raw | top).items() if v is not None}
+    config = DrafterConfig.from_dict(raw)
+    given = {k: v.astype(mx.float32) for k, v in mx.load(str(TINY / "drafter" / "model.safetensors")).items()}
+    mx.random.seed(9)
+    for key, value in flat(build_drafter(config, {})).items():
+        if key not in given:
+            base = mx.zeros(value.shape)
+            if "base_kernel" in key:
+                # Near to leaving rows as they are, so that drafts stay good and rounds end at many depths.
+                base[:, 0] = 1.0
+            given[key] = base + 0.01 * mx.random.normal(value.shape)
+    drafter = make_drafter(config, dict(given), model)
+    weights = {k: np.array(v, dtype=np.float64) for k, v in given.items()}
+    prompt = data["prompts"][6]["prompt_ids"]
+    got = run(model, drafter, prompt, 24, tokenizer, prefill_step_size=9)
+    line = [*prompt, *(r.token for r in got)]
+    head, at, depths = np.array(model.model.embed_tokens.weight, dtype=np.float64), len(prompt), set()
+    target = Target(model, config.target_layer_ids)
+    features = np.array(target(mx.array([line]))[1][0], dtype=np.float64)
+    for r in got[-1].stats.rounds:
+        if at >= len(line):
+            break
+        block = head[[line[at], *[config.mask_token_id] * (config.block_size - 1)]]
+        hidden = reference.hidden_states(weights, config, features[:at], block)[1:]
+        logits = hidden @ head.T * (config.output_multiplier or 1.0)
+        if cap := config.final_logit_softcapping:
+            logits = cap * np.tanh(logits / cap)
+        logits = logits[:, : config.selector_vocab_size or None]
+        assert r["drafted"] == reference.selected(weights, config, hidden, logits, line[at]), at
+        depths.add(r["accepted"])
+        at += r["accepted"] + 1
+    assert len(depths) > 1
+
+
 FAULTS = {
     "after-convolution made from its own input": (
         (drafter_module.ConvolutionLayer, "__call__", "h + DynamicConvolution.convolve(x, after)", "h + x"),
