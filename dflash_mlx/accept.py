@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .kernels.accept import accept
+
 
 def accept_match(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Keep the leading draft tokens that the target chose too.
@@ -21,11 +23,7 @@ def accept_match(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array]
       ValueError: if target is not one longer than draft.
     Source: arXiv 2602.06036, section 4.
     """
-    if target.shape[1] != draft.shape[1] + 1:
-        raise ValueError(f"expected one target choice more than drafts; found {target.shape[1]} for {draft.shape[1]}")
-    match = (draft == target[:, :-1]).astype(mx.int32)
-    accepted = mx.cumprod(match, axis=1).sum(axis=1).astype(mx.int32)
-    bonus = mx.take_along_axis(target, accepted[:, None], axis=1)[:, 0]
+    accepted, bonus, _ = accept(draft, target)
     return accepted, bonus
 
 

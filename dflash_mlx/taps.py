@@ -25,6 +25,7 @@ from .cache import Checkpoint, leaves
 from .errors import CacheError, TapError
 from .kernels import choice
 from .kernels.block_qmm import MAX_ROWS
+from .kernels.head_argmax import can_head_argmax, head_argmax
 from .kernels.layers import Handler, kernel_calls
 
 # One made class per (class, role): a new type each pass would defeat caches keyed by type.
@@ -203,6 +204,7 @@ class Target:
         self._stateful: list[nn.Module] | None = None
         # Quantized layers that kernels may serve, from the first pass of few rows on a GPU.
         self._kernel_calls: list[tuple[nn.Module, Handler, str]] | None = None
+        self._head: nn.Module | None = None
 
     def _owner(self) -> nn.Module:
         """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
@@ -286,7 +288,9 @@ class Target:
             return out
 
         handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
-        with _intercept([*self._kernels(ids.size), *handlers]), self._states(cache, point, ids.shape[1]):
+        # Prefill, which nobody checks for finite values, runs on stock MLX however short it is.
+        kernels = [] if point is None else self._kernels(ids.size)
+        with _intercept([*kernels, *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
             self.model(ids, cache=cache)
         runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
@@ -393,13 +397,73 @@ class Target:
             return reached.args[0]
         raise TapError(f"expected {self.family} to call its first layer; it did not. Pass the uncompiled model.")
 
+    def choices(self, hidden: mx.array) -> tuple[mx.array, mx.array] | None:
+        """The argmax of each row's logits without the logits, where head_argmax does that here; None: take it from `head`.
+
+        Shapes:
+          - hidden: [B, L, H] final normed states
+        Returns:
+          - ids: [B, L] int32; margin: [B, L] float32, NaN where a logit is
+        """
+        if hidden.size // hidden.shape[-1] > MAX_ROWS or not choice.may_run():
+            return None
+        if self._head is None:
+            self._head = self._find_head(hidden)
+        weights = self._head_weights()
+        return head_argmax(hidden, *weights) if weights and can_head_argmax(hidden, *weights) else None
+
+    def doubts(self, hidden: mx.array, margin: mx.array | None = None) -> list[mx.array]:
+        """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32."""
+        if margin is None and not self._kernels(hidden.size // hidden.shape[-1]):
+            return []
+        wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
+        if margin is not None:
+            wrong = wrong | mx.any(mx.isnan(margin))
+        return [wrong.astype(mx.int32)[None]]
+
+    @staticmethod
+    def check(doubts: list[int]) -> None:
+        """Raises: NotFiniteError where a value of `doubts` says so; all kernels are off then, with one line in the log."""
+        if any(doubts):
+            choice.distrust("a pass gave a value that is not finite")
+            raise choice.NotFiniteError
+
+    def _find_head(self, hidden: mx.array) -> nn.Module:
+        """The layer whose output the model returns as it is; the model itself where it does more to its logits."""
+        outputs: list[tuple[nn.Module, mx.array]] = []
+
+        def keep(module: nn.Module) -> Handler:
+            def handler(inner, args, kwargs):
+                outputs.append((module, inner(*args, **kwargs)))
+                return outputs[-1][1]
+
+            return handler
+
+        linears = [
+            (m, keep(m), "__call__") for _, m in self.model.named_modules() if isinstance(m, nn.Linear | nn.QuantizedLinear)
+        ]
+        tables = [(m, keep(m), "as_linear") for _, m in self.model.named_modules() if hasattr(m, "as_linear")]
+        logits = self._logits(hidden, [*linears, *tables])
+        return next((module for module, out in outputs if out is logits), self.model)
+
+    def _head_weights(self) -> tuple | None:
+        """The head as `head_argmax` takes it: (w, scales, biases, group size, bits, soft-cap, bias)."""
+        head = self._head
+        if type(head) in (nn.Linear, nn.Embedding):
+            return (head["weight"], None, None, 64, 4, None, head.get("bias"))
+        if type(head) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and getattr(head, "mode", "affine") == "affine":
+            return (head["weight"], head["scales"], head["biases"], head.group_size, head.bits, None, head.get("bias"))
+        return None
+
     def head(self, hidden: mx.array) -> mx.array:
         """[B, L, H] final normed states to logits [B, L, V]: the model's own code after its layers, soft-cap included."""
+        return self._logits(hidden, self._kernels(hidden.size // hidden.shape[-1]))
 
+    def _logits(self, hidden: mx.array, handlers: Sequence[tuple[nn.Module, Handler, str]]) -> mx.array:
         def skip(inner, args, kwargs):
             return hidden
 
-        with _intercept([*self._kernels(hidden.size // hidden.shape[-1]), (self.backbone, skip)]):
+        with _intercept([*handlers, (self.backbone, skip)]):
             return _array(self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32)))
 
     def matrix(self, hidden: mx.array) -> mx.array:
@@ -411,6 +475,5 @@ class Target:
             return lambda inner, args, kwargs: found.append(module) or inner(*args, **kwargs)
 
         linears = [m for _, m in self.model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
-        with _intercept([(m, noting(m)) for m in linears if id(m) not in inside]):
-            self.head(hidden)
+        self._logits(hidden, [(m, noting(m), "__call__") for m in linears if id(m) not in inside])
         return found[-1](hidden) if found else self.embedding.as_linear(hidden)

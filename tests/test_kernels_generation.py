@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from dflash_mlx import load, load_drafter, stream_generate
-from dflash_mlx.kernels import block_qmm, choice
+from dflash_mlx.kernels import accept, block_qmm, choice, head_argmax
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
 from dflash_mlx.kernels.choice import KernelError
 
@@ -40,6 +40,8 @@ def gpu(monkeypatch, tmp_path):
     times = iter(range(10**6))
     monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer
     monkeypatch.setattr(block_qmm, "block_qmm_kernel", launch)
+    monkeypatch.setattr(accept, "accept_kernel", accept.accept_ops)
+    monkeypatch.setattr(head_argmax, "head_argmax_kernel", head_argmax.head_argmax_ops)
     return launched
 
 
@@ -65,7 +67,7 @@ def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantiz
     assert ids(quantized, n) == want
     linears = sum(isinstance(m, nn.QuantizedLinear) for _, m in quantized[0].named_modules())
     assert len(gpu) > linears * n / 8 and max(gpu) > 1 and 1 in gpu
-    assert all(verdict.use for verdict in choice.verdicts()) and choice.verdicts()
+    assert {v.kernel for v in choice.verdicts() if v.use} == {"accept", "block_qmm", "head_argmax"}
 
 
 def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
@@ -88,3 +90,36 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quanti
         assert ids(quantized, 30) == plain(quantized, 30)
     (record,) = caplog.records
     assert "kernel block_qmm is off: RuntimeError: Failed to compile kernel: a line (" in record.getMessage()
+
+
+@pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5)])
+def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_answer_is_right(
+    quantized, gpu, monkeypatch, caplog, name, n
+):
+    """The n-th launch after the trials spoils its output."""
+    module = {"block_qmm": block_qmm, "head_argmax": head_argmax}[name]
+    sound, left = getattr(module, f"{name}_kernel"), [n]
+
+    def spoilt(*args):
+        out = sound(*args)
+        left[0] -= not in_trial[0]
+        if left[0] == 0:
+            nan = mx.array(float("nan"))
+            return (out[0], out[1] * nan) if isinstance(out, tuple) else out * nan
+        return out
+
+    in_trial, judge = [0], choice._judge
+
+    def judged(*args):
+        in_trial[0] += 1
+        try:
+            return judge(*args)
+        finally:
+            in_trial[0] -= 1
+
+    monkeypatch.setattr(choice, "_judge", judged)
+    monkeypatch.setattr(module, f"{name}_kernel", spoilt)
+    with caplog.at_level(logging.WARNING):
+        assert ids(quantized, 40) == plain(quantized, 40)
+    assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
+    assert left[0] <= 0

@@ -45,6 +45,10 @@ class KernelError(DFlashError, RuntimeError):
     """A kernel that the user asked for by name and that cannot run here or is wrong here."""
 
 
+class NotFiniteError(ArithmeticError):
+    """A pass in which kernels ran gave a value that is not finite. They are off by then: the pass is to be run again."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one machine found about one kernel at one shape. Times are medians, None where the trial did not get there."""
@@ -112,7 +116,7 @@ def may_run() -> bool:
       KernelError: if kernels were named and there is no GPU.
     """
     wanted = asked()
-    return wanted != "off" and _gpu_for(wanted)
+    return wanted != "off" and _gpu_for(wanted) and not set(NAMES) <= set(_off)
 
 
 def _gpu_for(wanted: str | frozenset[str]) -> bool:
@@ -157,6 +161,13 @@ def switch_off(name: str, reason: str) -> None:
     if name not in _off:
         _off[name] = reason
         _log.warning("kernel %s is off: %s", name, reason)
+
+
+def distrust(reason: str) -> None:
+    """All kernels off for the rest of the process: one of those that ran is at fault, and which one is not known."""
+    if set(NAMES) - set(_off):
+        _off.update({name: reason for name in NAMES if name not in _off})
+        _log.warning("all kernels are off: %s", reason)
 
 
 def verdicts() -> list[Verdict]:
