@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from .cache import check_rollback, checkpoint, leaves, rollback
 from .checkpoint import inspect_checkpoint
 from .errors import DFlashError
 from .generation import stream_generate
+from .kernels import choice
 from .loading import check_memory, default_dtype, load, load_drafter, weight_bytes
 from .memory import machine_bytes
 from .published import stated_thinking
@@ -44,7 +46,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, faults, suspicions.
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, faults,
+    suspicions.
     """
     dtype = dtype or default_dtype()
     report: dict[str, Any] = {
@@ -75,6 +78,8 @@ def diagnose(
     if draft is not None:
         _context(report, suspicions)
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
+    # Last: what ran above may have tried some.
+    report["kernels"] = _attempt(faults, _kernels)
     return report
 
 
@@ -91,6 +96,13 @@ def _versions() -> dict[str, str]:
     from .conversion.report import versions
 
     return versions()
+
+
+def _kernels() -> dict[str, Any]:
+    """Which kernels may run, and what this machine has found about each at each shape."""
+    asked = choice.asked()
+    wanted = asked if isinstance(asked, str) else ",".join(sorted(asked))
+    return {"asked": wanted, "gpu": choice.has_gpu(), "verdicts": [asdict(verdict) for verdict in choice.verdicts()]}
 
 
 def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
@@ -329,9 +341,22 @@ def render(report: Mapping[str, Any]) -> str:
             f"(mean of accepted + 1 a round; {f'{expected:.1f} expected' if expected else 'no expected number is known'}); "
             f"ids {'equal' if acceptance['ids_equal_plain_decoding'] else 'DIFFER FROM'} plain decoding's"
         )
+    if kernels := report.get("kernels"):
+        lines += _kernel_lines(kernels)
     lines += [f"suspicion   {text}" for text in report["suspicions"]]
     lines += [f"fault       {text}" for text in report["faults"]]
     return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()
+
+
+def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
+    """One line a verdict; how to decide otherwise, which matters only where there is a GPU."""
+    if not kernels["gpu"]:
+        return ["kernels     none without a GPU that MLX sees"]
+    lines = [
+        f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{v['kernel']} {v['shape']}: {v['reason']}"
+        for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
+    ]
+    return [f"kernels     {choice.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
 
 
 def _size(gb: float) -> str:

@@ -13,6 +13,7 @@ from kit import TINY, plant
 from dflash_mlx import cache as cache_module
 from dflash_mlx import doctor
 from dflash_mlx.doctor import diagnose, render
+from dflash_mlx.kernels import choice
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,22 @@ def test_the_text_says_what_the_report_holds(sound):
         "mask_token_id = 3 from dflash_config.mask_token_id",
         "rollback: passed",
         "ids equal plain decoding's",
+        "kernels     none without a GPU",
         "No fault found.",
     ):
         assert part in text
+
+
+def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
+    right = choice.Verdict("block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5)
+    wrong = choice.Verdict("accept", "B 1", False, "ids differ from stock MLX's")
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "verdicts", lambda: [right, wrong])
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    text = render({**sound, "kernels": doctor._kernels()})
+    assert "kernels     DFLASH_MLX_KERNELS on; 2 shapes tried on this machine" in text
+    assert "  not used  accept B 1: ids differ from stock MLX's" in text
+    assert "  used      block_qmm float16 N 8: right, 1.50 times as fast as stock MLX" in text
 
 
 def test_memory_grows_with_the_context_by_the_rows_of_the_caches():
