@@ -311,6 +311,32 @@ def test_the_command_refuses_what_it_cannot_do(monkeypatch, capsys, args, status
     assert message in shown.err and not shown.out
 
 
+def test_kernels_that_do_not_exist_are_refused_before_anything_is_loaded(monkeypatch, capsys):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
+    monkeypatch.setattr("dflash_mlx.cli._load_pair", lambda *args: pytest.fail("loaded"))
+    assert cli(monkeypatch, "bench", "--kernels", "nope") == 1
+    assert "expected DFLASH_MLX_KERNELS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "args", "contexts"),
+    [("cpu", [], (0,)), ("gpu", [], (0, 1024)), ("gpu", ["--prompts", "FILE"], (0,)), ("cpu", ["--context", "9"], (9,))],
+)
+def test_long_contexts_are_for_gpus_unless_asked_for(monkeypatch, capsys, tmp_path, device, args, contexts):
+    class Stop(Exception):
+        pass
+
+    def planned(lm, tokenizer, drafter, plan, *rest):
+        raise Stop(plan.contexts)
+
+    (tmp_path / "p.txt").write_text("def f():")
+    here = bench.machine()
+    monkeypatch.setattr(bench, "machine", lambda: {**here, "device": device})
+    monkeypatch.setattr(bench, "Bench", planned)
+    assert cli(monkeypatch, "bench", *[str(tmp_path / "p.txt") if a == "FILE" else a for a in args]) == 1
+    assert f"Stop: {contexts}" in capsys.readouterr().err
+
+
 def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(bench, "first_difference", lambda a, b: 1)
     args = ["--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
