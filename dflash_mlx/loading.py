@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .builtin import builtin_path
-from .checkpoint import Checkpoint, inspect_checkpoint
+from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from .config import DrafterConfig
 from .drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .errors import CheckpointError, ConfigError, PairError, TapError
@@ -92,14 +92,17 @@ def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype) -> int:
     return sum(math.prod(t.shape) * dtype.size if t.dtype in floats else t.nbytes for t in checkpoint.tensors.values())
 
 
-def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype, held_bytes: int = 0) -> None:
     """Compare what the weights will take with this machine's memory, before any of them is read.
 
+    Args:
+      held_bytes: what is loaded already, for a drafter its target.
     Raises:
       CheckpointError: they do not fit. A warning, where they hardly do.
     """
-    needed, have = weight_bytes(checkpoint, dtype), machine_bytes()
-    sizes = f"the weights of {checkpoint.source} take {needed / 1e9:.1f} GB and this machine has {have / 1e9:.1f} GB"
+    own, have = weight_bytes(checkpoint, dtype), machine_bytes()
+    needed, beside = own + held_bytes, f" beside the target's {held_bytes / 1e9:.1f} GB" if held_bytes else ""
+    sizes = f"the weights of {checkpoint.source} take {own / 1e9:.1f} GB{beside} and this machine has {have / 1e9:.1f} GB"
     if needed > have:
         raise CheckpointError(f"expected a model that fits; {sizes}. Use a smaller or a quantized one, or another dtype.")
     if needed > 0.9 * have:
@@ -119,6 +122,9 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
     from .conversion.drafters import read_drafter
 
     checkpoint = inspect_checkpoint(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo, revision=revision)
+    require_drafter(checkpoint)
+    activations = Target(model).embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
+    check_memory(checkpoint, activations, sum(value.nbytes for _, value in _flat(model)))
     read = read_drafter(checkpoint)
     drafter = make_drafter(read.config, read.weights, model)
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)

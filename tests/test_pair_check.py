@@ -104,6 +104,18 @@ def test_context_length_is_found_in_any_family_and_scaled_rope_counts():
     assert Target(model).context_length == 2048
 
 
+def test_a_drafter_is_compared_with_the_memory_that_its_target_leaves(monkeypatch):
+    model, _ = load("tiny", dtype=mx.float32)
+    held = sum(value.nbytes for value in flat(model).values())
+    needed = held + weight_bytes(inspect_checkpoint(TINY / "drafter"), mx.float32)
+    monkeypatch.setattr(loading, "machine_bytes", lambda: needed - 1)
+    with pytest.raises(CheckpointError, match=r"drafter take 0.0 GB beside the target's 0.0 GB and this machine has 0.0 GB"):
+        load_drafter("tiny", model)
+    monkeypatch.setattr(loading, "machine_bytes", lambda: needed + 1)
+    with pytest.warns(UserWarning, match="this can be slow"):
+        load_drafter("tiny", model)
+
+
 # As Qwen3's: thinking off closes an empty thought in the prompt; as Qwen3.5's: thinking on opens one too.
 QWEN3 = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]\n"
