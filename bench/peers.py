@@ -7,8 +7,8 @@
 Sides: mlx-lm (plain decoding), ours (default settings), z-lab (the authors' MLX code; give a checkout of z-lab/dflash),
 mlx-dspark, dflash-mlx-0.1.8 (both from the package index), mlx-lm-draft (mlx-lm's speculative decoding; its small model is
 --small-draft, else the target's own first layers, for want of one with the same tokenizer). Environments are made in --envs with
-venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a GPU), so that
-all load the same numbers. Greedy; every side otherwise with its own defaults.
+venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a GPU), a
+quantized drafter dense, so that all load the same numbers. Greedy; every side otherwise with its own defaults.
 
 All processes stay loaded and answer in turn, one at a time; the order is turned round after every trial. Speed of a side in a
 trial is over mlx-lm's on the same prompt in the same trial. A side that says something else than mlx-lm is shown with the count.
@@ -60,14 +60,43 @@ def environment(side: str, folder: Path) -> str:
     return str(python)
 
 
-def written_out(name: str, part: str, source: str, folder: Path) -> str:
-    """A target or drafter as a directory in the number type of this machine, made once."""
+def machine_dtype() -> str:
+    return "float32" if mx.default_device() == mx.cpu else "bfloat16"
+
+
+def written_target(name: str, source: str, folder: Path) -> str:
+    """A target as a directory in the number type of this machine (quantized matrices stay as they are), made once."""
     from dflash_mlx.conversion import convert
 
-    dtype = "float32" if mx.default_device() == mx.cpu else "bfloat16"
-    done = folder / f"{name}-{part}-{dtype}"
+    done = folder / f"{name}-target-{machine_dtype()}"
     if not (done / "config.json").exists():
-        convert(source, str(done), dtype=dtype)
+        convert(source, str(done), dtype=machine_dtype())
+    return str(done)
+
+
+def written_drafter(name: str, source: str, folder: Path) -> str:
+    """A drafter as a directory in the number type of this machine, made once; no peer reads a quantized one, so it is dense."""
+    from dflash_mlx.conversion import load_drafter_weights
+
+    done = folder / f"{name}-drafter-{machine_dtype()}"
+    if not (done / "config.json").exists():
+        config, weights = load_drafter_weights(source)
+        packing = config.pop("quantization", None)
+        dense = {}
+        for key, array in weights.items():
+            module = key.rpartition(".")[0]
+            if f"{module}.scales" not in weights:
+                dense[key] = array
+            elif key.endswith(".weight"):
+                of = packing.get(module, packing)
+                parts = (array, weights[f"{module}.scales"], weights[f"{module}.biases"])
+                dense[key] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"])
+        done.mkdir(parents=True, exist_ok=True)
+        dtype = getattr(mx, machine_dtype())
+        mx.save_safetensors(
+            str(done / "model.safetensors"), {k: v.astype(dtype) for k, v in dense.items()}, metadata={"format": "mlx"}
+        )
+        (done / "config.json").write_text(json.dumps({**config, "dtype": machine_dtype()}, indent=1))
     return str(done)
 
 
@@ -181,9 +210,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     args.envs.mkdir(parents=True, exist_ok=True)
     models = args.envs / "models"
-    target = written_out(args.pair, "target", str(builtin_path(args.pair, "target") or args.pair), models)
-    drafter = args.draft_model or str(builtin_path(args.pair, "drafter"))
-    paths = {"target": target, "drafter": written_out(args.pair, "drafter", drafter, models)}
+    name, drafter = Path(args.pair).name, args.draft_model or str(builtin_path(args.pair, "drafter"))
+    target = written_target(name, str(builtin_path(args.pair, "target") or args.pair), models)
+    paths = {"target": target, "drafter": written_drafter(name, drafter, models)}
     model, tokenizer = load(target)
     layers = len(model.layers)
     wanted = [side for side in args.sides if side != "z-lab" or args.z_lab]

@@ -53,6 +53,21 @@ def test_the_first_layers_of_a_target_are_a_model_of_their_own(pair, tmp_path):
     assert peers.first_layers(str(kit.TINY / "target"), 2, tmp_path) == where
 
 
+def test_a_quantized_drafter_is_written_out_with_the_same_numbers(tmp_path):
+    from dflash_mlx.conversion import convert, load_drafter_weights
+
+    source = str(kit.TINY / "drafter")
+    convert(source, str(tmp_path / "q"), quantize=True, q_bits=4, q_group_size=32)
+    config, dense = load_drafter_weights(peers.written_drafter("one", str(tmp_path / "q"), tmp_path))
+    assert "quantization" not in config and {a.dtype for a in dense.values()} == {mx.float32}
+    _, packed = load_drafter_weights(str(tmp_path / "q"))
+    name = "layers.1.mlp.up_proj"
+    parts = (packed[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+    assert mx.array_equal(dense[f"{name}.weight"], mx.dequantize(*parts, group_size=32, bits=4).astype(mx.float32))
+    _, plain = load_drafter_weights(peers.written_drafter("two", source, tmp_path))
+    assert set(plain) == set(dense) and mx.array_equal(plain["norm.weight"], load_drafter_weights(source)[1]["norm.weight"])
+
+
 def options(tmp_path, *sides, **changes):
     given = {"envs": tmp_path, "pair": "tiny", "draft_model": None, "sides": sides, "z_lab": None, "small_draft": None}
     return Namespace(**given | {"kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None} | changes)
