@@ -10,7 +10,7 @@ from kit import greedy_ids, tiny_qwen3, tiny_target
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.train.data import DataConfig, Docs, load_docs, loop_cuts, make_data
 from dflash_mlx.train.prompts import FAMILIES, KINDS, Pools, chat_ids, make_frame, read_prompts
-from dflash_mlx.train.sampling import Frame, Row, in_loop, write_rows
+from dflash_mlx.train.sampling import Frame, Row, Written, in_loop, write_rows
 
 
 class Chars:
@@ -172,6 +172,34 @@ def test_make_data_answers_every_prompt_of_a_file_once_and_then_ends(tmp_path):
     assert set(docs.family.tolist()) == {255} and 5 < len(docs) <= 38
     asked = {docs.doc(i)[0][: int(docs.doc(i)[1].argmax())].tobytes() for i in range(len(docs))}
     assert not asked & {held.doc(i)[0][: int(held.doc(i)[1].argmax())].tobytes() for i in range(len(held))}
+
+
+def looping_rows(model, rows, frame, max_len, seed=0, **_):
+    """In place of `write_rows`: seven answers of eight repeat two ids, the eighth counts up; nothing comes twice."""
+    out = []
+    for i, row in enumerate(rows):
+        start = (seed * len(rows) + i) * 9 % 60_000
+        tail = np.arange(40) + start if i % 8 == 7 else np.tile([start, start + 1], 20)
+        asked = [*row.given, *range(start, start + 4)]
+        ids = np.array([*asked, *tail], np.int32)
+        out.append(Written(ids, np.arange(len(ids)) >= len(asked), row, False))
+    return out
+
+
+def test_loops_are_at_most_their_share_of_the_text_also_when_it_was_made_in_two_goes(tmp_path, monkeypatch, pair):
+    import dflash_mlx.train.data as data
+
+    monkeypatch.setattr(data, "write_rows", looping_rows)
+    model, tokenizer, _ = pair
+    config = DataConfig(rows=32, looped_share=0.2, held_out_per_kind=1)
+    for folder, tokens in (("two", 1500), ("two", 3000), ("one", 3000)):
+        make_data(model, tokenizer, tmp_path / folder, config, answer_tokens=tokens)
+        assert 0.15 < load_docs(tmp_path / folder).looped.mean() <= 0.2
+    one, two = load_docs(tmp_path / "one"), load_docs(tmp_path / "two")
+    same = min(len(one.ids), len(two.ids))  # the last shard in the filter may come on top
+    assert len(two) > 60 and np.array_equal(one.ids[:same], two.ids[:same])
+    with pytest.raises(ConfigError, match="none in 8 shards.*fell into a loop"):
+        make_data(model, tokenizer, tmp_path / "none", DataConfig(rows=7), answer_tokens=1500)
 
 
 def test_docs_pick_and_join_and_survive_a_file(tmp_path):

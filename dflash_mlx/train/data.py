@@ -27,7 +27,11 @@ TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How to make a corpus. Shares are of conversations; `rows` are decoded at once."""
+    """How to make a corpus. Shares are of conversations; `rows` are decoded at once.
+
+    looped_share: of the training text, at most this much are answers that fell into a loop. A loop is drafted almost for
+    free and teaches little, but a small model decoded greedily loops often, so a served drafter meets some.
+    """
 
     rows: int = 256
     max_len: int = 512
@@ -36,6 +40,7 @@ class DataConfig:
     greedy: float = 0.8
     two_turns: float = 0.25
     min_answer: int = 16
+    looped_share: float = 0.05
     held_out_per_kind: int = 128
     seed: int = 0
 
@@ -150,12 +155,18 @@ def _repeated(ids: np.ndarray, n: int = 4) -> float:
 
 @dataclass
 class _Filter:
-    """Keeps what is worth learning; remembers what it has seen."""
+    """Keeps what is worth learning; remembers what it has seen.
+
+    looped_share: how much of what it keeps may be loops. kept, loops: conversations so far.
+    """
 
     config: DataConfig
     frame: Frame
     special: frozenset[int]
+    looped_share: float = 1.0
     seen: set[bytes] = field(default_factory=set)
+    kept: int = 0
+    loops: int = 0
 
     def remember(self, ids: np.ndarray, first: int) -> bool:
         """True when neither this question nor this start of an answer came before."""
@@ -166,6 +177,13 @@ class _Filter:
         new = not any(k in self.seen for k in keys)
         self.seen.update(keys)
         return new
+
+    def count(self, looped: bool) -> bool:
+        """Count a conversation in, unless it is one loop too many."""
+        if looped and self.loops + 1 > self.looped_share * (self.kept + 1):
+            return False
+        self.kept, self.loops = self.kept + 1, self.loops + looped
+        return True
 
     def __call__(self, written: Sequence[Written], kinds, families, splits, dtype) -> Docs:
         width = max((len(w.ids) for w in written), default=1)
@@ -184,7 +202,7 @@ class _Filter:
             asked = one[len(w.row.given) : first - len(self.frame.glue)]
             if w.row.user and (len(asked) < 4 or _repeated(asked) > 0.3 or not self.special.isdisjoint(asked.tolist())):
                 continue
-            if flags.sum() < self.config.min_answer or not self.remember(one, first):
+            if flags.sum() < self.config.min_answer or not self.remember(one, first) or not self.count(n < len(w.ids)):
                 continue
             parts.append((one.astype(dtype), flags))
             kept.append(i)
@@ -315,7 +333,7 @@ def make_data(
 
     Returns: totals (conversations, answer ids, seconds, answer ids a second).
     Raises:
-      ConfigError: if neither limit is given, or the folder holds text made otherwise.
+      ConfigError: if neither limit is given, the folder holds text made otherwise, or no answer can be used.
     """
     if not answer_tokens and not seconds:
         raise ConfigError("expected a limit for the data, in answer tokens or seconds; found neither. Give one.")
@@ -328,7 +346,8 @@ def make_data(
     _check_meta(folder / "meta.json", json.loads(json.dumps(meta)))
     own = read_prompts(prompts) if prompts else None
     planner, pools, reserved_pools = _Planner(config, frame, tokenizer, own), Pools(), Pools()
-    keep = _Filter(config, frame, frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos))
+    special = frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos)
+    keep = _Filter(config, frame, special, config.looped_share)
     begun, answers, docs_made, made_here = time.monotonic(), 0, 0, 0
 
     def learn(docs: Docs) -> None:
@@ -367,6 +386,7 @@ def make_data(
                 for i in range(len(docs)):
                     ids, answer = docs.doc(i)
                     keep.remember(ids, int(answer.argmax()))
+                    keep.count(bool(docs.looped[i]))
                 learn(docs)
                 answers, docs_made, number = answers + int(docs.answer.sum()), docs_made + len(docs), number + 1
                 continue
@@ -376,6 +396,11 @@ def make_data(
             # Pools hold all shards but the last: that one is still being filtered.
             done = _collect(waiting, 1 if number > 2 else 0)
             answers, docs_made = answers + done[0], docs_made + done[1]
+            if number - len(waiting) >= 8 and not docs_made:
+                raise ConfigError(
+                    f"expected the target to write usable answers; found none in {number - len(waiting)} shards: each was "
+                    f"shorter than {config.min_answer} ids, came before, or fell into a loop. Give prompts, or lower greedy."
+                )
             rows, kinds, families = planner.shard(number, pools)
             if not rows:
                 report(f"all prompts of {prompts} are answered")
