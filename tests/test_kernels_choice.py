@@ -34,6 +34,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
     monkeypatch.setattr(choice, "_known", {})
     monkeypatch.setattr(choice, "_off", {})
+    monkeypatch.setattr(choice, "_memo", {})
     return tmp_path / "kernels"
 
 
@@ -157,6 +158,25 @@ def test_another_text_or_shape_is_another_verdict(gpu):
     assert len(calls) == 4
 
 
+def test_an_answer_is_remembered_until_what_it_rests_on_changes(gpu, monkeypatch):
+    asked = []
+
+    def ask():
+        return choice.remembered(("a", 1), lambda: asked.append(1) or len(asked))
+
+    assert [ask(), ask()] == [1, 1] and choice.remembered(("a", 2), lambda: 7) == 7
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    assert [ask(), ask()] == [2, 2]
+    choice.switch_off("accept", "a test")
+    assert ask() == 3
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    assert ask() == 4
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.delenv("DFLASH_MLX_KERNELS")
+    assert choice.remembered(("b",), lambda: choice.switch_off("block_qmm", "in a trial")) is None
+    assert choice.remembered(("b",), lambda: 5) is None
+
+
 def test_a_kernel_can_be_switched_off_for_the_process(gpu, caplog):
     assert choice.use(KERNEL, "s", trial())
     choice.switch_off("accept", "a logit was not finite")
@@ -198,6 +218,7 @@ def use_all(monkeypatch, seen):
     """Each kernel that is asked for runs, the first where there are several; `seen` gets the names."""
     monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
     monkeypatch.setattr(choice, "fastest", lambda c, shape: seen.append(next(iter(c)).name) or next(iter(c)))
+    monkeypatch.setattr(choice, "_memo", {})
 
 
 class Net(nn.Module):
@@ -243,7 +264,8 @@ def test_a_models_layers_run_through_the_kernels_for_one_pass(net, rows, monkeyp
         mx.eval(got)
     assert classes(net) == before
     few = ["block_qmm"] if rows <= 16 else []
-    assert seen == few + ["block_gather_qmm"] * 3 + few
+    # Two of the three expert layers have one shape: it is asked about once.
+    assert seen == few + ["block_gather_qmm"] * 2 + few
     assert float(mx.abs(got - want).max() / mx.abs(want).max()) < 1e-5
     assert mx.array_equal(net(x, indices), want)
 
@@ -259,6 +281,8 @@ def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
     block_cache, one_cache = copy.deepcopy(cache), copy.deepcopy(cache)
     target, seen = Target(model), []
     use_all(monkeypatch, seen)
+    launched, launch = [], block_qmm.block_qmm_kernel
+    monkeypatch.setattr(block_qmm, "block_qmm_kernel", lambda *a: launched.append(1) or launch(*a))
     monkeypatch.setattr(choice, "may_run", lambda: True)
 
     def run(ids, cache):
@@ -270,7 +294,7 @@ def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
         block = run(ids[:, 8:], block_cache)
         rows = [run(ids[:, i : i + 1], one_cache) for i in range(8, 13)]
     # The pass asks for the head too, whose logits nobody evaluates.
-    assert len(seen) == 6 * (len(kernel_calls(model)) + 1) and set(seen) == {"block_qmm"}
+    assert len(launched) == 6 * (len(kernel_calls(model)) + 1) and set(seen) == {"block_qmm"}
     assert mx.array_equal(block, mx.concatenate(rows, axis=1))
     plain = model(ids[:, 8:], cache=cache)
     assert float(mx.abs(block - plain).max() / mx.abs(plain).max()) < 1e-4

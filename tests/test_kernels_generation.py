@@ -36,6 +36,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
     monkeypatch.setattr(choice, "_known", {})
     monkeypatch.setattr(choice, "_off", {})
+    monkeypatch.setattr(choice, "_memo", {})
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     times = iter(range(10**6))
     monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer

@@ -169,23 +169,27 @@ def block_gather_qmm(
     """
     if indices.size % x.shape[0]:
         raise ValueError(f"expected a multiple of {x.shape[0]} rows in indices; found {indices.size}")
+    given, share = (x, w, scales, biases, indices, group_size, bits), indices.size // x.shape[0]
+    if not 0 < indices.size <= MAX_PAIRS:  # each pair looks through all of them
+        return block_gather_qmm_ops(*given)
+    about = ("block_gather_qmm", x.dtype, x.shape[1], w.shape, None if biases is None else scales.dtype, share, group_size, bits)
+    runs = choice.remembered(about, lambda: _runs(x, w, scales, biases, share, group_size, bits))
+    return (block_gather_qmm_kernel if runs else block_gather_qmm_ops)(*given)
+
+
+def _runs(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, share: int, group_size: int, bits: int) -> bool:
+    """Whether the kernel computes products of these experts here."""
     (e, n), k = w.shape[:2], x.shape[1]
     eligible = (
-        0 < indices.size <= MAX_PAIRS  # each pair looks through all of them
-        and bits in (4, 8)  # a word holds a whole number of weights
+        bits in (4, 8)  # a word holds a whole number of weights
         and group_size in (32, 64, 128)  # a lane's values lie in one group
         and x.dtype in TYPES
         and scales.dtype == x.dtype  # MLX would promote
         and biases is not None  # affine
-        and x.size >= 8  # in device memory
-        and scales.size >= 8
+        and scales.size >= 8  # in device memory
     )
-    given = (x, w, scales, biases, indices, group_size, bits)
-    share = indices.size // x.shape[0]
     shape = f"{x.dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
-    if eligible and choice.use(KERNEL, shape, lambda: trials(e, n, k, share, group_size, bits, x.dtype)):
-        return block_gather_qmm_kernel(*given)
-    return block_gather_qmm_ops(*given)
+    return eligible and choice.use(KERNEL, shape, lambda: trials(e, n, k, share, group_size, bits, x.dtype))
 
 
 def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[choice.Trial]:

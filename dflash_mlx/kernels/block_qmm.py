@@ -19,6 +19,7 @@ Rows are 8 or 16 there, those beyond M zero; an output depends on its own row an
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -370,29 +371,43 @@ def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, grou
 
     Shapes: as `block_qmm_kernel`; any number of rows.
     """
-    rows, n = x.size // x.shape[-1], w.shape[0]
+    if not 1 <= x.size // x.shape[-1] <= MAX_ROWS:  # the sums of all rows are in registers
+        return block_qmm_ops(x, w, scales, biases, group_size, bits)
+    about = ("block_qmm", x.dtype, x.shape[-1], w.shape, None if biases is None else scales.dtype, group_size, bits)
+    launch = choice.remembered(about, lambda: _launch(x, w, scales, biases, group_size, bits))
+    return launch(x, w, scales, biases, group_size, bits)
+
+
+def _launch(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int
+) -> Callable[..., mx.array]:
+    """What computes 1..16 rows of this product here: a launcher, or MLX's own operation."""
+    n, k = w.shape[0], x.shape[-1]
     eligible = (
-        1 <= rows <= MAX_ROWS  # the sums of all rows are in registers
-        and bits in (4, 8)  # a word holds a whole number of weights
+        bits in (4, 8)  # a word holds a whole number of weights
         and group_size in (32, 64, 128)  # a lane's values lie in one group
         and x.dtype in TYPES
         and scales.dtype == x.dtype  # MLX would promote; the kernel returns x's type
         and biases is not None  # affine
         and scales.size >= 8  # the weights are certainly in device memory
-        and x.size >= 8
     )
-    if eligible:
-        made = partial(trials, min(n, TRIAL_COLUMNS), x.shape[-1], group_size, bits, x.dtype)
-        launches = {KERNEL: block_qmm_kernel} | ({TILES: block_qmm_tiles_kernel} if x.dtype in TILE_TYPES else {})
-        shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {x.shape[-1]}"
-        kernel = choice.fastest({k: partial(made, launch) for k, launch in launches.items()}, shape)
-        if kernel:
-            return launches[kernel](x, w, scales, biases, group_size, bits)
-    return block_qmm_ops(x, w, scales, biases, group_size, bits)
+    if not eligible:
+        return block_qmm_ops
+    launches = {KERNEL: block_qmm_kernel} | ({TILES: block_qmm_tiles_kernel} if x.dtype in TILE_TYPES else {})
+    made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, x.dtype)
+    shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {k}"
+    kernel = choice.fastest({kernel: partial(made, launch) for kernel, launch in launches.items()}, shape)
+    return launches[kernel] if kernel else block_qmm_ops
 
 
 def trials(
-    n: int, k: int, group_size: int, bits: int, dtype: mx.Dtype, launch=block_qmm_kernel, rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    dtype: mx.Dtype,
+    launch: Callable = block_qmm_kernel,
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16),
 ) -> list[choice.Trial]:
     """Comparisons of a launcher with MLX on made-up values of the real shape, at row counts that compile every text."""
     keys = mx.random.split(mx.random.key(0), 2)
