@@ -18,6 +18,7 @@ from dflash_mlx.version import __version__
 DATA = Path(__file__).parent / "data"
 TARGET = str(Path(dflash_mlx.__file__).parent / "pairs/tiny/target")
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli"]
+TINY = ["--model", "tiny", "--draft-model", "tiny"]
 
 
 def run(*args: str, stdin: str | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
@@ -47,7 +48,7 @@ def test_version_is_the_packages():
 
 
 def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance():
-    done = run("generate", "-m", "24")
+    done = run("generate", *TINY, "-m", "24")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "tau " in done.stderr and "accepted + 1" in done.stderr
@@ -57,7 +58,7 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
 @pytest.mark.parametrize("case", range(5))
 def test_generate_json_equals_the_reference_ids_and_rounds(case):
     reference = json.loads((DATA / "generation.json").read_text())[case]
-    done = run("generate", "--raw", "--json", "--block-size", "8", "-m", "128", "-p", reference["prompt"])
+    done = run("generate", *TINY, "--raw", "--json", "--block-size", "8", "-m", "128", "-p", reference["prompt"])
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout)
     assert got["token_ids"] == reference["greedy_ids"]
@@ -71,7 +72,7 @@ def test_generate_json_equals_the_reference_ids_and_rounds(case):
 
 def test_json_of_plain_decoding_has_the_same_keys_and_no_acceptance():
     plain = json.loads(run("generate", "--json", "--model", "tiny", "-p", "def test_", "-m", "8").stdout)
-    drafted = json.loads(run("generate", "--json", "-p", "def test_", "-m", "8").stdout)
+    drafted = json.loads(run("generate", *TINY, "--json", "-p", "def test_", "-m", "8").stdout)
     assert plain.keys() == drafted.keys()
     assert plain["tau"] is None and plain["rounds"] == [] and plain["draft_model"] is None
     assert plain["token_ids"] == drafted["token_ids"] and plain["text"] == drafted["text"]
@@ -95,13 +96,13 @@ def test_a_target_without_a_drafter_decodes_plainly_and_says_so():
 
 
 def test_the_prompt_comes_from_standard_input_unchanged():
-    piped = run("generate", "--raw", "--json", "-m", "12", "-p", "-", stdin="for i in range(\n")
-    given = run("generate", "--raw", "--json", "-m", "12", "-p", "for i in range(\n")
+    piped = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "-", stdin="for i in range(\n")
+    given = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "for i in range(\n")
     assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
 
 
 def test_standard_input_that_is_not_utf_8_is_refused():
-    done = subprocess.run([*COMMAND, "generate", "-p", "-", "-m", "2"], input=b"a\xffb", capture_output=True, timeout=120)
+    done = subprocess.run([*COMMAND, "generate", *TINY, "-p", "-", "-m", "2"], input=b"a\xffb", capture_output=True, timeout=120)
     assert done.returncode == 1 and b"expected UTF-8 text on standard input; found byte 0xff at 1" in done.stderr
 
 
@@ -112,21 +113,21 @@ def test_a_quantized_cache_gives_the_text_of_plain_decoding():
 
 
 def test_a_block_beyond_the_drafters_own_is_said():
-    assert "trained for blocks of 8" in run("generate", "-p", "def test_", "-m", "4", "--block-size", "9").stderr
+    assert "trained for blocks of 8" in run("generate", *TINY, "-p", "def test_", "-m", "4", "--block-size", "9").stderr
 
 
 def test_the_prompt_comes_from_a_file_unchanged(tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"for i in range(\r\n")
-    filed = run("generate", "--raw", "--json", "-m", "12", "--prompt-file", str(tmp_path / "prompt.txt"))
-    given = run("generate", "--raw", "--json", "-m", "12", "-p", "for i in range(\r\n")
+    filed = run("generate", *TINY, "--raw", "--json", "-m", "12", "--prompt-file", str(tmp_path / "prompt.txt"))
+    given = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "for i in range(\r\n")
     assert json.loads(filed.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
     (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
-    done = run("generate", "--prompt-file", str(tmp_path / "prompt.txt"))
+    done = run("generate", *TINY, "--prompt-file", str(tmp_path / "prompt.txt"))
     assert done.returncode == 1 and "prompt.txt; found byte 0xe9 at 3" in done.stderr
 
 
 def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end():
-    common = ["generate", "--raw", "--json", "-m", "24", "-p", "def test_"]
+    common = ["generate", *TINY, "--raw", "--json", "-m", "24", "-p", "def test_"]
     whole = json.loads(run(*common).stdout)
     word = whole["text"][9:14]
     cut = json.loads(run(*common, "--stop", "never there", "--stop", word).stdout)
@@ -158,8 +159,8 @@ def test_the_same_seed_gives_the_same_text_with_a_drafter_and_without():
 
 
 def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
-    done = run("generate", "-m", "24", "--show-drafts", "-p", "def test_")
-    plain = run("generate", "-m", "24", "-p", "def test_")
+    done = run("generate", *TINY, "-m", "24", "--show-drafts", "-p", "def test_")
+    plain = run("generate", *TINY, "-m", "24", "-p", "def test_")
     assert "[-" in done.stdout and "{+" in done.stdout
     # Without the marks and what was rejected, the text is the answer itself.
     text = re.sub(r"\[-.*?-\]", "", done.stdout, flags=re.S)
@@ -170,31 +171,31 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
     ("args", "code", "message"),
     [
         (["generate", "--draft-model", "tiny"], 2, "--model"),
-        (["generate", "--top-p", "0.5"], 2, "temperature 0"),
-        (["generate", "--json", "--show-drafts"], 2, "rounds"),
-        (["generate", "-m", "0"], 2, "-1 for no limit"),
-        (["generate", "--raw", "--system", "x"], 2, "chat template"),
-        (["generate", "--raw", "--no-thinking"], 2, "chat template"),
-        (["generate", "--thinking", "-p", "hi"], 1, "chat template for --thinking"),
-        (["generate", "--stop", "x", "--show-drafts"], 2, "--stop"),
-        (["generate", "--stop", ""], 2, "needs a text"),
-        (["generate", "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
-        (["generate", "--prompt-file", "absent.txt"], 1, "absent.txt"),
-        (["generate", "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
-        (["generate", "--block-size", "0"], 2, "block-size"),
-        (["generate", "--nonsense"], 2, "nonsense"),
+        (["generate", *TINY, "--top-p", "0.5"], 2, "temperature 0"),
+        (["generate", *TINY, "--json", "--show-drafts"], 2, "rounds"),
+        (["generate", *TINY, "-m", "0"], 2, "-1 for no limit"),
+        (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
+        (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
+        (["generate", *TINY, "--thinking", "-p", "hi"], 1, "chat template for --thinking"),
+        (["generate", *TINY, "--stop", "x", "--show-drafts"], 2, "--stop"),
+        (["generate", *TINY, "--stop", ""], 2, "needs a text"),
+        (["generate", *TINY, "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
+        (["generate", *TINY, "--prompt-file", "absent.txt"], 1, "absent.txt"),
+        (["generate", *TINY, "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
+        (["generate", *TINY, "--block-size", "0"], 2, "block-size"),
+        (["generate", *TINY, "--nonsense"], 2, "nonsense"),
         (["generate", "--model", TARGET], 2, "-p"),
         (["generate", "--model", "tiny", "-p", "x", "--show-drafts"], 1, "drafter"),
         (["generate", "--model", "tiny", "-p", "x", "--block-size", "4"], 1, "drafter"),
-        (["generate", "--kv-bits", "4", "-p", "x"], 1, "kv_bits"),
-        (["generate", "--dtype", "float64", "-p", "x"], 2, "float64"),
+        (["generate", *TINY, "--kv-bits", "4", "-p", "x"], 1, "kv_bits"),
+        (["generate", *TINY, "--dtype", "float64", "-p", "x"], 2, "float64"),
         (["generate", "--model", "tiny", "--draft-model", "no/such/folder", "-p", "x"], 1, "no/such/folder"),
-        (["generate", "-p", ""], 2, "empty"),
-        (["generate", "--kv-group-size", "32", "-p", "x"], 2, "--kv-bits"),
-        (["generate", "--revision", "main", "-p", "x"], 1, "revision main"),
+        (["generate", *TINY, "-p", ""], 2, "empty"),
+        (["generate", *TINY, "--kv-group-size", "32", "-p", "x"], 2, "--kv-bits"),
+        (["generate", *TINY, "--revision", "main", "-p", "x"], 1, "revision main"),
         (["generate", "--model", TARGET, "--revision", "main", "-p", "x"], 1, "revision main"),
-        (["generate", "--prefill-step-size", "0", "-p", "x"], 2, "prefill-step-size"),
-        (["generate", "--seed", "-1", "--temp", "1", "-p", "x"], 1, "seed"),
+        (["generate", *TINY, "--prefill-step-size", "0", "-p", "x"], 2, "prefill-step-size"),
+        (["generate", *TINY, "--seed", "-1", "--temp", "1", "-p", "x"], 1, "seed"),
     ],
 )
 def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, message):
@@ -209,7 +210,7 @@ def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, me
 
 def test_ctrl_c_ends_the_answer_and_prints_what_there_is():
     process = subprocess.Popen(
-        [*COMMAND, "generate", "-m", "-1", "-p", "class Node:\n    def __init__(self, "],
+        [*COMMAND, "generate", *TINY, "-m", "-1", "-p", "class Node:\n    def __init__(self, "],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -223,7 +224,7 @@ def test_ctrl_c_ends_the_answer_and_prints_what_there_is():
 
 
 def test_a_closed_pipe_ends_quietly():
-    process = subprocess.Popen([*COMMAND, "generate", "-m", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, "generate", *TINY, "-m", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.read(5)
     process.stdout.close()
     assert process.wait(timeout=60) != 0
