@@ -13,7 +13,7 @@ A second text, `block_qmm_tiles`, multiplies in matrix units, for 16-bit types: 
     a lane's part of a group      4 bit, group 64: values 16 t .. 16 t + 15 of column r: two words, whose bits, masked and
                                   counted from their middle, are the 16-bit pairs that the units take; x in the same order
 
-Rows are 8 or 16 there, those beyond M zero; an output depends on its own row and column alone. Knows arrays only.
+Rows are 8 or 16 there, those beyond M the last one again; an output depends on its own row and column alone. Knows arrays only.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ _TILE_SOURCE = """
     constexpr int PAIRS = 16 / BITS;             // of a word
     constexpr int STEPS = OWN / 4;               // products of tiles in a group
     constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 16;
-    constexpr uint MASK = ((1u << BITS) - 1u) * 0x10001u;
+    constexpr uint MASK = (1u << BITS) - 1u;
     constexpr float CENTRE = BITS == 4 ? 8.0f : 128.0f;
     const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
     const int first = int(threadgroup_position_in_grid.x) * COLS;
-    const int words = K * BITS / 32, groups = K / GROUP;
+    const int groups = K / GROUP;
     const int r = tile_row(lane), t = tile_pair(lane);
 
     constexpr int HELD = TILES * ROW_TILES * 4;  // sums of a lane
@@ -135,6 +135,19 @@ _TILE_SOURCE = """
     float sum[HELD];
     #pragma unroll
     for (int e = 0; e < HELD; ++e) sum[e] = 0.0f;
+
+    // Where a column's groups and a row begin. Those beyond the last one repeat it; their sums are not stored.
+    int begin[TILES][2], row[ROW_TILES];
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) row[m] = (8 * m + r < M ? 8 * m + r : M - 1) * K;
+    #pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        #pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int c = 16 * i + 8 * h + r;
+            begin[i][h] = (first + c < N ? first + c : N - 1) * groups;
+        }
+    }
 
     // The next group's words are on their way while this group's are multiplied.
     uint packed[TILES][2][WORDS], ahead[TILES][2][WORDS];
@@ -145,10 +158,7 @@ _TILE_SOURCE = """
             for (int i = 0; i < TILES; ++i) {
                 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    // Columns beyond the last one repeat it; their sums are not stored.
-                    const int c = 16 * i + 8 * h + r;
-                    const size_t n = size_t(first + c < N ? first + c : N - 1);
-                    const size_t at = n * words + (size_t(next) * 4 + t) * WORDS;
+                    const size_t at = size_t((begin[i][h] + next) * 4 + t) * WORDS;
                     if (WORDS == 1) {
                         ahead[i][h][0] = w[at];
                     } else {
@@ -169,22 +179,17 @@ _TILE_SOURCE = """
             for (int m = 0; m < ROW_TILES; ++m) {
                 uint own[OWN / 2];
                 #pragma unroll
-                for (int j = 0; j < OWN / 2; ++j) own[j] = 0u;
-                if (8 * m + r < M) {
+                for (int j = 0; j < OWN / 8; ++j) {
+                    const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(row[m] + g * GROUP + t * OWN)))[j];
                     #pragma unroll
-                    for (int j = 0; j < OWN / 8; ++j) {
-                        const vec<uint, 4> four =
-                            ((const device vec<uint, 4>*)(x + size_t(8 * m + r) * K + size_t(g) * GROUP + t * OWN))[j];
-                        #pragma unroll
-                        for (int e = 0; e < 4; ++e) own[4 * j + e] = four[e];
-                    }
+                    for (int e = 0; e < 4; ++e) own[4 * j + e] = four[e];
                 }
                 // In the order in which a word gives its pairs: 0 and 4, 1 and 5, 2 and 6, 3 and 7; in 8 bit 0 and 2, 1 and 3.
                 #pragma unroll
                 for (int p = 0; p < 2 * STEPS; ++p) {
                     const int at = p / PAIRS * PAIRS + p % PAIRS / 2;
                     const uint a = own[at], b = own[at + PAIRS / 2];
-                    right[m][p] = tile_right(p % 2 ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16), lane);
+                    right[m][p] = tile_right(p % 2 ? pair_seconds(a, b) : pair_firsts(a, b), lane);
                 }
                 total[m][0] = 0.0f;
                 total[m][1] = 0.0f;
@@ -199,24 +204,22 @@ _TILE_SOURCE = """
                 float scale[2], bias[2];
                 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int c = 16 * i + 8 * h + r;
-                    const size_t n = size_t(first + c < N ? first + c : N - 1);
-                    scale[h] = float(scales[n * groups + g]);
-                    bias[h] = metal::fma(CENTRE, scale[h], float(biases[n * groups + g]));
+                    scale[h] = float(scales[begin[i][h] + g]);
+                    bias[h] = metal::fma(CENTRE, scale[h], float(biases[begin[i][h] + g]));
                     #pragma unroll
                     for (int p = 0; p < 2 * STEPS; ++p) {
-                        const uint two = (packed[i][h][p / PAIRS] >> (p % PAIRS * BITS)) & MASK;
+                        const uint word = packed[i][h][p / PAIRS] >> (p % PAIRS * BITS);
                         if (HALF) {
                             // In the last bits of 1024.
-                            left[h][p] = pair_less<T>(two | 0x64006400u, 1024.0f + CENTRE);
+                            left[h][p] = pair_less<T>(bits_over(word, MASK * 0x10001u, 0x64006400u), 1024.0f + CENTRE);
                         } else if (BITS == 4) {
                             // In the last bits of 128.
-                            left[h][p] = pair_less<T>(two | 0x43004300u, 128.0f + CENTRE);
+                            left[h][p] = pair_less<T>(bits_over(word, MASK * 0x10001u, 0x43004300u), 128.0f + CENTRE);
                         } else {
                             // bfloat has no room for 8 bits: in the last bits of 2^23, whose difference has at most 8.
-                            const float a = as_type<float>(0x4b000000u | (two & 0xffffu)) - (8388608.0f + CENTRE);
-                            const float b = as_type<float>(0x4b000000u | (two >> 16)) - (8388608.0f + CENTRE);
-                            left[h][p] = (as_type<uint>(a) >> 16) | (as_type<uint>(b) & 0xffff0000u);
+                            const float a = as_type<float>(bits_over(word, MASK, 0x4b000000u)) - (8388608.0f + CENTRE);
+                            const float b = as_type<float>(bits_over(word >> 16, MASK, 0x4b000000u)) - (8388608.0f + CENTRE);
+                            left[h][p] = pair_seconds(as_type<uint>(a), as_type<uint>(b));
                         }
                     }
                 }
@@ -266,8 +269,8 @@ _TILE_SOURCE = """
         #pragma unroll
         for (int e = 0; e < HELD; ++e) {
             const int i = e / 4 / ROW_TILES, m = e / 4 % ROW_TILES;
-            const int n = first + 16 * i + e % 4 / 2 * 8 + r, row = 8 * m + 2 * t + e % 2;
-            if (n < N && row < M) y[size_t(row) * N + n] = T(sum[e]);
+            const int n = first + 16 * i + e % 4 / 2 * 8 + r, to = 8 * m + 2 * t + e % 2;
+            if (n < N && to < M) y[size_t(to) * N + n] = T(sum[e]);
         }
     }
 """
