@@ -1,0 +1,336 @@
+"""How many drafted tokens to verify next: from what passes cost on this machine and what was accepted so far.
+
+Knows numbers, and the file in the cache directory that keeps measured costs. Runs no model and sees no token.
+
+Each round takes the width w with the most committed tokens a second; 0 is plain decoding:
+
+    value(w) = expected(w) / round_s(w)        expected(w) = 1 + p1 + p1 p2 + ... + p1 ... pw
+    value(0) = 1 / plain_s                     p_i: chance that slot i is accepted if those before it are
+
+Everything a round is chosen from was known before that round was drafted, so the rule can bias no distribution.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from .builtin import cache_directory
+from .version import __version__
+
+# Time for tries as a share of the time at width 0, and what keeping the drafter's context up may cost besides.
+_TRY_SHARE, _CONTEXT_SHARE = 0.006, 0.004
+# To leave width 0, drafting must promise this much more; to go back there, this much less is enough.
+_LEAVE, _STAY = 1.03, 0.99
+# What the first try may lose, in plain tokens.
+_FIRST_TRY_TOKENS = 2.5
+# Rounds that drafting has to pay back the injection of what is pending.
+_PAYBACK_ROUNDS = 32
+# Widths that are measured first (2, 4, 8, ... rows); the others as far as time allows.
+_FIRST = (1, 3, 7, 15, 31)
+# What a slot might be worth where drafting has not been tried for long.
+_HOPE = 0.98
+# Rounds of width 0 before the next choice.
+_REST = 8
+# Pairs whose costs the file keeps.
+_KEPT = 64
+
+
+@dataclass
+class Costs:
+    """Seconds that passes take here.
+
+    plain_s: one token of plain decoding; draft_s: one drafter pass over its block; inject_s: the drafter's keys and values of
+    one pending row; verify_s: by width, one target pass over the anchor and so many drafted tokens, until its outcome is read.
+    All come from one measurement; `refine` then follows what rounds really take.
+    """
+
+    plain_s: float
+    draft_s: float
+    inject_s: float
+    verify_s: dict[int, float]
+    measured_in_s: float = 0.0
+    # What rounds took over what was measured, by width; as (ratio, observations).
+    _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def plain(self) -> float:
+        return self.plain_s * self._ratio(0)
+
+    def verify(self, width: int) -> float:
+        """The target's pass over width + 1 rows, as measured or on the line through the two nearest measured widths."""
+        known = sorted(self.verify_s)
+        if width in self.verify_s or len(known) == 1:
+            return self.verify_s.get(width, self.verify_s[known[0]])
+        i = min(max(bisect_left(known, width), 1), len(known) - 1)
+        (a, b) = known[i - 1 : i + 1]
+        slope = (self.verify_s[b] - self.verify_s[a]) / (b - a)
+        return max(self.verify_s[a] + slope * (width - a), self.plain_s)
+
+    def round(self, width: int) -> float:
+        """A round that drafts and verifies `width` tokens."""
+        return (self.draft_s + self.verify(width)) * self._ratio(width)
+
+    def _ratio(self, width: int) -> float:
+        if width in self._seen:
+            return self._seen[width][0]
+        if width == 0:
+            return 1.0
+        # A width that never ran is as far off as the nearest that did; before any did, as plain decoding.
+        drafting = [w for w in self._seen if w]
+        return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else self._ratio(0)
+
+    def refine(self, width: int, seconds: float) -> None:
+        """Follow what a round of this width took: a running mean in which one odd round counts for little."""
+        base = self.draft_s + self.verify(width) if width else self.plain_s
+        ratio, n = self._seen.get(width, (self._ratio(width), 0))
+        seen = min(max(seconds / base, ratio / 2), ratio * 2)
+        self._seen[width] = (ratio + max(1 / (n + 2), 0.1) * (seen - ratio), n + 1)
+
+
+def measure(
+    plain: Callable[[], None],
+    draft: Callable[[], None],
+    inject: Callable[[int], None],
+    verify: Callable[[int], None],
+    most: int,
+    budget_s: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """Time passes; each function runs one to its end. Short ones are repeated and the fastest counts.
+
+    Args:
+      draft, verify: one block; inject: that many rows, of which plain decoding gathers many.
+      most: the largest width, block_size - 1.
+      budget_s: once it is spent, wider blocks are not measured any more; two always are.
+    """
+    began = clock()
+
+    def fastest(run: Callable[[], object]) -> float:
+        times: list[float] = []
+        # The first run may compile: it counts only where there is no time for others.
+        while not times or (len(times) < 2 and clock() - began < budget_s) or (sum(times) < budget_s / 40 and len(times) < 9):
+            start = clock()
+            run()
+            times.append(max(clock() - start, 1e-9))
+        return min(times)
+
+    plain_s, draft_s = fastest(plain), fastest(draft)
+    inject_s = fastest(lambda: inject(32)) / 32
+    if 32 * inject_s < budget_s / 50:
+        inject_s = min(inject_s, fastest(lambda: inject(256)) / 256)
+    verify_s: dict[int, float] = {}
+    first = sorted({w for w in _FIRST if w < most} | {most})
+    for width in [*first, *(w for w in range(1, most) if w not in first)]:
+        if len(verify_s) >= 2 and clock() - began > budget_s:
+            break
+        verify_s[width] = fastest(lambda width=width: verify(width))
+    return Costs(plain_s, draft_s, inject_s, verify_s, clock() - began)
+
+
+def pair_key(models: Sequence[Any], *others: object) -> str:
+    """A name for what costs depend on: every parameter's name, shape and type, this machine, and what else is given."""
+    shapes = [(name, a.shape, str(a.dtype)) for model in models for name, a in tree_flatten(model.parameters())]
+    kinds = [type(model).__qualname__ for model in models]
+    machine = (platform.node(), platform.machine(), os.cpu_count())
+    return hashlib.sha256(repr((__version__, kinds, sorted(shapes), machine, *map(str, others))).encode()).hexdigest()[:16]
+
+
+def _costs_file() -> Path:
+    return cache_directory() / "widths.json"
+
+
+def _read() -> dict[str, dict]:
+    try:
+        found = json.loads(_costs_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def load_costs(key: str) -> Costs | None:
+    """What was measured earlier, on any run on this machine; None if nothing was, or the file does not say it right."""
+    try:
+        entry = _read()[key]
+        verify_s = {int(width): float(seconds) for width, seconds in entry["verify_s"].items()}
+        costs = Costs(float(entry["plain_s"]), float(entry["draft_s"]), float(entry["inject_s"]), verify_s)
+        numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
+        return costs if verify_s and all(0 < n < 3600 for n in numbers) else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def save_costs(key: str, costs: Costs) -> None:
+    """Keep a measurement beside the newest others. A file that cannot be written is not needed: the next run measures again."""
+    entries = {name: entry for name, entry in _read().items() if name != key}
+    while len(entries) >= _KEPT:
+        entries.pop(next(iter(entries)))
+    names = ("plain_s", "draft_s", "inject_s", "verify_s")
+    entries[key] = {name: getattr(costs, name) for name in names}
+    file = _costs_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".widths-", delete=False) as scratch:
+            json.dump(entries, scratch, indent=1)
+        os.replace(scratch.name, file)
+    except OSError:
+        pass
+
+
+class Acceptance:
+    """How often each slot is accepted when those before it are: counts that fade, a slot leaning on the one before it."""
+
+    FADE, LEAN, START = 0.97, 2.0, 0.7
+
+    def __init__(self, slots: int):
+        # [accepted, seen] a slot.
+        self.counts = [[0.0, 0.0] for _ in range(slots)]
+
+    def chances(self) -> list[float]:
+        found, before = [], self.START
+        for accepted, seen in self.counts:
+            before = (accepted + self.LEAN * before) / (seen + self.LEAN)
+            found.append(before)
+        return found
+
+    def add(self, accepted: int, width: int, more: bool) -> None:
+        """One round; `more`: all `width` were accepted and the drafted token after them equals the target's own too."""
+        reached = min(accepted + 1, width) if accepted < width else min(width + 1, len(self.counts))
+        for i in range(reached):
+            counts = self.counts[i]
+            counts[0] = counts[0] * self.FADE + (i < accepted or (i == width and more))
+            counts[1] = counts[1] * self.FADE + 1
+
+    def forget(self, most: float) -> None:
+        """Let old rounds count for no more than `most` new ones."""
+        for counts in self.counts:
+            if counts[1] > most:
+                counts[0], counts[1] = counts[0] * most / counts[1], most
+
+
+def expected(chances: list[float]) -> list[float]:
+    """Committed tokens of a round by width 0, 1, ... len(chances): the accepted ones and the bonus."""
+    total, reach, found = 1.0, 1.0, [1.0]
+    for chance in chances:
+        reach *= chance
+        total += reach
+        found.append(total)
+    return found
+
+
+class FixedWidth:
+    """The same width in every round."""
+
+    ready = True
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def choose(self, pending: int = 0) -> int:
+        return self.width
+
+    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool) -> None:
+        pass
+
+    def reason(self, widths: Mapping[int, int]) -> str | None:
+        return None
+
+
+class WidthRule:
+    """Chooses widths by value, and at width 0 tries drafting again now and then.
+
+    Tries are paid from a credit: a small share of the time spent at width 0. A try that gains pays for the next one, so a
+    drafter that has become good is taken up at once; one that stays bad costs less and less often.
+
+    Args:
+      most: the largest width; measure: called at the first choice that needs costs, unless they are there already.
+    """
+
+    def __init__(self, most: int, acceptance: Acceptance, costs: Costs | None, measure: Callable[[], Costs]):
+        self.most, self.acceptance, self.costs, self._measure = most, acceptance, costs, measure
+        self.share = _TRY_SHARE
+        self.credit: float | None = None
+        self.last, self._trying, self._rest = 0, False, 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next choice measures nothing."""
+        return self.costs is not None
+
+    def choose(self, pending: int = 0) -> int:
+        """The next round's width. `pending`: rows that the drafter must be given before it can draft."""
+        if self.costs is None:
+            self.costs = self._measure()
+        if self._rest:
+            return 0
+        costs, plain_s = self.costs, self.costs.plain()
+        if self.credit is None:
+            # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
+            self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
+        # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
+        inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
+        rounds_s = [costs.round(w) for w in range(1, self.most + 1)]
+        tokens = expected(self.acceptance.chances())
+        late_s = inject_s / _PAYBACK_ROUNDS if self.last == 0 else 0.0
+        best = max(range(1, self.most + 1), key=lambda w: tokens[w] / (rounds_s[w - 1] + late_s))
+        gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
+        self._trying = False
+        if gain > (_LEAVE if self.last == 0 else _STAY):
+            return best
+        # A try takes the width that loses least, of those with at least half of the best hope.
+        hopes = expected([max(p, _HOPE) for p in self.acceptance.chances()])
+        gains = [hopes[w] / rounds_s[w - 1] * plain_s - 1 for w in range(1, self.most + 1)]
+        if max(gains) > _LEAVE - 1:
+            hopeful = [w for w in range(1, self.most + 1) if gains[w - 1] >= max(gains) / 2]
+            loss, best = min((rounds_s[w - 1] + inject_s - tokens[w] * plain_s, w) for w in hopeful)
+            self._trying = self.credit >= loss
+        self._rest = 0 if self._trying else _REST
+        return best if self._trying else 0
+
+    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool) -> None:
+        """One round that has ended, what it took, and whether it ran as rounds of its width mostly do.
+
+        accepted, more: as for `Acceptance.add`.
+        """
+        if self.costs is None:
+            return
+        if usual or (width and seconds < self.costs.round(width)):
+            # The first round after others takes longer, so it tells only that a cost is lower than was thought.
+            self.costs.refine(width, seconds)
+        if width:
+            if self.last == 0:
+                self.acceptance.forget(6)
+            self.acceptance.add(accepted, width, more)
+            if self._trying:
+                # What the drafter was given late is not lost: that is its context.
+                lost = min(seconds, self.costs.round(width)) - (accepted + 1) * self.costs.plain()
+                self.credit -= lost
+                self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE
+        else:
+            self.credit += self.share * self.costs.plain()
+            self._rest = max(self._rest - 1, 0)
+        self.last = width
+
+    def reason(self, widths: Mapping[int, int]) -> str | None:
+        """One sentence on the rounds of a run by width; None if none was chosen by this rule."""
+        rounds = sum(widths.values())
+        if self.costs is None or not rounds:
+            return None
+        plain_s, off = self.costs.plain(), widths.get(0, 0)
+        if 2 * off >= rounds:
+            cost = f"{self.most + 1} rows cost {self.costs.round(self.most) / plain_s:.1f}x one row here"
+            return f"drafting off in {100 * off / rounds:.0f} % of rounds: {cost}; force with --block-size"
+        width = max((w for w in widths if w), key=widths.__getitem__)
+        cost, kept = self.costs.round(width) / plain_s, expected(self.acceptance.chances())[width]
+        most = f"{width} of {self.most} drafts verified in most rounds"
+        return f"{most}: {cost:.1f}x the cost of one token here, for {kept:.1f} tokens"

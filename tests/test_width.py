@@ -1,0 +1,342 @@
+"""The width rule on a simulated machine (a table of costs, an acceptance process with a seed), and what it is told.
+
+Times are simulated: nothing here depends on how busy the machine is.
+"""
+
+import json
+import os
+import random
+
+import pytest
+
+from dflash_mlx import width
+from dflash_mlx.width import Acceptance, Costs, FixedWidth, WidthRule, expected, load_costs, measure, save_costs
+
+MOST = 15
+
+
+def stairs(w):
+    """Kernels that work by 4, 8 and 16 rows."""
+    return 6.0 if w < 4 else 9.0 if w < 8 else 14.0
+
+
+# Milliseconds: one plain token, one drafter pass, a target pass over w + 1 rows.
+MACHINES = {
+    "flat": (5.3, 3.0, lambda w: 6.1 + 0.7 * w / 15),
+    "quantized": (6.0, 3.0, lambda w: 6.0 + 8.3 * w / 15),
+    "every row costs one": (2.7, 7.0, lambda w: 2.7 * (1 + 0.55 * w)),
+    "every row costs one, cheap drafter": (2.7, 0.5, lambda w: 2.7 * (1 + 0.55 * w)),
+    "stairs": (6.0, 1.5, stairs),
+}
+# Chance that a slot is accepted if those before it are, by tokens so far and slot.
+PROCESSES = {
+    "hopeless": lambda t, i: 0.03,
+    "fair": lambda t, i: 0.75 * 0.97**i,
+    "good": lambda t, i: 0.9,
+    "bad, then good": lambda t, i: 0.05 if t < 2000 else 0.9,
+    "good, then bad": lambda t, i: 0.9 if t < 2000 else 0.05,
+}
+SETTINGS = [(machine, process) for machine in MACHINES for process in PROCESSES]
+
+
+class Simulation:
+    """Runs rounds of the widths that `rule` chooses, until `tokens` are committed; adds up what they take."""
+
+    def __init__(self, machine, process, rule, seed, tokens=6000, noise=0.05, inject=0.02):
+        plain, draft, verify = machine
+        chance = random.Random(seed)
+        self.seconds, self.switching, self.tried, self.widths, pending, before = 0.0, 0.0, 0.0, [], 0, None
+        t = 0
+        while t < tokens:
+            w = rule.choose(pending)
+            accepted, more, late = 0, False, 0.0
+            seconds = (draft + verify(w) if w else plain) * chance.uniform(1 - noise, 1 + noise)
+            if w:
+                while accepted < w and chance.random() < process(t, accepted):
+                    accepted += 1
+                more = accepted == w < MOST and chance.random() < process(t, w)
+                # What the drafter was not given while it was not used.
+                late, pending = max(pending - MOST, 0) * inject, accepted + 1
+                if getattr(rule, "_trying", False):
+                    self.tried += max(seconds + late - (accepted + 1) * plain, 0)
+            else:
+                pending += 1
+            # A plain pass after a drafting round is not enqueued ahead.
+            late += 0.3 if not w and before else 0.0
+            self.switching += late
+            self.seconds += seconds + late
+            t += accepted + 1
+            self.widths.append(w)
+            rule.observe(w, accepted, more, seconds + late, w == before)
+            before = w
+
+
+def rule_for(machine, off=1.0):
+    """`off`: how wrong the measured costs of drafting are."""
+    plain, draft, verify = machine
+    return WidthRule(MOST, Acceptance(MOST), Costs(plain, draft * off, 0.02, {w: verify(w) * off for w in range(1, 16)}), None)
+
+
+def best_fixed(machine, process):
+    return min(sum(Simulation(machine, process, FixedWidth(w), seed).seconds for seed in (1, 2)) / 2 for w in range(MOST + 1))
+
+
+@pytest.mark.parametrize("machine,process", SETTINGS)
+def test_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
+    machine, process = MACHINES[machine], PROCESSES[process]
+    runs = [Simulation(machine, process, rule_for(machine), seed) for seed in range(11, 16)]
+    mean = sum(run.seconds for run in runs) / len(runs)
+    assert mean < 1.03 * best_fixed(machine, process)
+    assert sum(run.switching for run in runs) < 0.02 * sum(run.seconds for run in runs)
+
+
+def test_the_settings_have_zero_best_and_every_kind_of_width_best():
+    best = set()
+    for machine in MACHINES.values():
+        for process in PROCESSES.values():
+            totals = [Simulation(machine, process, FixedWidth(w), 1, tokens=2000).seconds for w in range(MOST + 1)]
+            best.add(totals.index(min(totals)))
+    assert 0 in best and 15 in best and len(best) >= 5
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_tries_at_width_zero_cost_less_than_one_percent(machine):
+    run = Simulation(MACHINES[machine], PROCESSES["hopeless"], rule_for(MACHINES[machine]), 3, tokens=20000)
+    assert run.tried < 0.01 * run.seconds
+    assert run.seconds < 1.01 * 20000 * MACHINES[machine][0]
+
+
+def test_tries_that_keep_losing_become_rarer():
+    run = Simulation(MACHINES["flat"], PROCESSES["hopeless"], rule_for(MACHINES["flat"]), 3, tokens=20000)
+    tries = [i for i, w in enumerate(run.widths) if w]
+    waits = [b - a for a, b in zip(tries, tries[1:], strict=False) if b - a > 1]
+    assert len(waits) > 5 and waits[-1] > 3 * waits[0]
+
+
+@pytest.mark.parametrize("off", [0.6, 1.5])
+def test_costs_that_were_measured_wrong_are_corrected_while_running(off):
+    for name in ("flat", "quantized"):
+        machine, process = MACHINES[name], PROCESSES["fair"]
+        mean = sum(Simulation(machine, process, rule_for(machine, off), seed).seconds for seed in range(5, 9)) / 4
+        assert mean < 1.06 * best_fixed(machine, process), name
+
+
+def test_with_a_hopeless_drafter_the_first_64_tokens_pay_for_finding_out():
+    for machine in MACHINES.values():
+        rule = rule_for(machine)
+        first = Simulation(machine, PROCESSES["hopeless"], rule, 4, tokens=64)
+        rest = Simulation(machine, PROCESSES["hopeless"], rule, 5, tokens=1000)
+        assert rest.seconds < 1000 * machine[0] / 0.97
+        assert first.seconds < 2 * 64 * machine[0]
+
+
+def test_a_width_of_no_gain_is_never_tried():
+    # Even if every draft were right, a round would be slower than plain decoding.
+    slow = Costs(1.0, 50.0, 0.0, {w: 1.0 + w for w in range(1, 16)})
+    rule = WidthRule(MOST, Acceptance(MOST), slow, None)
+    for _ in range(5000):
+        assert rule.choose() == 0
+        rule.observe(0, 0, False, 1.0, True)
+
+
+def test_pending_rows_count_against_a_try():
+    rule = WidthRule(MOST, Acceptance(MOST), Costs(1.0, 0.5, 0.1, {w: 1.0 for w in range(1, 16)}), None)
+    rule.acceptance.add(0, 15, False)
+    for _ in range(40):
+        rule.acceptance.add(0, 15, False)
+    rule.credit = 5.0
+    assert rule.choose(pending=1000) == 0
+    rule._rest = 0
+    assert rule.choose(pending=1) > 0
+
+
+def test_costs_are_measured_at_the_first_choice_only():
+    calls = []
+
+    def measured():
+        calls.append(1)
+        return Costs(1.0, 0.1, 0.0, {1: 1.0, 15: 1.0})
+
+    rule = WidthRule(MOST, Acceptance(MOST), None, measured)
+    assert not rule.ready and rule.reason({0: 3}) is None
+    assert rule.choose() > 0 and rule.ready
+    rule.choose()
+    assert calls == [1]
+
+
+# Acceptance
+
+
+def test_expected_tokens_are_the_accepted_ones_and_the_bonus():
+    assert expected([]) == [1.0]
+    assert expected([0.5, 0.5, 0.0]) == [1.0, 1.5, 1.75, 1.75]
+
+
+def test_a_slot_is_judged_only_where_those_before_it_were_accepted():
+    seen = Acceptance(4)
+    seen.add(2, 4, False)
+    assert [counts[1] for counts in seen.counts] == [1, 1, 1, 0] and [counts[0] for counts in seen.counts] == [1, 1, 0, 0]
+    seen = Acceptance(4)
+    seen.add(2, 2, True)
+    # The drafted token after the verified ones can be compared with the bonus.
+    assert seen.counts[2] == [1, 1] and seen.counts[3] == [0, 0]
+    seen = Acceptance(2)
+    seen.add(2, 2, False)
+    assert seen.counts == [[1, 1], [1, 1]]
+
+
+def test_chances_follow_a_change_and_far_slots_lean_on_near_ones():
+    seen = Acceptance(3)
+    for _ in range(200):
+        seen.add(3, 3, False)
+    assert min(seen.chances()) > 0.95
+    for _ in range(60):
+        seen.add(0, 3, False)
+    first, second, third = seen.chances()
+    assert first < 0.3 and second < 0.99 and third > 0.9
+
+
+# Costs
+
+
+def test_costs_between_and_beyond_measured_widths_lie_on_a_line():
+    costs = Costs(1.0, 0.5, 0.0, {1: 2.0, 3: 4.0, 7: 4.0})
+    assert [costs.verify(w) for w in (1, 2, 3, 5, 7, 11)] == [2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+    assert costs.round(2) == 3.5
+    # No pass is cheaper than one row.
+    assert Costs(1.0, 0.5, 0.0, {7: 1.2, 15: 2.0}).verify(1) == 1.0
+
+
+def test_one_odd_round_moves_a_cost_little_and_many_move_it_all_the_way():
+    costs = Costs(1.0, 0.5, 0.0, {1: 1.5, 3: 3.5})
+    for _ in range(50):
+        costs.refine(1, 2.0)
+    costs.refine(1, 2000.0)
+    assert costs.round(1) < 2.3
+    for _ in range(200):
+        costs.refine(1, 4.0)
+    assert costs.round(1) == pytest.approx(4.0, rel=0.01)
+    # A width that never ran is as far off as its neighbour.
+    assert costs.round(3) == pytest.approx(8.0, rel=0.01)
+
+
+class Machine:
+    """Passes that take a set time on a clock of their own; the first of each kind compiles."""
+
+    def __init__(self, plain, draft, inject, verify, compiles=0.0):
+        self.now, self.calls, self.compiles = 0.0, [], compiles
+        self.costs = {"plain": plain, "draft": draft, "inject": inject}
+        self.verify_cost = verify
+
+    def run(self, name, seconds):
+        self.now += seconds + (0 if name in self.calls else self.compiles)
+        self.calls.append(name)
+
+    def measure(self, most, **options):
+        return measure(
+            lambda: self.run("plain", self.costs["plain"]),
+            lambda: self.run("draft", self.costs["draft"]),
+            lambda n: self.run(("inject", n), self.costs["inject"] * n),
+            lambda w: self.run(w, self.verify_cost(w)),
+            most,
+            clock=lambda: self.now,
+            **options,
+        )
+
+
+def test_a_small_pair_is_measured_at_every_width_without_what_compiling_took():
+    machine = Machine(0.003, 0.002, 0.0001, lambda w: 0.003 + 0.001 * w, compiles=0.02)
+    costs = machine.measure(7)
+    assert (costs.plain_s, costs.draft_s, costs.inject_s) == pytest.approx((0.003, 0.002, 0.0001))
+    assert costs.verify_s == pytest.approx({w: 0.003 + 0.001 * w for w in range(1, 8)})
+    assert machine.now < 1.3 and costs.measured_in_s == machine.now
+
+
+def test_a_large_pair_is_measured_in_about_ten_passes():
+    machine = Machine(0.4, 0.4, 0.003, lambda w: 0.1 + 0.1 * w)
+    costs = machine.measure(15)
+    assert len(machine.calls) <= 10 and len(costs.verify_s) >= 2
+    assert costs.round(15) == pytest.approx(0.4 + 1.6)
+
+
+# The file
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "widths.json"
+    monkeypatch.setattr(width, "_costs_file", lambda: path)
+    return path
+
+
+COSTS = Costs(0.5, 0.25, 0.125, {1: 0.5, 15: 2.0})
+
+
+def test_costs_are_kept_for_the_next_process(file):
+    assert load_costs("a") is None
+    save_costs("a", COSTS)
+    save_costs("b", Costs(1.0, 1.0, 1.0, {1: 1.0}))
+    found = load_costs("a")
+    assert (found.plain_s, found.draft_s, found.inject_s, found.verify_s) == (0.5, 0.25, 0.125, {1: 0.5, 15: 2.0})
+    assert load_costs("c") is None and [p.name for p in file.parent.iterdir()] == ["widths.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"a": 3}',
+        '{"a": {}}',
+        '{"a": {"plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": []}}',
+        '{"a": {"plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {}}}',
+        '{"a": {"plain_s": -1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
+        '{"a": {"plain_s": NaN, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
+        '{"a": {"plain_s": 1, "draft_s": "x", "inject_s": 1, "verify_s": {"1": 1}}}',
+        '{"a": {"plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"w": 1}}}',
+    ],
+)
+def test_a_broken_file_is_measured_anew_and_rewritten(file, text):
+    file.parent.mkdir()
+    file.write_text(text)
+    assert load_costs("a") is None
+    save_costs("a", COSTS)
+    assert load_costs("a").verify_s == COSTS.verify_s
+    file.write_bytes(b"\xff\xfe\x00")
+    assert load_costs("a") is None
+
+
+def test_the_file_keeps_the_newest_pairs_only(file):
+    for i in range(width._KEPT + 5):
+        save_costs(str(i), COSTS)
+    assert len(json.loads(file.read_text())) == width._KEPT
+    assert load_costs("4") is None and load_costs("5") and load_costs(str(width._KEPT + 4))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_directory_that_cannot_be_written_costs_a_measurement_only(tmp_path, monkeypatch):
+    tmp_path.chmod(0o500)
+    monkeypatch.setattr(width, "_costs_file", lambda: tmp_path / "x" / "widths.json")
+    save_costs("a", COSTS)
+    assert load_costs("a") is None
+
+
+def test_a_file_in_the_way_of_the_directory_costs_a_measurement_only(tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("")
+    monkeypatch.setattr(width, "_costs_file", lambda: tmp_path / "x" / "widths.json")
+    save_costs("a", COSTS)
+    assert load_costs("a") is None
+
+
+# What is said
+
+
+def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
+    rule = WidthRule(15, Acceptance(15), Costs(1.0, 1.0, 0.0, {1: 2.0, 15: 8.0}), None)
+    assert rule.reason({0: 92, 3: 8}) == (
+        "drafting off in 92 % of rounds: 16 rows cost 9.0x one row here; force with --block-size"
+    )
+    assert rule.reason({15: 10}).startswith("15 of 15 drafts verified in most rounds: 9.0x the cost of one token here, for ")
+    assert rule.reason({}) is None and FixedWidth(4).reason({4: 3}) is None
