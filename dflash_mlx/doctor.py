@@ -278,7 +278,8 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **extra)
     except (AttributeError, NotImplementedError, DFlashError):
         text = "token ids 1 2 3 4: this target has no tokenizer"
-    got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft))
+    # Every round drafts: acceptance is to be seen, whether it pays here or not.
+    got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size))
     plain = [r.token for r in stream_generate(lm, tokenizer, prompt, _TOKENS)]
     stats, expected = got[-1].stats, _EXPECTED_TAU.get(model)
     same = [r.token for r in got] == plain

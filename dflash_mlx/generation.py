@@ -22,16 +22,17 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .accept import accept_block, accept_match, accept_rejection
-from .cache import Checkpoint, KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, rollback
+from .cache import Checkpoint, KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, leaves, rollback
 from .drafter import Drafter
 from .errors import CacheError, GenerationError, PairError
 from .kernels.choice import NotFiniteError
 from .memory import wired_limit
-from .sampling import Distribution, KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
+from .sampling import Distribution, History, KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
 from .stats import GenerationStats
 from .taps import Target
 from .text import prompt_thinking
 from .verify import logprobs, verify_block
+from .width import Acceptance, Costs, FixedWidth, WidthRule, load_costs, measure, pair_key, save_costs
 
 
 @dataclass
@@ -96,8 +97,9 @@ def stream_generate(
       draft_model: what `load_drafter` returned for this model object. None runs mlx-lm's own loop; an ordinary mlx-lm model
         is passed through to mlx-lm's speculative decoding.
       prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone.
-      block_size: slots drafted in a round, the anchor included; None: the drafter config's; 1: no drafting.
-        `num_draft_tokens` is the same less one.
+      block_size: slots drafted and verified in every round, the anchor included; 1: no drafting. `num_draft_tokens` is the same
+        less one. None: the drafter config's slots are drafted, and how many of them are verified, or whether to draft at all, is
+        chosen round by round by what passes cost on this machine (measured once, in about a second) and what was accepted.
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
       acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too and keep
         more of them; the text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
@@ -149,7 +151,7 @@ def stream_generate(
     for name, value in (("kv_group_size", kv_group_size), ("quantized_kv_start", quantized_kv_start)):
         if value is not None and kv_bits is None:
             raise GenerationError(f"expected kv_bits with {name}; found {name} = {value!r} alone. Give kv_bits or leave it out.")
-    stats = GenerationStats(_block_size(draft_model, block_size, num_draft_tokens), keep_rounds)
+    block_size = _block_size(draft_model, block_size, num_draft_tokens)
     ids = _encode(tokenizer, prompt)
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
@@ -175,20 +177,27 @@ def stream_generate(
         start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
         quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
         _check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
-    chooser = _chooser(sampler, logits_processors or (), seed, acceptance)
-    steps = _rounds(
-        ids,
+    chooser = _chooser(sampler, logits_processors or (), seed, acceptance, ids)
+    if block_size is None and acceptance == "match":
+        rule: FixedWidth | WidthRule = _width_rule(model, draft_model, stream)
+    else:
+        # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
+        rule = FixedWidth((block_size or draft_model.config.block_size) - 1)
+    stats = GenerationStats(block_size or draft_model.config.block_size, keep_rounds, rule=rule)
+    run = _Run(
         model,
         draft_model,
         pair,
-        stats,
         chooser,
+        rule,
+        stats,
         max_tokens,
         stream,
-        prefill_step_size or 2048,
-        prompt_progress_callback,
         quantization,
+        prefill_step_size,
+        prompt_progress_callback,
     )
+    steps = _rounds(run, ids)
     return _respond(steps, tokenizer, len(ids), max_tokens, [model, draft_model], stream, stats, logprobs)
 
 
@@ -214,169 +223,307 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
 
 # One step: (token, log-probabilities [V], whether the drafter proposed it).
 Step = tuple[int, mx.array, bool]
+# What a pass has shown: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
+Outcome = tuple[list[int], int, int, Callable[[int], mx.array]]
+# Kinds of entries that hold what two passes of one row did apart.
+_UNDONE_TWICE = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache, mlx_lm_cache.ArraysCache)
+# Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
+_PENDING_BYTES = 32 << 20
 
 
-def _rounds(
-    prompt: list[int],
-    model: nn.Module,
-    drafter: Drafter,
-    pair: PairCache,
-    stats: GenerationStats,
-    chooser: _Chooser,
-    max_tokens: int,
-    stream: Any,
-    prefill_step_size: int,
-    progress: Callable[[int, int], None] | None,
-    quantization: KVQuantization | None,
-) -> Iterator[Step]:
-    """Yield committed tokens; every round is one drafter pass, one target pass and one wait for the device.
+def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
+    """Yield committed tokens; a round is one drafter pass (none at width 0), one target pass and one wait for the device.
+
+    However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `finally` leaves the pair of caches at
+    exactly the tokens that were yielded.
+    """
+    emitted = 0
+    try:
+        flight = run.launch(run.prefill(prompt), 0)
+        while True:
+            ahead = None
+            if not flight.width:
+                # Plain decoding: the row is kept whatever it says, so the next pass starts from the token on the device.
+                run.commit(flight, 0)
+                if run.can_go_ahead(flight, emitted) and run.next_width() == 0:
+                    ahead = run.launch(flight.token, 0, ahead=True)
+            try:
+                ids, accepted, bonus, row_logprobs = run.read(flight)
+            except NotFiniteError:
+                # One of our kernels was at fault. They are off now: the pass runs once more without them.
+                flight = run.again(flight, ahead)
+                continue
+            if flight.width:
+                run.commit(flight, accepted)
+            if emitted:
+                run.record(flight, ids, accepted, bonus)
+            else:
+                run.report_prefill()
+
+            # Hand out what the round committed; the bonus becomes the next anchor.
+            for i, token in enumerate([*ids[:accepted], bonus]):
+                run.pair.ids.append(token)
+                run.chooser.history.append(token)
+                emitted += 1
+                began = time.perf_counter()
+                yield token, row_logprobs(i), i < accepted
+                run.elsewhere_s += time.perf_counter() - began
+                if emitted == run.max_tokens:
+                    return
+                if emitted % 256 == 1:
+                    mx.clear_cache()
+            flight = ahead or run.launch(mx.array([bonus], dtype=mx.int32), run.next_width())
+    finally:
+        run.settle()
+
+
+@dataclass
+class _Flight:
+    """A target pass over the anchor and `width` drafted tokens that is enqueued and not read yet.
+
+    anchor: [1]; drafted: [1, N], of which N >= width; ahead: enqueued before the pass in front of it was read; point: undoes it.
+    features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
+    context: the drafter's cache entries after this round's drafter pass; doubtful: one of our kernels ran in it.
+    seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was timed apart.
+    """
+
+    anchor: mx.array
+    drafted: mx.array
+    width: int
+    ahead: bool
+    point: Checkpoint
+    features: mx.array
+    token: mx.array | None
+    read: Callable[[], Outcome]
+    context: list[Any]
+    doubtful: bool
+    seconds: float = 0.0
+    draft_s: float | None = None
+
+
+class _Run:
+    """One generation: both models, both caches and how far each of them is.
 
         ids (committed)      p0 ... pn  a | d1 d2 b         a: anchor, committed but not yet in the target's cache
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
         drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending as features
 
-    However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `finally` leaves the pair of caches at
-    exactly the tokens that were yielded.
+    rows: n + 1; injected: m + 1; context: the drafter's cache entries at `injected`; point: undoes the last target pass.
     """
-    target = Target(model, drafter.config.target_layer_ids)
-    feed = pair.ids[pair.rows :] + prompt
-    history = list(prompt)
-    rows, pending, emitted = pair.rows, pair.features, 0
-    injected, refused = rows - pair.pending, 0
-    context = [entry.state for entry in pair.drafter]
-    point = checkpoint(pair.target, rows)
-    try:
-        # Prefill: all but the last token in chunks, whose features go straight into the drafter's cache.
-        total = len(feed)
-        report = progress or (lambda *_: None)
-        report(0, total)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        drafter: Drafter,
+        pair: PairCache,
+        chooser: _Chooser,
+        rule: FixedWidth | WidthRule,
+        stats: GenerationStats,
+        max_tokens: int,
+        stream: Any,
+        quantization: KVQuantization | None,
+        prefill_step_size: int | None,
+        progress: Callable[[int, int], None] | None,
+    ):
+        self.drafter, self.pair, self.chooser, self.rule, self.stats = drafter, pair, chooser, rule, stats
+        self.max_tokens, self.stream, self.quantization = max_tokens, stream, quantization
+        self.prefill_step_size, self.progress = prefill_step_size or 2048, progress or (lambda *_: None)
+        self.target = Target(model, drafter.config.target_layer_ids)
+        self.rows, self.injected = pair.rows, pair.rows - pair.pending
+        self.pending = _Rows(pair.features)
+        self.context = [entry.state for entry in pair.drafter]
+        self.point = checkpoint(pair.target, pair.rows)
+        # The caller's time since the last round, which kind of round that was, and rounds in a row that accepted nothing.
+        self.elsewhere_s, self._kind, self._refused = 0.0, None, 0
+        # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
+        self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(pair.target))
+
+    def prefill(self, prompt: list[int]) -> mx.array:
+        """All but the last token in chunks, whose features go straight into the drafter's cache. Returns the last one, [1]."""
+        pair = self.pair
+        feed = pair.ids[pair.rows :] + prompt
+        self._prompt_rows = len(feed)
+        self.progress(0, len(feed))
         while len(feed) > 1:
-            chunk = feed[: min(prefill_step_size, len(feed) - 1)]
-            with mx.stream(stream):
-                _, features = target(mx.array([chunk]), pair.target)
-                features = _join(pending, features)
-                drafter.inject(features, pair.drafter, injected)
-                if quantization:
-                    quantization.apply(pair)
+            chunk = feed[: min(self.prefill_step_size, len(feed) - 1)]
+            with mx.stream(self.stream):
+                _, features = self.target(mx.array([chunk]), pair.target)
+                features = self.pending.joined(features)
+                self.drafter.inject(features, pair.drafter, self.injected)
+                if self.quantization:
+                    self.quantization.apply(pair)
                 mx.eval([entry.state for entry in pair.entries[:-1]])
                 mx.clear_cache()
-            pair.ids = pair.ids[:rows] + chunk
-            feed, done = feed[len(chunk) :], rows + len(chunk)
-            # One statement, so that an interruption falls before or after it.
-            rows, injected, pending, context = done, done, None, [entry.state for entry in pair.drafter]
-            point = checkpoint(pair.target, rows)
-            report(total - len(feed), total)
-        with mx.stream(stream):
-            nothing = mx.zeros((1, 0), dtype=mx.int32)
-            features, _, _, token, row_logprobs = _verify(
-                target, chooser, mx.array(feed), nothing, nothing, pair, point, history, rows
-            )
-        pair.ids = pair.ids[:rows] + feed
-        rows, pending = rows + 1, _join(pending, features)
-        point = checkpoint(pair.target, rows)
-        report(total, total)
-        steps: list[Step] = [(token, row_logprobs(0), False)]
+            pair.ids = pair.ids[: self.rows] + chunk
+            feed, done = feed[len(chunk) :], self.rows + len(chunk)
+            context = [entry.state for entry in pair.drafter]
+            self._move(done, done, _Rows(), context, checkpoint(pair.target, done))
+            self.progress(self._prompt_rows - len(feed), self._prompt_rows)
+        pair.ids = pair.ids[: self.rows] + feed
+        return mx.array(feed, dtype=mx.int32)
 
-        while True:
-            # Hand out what the last round committed.
-            for step in steps:
-                pair.ids.append(step[0])
-                history.append(step[0])
-                emitted += 1
-                yield step
-                if emitted == max_tokens:
-                    return
-                if emitted % 256 == 1:
-                    mx.clear_cache()
+    def report_prefill(self) -> None:
+        self.progress(self._prompt_rows, self._prompt_rows)
 
-            width = stats.block_size - 1
-            if quantization:
-                # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
-                quantization.apply(pair)
-                width = quantization.cut(rows, width)
-            began = time.perf_counter()
-            with mx.stream(stream):
-                anchor = mx.array([pair.ids[-1]], dtype=mx.int32)
-                if width:
-                    drafted = chooser.draft(drafter, anchor, pending, pair.drafter, injected, stats.block_size)
-                else:
-                    # No drafting: the context stays injectable at the cost of the drafter's key and value products.
-                    drafter.inject(pending, pair.drafter, injected)
-                    drafted = nothing
-                draft_s = None
-                if width and stats.times_next_round:
+    def can_go_ahead(self, flight: _Flight, emitted: int) -> bool:
+        """Whether the pass after a plain one may be enqueued before that one is read: not if the host has a say in between."""
+        last, measures = emitted + 1 == self.max_tokens, not emitted and not self.rule.ready
+        return not (last or measures or self.chooser.processors or (flight.doubtful and not self._deep))
+
+    def next_width(self) -> int:
+        width = self.rule.choose(self.rows - self.injected)
+        # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
+        return self.quantization.cut(self.rows, width) if self.quantization else width
+
+    def launch(self, anchor: mx.array, width: int, ahead: bool = False) -> _Flight:
+        """Enqueue a round after the token `anchor` [1]: the drafter's pass unless width is 0, and the target's."""
+        pair, stats = self.pair, self.stats
+        began, draft_s = time.perf_counter(), None
+        drafted = mx.zeros((1, 0), dtype=mx.int32)
+        if self.quantization:
+            self.quantization.apply(pair)
+        self.point = checkpoint(pair.target, self.rows)
+        with mx.stream(self.stream):
+            if width:
+                features = self.pending.joined()
+                drafted = self.chooser.draft(self.drafter, anchor, features, pair.drafter, self.injected, stats.block_size)
+                if stats.times_next_round:
                     mx.eval(drafted)
                     draft_s = time.perf_counter() - began
-                point = checkpoint(pair.target, rows)
-                features, ids, accepted, bonus, row_logprobs = _verify(
-                    target, chooser, anchor, drafted, drafted[:, :width], pair, point, history, rows
-                )
-            stats.add_passes(time.perf_counter() - began, draft_s)
+            elif self.pending.nbytes > _PENDING_BYTES:
+                self._inject()
+            flight = self._verify(anchor, drafted, width, ahead)
+        flight.seconds, flight.draft_s = time.perf_counter() - began, draft_s
+        return flight
 
-            # Commit the anchor and the accepted drafts; the bonus becomes the next anchor.
-            began = time.perf_counter()
-            injected, pending, context = rows, features[:, : accepted + 1], [entry.state for entry in pair.drafter]
-            rows += accepted + 1
-            with mx.stream(stream):
-                rollback(pair.target, point, rows)
-            stats.seconds["rollback"] += time.perf_counter() - began
-            stats.add_round(ids, accepted, bonus, width)
-            refused = 0 if accepted else refused + bool(width)
-            if refused == _REFUSED:
-                _warn_of_overflow(drafter, pending)
-            tokens = [*ids[:accepted], bonus]
-            steps = [(t, row_logprobs(i), i < accepted) for i, t in enumerate(tokens)]
-    finally:
-        # The last token handed out is the anchor: the target does not hold it.
-        keep = min(rows, len(pair.ids) - 1) if emitted else rows
-        with mx.stream(stream):
+    def _verify(self, anchor: mx.array, drafted: mx.array, width: int, ahead: bool) -> _Flight:
+        """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
+        pair, target, point = self.pair, self.target, self.point
+        context = [entry.state for entry in pair.drafter]
+        hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
+        token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1)
+        return _Flight(anchor, drafted, width, ahead, point, features, token, read, context, doubtful)
+
+    def again(self, flight: _Flight, ahead: _Flight | None) -> _Flight:
+        """Undo a target pass, and the plain one after it, and enqueue it once more."""
+        with mx.stream(self.stream):
+            if ahead is not None:
+                rollback(self.pair.target, ahead.point, ahead.point.length)
+            self.point = flight.point
+            if not flight.width:
+                self.rows -= 1
+                self.pending.drop()
+            rollback(self.pair.target, self.point, self.rows)
+            self.point.rows = 0
+            self.point.replays.clear()
+            return self._verify(flight.anchor, flight.drafted, flight.width, flight.ahead)
+
+    def read(self, flight: _Flight) -> Outcome:
+        """Wait for a round."""
+        began = time.perf_counter()
+        with mx.stream(self.stream):
+            outcome = flight.read()
+        flight.seconds += time.perf_counter() - began
+        return outcome
+
+    def commit(self, flight: _Flight, accepted: int) -> None:
+        """Keep the anchor and the accepted drafts; roll the target's cache back to them."""
+        began = time.perf_counter()
+        if not flight.width:
+            with mx.stream(self.stream):
+                self.pending.append(flight.features)
+            self.rows += 1
+            return
+        pending = _Rows(flight.features[:, : accepted + 1])
+        self._move(self.rows + accepted + 1, self.rows, pending, flight.context, self.point)
+        with mx.stream(self.stream):
+            rollback(self.pair.target, self.point, self.rows)
+        self.stats.seconds["rollback"] += time.perf_counter() - began
+
+    def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int) -> None:
+        """Count a round that has been read, and tell the width rule what it took if it ran as such rounds mostly do."""
+        width, kind = flight.width, (flight.width, flight.ahead)
+        self.stats.add_passes(flight.seconds, flight.draft_s)
+        self.stats.add_round(ids, accepted, bonus, width)
+        usual = kind == self._kind and flight.draft_s is None and self.elsewhere_s < 0.1 * flight.seconds
+        self._refused = 0 if accepted else self._refused + bool(width)
+        if self._refused == _REFUSED:
+            _warn_of_overflow(self.drafter, self.pending.joined())
+        more = accepted == width < len(ids) and ids[width] == bonus
+        self.rule.observe(width, accepted, more, flight.seconds, usual)
+        self._kind, self.elsewhere_s = kind, 0.0
+
+    def settle(self) -> None:
+        """Leave both caches at the tokens that were handed out, whatever was going on."""
+        pair, point = self.pair, self.point
+        # The last token handed out is the anchor: the target does not hold it. Only what the last pass did can be undone.
+        keep = max(point.length, min(self.rows, len(pair.ids) - 1))
+        with mx.stream(self.stream):
             rollback(pair.target, point, keep)
-        if quantization:
-            quantization.apply(pair)
-        for entry, state in zip(pair.drafter, context, strict=True):
-            # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
-            if isinstance(entry, mlx_lm_cache.KVCache):
-                entry.trim(max(entry.offset - injected, 0))
-            else:
-                entry.state = state
-        pair.features = pending[:, : keep - injected] if pending is not None and keep > injected else None
-        pair.rows = keep
-        pair.write()
-        # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
-        mx.eval([entry.state for entry in pair.entries])
+            if self.quantization:
+                self.quantization.apply(pair)
+            for entry, state in zip(pair.drafter, self.context, strict=True):
+                # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
+                if isinstance(entry, mlx_lm_cache.KVCache):
+                    entry.trim(max(entry.offset - self.injected, 0))
+                else:
+                    entry.state = state
+            pair.features = self.pending.joined()[:, : keep - self.injected] if keep > self.injected else None
+            pair.rows = keep
+            pair.write()
+            # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
+            mx.eval([entry.state for entry in pair.entries])
+
+    def _inject(self) -> None:
+        """Give the drafter what is pending."""
+        self.drafter.inject(self.pending.joined(), self.pair.drafter, self.injected)
+        context = [entry.state for entry in self.pair.drafter]
+        mx.async_eval(context)
+        self._move(self.rows, self.rows, _Rows(), context, self.point)
+
+    def _move(self, rows: int, injected: int, pending: _Rows, context: list[Any], point: Checkpoint) -> None:
+        # One statement, so that an interruption falls before or after it.
+        self.rows, self.injected, self.pending, self.context, self.point = rows, injected, pending, context, point
 
 
-def _verify(
-    target: Target,
-    chooser: _Chooser,
-    anchor: mx.array,
-    drafted: mx.array,
-    block: mx.array,
-    pair: PairCache,
-    point: Checkpoint,
-    history: list[int],
-    rows: int,
-) -> tuple[mx.array, list[int], int, int, Callable[[int], mx.array]]:
-    """One target pass over a block and what is accepted of it; both once more where one of our kernels was at fault.
+class _Rows:
+    """Feature rows [1, S, F] in order, joined when they are needed: a plain pass adds one row at a time."""
 
-    Returns: features of the pass, and what `_Chooser.match` returns.
-    """
-    while True:
-        hidden, features = verify_block(target, anchor, block, pair.target, point)
-        try:
-            return features, *chooser.match(target, hidden, features, drafted, pair.drafter, history, rows + 1)
-        except NotFiniteError:
-            # The kernels are off now.
-            rollback(pair.target, point, rows)
-            point.rows = 0
-            point.replays.clear()
+    def __init__(self, features: mx.array | None = None):
+        self._parts = [] if features is None else [features]
+        self.nbytes, self._single = 0 if features is None else features.nbytes, 0
+
+    def append(self, row: mx.array) -> None:
+        self._parts.append(row)
+        self.nbytes, self._single = self.nbytes + row.nbytes, self._single + 1
+        if self._single == 64:
+            # Few arrays, however long it takes.
+            self._parts[-64:], self._single = [mx.concatenate(self._parts[-64:], axis=1)], 0
+            mx.async_eval(self._parts[-1])
+
+    def drop(self) -> None:
+        """Take the last row away."""
+        last = self._parts.pop()[:, :-1]
+        if last.shape[1]:
+            self._parts.append(last)
+        self._single = max(self._single - 1, 0)
+
+    def joined(self, *more: mx.array) -> mx.array:
+        parts = [*self._parts, *more]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
 class _Chooser:
-    """Draws the target's token at each row of a block and matches the drafts with it."""
+    """Draws the target's token at each row of a block and matches the drafts with it.
 
-    def __init__(self, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None):
-        self.sampler, self.processors = sampler, processors
+    processors: logits processors; with any, tokens are chosen row by row on the host, one wait a row.
+    history: what processors are shown, without the tokens that are not committed yet.
+    """
+
+    def __init__(
+        self, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, prompt: Sequence[int] = ()
+    ):
+        self.sampler, self.processors, self.history = sampler, processors, History(prompt)
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
 
     def _choose(self, row: mx.array, position: int) -> mx.array:
@@ -394,43 +541,49 @@ class _Chooser:
         """
         return drafter.draft(anchor, features, cache, start, block_size)
 
-    def match(
-        self,
-        target: Target,
-        hidden: mx.array,
-        features: mx.array,
-        drafted: mx.array,
-        drafter_cache: list[Any],
-        history: list[int],
-        position: int,
-    ) -> tuple[list[int], int, int, Callable[[int], mx.array]]:
-        """Accept drafts while they equal the target's own choice; the round's one wait for the device is here.
+    def start(
+        self, target: Target, hidden: mx.array, features: mx.array, drafted: mx.array, context: list[Any], position: int
+    ) -> tuple[mx.array | None, Callable[[], Outcome], bool]:
+        """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
 
         Shapes:
           - hidden: [1, N + 1, H]; drafted: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
-        Returns: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
+        Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
+          and raises NotFiniteError if one of our kernels was at fault; whether one ran at all.
         """
-        state = [entry.state for entry in drafter_cache]
         if self.processors:
             doubts = target.doubts(hidden)
-            mx.eval(drafted, hidden, features, state, doubts)
-            target.check([doubt.item() for doubt in doubts])
-            return self._match_rows(target, hidden, drafted[0].tolist(), history, position)
-        block, margin = drafted[:, : hidden.shape[1] - 1], None
+            mx.async_eval(drafted, hidden, features, context, doubts)
+            return None, lambda: self._match_rows(target, hidden, drafted, position, doubts), bool(doubts)
+        token, margin, block = None, None, drafted[:, : hidden.shape[1] - 1]
         if self.sampler is None and (found := target.choices(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)
-        else:
+        elif block.shape[1]:
             accepted, bonus = self._accept(block, logprobs(target, hidden), position)
+        else:
+            accepted, bonus = None, self._choose(logprobs(target, hidden)[:, 0], position)
         doubts = target.doubts(hidden, margin)
-        packed = mx.concatenate([drafted[0], accepted, bonus, *doubts])
+        if not block.shape[1]:
+            token, parts = bonus, [bonus, *doubts]
+        else:
+            parts = [drafted[0], accepted, bonus, *doubts]
+        packed = mx.concatenate(parts) if len(parts) > 1 else token
         # Everything is enqueued; reading one small array is the only wait.
-        mx.async_eval(packed, hidden, features, state)
-        ids = packed.tolist()
-        target.check([ids.pop() for _ in doubts])
-        *ids, n, last = ids
-        # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
-        return ids, n, last, lambda i: logprobs(target, hidden[:, i : i + 1])[0, 0]
+        mx.async_eval(packed, hidden, features, context)
+
+        def read() -> Outcome:
+            ids = packed.tolist()
+            target.check([ids.pop() for _ in doubts])
+            last = ids.pop()
+            n = ids.pop() if block.shape[1] else 0
+            return ids, n, last, row_logprobs
+
+        def row_logprobs(i: int) -> mx.array:
+            # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
+            return logprobs(target, hidden[:, i : i + 1])[0, 0]
+
+        return token, read, bool(doubts)
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
@@ -440,20 +593,19 @@ class _Chooser:
             choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
         return accept_match(drafted, choices)
 
-    def _match_rows(
-        self, target: Target, hidden: mx.array, ids: list[int], history: list[int], position: int
-    ) -> tuple[list[int], int, int, Callable[[int], mx.array]]:
+    def _match_rows(self, target: Target, hidden: mx.array, drafted: mx.array, position: int, doubts: list[mx.array]) -> Outcome:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
-        context, rows = list(history), []
-        width = hidden.shape[1] - 1
+        target.check([doubt.item() for doubt in doubts])
+        ids, rows, width, n = drafted[0].tolist(), [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
-            row = process(self.processors, mx.array(context), target.head(hidden[:, i : i + 1])[:, 0])
+            row = process(self.processors, self.history.array(), target.head(hidden[:, i : i + 1])[:, 0])
             token = self._choose(row, position + i).item()
             rows.append(row[0])
             if i == width or token != ids[i]:
                 break
-            context.append(token)
+            self.history.append(token)
+        self.history.cut(n)
         return ids, i, token, rows.__getitem__
 
 
@@ -494,10 +646,12 @@ class _Rejecter(_Chooser):
 _RULES = {"rejection": accept_rejection, "block": accept_block}
 
 
-def _chooser(sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str) -> _Chooser:
+def _chooser(
+    sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str, prompt: list[int]
+) -> _Chooser:
     """Raises: GenerationError if the rule is unknown, or what it needs is not there."""
     if acceptance == "match":
-        return _Chooser(sampler, processors, seed)
+        return _Chooser(sampler, processors, seed, prompt)
     if acceptance not in _RULES:
         raise GenerationError(f"expected acceptance to be match, {' or '.join(_RULES)}; found {acceptance!r}.")
     if not isinstance(sampler, Distribution):
@@ -511,6 +665,75 @@ def _chooser(sampler: Sampler | None, processors: Sequence[LogitsProcessor], see
             "leave one of the two out."
         )
     return _Rejecter(sampler, seed, _RULES[acceptance])
+
+
+def _width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
+    """The rule for one run. What passes cost, and what earlier runs accepted, is kept with the drafter for the next one."""
+    known: WidthRule | None = getattr(drafter, "_last_rule", None)
+    most = drafter.config.block_size - 1
+    acceptance = Acceptance(most)
+    if known is not None:
+        acceptance.counts = [list(counts) for counts in known.acceptance.counts]
+        acceptance.forget(4)
+    rule = WidthRule(most, acceptance, known and known.costs, lambda: _measured_costs(model, drafter, stream))
+    drafter._last_rule = rule
+    return rule
+
+
+def _measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
+    """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
+    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__)
+    costs = load_costs(key)
+    if costs is None:
+        with mx.stream(stream):
+            costs = _measure_costs(model, drafter)
+        save_costs(key, costs)
+    return costs
+
+
+def _measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
+    target = Target(model, drafter.config.target_layer_ids)
+    entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
+    _, features = target(mx.zeros((1, 32), dtype=mx.int32), entries)
+    mx.eval(features)
+    token = mx.zeros((1,), dtype=mx.int32)
+    rows = injected = 0
+
+    def choose(width: int) -> mx.array:
+        nonlocal rows
+        point = checkpoint(entries, rows)
+        hidden, taps = verify_block(target, token, mx.zeros((1, width), dtype=mx.int32), entries, point)
+        chosen = mx.argmax(logprobs(target, hidden), axis=-1)
+        mx.async_eval(chosen, taps)
+        rows += 1
+        if width:
+            chosen.tolist()
+            rollback(entries, point, rows)
+            mx.eval([entry.state for entry in entries])
+        return chosen
+
+    def plain() -> None:
+        # As in the loop, the next pass is enqueued before the last one is read.
+        before = choose(0)
+        for _ in range(3):
+            before, now = choose(0), before
+            now.tolist()
+        before.tolist()
+
+    def draft() -> None:
+        nonlocal injected
+        mx.eval(Drafter.draft(drafter, token, features[:, :1], context, injected, K), [entry.state for entry in context])
+        injected += 1
+
+    def inject(n: int) -> None:
+        nonlocal injected
+        Drafter.inject(drafter, mx.broadcast_to(features[:, :1], (1, n, features.shape[2])), context, injected)
+        mx.eval([entry.state for entry in context])
+        injected += n
+
+    costs = measure(plain, draft, inject, choose, K - 1)
+    costs.plain_s /= 4
+    return costs
 
 
 def _respond(
@@ -654,7 +877,8 @@ def _check_ids(ids: list[int], model: nn.Module) -> None:
         )
 
 
-def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int:
+def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int | None:
+    """The block size that was asked for, checked; None: any."""
     if num_draft_tokens is not None:
         if block_size is not None and block_size != num_draft_tokens + 1:
             raise GenerationError(
@@ -662,7 +886,7 @@ def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int 
             )
         block_size = num_draft_tokens + 1
     if block_size is None:
-        return drafter.config.block_size
+        return None
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
     if block_size > (limit := largest_block(drafter)):
@@ -710,7 +934,7 @@ def _warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
         warnings.warn(
             f"the drafter's values overflow float16 in {fault[0]}: the text stays right and nothing that it drafts is accepted; "
             "load the target with bfloat16 or float32",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -744,8 +968,3 @@ def _check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache
             f"expected a target whose caches mlx-lm can quantize to {quantization.bits} bits in groups of "
             f"{quantization.group_size}; {Target(model).family} fails with it ({error}). Leave kv_bits out."
         ) from None
-
-
-def _join(pending: mx.array | None, features: mx.array) -> mx.array:
-    """Feature rows [1, S, F] after those still pending."""
-    return features if pending is None else mx.concatenate([pending, features], axis=1)

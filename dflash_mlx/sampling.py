@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
 
 from .errors import GenerationError
@@ -90,6 +91,30 @@ class KeyedSampler:
         token = sample_at(self.sampler, self.seed, self.position, logprobs)
         self.position += 1
         return token
+
+
+class History:
+    """The tokens that processors are shown. It grows in place: a step copies a buffer, and makes no list as long as the text."""
+
+    def __init__(self, ids: Sequence[int]):
+        self._ids, self._n = np.array(ids, dtype=np.int32), len(ids)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def append(self, token: int) -> None:
+        if self._n == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(self._n + 256, dtype=np.int32)])
+        self._ids[self._n] = token
+        self._n += 1
+
+    def cut(self, n: int) -> None:
+        """Keep the first n tokens."""
+        self._n = n
+
+    def array(self) -> mx.array:
+        """[T] int32"""
+        return mx.array(self._ids[: self._n])
 
 
 def process(processors: Sequence[LogitsProcessor], history: mx.array, logits: mx.array) -> mx.array:

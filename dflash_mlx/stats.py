@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Round(dict):
@@ -25,18 +26,21 @@ class GenerationStats:
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
     n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
+    widths: rounds by width, 0 being plain decoding. rule: what chose them.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
     """
 
     block_size: int
     keep_rounds: bool = True
+    rule: Any = None
     rounds: list[Round] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     n_rounds: int = 0
     n_drafting: int = 0
     n_committed: int = 0
     n_verified: int = 0
+    widths: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _passes_s: float = 0.0
@@ -46,8 +50,14 @@ class GenerationStats:
         """Mean of accepted + 1 over all rounds of width > 0, before any cut at EOS or max_tokens; None without one."""
         return self.n_committed / self.n_drafting if self.n_drafting else None
 
+    @property
+    def width_reason(self) -> str | None:
+        """One sentence on the widths that were chosen; None if they were asked for."""
+        return self.rule and self.rule.reason(self.widths)
+
     def add_round(self, drafted: list[int], accepted: int, bonus: int, width: int) -> None:
         self.n_rounds += 1
+        self.widths[width] = self.widths.get(width, 0) + 1
         if width:
             self.n_drafting += 1
             self.n_committed += accepted + 1
@@ -81,5 +91,7 @@ class GenerationStats:
             "acceptance_lengths": self.acceptance_lengths,
             "rounds": self.rounds,
             "tau": self.tau,
+            "widths": dict(sorted(self.widths.items())),
+            "width_reason": self.width_reason,
             "seconds": self.seconds,
         }

@@ -25,6 +25,11 @@ def verify_block(
       - features: [B, N + 1, n_taps * H] taps of the same rows
     The cache then holds N + 1 rows more; the caller rolls back to `point` and keeps those it commits.
     """
+    if not drafted.shape[1]:
+        # Plain decoding: one row is kept or undone as a whole, which needs no inputs of stateful modules.
+        out = target(anchor[:, None], cache)
+        point.rows = 1
+        return out
     with exact_windows(cache):
         return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache, point)
 

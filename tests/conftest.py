@@ -16,6 +16,17 @@ def pair():
     return model, tokenizer, load_drafter("tiny", model)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def costs_file(tmp_path_factory):
+    """Measured costs of passes go to a file of this session, not to the user's cache."""
+    from dflash_mlx import width
+
+    before, file = width._costs_file, tmp_path_factory.mktemp("costs") / "widths.json"
+    width._costs_file = lambda: file
+    yield file
+    width._costs_file = before
+
+
 @pytest.fixture(scope="session")
 def conformance():
     """All reference outputs, where the checkout has them beside it; tests/data holds a small part for everyone."""

@@ -213,7 +213,13 @@ def plain(model, tokenizer, prompt, **options):
 
 
 def run(model, drafter, prompt, max_tokens=30, tokenizer=None, **options):
-    """Our responses, with a tokenizer that has no EOS unless one is given."""
+    """Our responses, with a tokenizer that has no EOS unless one is given.
+
+    With a DFlash drafter every round is as wide as its config says, so that rounds can be compared; block_size=None lets the
+    width rule choose.
+    """
+    if isinstance(drafter, Drafter) and "num_draft_tokens" not in options:
+        options.setdefault("block_size", drafter.config.block_size)
     tokenizer = letters() if tokenizer is None else tokenizer
     return list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=drafter, **options))
 

@@ -119,12 +119,13 @@ def test_text_that_ends_inside_a_character_or_at_a_space_ends_as_mlx_lms(pair):
     assert {"\ufffd", " "} <= ends
 
 
+@pytest.mark.parametrize("block", [5, 1, None])
 @pytest.mark.parametrize("end", ["eos", "max_tokens"])
-def test_caches_are_at_the_last_token_when_the_caller_sees_it(tiny, end):
+def test_caches_are_at_the_last_token_when_the_caller_sees_it(tiny, end, block):
     model, line, oracle, _ = tiny
     cache = make_prompt_cache(model, oracle)
     tokenizer, limit = (letters(line[6]), 30) if end == "eos" else (letters(), 7)
-    for r in dflash_mlx.stream_generate(model, tokenizer, PROMPT, limit, oracle, prompt_cache=cache):
+    for r in dflash_mlx.stream_generate(model, tokenizer, PROMPT, limit, oracle, prompt_cache=cache, block_size=block):
         if r.finish_reason:
             # The generator is still open here, as for a caller that breaks and keeps a reference.
             held = PairCache.read(cache)
@@ -134,7 +135,7 @@ def test_caches_are_at_the_last_token_when_the_caller_sees_it(tiny, end):
 
 def test_max_tokens_minus_one_goes_on_until_the_caller_stops(tiny):
     model, line, oracle, _ = tiny
-    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, max_tokens=-1, draft_model=oracle)
+    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, max_tokens=-1, draft_model=oracle, block_size=5)
     assert [next(steps).token for _ in range(40)] == line[:40]
     steps.close()
 
@@ -218,13 +219,13 @@ def test_block_size_one_decodes_without_drafting_and_keeps_the_context(tiny):
 # Options
 
 
-def test_block_size_defaults_to_the_configs_and_may_be_given_as_draft_tokens(tiny):
+def test_a_block_size_may_be_given_as_draft_tokens(tiny):
     model, _, oracle, _ = tiny
     widths = [
         run(model, oracle, PROMPT, 12, **options)[-1].stats.rounds[0]["width"]
-        for options in ({}, {"block_size": 3}, {"num_draft_tokens": 6}, {"num_draft_tokens": 6, "block_size": 7})
+        for options in ({"block_size": 3}, {"num_draft_tokens": 6}, {"num_draft_tokens": 6, "block_size": 7})
     ]
-    assert widths == [4, 2, 6, 6]
+    assert widths == [2, 6, 6]
 
 
 @pytest.mark.parametrize("block", [0, -1, 2.0, True, "5"])
@@ -555,7 +556,9 @@ PLACES = {
     "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
     "target pass": (taps.Target, "__call__", (1, 2, 4, 6)),
     "verify": (generation, "verify_block", (1, 3)),
-    "match": (generation._Chooser, "match", (1, 2, 4)),
+    "match": (generation._Chooser, "start", (1, 2, 4)),
+    "reading": (generation._Run, "read", (1, 2, 4)),
+    "commit": (generation._Run, "commit", (1, 2, 4)),
     "rollback": (generation, "rollback", (1, 2)),
     "end of round": (generation.GenerationStats, "add_round", (1, 3)),
 }
@@ -569,7 +572,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("place,nth,after", MOMENTS)
-def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after):
+def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
     out = ids_of(run(model, drafter, prompt[:30], 3, tokenizer, prompt_cache=cache))
@@ -578,7 +581,7 @@ def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeyp
     got = []
     with pytest.raises(KeyboardInterrupt):
         for r in dflash_mlx.stream_generate(
-            model, tokenizer, prompt[30:50], 30, drafter, prompt_cache=cache, prefill_step_size=8
+            model, tokenizer, prompt[30:50], 30, drafter, prompt_cache=cache, prefill_step_size=8, block_size=block
         ):
             got.append(r.token)
     assert calls[0] >= nth
@@ -593,8 +596,19 @@ def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeyp
     assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
 
 
-@pytest.mark.parametrize("trials", [6, pytest.param(40, marks=pytest.mark.full)])
-def test_a_signal_at_any_moment_leaves_both_caches_consistent(sliding, trials):
+PLAIN_PLACES = ("target pass", "verify", "match", "reading", "commit", "end of round")
+
+
+@pytest.mark.parametrize("place", PLAIN_PLACES)
+def test_an_interruption_while_plain_passes_overlap_leaves_both_caches_consistent(sliding, monkeypatch, place):
+    for nth in range(4, 7):
+        for after in (False, True):
+            with monkeypatch.context() as patch:
+                test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, patch, place, nth, after, block=1)
+
+
+@pytest.mark.parametrize("trials,block", [(6, 8), (6, 1), pytest.param(40, 8, marks=pytest.mark.full)])
+def test_a_signal_at_any_moment_leaves_both_caches_consistent(sliding, trials, block):
     model, tokenizer, drafter, prompt = sliding
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupted = 0
@@ -602,7 +616,7 @@ def test_a_signal_at_any_moment_leaves_both_caches_consistent(sliding, trials):
         for trial in range(trials):
             cache, got = make_prompt_cache(model, drafter), []
             steps = dflash_mlx.stream_generate(
-                model, tokenizer, prompt[:60], 40, drafter, prompt_cache=cache, prefill_step_size=8
+                model, tokenizer, prompt[:60], 40, drafter, prompt_cache=cache, prefill_step_size=8, block_size=block
             )
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.3 * ((trial * 0.618) % 1) ** 2)
@@ -626,7 +640,8 @@ def test_a_signal_at_any_moment_leaves_both_caches_consistent(sliding, trials):
     assert interrupted
 
 
-def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding):
+@pytest.mark.parametrize("block", [8, 1])
+def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding, block):
     model, tokenizer, drafter, prompt = sliding
     cache, calls, got = make_prompt_cache(model, drafter), [0], []
 
@@ -637,7 +652,8 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding):
         return mx.argmax(row, axis=-1)
 
     with pytest.raises(RuntimeError, match="sampler broke"):
-        for r in dflash_mlx.stream_generate(model, tokenizer, prompt[:30], 30, drafter, sampler=sampler, prompt_cache=cache):
+        options = {"sampler": sampler, "prompt_cache": cache, "block_size": block}
+        for r in dflash_mlx.stream_generate(model, tokenizer, prompt[:30], 30, drafter, **options):
             got.append(r.token)
     assert got and PairCache.read(cache).ids == prompt[:30] + got
     again = run(model, drafter, prompt[60:63], 10, tokenizer, prompt_cache=cache)

@@ -69,7 +69,7 @@ def test_generators_raise_the_limit_while_they_are_open_and_print_nothing(device
     model = tiny_target()
     prompt = [5, 9, 33]
     oracle = tiny_drafter(model, cls=Oracle).learn(prompt + greedy_ids(model, prompt, 30), model)
-    steps = [dflash_mlx.stream_generate(model, letters(), prompt, 20, oracle) for _ in range(2)]
+    steps = [dflash_mlx.stream_generate(model, letters(), prompt, 20, oracle, block_size=5) for _ in range(2)]
     next(steps[0]), next(steps[1])
     assert device == [BEFORE, LIMIT]
     steps[0].close()

@@ -14,11 +14,11 @@ PLAIN, SLIDING, NONCAUSAL = "other-taps", "sliding", "sliding-noncausal"
 
 FAULTS = {
     "tap one too late": (
-        (generation, "_rounds", "drafter.config.target_layer_ids", "[i + 1 for i in drafter.config.target_layer_ids]"),
+        (generation._Run, "__init__", "drafter.config.target_layer_ids", "[i + 1 for i in drafter.config.target_layer_ids]"),
         (PLAIN, SLIDING),
     ),
     "tap one too early": (
-        (generation, "_rounds", "drafter.config.target_layer_ids", "[i - 1 for i in drafter.config.target_layer_ids]"),
+        (generation._Run, "__init__", "drafter.config.target_layer_ids", "[i - 1 for i in drafter.config.target_layer_ids]"),
         (PLAIN, SLIDING),
     ),
     "query position off by one": (
@@ -30,19 +30,24 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
-        (generation, "_rounds", "features[:, : accepted + 1]", "features[:, : max(accepted, 1)]"),
+        (generation._Run, "commit", "features[:, : accepted + 1]", "features[:, : max(accepted, 1)]"),
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
-        (generation, "_rounds", "drafter.inject(features, pair", "drafter.inject(features[:, 1:], pair"),
+        (generation._Run, "prefill", "drafter.inject(features, pair", "drafter.inject(features[:, 1:], pair"),
         (PLAIN, SLIDING),
     ),
     "context row doubled": (
-        (generation, "_rounds", "features[:, : accepted + 1]", "_join(features[:, :1], features[:, : accepted + 1])"),
+        (
+            generation._Run,
+            "commit",
+            "flight.features[:, : accepted + 1]",
+            "mx.concatenate([flight.features[:, :1], flight.features[:, : accepted + 1]], axis=1)",
+        ),
         (PLAIN, SLIDING),
     ),
     "rejected row kept in the context": (
-        (generation, "_rounds", "features[:, : accepted + 1]", "features[:, : accepted + 2]"),
+        (generation._Run, "commit", "features[:, : accepted + 1]", "features[:, : accepted + 2]"),
         (PLAIN, SLIDING),
     ),
     "window one too wide in the mask": (
@@ -73,11 +78,19 @@ FAULTS = {
 }  # fmt: skip
 # Only a second turn on the same prompt cache shows these. The oracle compares every context row with a full forward.
 KEPT = {
-    "pending rows lost at the end of a turn": ("pending[:, : keep - injected]", "pending[:, :0]"),
-    "pending rows of unseen drafts kept": ("pending[:, : keep - injected]", "pending"),
-    "target's rows of unseen drafts kept": ("keep = min(rows, len(pair.ids) - 1) if emitted else rows", "keep = rows"),
-    "anchor left out of the second turn": ("feed = pair.ids[pair.rows :] + prompt", "feed = prompt"),
-    "anchor fed twice in the second turn": ("feed = pair.ids[pair.rows :] + prompt", "feed = pair.ids[-1:] * 2 + prompt"),
+    "pending rows lost at the end of a turn": ("settle", ".joined()[:, : keep - self.injected]", ".joined()[:, :0]"),
+    "pending rows of unseen drafts kept": ("settle", ".joined()[:, : keep - self.injected]", ".joined()"),
+    "target's rows of unseen drafts kept": (
+        "settle",
+        "keep = max(point.length, min(self.rows, len(pair.ids) - 1))",
+        "keep = self.rows",
+    ),
+    "anchor left out of the second turn": ("prefill", "feed = pair.ids[pair.rows :] + prompt", "feed = prompt"),
+    "anchor fed twice in the second turn": (
+        "prefill",
+        "feed = pair.ids[pair.rows :] + prompt",
+        "feed = pair.ids[-1:] * 2 + prompt",
+    ),
 }
 
 
@@ -120,7 +133,7 @@ def test_a_fault_planted_in_what_a_turn_keeps_is_seen_in_the_second_turn(monkeyp
     first, second = [5, 9, 33, 7, 20, 41], [11, 2, 50]
     out = greedy_ids(model, first, 9)
     if fault:
-        plant(monkeypatch, generation, "_rounds", *KEPT[fault])
+        plant(monkeypatch, generation._Run, *KEPT[fault])
     wrong = []
     for n in range(1, 10):
         line = first + out[:n] + second

@@ -87,7 +87,7 @@ job = json.loads(sys.stdin.read())
 model, tokenizer = load("tiny", dtype=mx.float32)
 drafter = make_drafter(DrafterConfig.from_dict(job["config"]), dict(mx.load(job["weights"])), model)
 cache = load_prompt_cache(job["file"])
-got = list(stream_generate(model, tokenizer, job["prompt"], max_tokens=24, draft_model=drafter, prompt_cache=cache))
+got = list(stream_generate(model, tokenizer, job["prompt"], max_tokens=24, draft_model=drafter, prompt_cache=cache, block_size=8))
 print(json.dumps({"ids": [r.token for r in got], "rounds": got[-1].stats.rounds}))
 """
 
@@ -137,11 +137,14 @@ def test_a_fresh_list_of_mlx_lms_own_is_completed_in_place(sliding):
     assert same(again, run(model, drafter, prompt[:30] + ids_of(first) + prompt[30:33], 12, tokenizer))
 
 
-@pytest.mark.parametrize("taken", range(1, 31))
-def test_a_generator_closed_at_any_token_leaves_both_caches_at_that_token(sliding, taken):
+# Block 8 drafts in every round, 1 in none, None as the width rule says.
+@pytest.mark.parametrize("taken,block", [*((n, 8) for n in range(1, 31)), *((n, b) for n in (1, 2, 3, 9) for b in (1, None))])
+def test_a_generator_closed_at_any_token_leaves_both_caches_at_that_token(sliding, taken, block):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
-    steps = dflash_mlx.stream_generate(model, tokenizer, prompt[:40], max_tokens=-1, draft_model=drafter, prompt_cache=cache)
+    steps = dflash_mlx.stream_generate(
+        model, tokenizer, prompt[:40], max_tokens=-1, draft_model=drafter, prompt_cache=cache, block_size=block
+    )
     out = [next(steps).token for _ in range(taken)]
     steps.close()
     held = PairCache.read(cache)
@@ -169,7 +172,7 @@ def test_generators_interleaved_token_by_token_do_not_disturb_each_other(pair, s
     alone = [run(model, d, p, 30, tokenizer) for d, p in zip((drafter, other), prompts, strict=True)]
     text = mlx_lm.generate(model, tokenizer, prompt[70:80], max_tokens=12)
     steps = [
-        dflash_mlx.stream_generate(model, tokenizer, p, max_tokens=30, draft_model=d)
+        dflash_mlx.stream_generate(model, tokenizer, p, max_tokens=30, draft_model=d, block_size=8)
         for d, p in zip((drafter, other), prompts, strict=True)
     ]
     together = [[], []]
@@ -187,7 +190,7 @@ def test_two_targets_in_one_process_do_not_disturb_each_other():
     lines = [greedy_ids(m, prompt, 16) for m in models]
     oracles = [tiny_drafter(m, cls=Oracle).learn(prompt + line, m) for m, line in zip(models, lines, strict=True)]
     steps = [
-        dflash_mlx.stream_generate(m, letters(), prompt, max_tokens=12, draft_model=d)
+        dflash_mlx.stream_generate(m, letters(), prompt, max_tokens=12, draft_model=d, block_size=5)
         for m, d in zip(models, oracles, strict=True)
     ]
     got = [[a.token, b.token] for a, b in zip(*steps, strict=True)]
@@ -196,7 +199,7 @@ def test_two_targets_in_one_process_do_not_disturb_each_other():
 
 def test_a_target_is_plain_again_while_a_generator_waits(sliding):
     model, tokenizer, drafter, prompt = sliding
-    steps = dflash_mlx.stream_generate(model, tokenizer, prompt[:20], max_tokens=9, draft_model=drafter)
+    steps = dflash_mlx.stream_generate(model, tokenizer, prompt[:20], max_tokens=9, draft_model=drafter, block_size=8)
     for _ in range(4):
         next(steps)
         assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}

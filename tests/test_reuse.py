@@ -54,6 +54,8 @@ def rows(monkeypatch):
 
 
 def turn(model, drafter, prompt, store, n=16, **options):
+    if drafter is not None:
+        options.setdefault("block_size", drafter.config.block_size)
     opened = open_turn(model, letters(), prompt, store, "pair", draft_model=drafter, max_tokens=n, **options)
     return opened.held, list(opened.responses)
 
@@ -73,7 +75,7 @@ def test_a_second_turn_runs_only_what_is_new_and_drafts_as_a_fresh_run(kind, len
     store = PromptStore(4)
     assert ids_of(turn(model, drafter, prompt, store, prefill_step_size=64)[1]) == first
     rows.clear()
-    opened = open_turn(model, letters(), whole, store, "pair", draft_model=drafter, max_tokens=16)
+    opened = open_turn(model, letters(), whole, store, "pair", draft_model=drafter, max_tokens=16, block_size=5)
     responses = [next(opened.responses)]
     # The last turn's last token, which the target had not read yet, and the new ones.
     assert sum(rows) == len(new) + 1 and opened.held == len(prompt) + len(first)
@@ -155,7 +157,8 @@ def test_two_turns_that_branch_off_one_do_not_disturb_each_other(changes):
     drafter, store = mixed(model, prompt, **changes), PromptStore(8)
     turn(model, drafter, prompt, store, checkpoints=[(29, "user")])
     branches = [[*prompt, n, n + 1, n + 2] for n in (5, 25, 5)]
-    opened = [open_turn(model, letters(), b, store, "pair", draft_model=drafter, max_tokens=12) for b in branches]
+    options = {"draft_model": drafter, "max_tokens": 12, "block_size": 5}
+    opened = [open_turn(model, letters(), b, store, "pair", **options) for b in branches]
     assert [o.held for o in opened] == [30 if changes else 29] * 3
     got = list(zip(*(o.responses for o in opened), strict=True))
     for i, branch in enumerate(branches):

@@ -28,7 +28,7 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     from dflash_mlx import load_drafter, stream_generate
 
     drafter = load_drafter(out, model)
-    last = list(stream_generate(model, tokenizer, "import os\n", max_tokens=6, draft_model=drafter))[-1]
+    last = list(stream_generate(model, tokenizer, "import os\n", max_tokens=6, draft_model=drafter, block_size=8))[-1]
     assert last.stats.tau >= 1
 
 

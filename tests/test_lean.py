@@ -1,0 +1,441 @@
+"""Rounds of changing width: exact whatever the widths, plain where nothing is drafted, one wait a round, and lean.
+
+`Shuffled` stands in for the width rule, so that rounds of every width and plain passes follow each other in any order.
+"""
+
+import gc
+import random
+import time
+
+import mlx.core as mx
+import pytest
+from families import family, known_drafter, some_line
+from kit import (
+    DATA,
+    Noisy,
+    Oracle,
+    greedy_ids,
+    ids_of,
+    letters,
+    references,
+    rounds_of,
+    run,
+    tiny_drafter,
+    tiny_target,
+    variant,
+)
+from mlx_lm.models.cache import KVCache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import dflash_mlx
+from dflash_mlx import drafter as drafter_module
+from dflash_mlx import generation, make_prompt_cache, sampling
+from dflash_mlx.cache import PairCache
+from dflash_mlx.width import FixedWidth
+
+PROMPT = [5, 9, 33, 7, 20]
+
+
+class Shuffled(FixedWidth):
+    """Any width from 0 to `most`; every other one is 0, and stretches of it are frequent."""
+
+    def __init__(self, most, seed):
+        self.most, self.chance, self.told, self.left = most, random.Random(seed), [], 0
+        self.width = 0
+
+    def choose(self, pending=0):
+        return self.width
+
+    def observe(self, width, accepted, more, seconds, usual):
+        self.told.append((width, accepted, more))
+        self.left -= 1
+        if self.left <= 0:
+            self.width = self.chance.choice([0, self.chance.randint(1, self.most)])
+            self.left = self.chance.choice([1, 1, 2, 5])
+
+
+@pytest.fixture
+def shuffled(monkeypatch):
+    """Makes runs with block_size=None change widths; call it with a seed. The list gets each run's rule."""
+    rules = []
+
+    def use(seed):
+        def rule(model, drafter, stream):
+            rules.append(Shuffled(drafter.config.block_size - 1, seed))
+            return rules[-1]
+
+        monkeypatch.setattr(generation, "_width_rule", rule)
+        return rules
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = tiny_target(seed=2)
+    line = greedy_ids(model, PROMPT, 130)
+    return model, line, tiny_drafter(model, cls=Noisy).learn(PROMPT + line, model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny, shuffled, seed):
+    model, line, noisy = tiny
+    rules = shuffled(seed)
+    # The drafter compares every context row that it is given with a full forward.
+    got = run(model, noisy, PROMPT, 100, block_size=None)
+    assert ids_of(got) == line[:100]
+    widths = [r["width"] for r in got[-1].stats.rounds]
+    assert 0 in widths and len(set(widths)) > 3 and sum(a == 0 < b for a, b in zip(widths, widths[1:], strict=False)) >= 3
+    assert [t[:2] for t in rules[0].told] == [(r["width"], r["accepted"]) for r in got[-1].stats.rounds]
+    assert any(more for *_, more in rules[0].told)
+    for r in got[-1].stats.rounds:
+        assert len(r["drafted"]) == (4 if r["width"] else 0) and r["accepted"] <= r["width"]
+    assert got[-1].stats.widths == {w: widths.count(w) for w in set(widths)}
+    drafting = [r for r in got[-1].stats.rounds if r["width"]]
+    assert got[-1].stats.tau == sum(r["accepted"] + 1 for r in drafting) / len(drafting)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, seed):
+    model, tokenizer, drafter = pair
+    shuffled(seed)
+    got = run(model, drafter, "import os\n", 60, tokenizer, block_size=None)
+    assert ids_of(got) == greedy_ids(model, tokenizer.encode("import os\n"), 60)
+    ids = tokenizer.encode("import os\n") + [got[0].token]
+    for r in got[-1].stats.rounds:
+        if r["width"]:
+            # A fresh run whose first round stands at the same place drafts the same block.
+            fresh = run(model, drafter, ids[:-1], 2, tokenizer)[-1].stats.rounds[0]
+            assert fresh["drafted"] == r["drafted"]
+        ids += [*r["drafted"][: r["accepted"]], r["bonus"]]
+
+
+FAMILIES = ["llama, mixed windows", "qwen3_next", "mamba2", "llama4", "falcon_h1"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_widths_that_change_change_no_token_of_any_kind_of_cache(shuffled, name):
+    model, prompt = family(name), some_line(30)
+    line = greedy_ids(model, prompt, 80)
+    shuffled(7)
+    drafter = known_drafter(model, prompt + line)
+    cache = make_prompt_cache(model, drafter)
+    steps = dflash_mlx.stream_generate(model, letters(), prompt, 80, drafter, prompt_cache=cache)
+    got = [next(steps).token for _ in range(41)]
+    # Closed while a pass is under way, and taken up again.
+    steps.close()
+    held = PairCache.read(cache)
+    assert held.ids == prompt + line[:41] and held.rows == len(held.ids) - 1
+    got += ids_of(run(model, drafter, [line[41]], 30, block_size=None, prompt_cache=cache))
+    assert got == line[:41] + line[42:72]
+
+
+def test_widths_that_change_change_no_token_with_a_quantized_cache(tiny, shuffled):
+    model, _, noisy = tiny
+    shuffled(3)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 40}
+    drafter = tiny_drafter(tiny_target(seed=4, head_dim=32))
+    expected = greedy_ids(drafter.target, PROMPT, 90, **options)
+    assert ids_of(run(drafter.target, drafter, PROMPT, 90, block_size=None, **options)) == expected
+
+
+def test_a_seed_gives_the_same_text_whatever_the_widths(tiny, shuffled):
+    model, *_ = tiny
+    drafter = tiny_drafter(model)
+    options = {"sampler": make_sampler(temp=0.9, top_p=0.95), "seed": 11}
+    expected = ids_of(run(model, None, PROMPT, 60, **options))
+    for seed in range(3):
+        shuffled(seed)
+        assert ids_of(run(model, drafter, PROMPT, 60, block_size=None, **options)) == expected
+
+
+def test_processors_see_the_committed_text_only_whatever_the_widths(tiny, shuffled):
+    model, _, noisy = tiny
+    drafter, seen, plain_seen = tiny_drafter(model), [], []
+
+    def recording(into):
+        return [*make_logits_processors(repetition_penalty=1.3), lambda ids, row: (into.append(ids.tolist()), row)[1]]
+
+    expected = ids_of(run(model, None, PROMPT, 60, logits_processors=recording(plain_seen)))
+    shuffled(5)
+    got = run(model, drafter, PROMPT, 60, block_size=None, logits_processors=recording(seen))
+    assert ids_of(got) == expected and seen == plain_seen[:60]
+
+
+# Automatic runs
+
+
+def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("import os\n")
+    for _ in range(2):
+        got = run(model, drafter, prompt, 80, tokenizer, block_size=None)
+        stats = got[-1].stats
+        assert ids_of(got) == greedy_ids(model, prompt, 80)
+        assert sum(stats.widths.values()) == stats.n_rounds == len(stats.rounds) and "x" in stats.width_reason
+    assert stats.summary()["widths"] == dict(sorted(stats.widths.items()))
+
+
+def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch, costs_file):
+    model = tiny_target(seed=2, intermediate_size=52)
+    calls = []
+    original = generation._measure_costs
+    monkeypatch.setattr(generation, "_measure_costs", lambda *args: (calls.append(1), original(*args))[1])
+    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 9, tiny_drafter(model))
+    next(steps)
+    assert calls == []
+    rest = [r.token for r in steps]
+    assert len(rest) == 8 and calls == [1] and costs_file.exists()
+    # The same shapes again, with other weights and in another run: known from the file, then from memory.
+    other = tiny_drafter(tiny_target(seed=3, intermediate_size=52), seed=4)
+    for _ in range(2):
+        run(other.target, other, PROMPT, 9, block_size=None)
+    assert calls == [1]
+
+
+def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
+    model, line, _ = tiny
+    drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
+    costs = generation._measure_costs(model, drafter)
+    assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
+    assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
+    assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
+    assert ids_of(run(model, drafter, PROMPT, 20)) == line[:20]
+
+
+def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monkeypatch):
+    model, line, noisy = tiny
+    monkeypatch.setattr(generation, "_measure_costs", lambda *_: pytest.fail("measured"))
+    stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
+    assert set(stats.widths) == {3} and stats.width_reason is None
+
+
+def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair):
+    model, tokenizer, drafter = pair
+    from dflash_mlx.sampling import Distribution
+
+    options = {"sampler": Distribution(0.9), "acceptance": "rejection", "seed": 3, "block_size": None}
+    runs = [run(model, drafter, "import os\n", 40, tokenizer, **options) for _ in range(2)]
+    assert ids_of(runs[0]) == ids_of(runs[1]) and set(runs[0][-1].stats.widths) == {7}
+
+
+# Lean rounds
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What the loop does, in order: "launch" and "read" of passes."""
+    seen = []
+    for name in ("launch", "read"):
+        original = getattr(generation._Run, name)
+
+        def call(self, *args, name=name, original=original, **kwargs):
+            seen.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(generation._Run, name, call)
+    return seen
+
+
+def test_plain_passes_are_enqueued_before_the_one_in_front_is_read(tiny, order):
+    model, line, noisy = tiny
+    assert ids_of(run(model, noisy, PROMPT, 20, block_size=1)) == line[:20]
+    # As in mlx-lm: one pass more is under way at each read, and none after the last token.
+    assert order == ["launch"] + ["launch", "read"] * 19 + ["read"]
+
+
+def test_drafting_rounds_are_read_before_the_next_one(tiny, order):
+    model, line, noisy = tiny
+    run(model, noisy, PROMPT, 20, block_size=4)
+    assert order == ["launch", "read"] * (len(order) // 2)
+
+
+def test_a_plain_stretch_waits_once_a_token_and_evaluates_nothing_else(tiny, monkeypatch):
+    model, line, _ = tiny
+    count = [0]
+
+    def counting(function):
+        def call(*args, **kwargs):
+            count[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(mx, "eval", counting(mx.eval))
+    monkeypatch.setattr(mx, "synchronize", counting(mx.synchronize))
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(mx.array, name, counting(getattr(mx.array, name)))
+    at = []
+    for _ in dflash_mlx.stream_generate(model, letters(), PROMPT, 100, tiny_drafter(model), block_size=1):
+        at.append(count[0])
+    assert {b - a for a, b in zip(at[:-2], at[1:-1], strict=True)} == {1}
+
+
+def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, monkeypatch):
+    model, line, _ = tiny
+    drafter, calls = tiny_drafter(model), []
+    original = drafter_module.Drafter.inject
+    monkeypatch.setattr(
+        drafter_module.Drafter,
+        "inject",
+        lambda self, features, *args: (calls.append(features.shape[1]), original(self, features, *args)),
+    )
+    cache = make_prompt_cache(model, drafter)
+    run(model, drafter, PROMPT, 100, block_size=1, prompt_cache=cache)
+    assert calls == [4] and PairCache.read(cache).pending == 100
+    # 48 features a row, float32: 30 rows.
+    monkeypatch.setattr(generation, "_PENDING_BYTES", 30 * 48 * 4)
+    calls.clear()
+    more = make_prompt_cache(model, drafter)
+    run(model, drafter, PROMPT, 100, block_size=1, prompt_cache=more)
+    assert calls[0] == 4 and all(30 <= n <= 32 for n in calls[1:]) and len(calls) == 4
+    # Both go on with the same drafts.
+    turns = [run(model, drafter, [8], 12, prompt_cache=c) for c in (cache, more)]
+    assert ids_of(turns[0]) == ids_of(turns[1]) and rounds_of(turns[0]) == rounds_of(turns[1])
+
+
+class Stub:
+    """Makes a tiny target cheap and long-lived: its layers pass their input on, and caches hold one number a row."""
+
+    @staticmethod
+    def target(vocab=61):
+        model = tiny_target(seed=2, layers=2, vocab=vocab)
+
+        def call(self, x, mask=None, cache=None):
+            row = x[:, None, :, :1]
+            cache.update_and_fetch(row, row)
+            return x
+
+        for layer in model.layers:
+            layer.__class__ = type("StubLayer", (type(layer),), {"__call__": call})
+        return model
+
+
+def test_no_list_made_into_an_array_for_a_token_grows_with_the_context(monkeypatch):
+    """With and without processors, drafting or not: host time a token does not depend on the context."""
+    model = Stub.target()
+    drafter = tiny_drafter(model, taps=(0, 1), max_position_embeddings=40_000)
+    made = []
+
+    class Recording:
+        """mlx.core as the loop sees it."""
+
+        def __getattr__(self, name):
+            return getattr(mx, name)
+
+        def array(self, value, *args, **kwargs):
+            made.append(len(value) if isinstance(value, (list, tuple)) else 0)
+            return mx.array(value, *args, **kwargs)
+
+    prompt = [(7 * i) % 61 for i in range(32_000)]
+    for options in ({"block_size": 1}, {"block_size": 5}, {"block_size": 5, "logits_processors": [lambda ids, row: row]}):
+        steps = dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, **options)
+        for _ in range(5):
+            next(steps)
+        with monkeypatch.context() as patch:
+            for module in (generation, sampling):
+                patch.setattr(module, "mx", Recording())
+            for _ in range(30):
+                next(steps)
+        steps.close()
+    assert made and max(made) <= 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [1, 5])
+def test_host_time_is_flat_with_context_to_32k(block):
+    model = Stub.target()
+    drafter = tiny_drafter(model, taps=(0, 1), layer_types=["sliding_attention", "sliding_attention"])
+
+    def per_token(context):
+        prompt = [(7 * i) % 61 for i in range(context)]
+        steps = dflash_mlx.stream_generate(model, letters(), prompt, -1, drafter, block_size=block, keep_rounds=False)
+        times = []
+        for _ in range(400):
+            began = time.perf_counter()
+            next(steps)
+            times.append(time.perf_counter() - began)
+        steps.close()
+        # The best tenth: whatever else runs on this machine.
+        return sum(sorted(times)[:40])
+
+    # Appending one number to 32,000 costs the device little; a list or concatenation of them on the host costs milliseconds.
+    assert min(per_token(32_000) for _ in range(3)) < 2 * min(per_token(100) for _ in range(3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [1, 5, None])
+def test_memory_over_20000_tokens_grows_only_by_the_caches(block):
+    model = Stub.target()
+    drafter = tiny_drafter(model, taps=(0, 1))
+    cache = make_prompt_cache(model, drafter)
+    steps = dflash_mlx.stream_generate(
+        model, letters(), PROMPT, -1, drafter, block_size=block, keep_rounds=False, prompt_cache=cache
+    )
+    held = []
+    for n in range(20_000):
+        next(steps)
+        if n in (2_000, 19_999):
+            gc.collect()
+            state = sum(a.nbytes for entry in cache[:-1] for a in (entry.keys, entry.values) if a is not None)
+            held.append(mx.get_active_memory() - state)
+    steps.close()
+    assert PairCache.read(cache).rows == len(PROMPT) + 20_000 - 1
+    # Pending features (their bound, and 48 floats a row) and an entry's growth by 256 rows.
+    pending = min(generation._PENDING_BYTES, 20_000 * 48 * 4) if block != 5 else 0
+    assert held[1] - held[0] < pending + 1e6, held
+
+
+def test_the_drafter_reads_the_context_in_full_layers_and_the_window_in_sliding_ones(pair, monkeypatch):
+    reference = references(DATA / "variants" / "sliding.json")
+    model, tokenizer, prompt = pair[0], pair[1], reference["prompts"][6]["prompt_ids"]
+    drafter = variant(model, reference["config"])
+    read = []
+    original = mx.fast.scaled_dot_product_attention
+
+    def reading(q, k, v, **options):
+        if q.shape[2] == drafter.config.block_size:
+            read.append(k.shape[2] - q.shape[2])
+        return original(q, k, v, **options)
+
+    monkeypatch.setattr(drafter_module.mx.fast, "scaled_dot_product_attention", reading)
+    cache = make_prompt_cache(model, drafter)
+    windows, contexts = drafter.config.windows, []
+    assert None in windows and any(windows)
+    steps = dflash_mlx.stream_generate(model, tokenizer, prompt, 40, drafter, block_size=8, prompt_cache=cache)
+    for _ in steps:
+        pass
+    stats = _.stats
+    at = len(prompt)
+    for r in stats.rounds:
+        contexts.append(at)
+        at += r["accepted"] + 1
+    # The target's passes over as many rows come after the drafter's layers of the same round.
+    per_round = len(windows)
+    own = [read[i : i + per_round] for i in range(0, len(read), per_round + len(model.layers))]
+    for context, sizes in zip(contexts, own, strict=True):
+        assert sizes == [context if w is None else min(context, w - 1) for w in windows]
+    assert isinstance(cache[len(model.layers) + windows.index(None)], KVCache)
+
+
+def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
+    """The rule itself in the loop, with costs in which drafting is free: from the second round on blocks are full."""
+    model, line, _ = tiny
+    oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
+    # Far less than any pass takes, so that only their ratios count.
+    costs = generation.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6})
+    monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
+    monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
+    stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
+    assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
+    assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
+
+
+def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
+    model, line, _ = tiny
+    costs = generation.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6})
+    monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
+    monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
+    stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
+    assert stats.widths[0] > 90
+    assert "drafting off in 9" in stats.width_reason and "5 rows cost 2.5x one row here" in stats.width_reason
