@@ -502,6 +502,8 @@ class Chat:
         parts = [f"{last.generation_tokens} tokens", f"{last.generation_tps:.1f} tokens/s"]
         if last.stats and last.stats.tau is not None:
             parts.append(f"tau {last.stats.tau:.2f}")
+        if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
+            parts.append(last.stats.width_reason.partition(":")[0])
         limit = f" of {talk.limit}" if talk.limit else ""
         parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
         if talk.stopped:
@@ -628,6 +630,9 @@ class Chat:
             lines.append(
                 f"tau {totals.committed / totals.rounds:.2f} (mean of accepted + 1 over {totals.rounds} rounds); {seconds}"
             )
+        last = self.conversation.last
+        if last and last.stats and last.stats.width_reason:
+            lines.append(f"last answer: {last.stats.width_reason}")
         self.note("\n".join(lines), "")
 
     def _do_drafts(self, rest: str) -> None:

@@ -102,7 +102,8 @@ def generate(
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability relative to the top token's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Noise of sampling: same seed, same text, with or without a drafter.")] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Slots drafted a round, the anchor included. Default: the drafter's own.")
+        int | None,
+        typer.Option(min=1, help="Slots drafted and verified a round, the anchor included. Default: as many as pay here."),
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, bfloat16 on a GPU.")
@@ -816,6 +817,8 @@ def _run(responses: Iterator[Any], show: Any) -> dict[str, Any]:
         "acceptance_lengths": [],
         "rounds": [],
         "tau": None,
+        "widths": {},
+        "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
     }
     return {
@@ -846,6 +849,10 @@ def _figures(result: dict[str, Any]) -> str:
         lines.append(
             f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {len(lengths)} rounds; accepted: rounds {counts})"
         )
+    elif result["widths"]:
+        lines.append("Acceptance: nothing was drafted, so there is no tau.")
+    if result["width_reason"]:
+        lines.append(f"Widths: {result['width_reason']}.")
     return "\n".join(lines)
 
 

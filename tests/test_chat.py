@@ -71,7 +71,7 @@ class Terminal:
 
 
 def test_a_pipe_carries_answers_on_stdout_and_everything_else_on_stderr(home):
-    done = piped(["def test_", "/stats"], home, *PAIR, "-m", "12")
+    done = piped(["def test_", "/stats"], home, *PAIR, "-m", "12", "--block-size", "8")
     assert done.returncode == 0, done.stderr
     plain = subprocess.run([*COMMAND[:-1], "generate", *PAIR, "-m", "12", "-p", "def test_"], capture_output=True, text=True)
     assert done.stdout == plain.stdout
@@ -92,7 +92,7 @@ def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_t
 
 def test_models_change_and_a_failing_change_keeps_the_old_one(home):
     lines = ["/model", "def f", "/model tiny", "/drafts", "(x):", "/model no/such/folder", "/model tiny auto", "/model", "y"]
-    done = piped(lines, {**home, "HF_HUB_OFFLINE": "1"}, *PAIR, "-m", "4")
+    done = piped(lines, {**home, "HF_HUB_OFFLINE": "1"}, *PAIR, "-m", "4", "--block-size", "8")
     said = [line for line in done.stderr.splitlines() if line.startswith("Target ")]
     assert said == ["Target tiny, drafter tiny.", "Target tiny, no drafter.", *["Target tiny, drafter tiny."] * 2], done.stderr
     assert "expected a drafter for /drafts" in done.stderr and "no/such/folder" in done.stderr and done.returncode == 1
@@ -197,7 +197,7 @@ def test_a_dumb_terminal_gets_no_control_sequences(home, chatty):
 
 @pytest.mark.full
 def test_ten_turns_in_a_terminal_with_ctrl_c_an_emoji_a_pasted_block_and_a_resumed_session(home, chatty):
-    args = ("--model", chatty, "--draft-model", "tiny", "-m", "12")
+    args = ("--model", chatty, "--draft-model", "tiny", "-m", "12", "--block-size", "8")
     chat = Terminal(home, *args)
     assert "12 tokens" in chat.say("def add(a, b):")
     chat.say("/set max_tokens 2000", "max_tokens 2000")

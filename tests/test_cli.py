@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,20 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
     done = run("generate", *TINY, "-m", "24")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert "tau " in done.stderr and "accepted + 1" in done.stderr
+    # Whether it pays to draft, and how wide, is this machine's to say.
+    assert "Acceptance: " in done.stderr and "tau" in done.stderr and "Widths: " in done.stderr
     assert "tau" not in done.stdout
+    forced = run("generate", *TINY, "-m", "24", "--block-size", "8")
+    assert forced.stdout == done.stdout
+    assert "tau " in forced.stderr and "accepted + 1" in forced.stderr and "Widths: " not in forced.stderr
+
+
+def test_json_says_which_widths_were_taken_and_why():
+    got = json.loads(run("generate", *TINY, "--json", "-m", "24").stdout)
+    assert {int(w): n for w, n in got["widths"].items()} == dict(Counter(r["width"] for r in got["rounds"]))
+    assert "one row here" in got["width_reason"] or "drafts verified" in got["width_reason"]
+    fixed = json.loads(run("generate", *TINY, "--json", "-m", "24", "--block-size", "3").stdout)
+    assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
 
 
 @pytest.mark.parametrize("case", range(5))
@@ -108,7 +121,7 @@ def test_standard_input_that_is_not_utf_8_is_refused():
 
 def test_a_quantized_cache_gives_the_text_of_plain_decoding():
     common = ["generate", "--json", "--model", "tiny", "-p", "def test_", "-m", "24", "--kv-bits", "8", "--kv-group-size", "32"]
-    drafted, plain = (json.loads(run(*common, *extra).stdout) for extra in (["--draft-model", "auto"], []))
+    drafted, plain = (json.loads(run(*common, *extra).stdout) for extra in (["--draft-model", "auto", "--block-size", "8"], []))
     assert drafted["token_ids"] == plain["token_ids"] and drafted["tau"] > 1
 
 
@@ -210,7 +223,7 @@ def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, me
 
 def test_ctrl_c_ends_the_answer_and_prints_what_there_is():
     process = subprocess.Popen(
-        [*COMMAND, "generate", *TINY, "-m", "-1", "-p", "class Node:\n    def __init__(self, "],
+        [*COMMAND, "generate", *TINY, "--block-size", "8", "-m", "-1", "-p", "class Node:\n    def __init__(self, "],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -224,7 +237,9 @@ def test_ctrl_c_ends_the_answer_and_prints_what_there_is():
 
 
 def test_a_closed_pipe_ends_quietly():
-    process = subprocess.Popen([*COMMAND, "generate", *TINY, "-m", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *TINY, "-m", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.read(5)
     process.stdout.close()
     assert process.wait(timeout=60) != 0

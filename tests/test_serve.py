@@ -114,7 +114,8 @@ def chatty(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(chatty):
-    with running(*chatty) as server:
+    # Every round drafts, so that what is counted does not depend on what pays on this machine.
+    with running(*chatty, block_size=8) as server:
         yield server
 
 
@@ -144,7 +145,7 @@ def test_an_answer_is_the_targets_own_and_counts_what_was_drafted_and_reused(ser
     assert answer.model == "served" and answer.choices[0].logprobs is None
     model, tokenizer, drafter = chatty
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    drafted = list(stream_generate(model, tokenizer, ids, max_tokens=24, draft_model=drafter))
+    drafted = list(stream_generate(model, tokenizer, ids, max_tokens=24, draft_model=drafter, block_size=8))
     accepted = sum(r.from_draft for r in drafted)
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), 24, len(ids) + 24)
@@ -789,7 +790,7 @@ def test_an_answer_that_is_empty_says_so(chatty, stream):
 
 def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(chatty):
     model, tokenizer, drafter = chatty
-    with running(model, tokenizer, drafter) as server:
+    with running(model, tokenizer, drafter, block_size=8) as server:
         talks = {name: [{"role": "user", "content": text}] for name, text in (("a", "import os"), ("b", "class Tree:"))}
         held = dict.fromkeys(talks, 0)
         for turn in range(3):
@@ -798,7 +799,13 @@ def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(c
                 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
                 fresh = list(
                     stream_generate(
-                        model, tokenizer, ids, max_tokens=10, draft_model=drafter, prompt_cache=make_prompt_cache(model, drafter)
+                        model,
+                        tokenizer,
+                        ids,
+                        max_tokens=10,
+                        draft_model=drafter,
+                        block_size=8,
+                        prompt_cache=make_prompt_cache(model, drafter),
                     )
                 )
                 assert answer.choices[0].message.content == text_of(fresh)
