@@ -11,6 +11,7 @@ from dflash_mlx import load, load_drafter, stream_generate
 from dflash_mlx.kernels import accept, block_qmm, choice, head_argmax
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
 from dflash_mlx.kernels.choice import KernelError
+from dflash_mlx.taps import Target
 
 PROMPT = "def fibonacci(n):"
 
@@ -124,3 +125,23 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
         assert ids(quantized, 40) == plain(quantized, 40)
     assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
     assert left[0] <= 0
+
+
+def test_choices_are_the_heads_and_none_where_a_model_does_more_to_its_logits(quantized, gpu):
+    model = quantized[0]
+    hidden = mx.random.normal((1, 5, model.args.hidden_size))
+    target = Target(model)
+    ids, margin = target.choices(hidden)
+    logits = target.head(hidden)
+    assert mx.array_equal(ids, mx.argmax(logits, axis=-1)) and margin.shape == (1, 5)
+
+    class Capped(type(model)):
+        def __call__(self, *args, **kwargs):
+            return mx.tanh(super().__call__(*args, **kwargs))
+
+    before, model.__class__ = type(model), Capped
+    try:
+        assert Target(model).choices(hidden) is None
+    finally:
+        model.__class__ = before
+    assert target.choices(mx.zeros((1, 17, model.args.hidden_size))) is None
