@@ -51,8 +51,8 @@ class Conversion:
             )
         else:
             lines.append(
-                f"Against the source: max hidden difference {parity['max_hidden_difference']:.3g} "
-                f"(of {parity['max_hidden']:.3g}), drafted ids under a random head agree {parity['drafted_id_agreement']:.0%}"
+                f"Against the source, on random features, which show more than real ones: hidden states differ by "
+                f"{parity['rms_hidden_difference_share']:.1%} (rms)"
             )
         return "\n".join(lines)
 

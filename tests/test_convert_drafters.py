@@ -136,6 +136,7 @@ def test_the_record_tells_hashes_fates_versions_types_and_parity(tmp_path):
     assert record["tensors"]["fc.weight"]["recipe"] == "affine 8-bit, group 64"
     parity = record["parity"]
     assert 0 < parity["max_hidden_difference"] < 0.1 * parity["max_hidden"]
+    assert 0 < parity["rms_hidden_difference_share"] < 0.1
     assert parity["drafted_id_agreement"] >= 0.8
 
 
