@@ -316,19 +316,17 @@ def make_hopeless(drafter: nn.Module) -> None:
 
 def acceptance(stats: Any) -> dict[str, Any]:
     """Of a run's stats what a record keeps: tau, rounds by width and by accepted tokens, seconds, the width rule's reason."""
-    widths, accepted = Counter(r.width for r in stats.rounds), Counter(r.accepted for r in stats.rounds if r.width)
-    kept = {
+    accepted = Counter(r.accepted for r in stats.rounds if r.width)
+    return {
         "tau": stats.tau,
         "rounds": stats.n_rounds,
         "drafting_rounds": stats.n_drafting,
         "committed": stats.n_committed,
-        "widths": {str(width): n for width, n in sorted(widths.items())},
+        "widths": {str(width): n for width, n in sorted(stats.widths.items())},
         "accepted": {str(count): n for count, n in sorted(accepted.items())},
         "seconds": dict(stats.seconds),
+        "width_reason": stats.width_reason,
     }
-    if reason := getattr(stats, "width_reason", None):
-        kept["width_reason"] = reason() if callable(reason) else reason
-    return kept
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -562,8 +560,8 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     if record["ended"] != "complete":
         trials = record["settings"]["trials"]
         lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")
-    reasons = Counter(run["dflash"]["width_reason"] for run in record["runs"] if run["dflash"].get("width_reason"))
-    lines += [f"Widths ({n} runs): {reason}" for reason, n in reasons.most_common(3)]
+    reasons = Counter(run["dflash"]["width_reason"] for run in record["runs"] if run["dflash"]["width_reason"])
+    lines += [f"Widths in {n} of {len(record['runs'])} runs: {reason}" for reason, n in reasons.most_common(3)]
     for run in record["runs"]:
         if run["differs_at"] is not None:
             near = f", {run['margin']:.3g} nats apart" if "margin" in run else ""

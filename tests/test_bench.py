@@ -132,6 +132,14 @@ def test_no_pair_begins_that_would_end_after_max_seconds(pair):
     assert record["ended"] == "out of time" and record["runs"] == [] and "out of time" in bench.table(record)
 
 
+def test_chosen_widths_are_shown_with_their_reason(pair):
+    plan = Plan(kinds=("copy",), temps=(0.0,), contexts=(0,), max_tokens=16, trials=1)
+    record = Bench(*pair, plan, names=("tiny", "tiny")).go()
+    ours = record["runs"][0]["dflash"]
+    assert ours["width_reason"] and f"Widths in 1 of 1 runs: {ours['width_reason']}" in bench.table(record)
+    assert sum(ours["widths"].values()) == ours["rounds"] and record["runs"][0]["differs_at"] is None
+
+
 def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apart():
     from dflash_mlx import load, load_drafter
 
@@ -144,6 +152,7 @@ def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apar
     assert run["late_speedup"] == pytest.approx(run["dflash"]["late_tps"] / run["mlx_lm"]["late_tps"])
     ours = run["dflash"]
     assert 16 / ours["late_tps"] < ours["decode_s"]
+    assert ours["width_reason"] is None and "Widths in" not in bench.table(record)
     assert f"After the first 64 tokens of an answer: {run['late_speedup']:.2f}" in bench.table(record)
 
 
