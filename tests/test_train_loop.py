@@ -127,6 +127,38 @@ def test_init_takes_quantized_weights_and_trains_float_ones(model, docs, raw, tm
         np.testing.assert_allclose(first[name].astype(mx.float32), second[name].astype(mx.float32), atol=step + 1e-5)
 
 
+def test_a_trained_drafter_has_the_published_tensors_and_config_keys_and_no_others(model, docs, tmp_path):
+    raw = drafter_config(model, 1, layers=2, block_size=BLOCK, target_layer_ids=[1, 2, 4], intermediate_size=44)
+    train(model, docs, tmp_path, raw, config(steps=1))
+    H, mlp, heads, kv, D, taps = 32, 44, 4, 2, 8, 3
+    layer = {
+        "input_layernorm.weight": [H],
+        "post_attention_layernorm.weight": [H],
+        "self_attn.q_proj.weight": [heads * D, H],
+        "self_attn.k_proj.weight": [kv * D, H],
+        "self_attn.v_proj.weight": [kv * D, H],
+        "self_attn.o_proj.weight": [H, heads * D],
+        "self_attn.q_norm.weight": [D],
+        "self_attn.k_norm.weight": [D],
+        "mlp.gate_proj.weight": [mlp, H],
+        "mlp.up_proj.weight": [mlp, H],
+        "mlp.down_proj.weight": [H, mlp],
+    }
+    want = {"fc.weight": [H, taps * H], "hidden_norm.weight": [H], "norm.weight": [H]}
+    want |= {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    assert {name: list(w.shape) for name, w in weights.items()} == want
+    assert {w.dtype for w in weights.values()} == {mx.bfloat16}
+    saved = json.loads((tmp_path / "config.json").read_text())
+    # What the authors' PyTorch class reads; tried with theirs: no key missing or left over, ids and rounds equal to ours.
+    sizes = {"hidden_size": H, "intermediate_size": mlp, "num_hidden_layers": 2, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv, "head_dim": D, "vocab_size": V, "block_size": BLOCK, "num_target_layers": 6}
+    assert sizes.items() <= saved.items() and saved["layer_types"] == ["full_attention"] * 2
+    assert saved["dflash_config"] == {"mask_token_id": 1, "target_layer_ids": [1, 2, 4]}
+    assert {"rms_norm_eps", "max_position_embeddings", "attention_bias", "rope_theta", "rope_parameters"} <= saved.keys()
+    assert (saved["architectures"], saved["model_type"], saved["torch_dtype"]) == (["DFlashDraftModel"], "qwen3", "bfloat16")
+
+
 def test_default_taps_match_published_configs():
     assert default_taps(30) == [1, 8, 14, 20, 27]
     assert default_taps(36) == [1, 9, 17, 25, 33]
