@@ -1,6 +1,7 @@
 """block_qmm's two texts against float64, and every row count against one row, in the emulator."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -47,7 +48,7 @@ def check(dtype, bits, group, shapes, rows, launch=block_qmm_kernel):
         want, scale = exact(x, q, group, bits)
         with emulator.emulated():
             one = mx.concatenate([launch(x[m : m + 1], *q, group, bits) for m in range(16)])
-            assert worst_ulp(one, want, scale) <= (TILE_ULPS if launch is block_qmm_tiles_kernel else ULPS), (n, k)
+            assert worst_ulp(one, want, scale) <= (ULPS if launch is block_qmm_kernel else TILE_ULPS), (n, k)
             for m in rows:
                 many = launch(x[:m], *q, group, bits)
                 assert many.dtype == dtype and many.shape == (m, n)
@@ -70,6 +71,12 @@ def test_matrix_units_are_right_and_rows_do_not_know_how_many_they_are(dtype, bi
     # N around a threadgroup's 16 columns; groups fewer than the simd groups, one for each, and a step more.
     shapes = [(8, group), (17, 8 * group), (33, 9 * group)]
     check(TYPES[dtype], bits, group, shapes, rows=(1, 2, 7, 8, 9, 16), launch=block_qmm_tiles_kernel)
+
+
+def test_matrix_units_with_other_numbers_of_simd_groups():
+    for simdgroups in (2, 16):
+        launch = partial(block_qmm_tiles_kernel, simdgroups=simdgroups)
+        check(mx.bfloat16, 4, 64, [(17, 18 * 64)], rows=(3,), launch=launch)
 
 
 @pytest.mark.full

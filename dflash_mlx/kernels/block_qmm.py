@@ -337,17 +337,29 @@ def block_qmm_kernel(
 
 
 def block_qmm_tiles_kernel(
-    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int, columns: int | None = None
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    group_size: int,
+    bits: int,
+    columns: int | None = None,
+    simdgroups: int | None = None,
 ) -> mx.array:
-    """Launch of the text for matrix units: a threadgroup for `columns` columns of W, its simd groups split K.
+    """Launch of the text for matrix units: a threadgroup for `columns` columns of W, its `simdgroups`, 2 to the n, split K.
 
     Shapes: as `block_qmm_kernel`; float16 or bfloat16.
     """
     k, n = x.shape[-1], w.shape[0]
     rows = x.reshape(-1, k)
     words = group_size * bits // 128
-    # More columns read x less often, fewer make more threadgroups. Words of a lane's columns stay in registers.
-    columns = columns or min(64 if n >= 8192 else 32 if n >= 2048 else 16, max(16, 128 // words))
+    # More columns read x less often, fewer make more threadgroups; a lane's words and sums stay in registers, of which an Apple
+    # GPU has 128 a thread. Not timed on a Mac. Results do not depend on it.
+    widest = 64 if n >= 8192 and mx.cuda.is_available() else 32 if n >= 2048 else 16
+    columns = columns or min(widest, max(16, 128 // words))
+    # With few threadgroups, more threads in each keep an H100's memory busy. The sums' order depends on it: it may follow from
+    # the matrix, not from the rows.
+    simdgroups = simdgroups or (16 if n < 8192 and mx.cuda.is_available() else TILE_SIMDGROUPS)
     (y,) = TILES(
         [rows, w, scales, biases],
         template=[
@@ -357,10 +369,10 @@ def block_qmm_tiles_kernel(
             ("GROUP", group_size),
             ("ROWS", 8 if row_tile(rows.shape[0]) <= 8 else 16),
             ("COLS", columns),
-            ("SIMDGROUPS", TILE_SIMDGROUPS),
+            ("SIMDGROUPS", simdgroups),
         ],
-        grid=(-(-n // columns) * TILE_SIMDGROUPS * 32, 1, 1),
-        threadgroup=(TILE_SIMDGROUPS * 32, 1, 1),
+        grid=(-(-n // columns) * simdgroups * 32, 1, 1),
+        threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[(rows.shape[0], n)],
         output_dtypes=[x.dtype],
     )
