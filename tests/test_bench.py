@@ -10,6 +10,7 @@ import pytest
 from dflash_mlx import bench
 from dflash_mlx.bench import Bench, BenchError, Plan
 
+TINY = ["--model", "tiny", "--draft-model", "tiny"]
 SMALL = Plan(kinds=("function", "copy"), temps=(0.0, 1.0), contexts=(0,), max_tokens=12, trials=2, block_size=4)
 
 
@@ -293,7 +294,7 @@ def cli(monkeypatch, *args):
 def test_the_command_prints_one_record_keeps_it_and_compares_it(monkeypatch, capsys, tmp_path):
     prompts, out = tmp_path / "mine.txt", tmp_path / "r.json"
     prompts.write_text("def add(a, b):\nimport os\n")
-    given = ["--prompts", str(prompts), "--temp", "0", "-m", "6", "--block-size", "3", "--out", str(out), "--json"]
+    given = [*TINY, "--prompts", str(prompts), "--temp", "0", "-m", "6", "--block-size", "3", "--out", str(out), "--json"]
     assert cli(monkeypatch, "bench", *given) == 0
     got = json.loads(capsys.readouterr().out)
     assert got == bench.read_record(out) and got["settings"]["trials"] == 2 and got["settings"]["contexts"] == [0]
@@ -307,8 +308,8 @@ def test_the_command_prints_one_record_keeps_it_and_compares_it(monkeypatch, cap
     [
         (["--model", "tiny"], 2, "nothing to compare"),
         (["--draft-model", "tiny"], 2, "it needs --model"),
-        (["--kinds", "nope"], 1, "expected kinds among function"),
-        (["--kernels", "nope"], 1, "expected DFLASH_MLX_KERNELS"),
+        ([*TINY, "--kinds", "nope"], 1, "expected kinds among function"),
+        ([*TINY, "--kernels", "nope"], 1, "expected DFLASH_MLX_KERNELS"),
         (["--compare", "a.json", "b.json"], 1, "a.json"),
     ],
 )
@@ -342,12 +343,12 @@ def test_long_contexts_are_for_gpus_unless_asked_for(monkeypatch, capsys, tmp_pa
     here = bench.machine()
     monkeypatch.setattr(bench, "machine", lambda: {**here, "device": device})
     monkeypatch.setattr(bench, "Bench", planned)
-    assert cli(monkeypatch, "bench", *[str(tmp_path / "p.txt") if a == "FILE" else a for a in args]) == 1
+    assert cli(monkeypatch, "bench", *TINY, *[str(tmp_path / "p.txt") if a == "FILE" else a for a in args]) == 1
     assert f"Stop: {contexts}" in capsys.readouterr().err
 
 
 def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(bench, "first_difference", lambda a, b: 1)
-    args = ["--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
+    args = [*TINY, "--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
     assert cli(monkeypatch, "bench", *args) == 1
     assert "differs from mlx-lm's at token 1" in capsys.readouterr().out
