@@ -23,7 +23,9 @@ import mlx.nn as nn
 from dflash_mlx import bench, load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.cache import PairCache, checkpoint, rollback
+from dflash_mlx.loading import default_dtype
 from dflash_mlx.taps import Target
+from dflash_mlx.train.loop import dense
 from dflash_mlx.verify import logprobs, verify_block
 
 
@@ -102,16 +104,14 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
-    p.add_argument("--dense", action="store_true", help="write quantized layers out first")
+    p.add_argument("--dense", action="store_true", help="write quantized layers of both models out first")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
     model, tokenizer = load(args.model, dtype=getattr(mx, args.dtype) if args.dtype else None)
-    if args.dense:
-        from dflash_mlx.loading import default_dtype
-        from dflash_mlx.train.loop import dense
-
-        model = dense(model, getattr(mx, args.dtype) if args.dtype else default_dtype())
+    dtype = getattr(mx, args.dtype) if args.dtype else default_dtype()
+    model = dense(model, dtype) if args.dense else model
     drafter = load_drafter(args.draft_model or args.model, model)
+    drafter = dense(drafter, dtype) if args.dense else drafter
     text = args.prompt or (BUILTIN_PAIRS[args.model].prompt if args.model in BUILTIN_PAIRS else "Explain why the sky is blue.")
     prompt = list(tokenizer.encode(text))
     if tokenizer.has_chat_template:

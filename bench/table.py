@@ -153,9 +153,10 @@ def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[s
     from dflash_mlx.train.loop import dense
 
     model, tokenizer = load(record["model"])
-    if not record["weights"]["bits"] and bench.weights_of(model)["bits"]:
-        model = dense(model, default_dtype())
+    write_out = not record["weights"]["bits"] and bool(bench.weights_of(model)["bits"])
+    model = dense(model, default_dtype()) if write_out else model
     drafter = load_drafter(record["draft_model"], model)
+    drafter = dense(drafter, default_dtype()) if write_out else drafter
     out.parent.mkdir(exist_ok=True)
     names = (record["model"], record["draft_model"])
     runs = bench.Bench(

@@ -422,7 +422,7 @@ def bench(
     hopeless: Annotated[
         bool, typer.Option("--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
     ] = False,
-    dense: Annotated[bool, typer.Option("--dense", help="Write quantized layers out first.")] = False,
+    dense: Annotated[bool, typer.Option("--dense", help="Write quantized layers of both models out first.")] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a tokenizer run.")] = False,
@@ -456,8 +456,9 @@ def bench(
             from .loading import default_dtype, load_drafter
             from .train.loop import dense as write_out
 
-            lm = write_out(lm, getattr(mx, dtype.value) if dtype else default_dtype())
-            draft = load_drafter(drafter, lm, revision=revision)
+            type_ = getattr(mx, dtype.value) if dtype else default_dtype()
+            lm = write_out(lm, type_)
+            draft = write_out(load_drafter(drafter, lm, revision=revision), type_)
         own = b.read_prompts(prompts, tokenizer.has_chat_template) if prompts else None
         plan = b.Plan(
             kinds=tuple(kind.strip() for kind in kinds.split(",")) if kinds else (),
@@ -622,7 +623,7 @@ def models(
     for name, pair in BUILTIN_PAIRS.items():
         drafter = builtin_path(name, "drafter")
         size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9 if drafter else None
-        note = pair.about + (" (default)" if name == DEFAULT_PAIR else "") + ("" if drafter else "; no drafter yet")
+        note = pair.about + (" (default)" if name == DEFAULT_PAIR else "")
         rows.append({"target": name, "draft_model": name if drafter else None, "size_gb": size, "built_in": True, "note": note})
     rows += [
         {"target": p.target, "draft_model": p.repo, "size_gb": p.size_gb, "built_in": False, "note": p.note} for p in PUBLISHED

@@ -347,6 +347,22 @@ def test_long_contexts_are_for_gpus_unless_asked_for(monkeypatch, capsys, tmp_pa
     assert f"Stop: {contexts}" in capsys.readouterr().err
 
 
+def test_dense_writes_the_quantized_layers_of_both_models_out(monkeypatch, capsys, tmp_path):
+    from dflash_mlx import convert
+
+    for part in ("target", "drafter"):
+        convert(str(kit.TINY / part), str(tmp_path / part), quantize=True, q_group_size=32)
+    built = []
+    monkeypatch.setattr(bench, "Bench", lambda *args: built.append(Bench(*args)) or built[-1])
+    given = ["--model", str(tmp_path / "target"), "--draft-model", str(tmp_path / "drafter"), "--kinds", "data", "--temp", "0"]
+    for dense, bits in ([], [4]), (["--dense"], []):
+        assert cli(monkeypatch, "bench", *given, "-m", "4", "--trials", "1", "--block-size", "3", "--json", *dense) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["weights"]["bits"] == bits and record["runs"][0]["differs_at"] is None
+        layers = [type(m).__name__ for _, m in built[-1].drafter.named_modules()]
+        assert ("QuantizedLinear" in layers) is not bool(dense)
+
+
 def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(bench, "first_difference", lambda a, b: 1)
     args = [*TINY, "--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
