@@ -317,15 +317,13 @@ def last_row(model, text: list[int]) -> tuple[float, float]:
     """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels on and off, from one cache."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from dflash_mlx.cache import checkpoint
     from dflash_mlx.taps import Target
 
     cache, target, rows = make_prompt_cache(model), Target(model), []
     model(mx.array([text[:-1]]), cache=cache)
     for mode in ("off", "on"):
         os.environ[choice.VARIABLE] = mode
-        own = copy.deepcopy(cache)
-        hidden, _ = target(mx.array([text[-1:]]), own, checkpoint(own, len(text) - 1))
+        hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True)
         rows.append(target.head(hidden)[0, -1].astype(mx.float32))
         mx.eval(rows[-1])
     two = mx.topk(rows[0], 2)

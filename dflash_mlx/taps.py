@@ -257,7 +257,7 @@ class Target:
         return self.embedding.weight.shape[0]
 
     def __call__(
-        self, ids: mx.array, cache: Sequence[Any] | None = None, point: Checkpoint | None = None
+        self, ids: mx.array, cache: Sequence[Any] | None = None, point: Checkpoint | None = None, kernels: bool = False
     ) -> tuple[mx.array, mx.array]:
         """One target pass without the head.
 
@@ -266,6 +266,7 @@ class Target:
         Args:
           point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
             inputs of stateful modules are kept, for every row.
+          kernels: of few rows, let our kernels serve the quantized layers. For who looks at `doubts`: prefill does not.
         Returns:
           - hidden: [B, L, H] final normed states; features: [B, L, n_taps * H] taps joined in the order of `layer_ids`
         Raises:
@@ -288,9 +289,7 @@ class Target:
             return out
 
         handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
-        # Prefill, which nobody checks for finite values, runs on stock MLX however short it is.
-        kernels = [] if point is None else self._kernels(ids.size)
-        with _intercept([*kernels, *handlers]), self._states(cache, point, ids.shape[1]):
+        with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
             self.model(ids, cache=cache)
         runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
