@@ -252,6 +252,14 @@ def test_a_small_pair_is_measured_at_every_width_without_what_compiling_took():
     assert machine.now < 1.3 and costs.measured_in_s == machine.now
 
 
+def test_compiling_for_half_a_minute_a_shape_is_not_taken_for_a_cost():
+    machine = Machine(0.006, 0.003, 0.0001, lambda w: 0.006 + 0.0005 * w, compiles=30.0)
+    costs = machine.measure(15)
+    assert (costs.plain_s, costs.draft_s) == pytest.approx((0.006, 0.003))
+    # Only the widths of the coarse grid are compiled for.
+    assert costs.verify_s == pytest.approx({w: 0.006 + 0.0005 * w for w in (1, 3, 7, 15)})
+
+
 def test_a_large_pair_is_measured_in_about_ten_passes():
     machine = Machine(0.4, 0.4, 0.003, lambda w: 0.1 + 0.1 * w)
     costs = machine.measure(15)
