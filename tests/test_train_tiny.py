@@ -48,7 +48,9 @@ def test_a_few_cpu_minutes_train_a_drafter_that_beats_a_bigram_table(pair, tmp_p
     assert len(held) >= 30 and docs.looped.mean() <= 0.05
 
     raw = drafter_config(model, mask_token_id=3, layers=1, block_size=BLOCK, intermediate_size=256)
-    settings = TrainConfig(steps=1200, batch=1, anchors=32, max_len=80, lr=2e-3, ema=0.98, noise=0.0, log_every=100)
+    settings = TrainConfig(
+        steps=1200, batch=1, anchors=32, max_len=80, lr=2e-3, ema=0.98, noise=0.0, log_every=100, eval_every_s=1e9
+    )
     last = train(model, docs, tmp_path / "drafter", raw, settings, held_out=held, report=print)
 
     drafter = load_drafter(str(tmp_path / "drafter"), model)

@@ -193,7 +193,8 @@ def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: 
     size = mx.sort(size, axis=0)[B * S // 2]
     key = mx.random.key(seed)
     weights = []
-    for name, value in tree_flatten(drafter.parameters()):
+    # Sorted: MLX lists parameters in another order in each process, and a seed should mean the same weights in all.
+    for name, value in sorted(tree_flatten(drafter.parameters())):
         if value.ndim < 2:
             weights.append((name, mx.zeros_like(value) if name.endswith("bias") else mx.ones_like(value)))
             continue
@@ -281,7 +282,8 @@ class Trainer:
         return loss, metrics, grads
 
     def _update(self, params, ema, grads, rate, keep):
-        grads, norm = optim.clip_grad_norm(grads, self.config.clip)
+        # The norm is a sum: in another order it rounds otherwise, and a restored state comes in another order.
+        grads, norm = optim.clip_grad_norm(tree_unflatten(sorted(tree_flatten(grads))), self.config.clip)
         self.optimizer.learning_rate = rate
         params = self.optimizer.apply_gradients(grads, params)
         ema = tree_map(lambda e, p: keep * e + (1 - keep) * p, ema, params)
