@@ -31,6 +31,7 @@ import dflash_mlx
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx import generation, make_prompt_cache, sampling
 from dflash_mlx.cache import PairCache
+from dflash_mlx.kernels.choice import NotFiniteError
 from dflash_mlx.width import FixedWidth
 
 PROMPT = [5, 9, 33, 7, 20]
@@ -292,6 +293,38 @@ def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, 
     # Both go on with the same drafts.
     turns = [run(model, drafter, [8], 12, prompt_cache=c) for c in (cache, more)]
     assert ids_of(turns[0]) == ids_of(turns[1]) and rounds_of(turns[0]) == rounds_of(turns[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, mixed windows", "qwen3_next"])
+@pytest.mark.parametrize("block", [1, 5])
+def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, name, block):
+    model, prompt = family(name), some_line(30)
+    line = greedy_ids(model, prompt, 30)
+    for nth in (1, 2, 3, 6):
+        drafter, launched = known_drafter(model, prompt + line), []
+
+        def doubts(self, hidden, margin=None, launched=launched, nth=nth):
+            launched.append(1)
+            return [mx.array([len(launched) == nth], dtype=mx.int32)]
+
+        def check(values):
+            if any(values):
+                raise NotFiniteError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(generation.Target, "doubts", doubts)
+            patch.setattr(generation.Target, "check", staticmethod(check))
+            cache = make_prompt_cache(model, drafter)
+            order.clear()
+            got = run(model, drafter, prompt, 20, block_size=block, prompt_cache=cache)
+        assert ids_of(got) == line[:20], (name, block, nth)
+        assert order.count("read") == got[-1].stats.n_rounds + 2, "every round, the prompt's and the failed one"
+        # Passes overlap where two of them can be undone: a full ring has lost what the second one replaced.
+        overlap = block == 1 and name != "llama, mixed windows"
+        assert (order[:2] == ["launch", "launch"]) == overlap
+        again = run(model, drafter, line[20:21], 8, prompt_cache=cache)
+        fresh = run(model, drafter, prompt + line[:21], 8)
+        assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
 
 
 class Stub:
