@@ -21,4 +21,5 @@ for response in stream_generate(
 ):
     print(response.text, end="", flush=True)
 
-print(f"\n\n{response.generation_tokens} tokens, tau {response.stats.tau:.2f}")
+# tau: mean of accepted + 1 over the rounds that drafted; None where drafting does not pay on this machine.
+print(f"\n\n{response.generation_tokens} tokens, tau {response.stats.tau}; {response.stats.width_reason}")
