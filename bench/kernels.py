@@ -295,9 +295,11 @@ def generate(tokens: int, pair: str, bits: int) -> dict:
     for mode in ("off", "on"):
         os.environ[choice.VARIABLE] = mode
         begin = time.perf_counter()
-        most = tokens // len(prompts) + 1
+        # A fixed width, so that both modes pass over the same rows.
+        most, block = tokens // len(prompts) + 1, drafter.config.block_size
         answers[mode] = [
-            [r.token for r in stream_generate(model, tokenizer, p, max_tokens=most, draft_model=drafter)] for p in prompts
+            [r.token for r in stream_generate(model, tokenizer, p, max_tokens=most, draft_model=drafter, block_size=block)]
+            for p in prompts
         ]
         seconds[mode] = time.perf_counter() - begin
     ties = faults = 0
