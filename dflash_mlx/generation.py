@@ -562,7 +562,7 @@ class _Chooser:
         elif block.shape[1]:
             accepted, bonus = self._accept(block, logprobs(target, hidden), position)
         else:
-            accepted, bonus = None, self._choose(logprobs(target, hidden)[:, 0], position)
+            accepted, bonus = None, self._choose(logprobs(target, hidden, target.logits)[:, 0], position)
         doubts = target.doubts(hidden, margin)
         if not block.shape[1]:
             token, parts = bonus, [bonus, *doubts]
@@ -703,7 +703,7 @@ def _measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
         nonlocal rows
         point = checkpoint(entries, rows)
         hidden, taps = verify_block(target, token, mx.zeros((1, width), dtype=mx.int32), entries, point)
-        chosen = mx.argmax(logprobs(target, hidden), axis=-1)
+        chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
         mx.async_eval(chosen, taps)
         rows += 1
         if width:

@@ -200,6 +200,8 @@ class Target:
                 "Use the drafter that was trained for this target."
             )
         self.backbone = self._owner()
+        # What the model itself returned for the last pass if that was over one row, [1, 1, V]: `head` need not run.
+        self.logits: mx.array | None = None
         # Modules that change an ArraysCache, from the first pass that had one.
         self._stateful: list[nn.Module] | None = None
         # Quantized layers that kernels may serve, from the first pass of few rows on a GPU.
@@ -290,8 +292,9 @@ class Target:
 
         handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
         with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
-            # The head's logits are never evaluated: MLX is lazy, so this costs no head product.
-            self.model(ids, cache=cache)
+            # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
+            out = self.model(ids, cache=cache)
+        self.logits = _array(out) if ids.size == 1 else None
         runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
         wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
         if wrong:

@@ -34,7 +34,10 @@ def verify_block(
         return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache, point, kernels=True)
 
 
-def logprobs(target: Target, hidden: mx.array) -> mx.array:
-    """[B, L, H] final normed states to log-probabilities [B, L, V], normalised as mlx-lm's loop does."""
-    logits = target.head(hidden)
+def logprobs(target: Target, hidden: mx.array, logits: mx.array | None = None) -> mx.array:
+    """[B, L, H] final normed states to log-probabilities [B, L, V], normalised as mlx-lm's loop does.
+
+    logits: [B, L, V], where the pass has made them.
+    """
+    logits = target.head(hidden) if logits is None else logits
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
