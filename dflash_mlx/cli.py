@@ -515,7 +515,7 @@ def train_run(
     out: Annotated[str, typer.Option(help="Folder for the drafter; a stopped run of the same settings is continued.")],
     minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
-    init: Annotated[str | None, typer.Option(help="Drafter folder to start from.")] = None,
+    init: Annotated[str | None, typer.Option(help="Drafter folder (or built-in pair) to start from.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor included.")] = 16,
     taps: Annotated[str | None, typer.Option(help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
@@ -537,6 +537,7 @@ def train_run(
 
         import numpy as np
 
+        from .builtin import builtin_path
         from .train.data import load_docs
         from .train.loop import TrainConfig, drafter_config, mask_token, target_shape, train
 
@@ -544,6 +545,7 @@ def train_run(
         docs = load_docs(data)
         held_out = load_docs(data, "heldout.npz") if (Path(data) / "heldout.npz").exists() else None
         if init is not None:
+            init = str(builtin_path(init, "drafter") or init)
             raw = json.loads((Path(init) / "config.json").read_text())
         else:
             V = target_shape(target).get("vocab_size") or len(tokenizer)

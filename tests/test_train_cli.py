@@ -2,8 +2,10 @@
 
 import json
 
+import mlx.core as mx
 from typer.testing import CliRunner
 
+from dflash_mlx.builtin import builtin_path
 from dflash_mlx.cli import app
 
 
@@ -30,6 +32,12 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     drafter = load_drafter(out, model)
     last = list(stream_generate(model, tokenizer, "import os\n", max_tokens=6, draft_model=drafter, block_size=8))[-1]
     assert last.stats.tau >= 1
+    # A built-in drafter is named as everywhere else; one step at the smallest rate leaves it what it was.
+    further = str(tmp_path / "further")
+    small = ["--steps", "1", "--lr", "0", "--batch", "4", "--anchors", "4", "--max-len", "96"]
+    call("run", "--model", "tiny", "--data", data, "--out", further, "--init", "tiny", *small)
+    first, second = (mx.load(str(path / "model.safetensors")) for path in (builtin_path("tiny", "drafter"), tmp_path / "further"))
+    assert set(first) == set(second) and all(mx.array_equal(first[name], second[name]) for name in first)
 
 
 def test_run_without_data_says_what_to_do(tmp_path):
