@@ -43,6 +43,8 @@ _FIRST = (1, 3, 7, 15, 31)
 _HOPE = 0.98
 # Rounds of width 0 before the next choice.
 _REST = 8
+# While drafting gains less than twofold, plain decoding is timed again after so many rounds, for so many tokens.
+_LOOK_AGAIN, _LOOK = 200, 5
 # Pairs whose costs the file keeps.
 _KEPT = 64
 
@@ -63,6 +65,11 @@ class Costs:
     measured_in_s: float = 0.0
     # What rounds took over what was measured, by width; as (ratio, observations).
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    @property
+    def has_seen_plain(self) -> bool:
+        """Whether plain decoding was timed in real rounds."""
+        return self._seen.get(0, (1.0, 0))[1] >= 2
 
     def plain(self) -> float:
         return self.plain_s * self._ratio(0)
@@ -94,8 +101,9 @@ class Costs:
         """Follow what a round of this width took: a running mean in which one odd round counts for little."""
         base = self.draft_s + self.verify(width) if width else self.plain_s
         ratio, n = self._seen.get(width, (self._ratio(width), 0))
-        seen = min(max(seconds / base, ratio / 2), ratio * 2)
-        self._seen[width] = (ratio + max(1 / (n + 2), 0.1) * (seen - ratio), n + 1)
+        # The first real rounds outweigh the measurement, which may have been made beside other work.
+        seen = min(max(seconds / base, ratio / 2), ratio * 2) if n >= 3 else seconds / base
+        self._seen[width] = (ratio + max(1 / (n + 1), 0.1) * (seen - ratio), n + 1)
 
 
 def measure(
@@ -121,7 +129,7 @@ def measure(
         """The first run may compile for seconds or minutes, so there is always a second."""
         nonlocal spent
         times: list[float] = []
-        while len(times) < 2 or (sum(times[1:]) < budget_s / 40 and len(times) < 9):
+        while len(times) < 2 or (sum(times[1:]) < budget_s / 12 and len(times) < 9):
             start = clock()
             run()
             times.append(max(clock() - start, 1e-9))
@@ -264,6 +272,7 @@ class WidthRule:
         self.share = _TRY_SHARE
         self.credit: float | None = None
         self.last, self._trying, self._rest = 0, False, 0
+        self._drafted, self._look = 0, 0
 
     @property
     def ready(self) -> bool:
@@ -274,12 +283,13 @@ class WidthRule:
         """The next round's width. `pending`: rows that the drafter must be given before it can draft."""
         if self.costs is None:
             self.costs = self._measure()
-        if self._rest:
-            return 0
         costs, plain_s = self.costs, self.costs.plain()
         if self.credit is None:
             # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
+        # What plain decoding costs is seen first: a measurement beside other work may be far off, and nothing else corrects it.
+        if self._rest or self._look or not self.costs.has_seen_plain:
+            return 0
         # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
         rounds_s = [costs.round(w) for w in range(1, self.most + 1)]
@@ -289,6 +299,9 @@ class WidthRule:
         gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
         self._trying = False
         if gain > (_LEAVE if self.last == 0 else _STAY):
+            if gain < 2 and self._drafted >= _LOOK_AGAIN:
+                self._drafted, self._look = 0, _LOOK
+                return 0
             return best
         # A try takes the width that loses least, of those with at least half of the best hope.
         hopes = expected([max(p, _HOPE) for p in self.acceptance.chances()])
@@ -311,6 +324,7 @@ class WidthRule:
             # The first round after others takes longer, so it tells only that a cost is lower than was thought.
             self.costs.refine(width, seconds)
         if width:
+            self._drafted += 1
             if self.last == 0:
                 self.acceptance.forget(6)
             self.acceptance.add(accepted, width, more)
@@ -321,7 +335,7 @@ class WidthRule:
                 self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE
         else:
             self.credit += self.share * self.costs.plain()
-            self._rest = max(self._rest - 1, 0)
+            self._rest, self._look = max(self._rest - 1, 0), max(self._look - 1, 0)
         self.last = width
 
     def reason(self, widths: Mapping[int, int]) -> str | None:

@@ -456,7 +456,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     model, line, _ = tiny
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
-    costs = generation.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6})
+    costs = generation.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
     monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
     monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
@@ -466,7 +466,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
-    costs = generation.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6})
+    costs = generation.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
     monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
     monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats

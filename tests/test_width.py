@@ -130,6 +130,25 @@ def test_with_a_hopeless_drafter_the_first_64_tokens_pay_for_finding_out():
         assert first.seconds < 2 * 64 * machine[0]
 
 
+@pytest.mark.parametrize("off", [0.2, 5.0])
+def test_a_plain_pass_that_was_measured_wrong_is_seen_first(off):
+    # Beside other work a measurement may be far off; a rule that drafts at once would never time a plain pass again.
+    plain, draft, verify = MACHINES["every row costs one"]
+    costs = Costs(plain * off, draft, 0.02, {w: verify(w) for w in range(1, 16)})
+    rule = WidthRule(MOST, Acceptance(MOST), costs, None)
+    run = Simulation((plain, draft, verify), PROCESSES["fair"], rule, 3, tokens=300)
+    assert run.widths[:2] == [0, 0] and run.seconds < 1.2 * 300 * plain
+    assert set(run.widths[-200:]) == {0}
+
+
+def test_plain_decoding_is_timed_again_while_drafting_gains_little():
+    plain, draft, verify = MACHINES["quantized"]
+    run = Simulation((plain, draft, verify), PROCESSES["fair"], rule_for((plain, draft, verify)), 3)
+    drafting = [i for i, w in enumerate(run.widths) if w]
+    plain_rounds = [i for i in range(drafting[0], len(run.widths)) if run.widths[i] == 0]
+    assert 5 <= len(plain_rounds) < 0.05 * len(drafting)
+
+
 def test_a_width_of_no_gain_is_never_tried():
     # Even if every draft were right, a round would be slower than plain decoding.
     slow = Costs(1.0, 50.0, 0.0, {w: 1.0 + w for w in range(1, 16)})
@@ -140,7 +159,7 @@ def test_a_width_of_no_gain_is_never_tried():
 
 
 def test_pending_rows_count_against_a_try():
-    rule = WidthRule(MOST, Acceptance(MOST), Costs(1.0, 0.5, 0.1, {w: 1.0 for w in range(1, 16)}), None)
+    rule = WidthRule(MOST, Acceptance(MOST), Costs(1.0, 0.5, 0.1, {w: 1.0 for w in range(1, 16)}, _seen={0: (1.0, 2)}), None)
     rule.acceptance.add(0, 15, False)
     for _ in range(40):
         rule.acceptance.add(0, 15, False)
@@ -155,7 +174,7 @@ def test_costs_are_measured_at_the_first_choice_only():
 
     def measured():
         calls.append(1)
-        return Costs(1.0, 0.1, 0.0, {1: 1.0, 15: 1.0})
+        return Costs(1.0, 0.1, 0.0, {1: 1.0, 15: 1.0}, _seen={0: (1.0, 2)})
 
     rule = WidthRule(MOST, Acceptance(MOST), None, measured)
     assert not rule.ready and rule.reason({0: 3}) is None
