@@ -27,8 +27,9 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from .checks import largest_block
 from .errors import DFlashError
-from .generation import GenerationResponse, largest_block
+from .generation import GenerationResponse
 from .reuse import PromptStore, open_turn
 from .taps import Target
 

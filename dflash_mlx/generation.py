@@ -7,7 +7,6 @@ Read `_rounds` first: it is the whole method. `stream_generate` puts text and co
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,18 +20,27 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .accept import accept_block, accept_match, accept_rejection
 from .cache import Checkpoint, KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, leaves, rollback
+from .checks import (
+    block_size_of,
+    check_context,
+    check_ids,
+    check_kv_quantization,
+    check_template,
+    encode,
+    warn_of_overflow,
+)
+from .choose import Chooser, Outcome, make_chooser
+from .costs import width_rule
 from .drafter import Drafter
 from .errors import CacheError, GenerationError, PairError
 from .kernels.choice import NotFiniteError
 from .memory import wired_limit
-from .sampling import Distribution, History, KeyedSampler, LogitsProcessor, Sampler, choose_seed, process, sample_at
+from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
 from .taps import Target
-from .text import prompt_thinking
-from .verify import logprobs, verify_block
-from .width import Acceptance, Costs, FixedWidth, WidthRule, load_costs, measure, pair_key, save_costs
+from .verify import verify_block
+from .width import FixedWidth, WidthRule
 
 
 @dataclass
@@ -151,11 +159,11 @@ def stream_generate(
     for name, value in (("kv_group_size", kv_group_size), ("quantized_kv_start", quantized_kv_start)):
         if value is not None and kv_bits is None:
             raise GenerationError(f"expected kv_bits with {name}; found {name} = {value!r} alone. Give kv_bits or leave it out.")
-    block_size = _block_size(draft_model, block_size, num_draft_tokens)
-    ids = _encode(tokenizer, prompt)
+    block_size = block_size_of(draft_model, block_size, num_draft_tokens)
+    ids = encode(tokenizer, prompt)
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    _check_ids(ids, model)
+    check_ids(ids, model)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
     elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
@@ -169,17 +177,17 @@ def stream_generate(
             f"expected a prompt cache of {n_target} target and {len(draft_model.layers)} drafter entries; found "
             f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
         )
-    _check_context(model, draft_model, len(pair.ids) + len(ids), max_tokens)
-    _check_template(draft_model, tokenizer, ids)
+    check_context(model, draft_model, len(pair.ids) + len(ids), max_tokens)
+    check_template(draft_model, tokenizer, ids)
     quantization = None
     if kv_bits is not None:
         # mlx-lm's defaults.
         start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
         quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
-        _check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
-    chooser = _chooser(sampler, logits_processors or (), seed, acceptance, ids)
+        check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
+    chooser = make_chooser(sampler, logits_processors or (), seed, acceptance, ids)
     if block_size is None and acceptance == "match":
-        rule: FixedWidth | WidthRule = _width_rule(model, draft_model, stream)
+        rule: FixedWidth | WidthRule = width_rule(model, draft_model, stream)
     else:
         # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
         rule = FixedWidth((block_size or draft_model.config.block_size) - 1)
@@ -223,12 +231,12 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
 
 # One step: (token, log-probabilities [V], whether the drafter proposed it).
 Step = tuple[int, mx.array, bool]
-# What a pass has shown: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
-Outcome = tuple[list[int], int, int, Callable[[int], mx.array]]
 # Kinds of entries that hold what two passes of one row did apart.
 _UNDONE_TWICE = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache, mlx_lm_cache.ArraysCache)
 # Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
 _PENDING_BYTES = 32 << 20
+# Rounds in a row without an accepted draft after which a float16 drafter is looked at.
+_REFUSED = 4
 
 
 def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
@@ -316,7 +324,7 @@ class _Run:
         model: nn.Module,
         drafter: Drafter,
         pair: PairCache,
-        chooser: _Chooser,
+        chooser: Chooser,
         rule: FixedWidth | WidthRule,
         stats: GenerationStats,
         max_tokens: int,
@@ -448,7 +456,7 @@ class _Run:
         usual = kind == self._kind and flight.draft_s is None and self.elsewhere_s < 0.1 * flight.seconds
         self._refused = 0 if accepted else self._refused + bool(width)
         if self._refused == _REFUSED:
-            _warn_of_overflow(self.drafter, self.pending.joined())
+            warn_of_overflow(self.drafter, self.pending.joined())
         more = accepted == width < len(ids) and ids[width] == bonus
         self.rule.observe(width, accepted, more, flight.seconds, usual)
         self._kind, self.elsewhere_s = kind, 0.0
@@ -511,229 +519,6 @@ class _Rows:
     def joined(self, *more: mx.array) -> mx.array:
         parts = [*self._parts, *more]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-
-
-class _Chooser:
-    """Draws the target's token at each row of a block and matches the drafts with it.
-
-    processors: logits processors; with any, tokens are chosen row by row on the host, one wait a row.
-    history: what processors are shown, without the tokens that are not committed yet.
-    """
-
-    def __init__(
-        self, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, prompt: Sequence[int] = ()
-    ):
-        self.sampler, self.processors, self.history = sampler, processors, History(prompt)
-        self.seed = choose_seed(seed) if sampler or seed is not None else 0
-
-    def _choose(self, row: mx.array, position: int) -> mx.array:
-        """[1, V] log-probabilities to the token [1] at an absolute position."""
-        token = mx.argmax(row, axis=-1) if self.sampler is None else sample_at(self.sampler, self.seed, position, row)
-        return token.astype(mx.int32)
-
-    def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
-    ) -> mx.array:
-        """The drafter's likeliest tokens, as `Drafter.draft`.
-
-        Drafts drawn with the target's own noise match no more often: tau 1.93 against 1.97 at temperature 0.7 and 1.48 against
-        1.50 at 1, built-in pair tiny, 36 texts of 96 tokens (bench/acceptance_rules.py).
-        """
-        return drafter.draft(anchor, features, cache, start, block_size)
-
-    def start(
-        self, target: Target, hidden: mx.array, features: mx.array, drafted: mx.array, context: list[Any], position: int
-    ) -> tuple[mx.array | None, Callable[[], Outcome], bool]:
-        """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
-
-        Shapes:
-          - hidden: [1, N + 1, H]; drafted: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
-        Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
-          and raises NotFiniteError if one of our kernels was at fault; whether one ran at all.
-        """
-        if self.processors:
-            doubts = target.doubts(hidden)
-            mx.async_eval(drafted, hidden, features, context, doubts)
-            return None, lambda: self._match_rows(target, hidden, drafted, position, doubts), bool(doubts)
-        token, margin, block = None, None, drafted[:, : hidden.shape[1] - 1]
-        if self.sampler is None and (found := target.choices(hidden)):
-            choices, margin = found
-            accepted, bonus = accept_match(block, choices)
-        elif block.shape[1]:
-            accepted, bonus = self._accept(block, logprobs(target, hidden), position)
-        else:
-            accepted, bonus = None, self._choose(logprobs(target, hidden, target.logits)[:, 0], position)
-        doubts = target.doubts(hidden, margin)
-        if not block.shape[1]:
-            token, parts = bonus, [bonus, *doubts]
-        else:
-            parts = [drafted[0], accepted, bonus, *doubts]
-        packed = mx.concatenate(parts) if len(parts) > 1 else token
-        # Everything is enqueued; reading one small array is the only wait.
-        mx.async_eval(packed, hidden, features, context)
-
-        def read() -> Outcome:
-            ids = packed.tolist()
-            target.check([ids.pop() for _ in doubts])
-            last = ids.pop()
-            n = ids.pop() if block.shape[1] else 0
-            return ids, n, last, row_logprobs
-
-        def row_logprobs(i: int) -> mx.array:
-            # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
-            return logprobs(target, hidden[:, i : i + 1])[0, 0]
-
-        return token, read, bool(doubts)
-
-    def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
-        if self.sampler is None:
-            choices = mx.argmax(rows, axis=-1).astype(mx.int32)
-        else:
-            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
-        return accept_match(drafted, choices)
-
-    def _match_rows(self, target: Target, hidden: mx.array, drafted: mx.array, position: int, doubts: list[mx.array]) -> Outcome:
-        """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
-        see in plain decoding."""
-        target.check([doubt.item() for doubt in doubts])
-        ids, rows, width, n = drafted[0].tolist(), [], hidden.shape[1] - 1, len(self.history)
-        for i in range(width + 1):
-            row = process(self.processors, self.history.array(), target.head(hidden[:, i : i + 1])[:, 0])
-            token = self._choose(row, position + i).item()
-            rows.append(row[0])
-            if i == width or token != ids[i]:
-                break
-            self.history.append(token)
-        self.history.cut(n)
-        return ids, i, token, rows.__getitem__
-
-
-class _Rejecter(_Chooser):
-    """Draws the drafts from the drafter's own distribution and keeps them by a rule on both distributions."""
-
-    def __init__(self, sampler: Distribution, seed: int | None, rule: Callable[..., tuple[mx.array, mx.array]]):
-        super().__init__(sampler, (), seed)
-        self.rule = rule
-
-    def _keys(self, position: int) -> mx.array:
-        """Three keys for a round whose first draft is at an absolute position: drafts, acceptance, bonus."""
-        return mx.random.split(mx.random.key((self.seed << 32) | position), 3)
-
-    def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
-    ) -> mx.array:
-        hidden = drafter.slots(anchor, features, cache, start, block_size)
-        key = self._keys(start + features.shape[1] + 1)[0]
-        # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
-        drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)
-        return drawn
-
-    def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        width = drafted.shape[1]
-        if not width:
-            return super()._accept(drafted, rows, position)
-        keys = self._keys(position)
-        uniform = mx.random.uniform(shape=drafted.shape, key=keys[1])
-        gumbel = mx.random.gumbel((1, rows.shape[-1]), key=keys[2])
-        ids, q = self._drawn_from
-        if ids is not None:
-            # No other token could be drawn.
-            q = mx.put_along_axis(mx.zeros((*q.shape[:2], rows.shape[-1])), ids, q.astype(mx.float32), axis=-1)
-        return self.rule(drafted, self.sampler.probabilities(rows), q[:, :width], uniform, gumbel)
-
-
-_RULES = {"rejection": accept_rejection, "block": accept_block}
-
-
-def _chooser(
-    sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str, prompt: list[int]
-) -> _Chooser:
-    """Raises: GenerationError if the rule is unknown, or what it needs is not there."""
-    if acceptance == "match":
-        return _Chooser(sampler, processors, seed, prompt)
-    if acceptance not in _RULES:
-        raise GenerationError(f"expected acceptance to be match, {' or '.join(_RULES)}; found {acceptance!r}.")
-    if not isinstance(sampler, Distribution):
-        raise GenerationError(
-            f"expected a dflash_mlx.sampling.Distribution as sampler for acceptance={acceptance!r}, which needs probabilities; "
-            f"found {type(sampler).__name__}. Pass one, or leave acceptance out."
-        )
-    if processors:
-        raise GenerationError(
-            f"expected no logits_processors with acceptance={acceptance!r}; found some. They would see drafts that are not kept: "
-            "leave one of the two out."
-        )
-    return _Rejecter(sampler, seed, _RULES[acceptance])
-
-
-def _width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
-    """The rule for one run. What passes cost, and what earlier runs accepted, is kept with the drafter for the next one."""
-    known: WidthRule | None = getattr(drafter, "_last_rule", None)
-    most = drafter.config.block_size - 1
-    acceptance = Acceptance(most)
-    if known is not None:
-        acceptance.counts = [list(counts) for counts in known.acceptance.counts]
-        acceptance.forget(4)
-    rule = WidthRule(most, acceptance, known and known.costs, lambda: _measured_costs(model, drafter, stream))
-    drafter._last_rule = rule
-    return rule
-
-
-def _measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
-    """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
-    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__)
-    costs = load_costs(key)
-    if costs is None:
-        with mx.stream(stream):
-            costs = _measure_costs(model, drafter)
-        save_costs(key, costs)
-    return costs
-
-
-def _measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
-    target = Target(model, drafter.config.target_layer_ids)
-    entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
-    _, features = target(mx.zeros((1, 32), dtype=mx.int32), entries)
-    mx.eval(features)
-    token = mx.zeros((1,), dtype=mx.int32)
-    rows = injected = 0
-
-    def choose(width: int) -> mx.array:
-        nonlocal rows
-        point = checkpoint(entries, rows)
-        hidden, taps = verify_block(target, token, mx.zeros((1, width), dtype=mx.int32), entries, point)
-        chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
-        mx.async_eval(chosen, taps)
-        rows += 1
-        if width:
-            chosen.tolist()
-            rollback(entries, point, rows)
-            mx.eval([entry.state for entry in entries])
-        return chosen
-
-    def plain() -> None:
-        # As in the loop, the next pass is enqueued before the last one is read.
-        before = choose(0)
-        for _ in range(3):
-            before, now = choose(0), before
-            now.tolist()
-        before.tolist()
-
-    def draft() -> None:
-        nonlocal injected
-        mx.eval(Drafter.draft(drafter, token, features[:, :1], context, injected, K), [entry.state for entry in context])
-        injected += 1
-
-    def inject(n: int) -> None:
-        nonlocal injected
-        Drafter.inject(drafter, mx.broadcast_to(features[:, :1], (1, n, features.shape[2])), context, injected)
-        mx.eval([entry.state for entry in context])
-        injected += n
-
-    costs = measure(plain, draft, inject, choose, K - 1)
-    costs.plain_s /= 4
-    return costs
 
 
 def _respond(
@@ -804,7 +589,7 @@ def _mlx_lm(
             f"expected no seed with an mlx-lm draft model; found {seed}. Its draws depend on what was drafted: leave it out."
         )
     cache, pair = options["prompt_cache"], None
-    ids = _encode(tokenizer, prompt)
+    ids = encode(tokenizer, prompt)
     anchor: list[int] = []
     if cache is not None and is_pair_cache(cache):
         if draft_model is not None:
@@ -851,120 +636,3 @@ def _mlx_lm(
 def _without(n: int, processor: LogitsProcessor) -> LogitsProcessor:
     """A processor that does not see the first n tokens of a run."""
     return lambda tokens, logits: processor(tokens[n:], logits)
-
-
-def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
-    """Token ids of a prompt; special tokens are added to text that does not begin with BOS, as in mlx-lm."""
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
-        raise GenerationError(
-            f"expected a prompt as text, a list of token ids or an array [T] of them; found {type(prompt).__name__}"
-            f"{f' of shape {list(prompt.shape)}' if isinstance(prompt, mx.array) else ''}. Pass one prompt at a time."
-        )
-    return list(ids)
-
-
-def _check_ids(ids: list[int], model: nn.Module) -> None:
-    """Refuse ids without a row in the embedding: MLX reads whatever lies there, and -1 reads the last row."""
-    rows = Target(model).vocabulary
-    wrong = [i for i in ids if not 0 <= i < rows]
-    if wrong:
-        raise GenerationError(
-            f"expected prompt token ids from 0 to {rows - 1}; found {wrong[:5]}. Encode the prompt with this model's tokenizer."
-        )
-
-
-def _block_size(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int | None:
-    """The block size that was asked for, checked; None: any."""
-    if num_draft_tokens is not None:
-        if block_size is not None and block_size != num_draft_tokens + 1:
-            raise GenerationError(
-                f"expected block_size to be num_draft_tokens + 1; found {block_size} and {num_draft_tokens}. Give one of them."
-            )
-        block_size = num_draft_tokens + 1
-    if block_size is None:
-        return None
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
-    if block_size > (limit := largest_block(drafter)):
-        raise GenerationError(
-            f"expected block_size of at most {limit}; found {block_size}. This drafter was made for blocks of "
-            f"{drafter.config.block_size}, and a pass over so many rows could take minutes: give less."
-        )
-    return block_size
-
-
-def largest_block(drafter: Drafter) -> int:
-    """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
-    return max(4 * drafter.config.block_size, 64)
-
-
-def _check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
-    """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
-
-    Raises:
-      GenerationError: the prompt alone is longer than the target's context.
-    """
-    target = Target(model)
-    length, drafters = target.context_length, drafter.config.max_position_embeddings
-    if length is not None and prompt_tokens > length:
-        raise GenerationError(
-            f"expected at most {length} tokens, the context of {target.family}; found a prompt of {prompt_tokens}. Shorten it."
-        )
-    if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
-        warnings.warn(
-            f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
-            "beyond them the text stays right and fewer drafts are accepted",
-            stacklevel=3,
-        )
-
-
-# Rounds in a row without an accepted draft after which a float16 drafter is looked at.
-_REFUSED = 4
-
-
-def _warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
-    """Say so where these features overflow in the drafter: NaN rows draft token 0 and nothing else shows."""
-    if features.dtype != mx.float16:
-        return
-    if fault := drafter.first_not_finite(features):
-        warnings.warn(
-            f"the drafter's values overflow float16 in {fault[0]}: the text stays right and nothing that it drafts is accepted; "
-            "load the target with bfloat16 or float32",
-            stacklevel=5,
-        )
-
-
-def _check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]) -> None:
-    """Warn, once a text, where the prompt has another setting of enable_thinking than the drafter was trained with."""
-    if drafter.stated_thinking is None:
-        return
-    setting, where = drafter.stated_thinking
-    if prompt_thinking(tokenizer, ids) == (not setting):
-        warnings.warn(
-            f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
-            f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
-            f"enable_thinking={str(setting).lower()}",
-            stacklevel=3,
-        )
-
-
-def _check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache: list[Any]) -> None:
-    """Run three rows with a quantized cache, as plain decoding would, before anything else runs.
-
-    Raises:
-      GenerationError: mlx-lm cannot run this target with it.
-    """
-    try:
-        for _ in range(3):
-            logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-            quantization.convert(cache, 0)
-        mx.eval(logits)
-    except Exception as error:
-        raise GenerationError(
-            f"expected a target whose caches mlx-lm can quantize to {quantization.bits} bits in groups of "
-            f"{quantization.group_size}; {Target(model).family} fails with it ({error}). Leave kv_bits out."
-        ) from None

@@ -45,8 +45,8 @@ from mlx_lm.server import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from .checks import largest_block
 from .errors import DFlashError
-from .generation import largest_block
 from .reuse import PromptStore, open_turn
 from .taps import Target
 from .text import StopText, token_bytes

@@ -29,8 +29,8 @@ from kit import (
 )
 
 import dflash_mlx
+from dflash_mlx import checks, generation, make_prompt_cache, taps
 from dflash_mlx import drafter as drafter_module
-from dflash_mlx import generation, make_prompt_cache, taps
 from dflash_mlx.cache import PairCache
 from dflash_mlx.errors import GenerationError, PairError
 
@@ -236,7 +236,7 @@ def test_an_impossible_block_size_is_refused(tiny, block):
 
 def test_a_block_far_beyond_the_drafters_is_refused_and_one_at_the_limit_runs(tiny):
     model, line, oracle, _ = tiny
-    assert generation.largest_block(oracle) == 64
+    assert checks.largest_block(oracle) == 64
     assert ids_of(run(model, oracle, PROMPT, 4, block_size=64)) == line[:4]
     for options in ({"block_size": 65}, {"num_draft_tokens": 64}, {"block_size": 10**9}):
         with pytest.raises(GenerationError, match=r"block_size of at most 64; found \d+\. This drafter was made for blocks of 5"):
@@ -556,7 +556,7 @@ PLACES = {
     "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
     "target pass": (taps.Target, "__call__", (1, 2, 4, 6)),
     "verify": (generation, "verify_block", (1, 3)),
-    "match": (generation._Chooser, "start", (1, 2, 4)),
+    "match": (generation.Chooser, "start", (1, 2, 4)),
     "reading": (generation._Run, "read", (1, 2, 4)),
     "commit": (generation._Run, "commit", (1, 2, 4)),
     "rollback": (generation, "rollback", (1, 2)),

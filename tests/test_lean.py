@@ -28,6 +28,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import dflash_mlx
+from dflash_mlx import costs as costs_module
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx import generation, make_prompt_cache, sampling
 from dflash_mlx.cache import PairCache
@@ -65,7 +66,7 @@ def shuffled(monkeypatch):
             rules.append(Shuffled(drafter.config.block_size - 1, seed))
             return rules[-1]
 
-        monkeypatch.setattr(generation, "_width_rule", rule)
+        monkeypatch.setattr(generation, "width_rule", rule)
         return rules
 
     return use
@@ -180,8 +181,8 @@ def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
 def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch, costs_file):
     model = tiny_target(seed=2, intermediate_size=52)
     calls = []
-    original = generation._measure_costs
-    monkeypatch.setattr(generation, "_measure_costs", lambda *args: (calls.append(1), original(*args))[1])
+    original = costs_module.measure_costs
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *args: (calls.append(1), original(*args))[1])
     steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 9, tiny_drafter(model))
     next(steps)
     assert calls == []
@@ -197,7 +198,7 @@ def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch,
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
     model, line, _ = tiny
     drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
-    costs = generation._measure_costs(model, drafter)
+    costs = costs_module.measure_costs(model, drafter)
     assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
     assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
@@ -206,7 +207,7 @@ def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
 
 def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monkeypatch):
     model, line, noisy = tiny
-    monkeypatch.setattr(generation, "_measure_costs", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
     assert set(stats.widths) == {3} and stats.width_reason is None
 
@@ -456,9 +457,9 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     model, line, _ = tiny
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
-    costs = generation.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
-    monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
+    costs = costs_module.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
+    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
     assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
@@ -466,9 +467,9 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
-    costs = generation.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(generation, "_measured_costs", lambda *_: costs)
-    monkeypatch.setattr(generation.Costs, "refine", lambda *_: None)
+    costs = costs_module.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
+    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
     assert stats.widths[0] > 90
     assert "drafting off in 9" in stats.width_reason and "5 rows cost 2.5x one row here" in stats.width_reason

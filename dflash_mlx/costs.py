@@ -1,0 +1,87 @@
+"""What drafting and verifying cost for a pair on this machine: passes timed once on caches of their own, and kept.
+
+Knows both models; knows nothing of the loop. What follows from the numbers is `width`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from .cache import checkpoint, rollback
+from .drafter import Drafter
+from .taps import Target
+from .verify import logprobs, verify_block
+from .width import Acceptance, Costs, WidthRule, load_costs, measure, pair_key, save_costs
+
+
+def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
+    """The rule for one run. What passes cost, and what earlier runs accepted, is kept with the drafter for the next one."""
+    known: WidthRule | None = getattr(drafter, "_last_rule", None)
+    most = drafter.config.block_size - 1
+    acceptance = Acceptance(most)
+    if known is not None:
+        acceptance.counts = [list(counts) for counts in known.acceptance.counts]
+        acceptance.forget(4)
+    rule = WidthRule(most, acceptance, known and known.costs, lambda: measured_costs(model, drafter, stream))
+    drafter._last_rule = rule
+    return rule
+
+
+def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
+    """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
+    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__)
+    costs = load_costs(key)
+    if costs is None:
+        with mx.stream(stream):
+            costs = measure_costs(model, drafter)
+        save_costs(key, costs)
+    return costs
+
+
+def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
+    target = Target(model, drafter.config.target_layer_ids)
+    entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
+    _, features = target(mx.zeros((1, 32), dtype=mx.int32), entries)
+    mx.eval(features)
+    token = mx.zeros((1,), dtype=mx.int32)
+    rows = injected = 0
+
+    def choose(width: int) -> mx.array:
+        nonlocal rows
+        point = checkpoint(entries, rows)
+        hidden, taps = verify_block(target, token, mx.zeros((1, width), dtype=mx.int32), entries, point)
+        chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
+        mx.async_eval(chosen, taps)
+        rows += 1
+        if width:
+            chosen.tolist()
+            rollback(entries, point, rows)
+            mx.eval([entry.state for entry in entries])
+        return chosen
+
+    def plain() -> None:
+        # As in the loop, the next pass is enqueued before the last one is read.
+        before = choose(0)
+        for _ in range(3):
+            before, now = choose(0), before
+            now.tolist()
+        before.tolist()
+
+    def draft() -> None:
+        nonlocal injected
+        mx.eval(Drafter.draft(drafter, token, features[:, :1], context, injected, K), [entry.state for entry in context])
+        injected += 1
+
+    def inject(n: int) -> None:
+        nonlocal injected
+        Drafter.inject(drafter, mx.broadcast_to(features[:, :1], (1, n, features.shape[2])), context, injected)
+        mx.eval([entry.state for entry in context])
+        injected += n
+
+    costs = measure(plain, draft, inject, choose, K - 1)
+    costs.plain_s /= 4
+    return costs
