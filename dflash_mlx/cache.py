@@ -233,13 +233,19 @@ class _ExactWindow(RotatingKVCache):
 @contextmanager
 def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
     """For one pass over a block: its rows see through rotating caches what they would see one at a time."""
-    rotating = [entry for entry in leaves(entries) if type(entry) is RotatingKVCache]
-    for entry in rotating:
-        entry.__class__ = _ExactWindow
     try:
+        for entry in leaves(entries):
+            if type(entry) is RotatingKVCache:
+                entry.__class__ = _ExactWindow
         yield
     finally:
-        for entry in rotating:
+        plain_windows(entries)
+
+
+def plain_windows(entries: Sequence[Any]) -> None:
+    """Give rotating caches mlx-lm's own class back, also where an interruption kept `exact_windows` from it."""
+    for entry in leaves(entries):
+        if type(entry) is _ExactWindow:
             entry.__class__ = RotatingKVCache
 
 

@@ -20,7 +20,17 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cache import Checkpoint, KVQuantization, PairCache, check_rollback, checkpoint, is_pair_cache, leaves, rollback
+from .cache import (
+    Checkpoint,
+    KVQuantization,
+    PairCache,
+    check_rollback,
+    checkpoint,
+    is_pair_cache,
+    leaves,
+    plain_windows,
+    rollback,
+)
 from .checks import (
     block_size_of,
     check_context,
@@ -376,7 +386,10 @@ class _Run:
     def can_go_ahead(self, flight: _Flight, emitted: int) -> bool:
         """Whether the pass after a plain one may be enqueued before that one is read: not if the host has a say in between."""
         last, measures = emitted + 1 == self.max_tokens, not emitted and not self.rule.ready
-        return not (last or measures or self.chooser.processors or (flight.doubtful and not self._deep))
+        # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
+        quantizes = self.quantization is not None and self.rows == self.quantization.start
+        doubtful = flight.doubtful and (quantizes or not self._deep)
+        return not (last or measures or self.chooser.processors or doubtful)
 
     def next_width(self) -> int:
         width = self.rule.choose(self.rows - self.injected)
@@ -442,9 +455,11 @@ class _Run:
                 self.pending.append(flight.features)
             self.rows += 1
             return
-        pending = _Rows(flight.features[:, : accepted + 1])
-        self._move(self.rows + accepted + 1, self.rows, pending, flight.context, self.point)
         with mx.stream(self.stream):
+            kept = flight.features[:, : accepted + 1]
+            self._move(self.rows + accepted + 1, self.rows, _Rows(kept), flight.context, self.point)
+            # The next token may be asked for by another thread, which cannot evaluate what is lazy here.
+            mx.async_eval(kept)
             rollback(self.pair.target, self.point, self.rows)
         self.stats.seconds["rollback"] += time.perf_counter() - began
 
@@ -467,6 +482,7 @@ class _Run:
         # The last token handed out is the anchor: the target does not hold it. Only what the last pass did can be undone.
         keep = max(point.length, min(self.rows, len(pair.ids) - 1))
         with mx.stream(self.stream):
+            plain_windows(pair.target)
             rollback(pair.target, point, keep)
             if self.quantization:
                 self.quantization.apply(pair)

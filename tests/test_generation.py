@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -513,6 +514,22 @@ def test_nothing_is_written_to_stdout_or_stderr():
 
 
 # Threads and interruptions
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, None])
+def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
+    """As frameworks do that hand a generator to a pool; it may also be closed by a thread that never advanced it."""
+    model, tokenizer, drafter, prompt = sliding
+    cache = make_prompt_cache(model, drafter)
+    steps = dflash_mlx.stream_generate(
+        model, tokenizer, prompt, max_tokens=40, draft_model=drafter, block_size=block, prompt_cache=cache
+    )
+    pools = [ThreadPoolExecutor(1) for _ in range(3)]
+    got = [pools[i % 3].submit(lambda: next(steps).token).result() for i in range(15)]
+    pools[0].submit(steps.close).result()
+    line = greedy_ids(model, prompt, 24)
+    assert got == line[:15]
+    assert ids_of(run(model, drafter, [line[15]], 8, tokenizer, prompt_cache=cache)) == line[16:24]
 
 
 def test_a_worker_thread_generates_what_the_main_thread_does(sliding):

@@ -24,10 +24,11 @@ from kit import (
     tiny_target,
     variant,
 )
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import dflash_mlx
+from dflash_mlx import cache as cache_module
 from dflash_mlx import costs as costs_module
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx import generation, make_prompt_cache, sampling
@@ -296,15 +297,14 @@ def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, 
     assert ids_of(turns[0]) == ids_of(turns[1]) and rounds_of(turns[0]) == rounds_of(turns[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, mixed windows", "qwen3_next"])
-@pytest.mark.parametrize("block", [1, 5])
-def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, name, block):
-    model, prompt = family(name), some_line(30)
-    line = greedy_ids(model, prompt, 30)
-    for nth in (1, 2, 3, 6):
-        drafter, launched = known_drafter(model, prompt + line), []
+@pytest.fixture
+def failing(monkeypatch):
+    """Makes the nth pass of the next run one in which a kernel of ours gave a value that is not finite."""
 
-        def doubts(self, hidden, margin=None, launched=launched, nth=nth):
+    def fail(patch, nth):
+        launched = []
+
+        def doubts(self, hidden, margin=None):
             launched.append(1)
             return [mx.array([len(launched) == nth], dtype=mx.int32)]
 
@@ -312,9 +312,35 @@ def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind
             if any(values):
                 raise NotFiniteError
 
+        patch.setattr(generation.Target, "doubts", doubts)
+        patch.setattr(generation.Target, "check", staticmethod(check))
+
+    return fail
+
+
+@pytest.mark.parametrize("block", [1, 5])
+def test_a_pass_runs_once_more_around_the_row_where_the_cache_is_quantized(monkeypatch, failing, block):
+    """The pass behind it finds the cache quantized; the failed one must see it as it was."""
+    model = tiny_target(seed=4, head_dim=32)
+    options = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 3}
+    line = greedy_ids(model, PROMPT, 16, **options)
+    assert line != greedy_ids(model, PROMPT, 16)
+    for nth in range(1, 8):
         with monkeypatch.context() as patch:
-            patch.setattr(generation.Target, "doubts", doubts)
-            patch.setattr(generation.Target, "check", staticmethod(check))
+            failing(patch, nth)
+            got = run(model, known_drafter(model, PROMPT + line), PROMPT, 16, block_size=block, **options)
+        assert ids_of(got) == line, (block, nth)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, mixed windows", "qwen3_next"])
+@pytest.mark.parametrize("block", [1, 5])
+def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, failing, name, block):
+    model, prompt = family(name), some_line(30)
+    line = greedy_ids(model, prompt, 30)
+    for nth in (1, 2, 3, 6):
+        drafter = known_drafter(model, prompt + line)
+        with monkeypatch.context() as patch:
+            failing(patch, nth)
             cache = make_prompt_cache(model, drafter)
             order.clear()
             got = run(model, drafter, prompt, 20, block_size=block, prompt_cache=cache)
@@ -326,6 +352,20 @@ def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind
         again = run(model, drafter, line[20:21], 8, prompt_cache=cache)
         fresh = run(model, drafter, prompt + line[:21], 8)
         assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
+
+
+def test_an_interruption_that_leaves_a_window_in_its_made_class_is_put_right_at_the_end():
+    model, prompt = family("llama, mixed windows"), some_line(30)
+    line, drafter = greedy_ids(model, prompt, 30), tiny_drafter(model)
+    cache = make_prompt_cache(model, drafter)
+    steps = dflash_mlx.stream_generate(model, letters(), prompt, 30, drafter, block_size=5, prompt_cache=cache)
+    got = [next(steps).token for _ in range(12)]
+    rotating = [entry for entry in cache[: len(model.layers)] if type(entry) is RotatingKVCache]
+    for entry in rotating:
+        entry.__class__ = cache_module._ExactWindow
+    steps.close()
+    assert rotating and all(type(entry) is RotatingKVCache for entry in rotating)
+    assert got == line[:12] and ids_of(run(model, drafter, line[12:13], 10, prompt_cache=cache)) == line[13:23]
 
 
 class Stub:
