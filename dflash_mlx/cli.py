@@ -153,6 +153,7 @@ def generate(
 
         from . import builtin, loading
         from .generation import stream_generate
+        from .sampling import choose_seed
 
         if prompt is None:
             pair = builtin.BUILTIN_PAIRS.get(model or builtin.DEFAULT_PAIR)
@@ -176,6 +177,9 @@ def generate(
         ids = _encode_prompt(tokenizer, prompt, system, raw, thinking)
         # Below this temperature the distribution is its top token.
         sampler = make_sampler(temp, top_p or 0.0, min_p or 0.0, top_k=top_k or 0) if temp >= 1e-5 else None
+        if sampler and seed is None:
+            # Drawn here, so that the figures can name it.
+            seed = choose_seed(None)
         with _prefill_progress() as progress:
             responses = stream_generate(
                 lm,
@@ -193,7 +197,7 @@ def generate(
                 prompt_progress_callback=progress,
             )
             show = _nothing if as_json else _draft_marker(tokenizer, stdout) if show_drafts else _plain_text(stdout)
-            result = _run(_until(responses, stop) if stop else responses, show)
+            result = _run(_until(responses, stop) if stop else responses, show) | {"seed": seed}
         if as_json:
             print(json.dumps({**result, "model": target, "draft_model": drafter}), file=stdout)
         else:
@@ -856,6 +860,8 @@ def _figures(result: dict[str, Any]) -> str:
         lines.append("Acceptance: nothing was drafted, so there is no tau.")
     if result["width_reason"]:
         lines.append(f"Widths: {result['width_reason']}.")
+    if result["seed"] is not None:
+        lines.append(f"Seed: {result['seed']}")
     return "\n".join(lines)
 
 

@@ -171,6 +171,15 @@ def test_the_same_seed_gives_the_same_text_with_a_drafter_and_without():
     assert json.loads(run("generate", *other).stdout)["token_ids"] != plain
 
 
+def test_a_sampled_answer_names_the_seed_that_repeats_it():
+    given = ["generate", *TINY, "--temp", "1", "-m", "12", "-p", "def test_"]
+    first = run(*given)
+    seed = re.search(r"^Seed: (\d+)$", first.stderr, re.M).group(1)
+    again = json.loads(run(*given, "--seed", seed, "--json").stdout)
+    assert again["text"] == first.stdout.rstrip("\n") and again["seed"] == int(seed)
+    assert "Seed" not in run("generate", *TINY, "-m", "2", "-p", "def test_").stderr
+
+
 def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
     done = run("generate", *TINY, "-m", "24", "--show-drafts", "-p", "def test_")
     plain = run("generate", *TINY, "-m", "24", "-p", "def test_")
