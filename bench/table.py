@@ -130,7 +130,7 @@ def section(results: Path = RESULTS) -> str:
     if peers := list(read("peers-*.json", results).values()):
         lines += ["The same pair through other implementations, each with its own defaults (`bench/peers.py`):", ""]
         lines += [*peer_table(peers), ""]
-    return "\n".join(lines).strip()
+    return "\n".join(lines).strip() or "No speed is recorded yet."
 
 
 def put(readme: str, text: str) -> str:
