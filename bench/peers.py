@@ -76,21 +76,11 @@ def written_target(name: str, source: str, folder: Path) -> str:
 
 def written_drafter(name: str, source: str, folder: Path) -> str:
     """A drafter as a directory in the number type of this machine, made once; no peer reads a quantized one, so it is dense."""
-    from dflash_mlx.conversion import load_drafter_weights
+    from dflash_mlx.conversion import load_dense_drafter
 
     done = folder / f"{name}-drafter-{machine_dtype()}"
     if not (done / "config.json").exists():
-        config, weights = load_drafter_weights(source)
-        packing = config.pop("quantization", None)
-        dense = {}
-        for key, array in weights.items():
-            module = key.rpartition(".")[0]
-            if f"{module}.scales" not in weights:
-                dense[key] = array
-            elif key.endswith(".weight"):
-                of = packing.get(module, packing)
-                parts = (array, weights[f"{module}.scales"], weights[f"{module}.biases"])
-                dense[key] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"])
+        config, dense = load_dense_drafter(source)
         done.mkdir(parents=True, exist_ok=True)
         dtype = getattr(mx, machine_dtype())
         mx.save_safetensors(

@@ -49,6 +49,22 @@ def load_drafter_weights(path_or_repo: str | Path, *, revision: str | None = Non
     return drafter.raw, drafter.weights
 
 
+def load_dense_drafter(path_or_repo: str | Path, *, revision: str | None = None) -> tuple[dict, Weights]:
+    """`load_drafter_weights` with quantized tensors written out in their scales' type."""
+    config, weights = load_drafter_weights(path_or_repo, revision=revision)
+    packing, dense = config.pop("quantization", None), {}
+    config.pop("quantization_config", None)
+    for name, array in weights.items():
+        module, _, part = name.rpartition(".")
+        if f"{module}.scales" not in weights:
+            dense[name] = array
+        elif part == "weight":
+            of = packing.get(module, packing)
+            parts = (array, weights[f"{module}.scales"], weights.get(f"{module}.biases"))
+            dense[name] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"], mode=of.get("mode", "affine"))
+    return config, dense
+
+
 def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     """`load_drafter_weights` for an inspected checkpoint, with the account of what was done."""
     require_drafter(checkpoint)

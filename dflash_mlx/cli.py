@@ -490,7 +490,7 @@ def bench(
 def train_data(
     model: Annotated[str, typer.Option(help="Target, as in generate.")],
     out: Annotated[str, typer.Option(help="Folder for the text; a folder made with the same settings is continued.")],
-    minutes: Annotated[float | None, typer.Option(min=0, help="How long to write.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="How long to write; the held-out part comes on top.")] = None,
     answer_tokens: Annotated[int | None, typer.Option(min=1, help="How much to write, counted in answer tokens.")] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts to answer; default: self-made questions.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
@@ -519,7 +519,7 @@ def train_run(
     out: Annotated[str, typer.Option(help="Folder for the drafter; a stopped run of the same settings is continued.")],
     minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
-    init: Annotated[str | None, typer.Option(help="Drafter folder (or built-in pair) to start from.")] = None,
+    init: Annotated[str | None, typer.Option(help="Drafter to start from, as generate takes it.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor included.")] = 16,
     taps: Annotated[str | None, typer.Option(help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
@@ -542,15 +542,18 @@ def train_run(
         import numpy as np
 
         from .builtin import builtin_path
+        from .conversion import load_drafter_weights
         from .train.data import load_docs
         from .train.loop import TrainConfig, drafter_config, mask_token, target_shape, train
 
         target, tokenizer = _load_for_training(model, dtype, dense)
         docs = load_docs(data)
         held_out = load_docs(data, "heldout.npz") if (Path(data) / "heldout.npz").exists() else None
+        if held_out is None:
+            _say(f"{data} has no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
         if init is not None:
             init = str(builtin_path(init, "drafter") or init)
-            raw = json.loads((Path(init) / "config.json").read_text())
+            raw, _ = load_drafter_weights(init)
         else:
             V = target_shape(target).get("vocab_size") or len(tokenizer)
             mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(np.unique(docs.ids).tolist()))

@@ -101,7 +101,8 @@ def test_peers_are_rows_with_their_speed_and_how_often_they_said_the_same(tmp_pa
 
 
 def test_a_record_without_figures_is_left_out(tmp_path):
-    assert written(tmp_path, bench_a=record("A", [4], summary=[]), shapes_a=shape() | {"summary": {"blocks": []}}) == "No speed is recorded yet."
+    shown = written(tmp_path, bench_a=record("A", [4], summary=[]), shapes_a=shape() | {"summary": {"blocks": []}})
+    assert shown == "No speed is recorded yet."
 
 
 @pytest.mark.parametrize("text", ["none", table.BEGIN, table.END + table.BEGIN, f"{table.BEGIN}{table.END}{table.BEGIN}"])

@@ -165,18 +165,6 @@ def dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     return model
 
 
-def float_weights(folder: str | Path) -> dict[str, mx.array]:
-    """A drafter's weights by name, quantized ones written out in their scales' type."""
-    weights = mx.load(str(Path(folder) / "model.safetensors"))
-    quantization = json.loads((Path(folder) / "config.json").read_text()).get("quantization") or {}
-    for name in [n for n in weights if n.endswith(".scales")]:
-        module = name.removesuffix(".scales")
-        how = {k: v for k, v in (quantization | quantization.get(module, {})).items() if k in ("group_size", "bits", "mode")}
-        parts = [weights.pop(f"{module}.{part}", None) for part in ("weight", "scales", "biases")]
-        weights[f"{module}.weight"] = mx.dequantize(*parts, **how)
-    return weights
-
-
 def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: int) -> Drafter:
     """A fresh drafter: normal weights of size 0.02, smaller where they add to the residual; `fc` evens out the taps.
 
@@ -368,7 +356,7 @@ def train(
 
     Args:
       model: the target, as served (or `dense` of it). raw: from `drafter_config`.
-      init: a drafter's folder to start from (bfloat16 or quantized weights suffice); the optimizer starts anew.
+      init: a drafter to start from, as `load_drafter` takes it, bfloat16 or quantized; the optimizer starts anew.
       pause_s: save and return after so many seconds, to go on in another sitting; the schedule does not notice.
     Returns: the last line of metrics, with `tau_heldout` if there is held-out text.
     """
@@ -384,7 +372,9 @@ def train(
     longest = np.argsort(docs.lengths)[-4:]
     drafter = init_drafter(raw, target, docs.pad(longest, min(config.max_len, 256))[0], config.seed)
     if init is not None:
-        drafter.load_weights(list(float_weights(init).items()))
+        from ..conversion import load_dense_drafter
+
+        drafter.load_weights(list(load_dense_drafter(init)[1].items()))
     trainer = Trainer(drafter, target, raw, config, dtype)
     if (out / "state.safetensors").exists():
         trainer.restore(out)
