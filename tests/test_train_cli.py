@@ -18,7 +18,10 @@ def call(*words):
 def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     data, out = str(tmp_path / "data"), str(tmp_path / "drafter")
     size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "4"]
-    call("data", "--model", "tiny", "--out", data, *size)
+    made = call("data", "--model", "tiny", "--out", data, *size)
+    texts = ("Writing held-out questions: 4 a kind", "held out: 4 of 4 answered", "held out: 4 questions")
+    places = [made.stderr.index(text) for text in texts]
+    assert places == sorted(places)
     run = ["run", "--model", "tiny", "--data", data, "--out", out, "--steps", "2", "--layers", "1", "--block-size", "4"]
     call(*run, "--mask-token-id", "3", "--batch", "4", "--anchors", "4", "--max-len", "96")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
@@ -43,3 +46,18 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
 def test_run_without_data_says_what_to_do(tmp_path):
     result = CliRunner().invoke(app, ["train", "run", "--model", "tiny", "--data", str(tmp_path), "--out", "x", "--steps", "1"])
     assert result.exit_code == 1 and "Make the data first: dflash-mlx train data" in str(result.exception)
+
+
+def test_a_data_folder_without_its_held_out_text_is_finished_by_the_same_command(tmp_path):
+    data = tmp_path / "data"
+    size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "1"]
+    call("data", "--model", "tiny", "--out", str(data), *size)
+    (data / "heldout.npz").unlink()
+    asked = ["train", "eval", "--model", "tiny", "--draft-model", "tiny", "--data", str(data)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    todo = "expected files heldout.npz; found none. Run the same `train data` command again to finish it."
+    assert todo in str(result.exception)
+    small = ["--steps", "1", "--lr", "0", "--batch", "4", "--anchors", "4", "--max-len", "96", "--init", "tiny"]
+    done = call("run", "--model", "tiny", "--data", str(data), "--out", str(tmp_path / "drafter"), *small)
+    assert [line for line in done.stderr.splitlines() if "no held-out text" in line and "`train data`" in line]

@@ -118,7 +118,9 @@ def load_docs(folder: str | Path, names: str = "train-*.npz") -> Docs:
     """All conversations of a data directory (or of `heldout.npz` alone)."""
     paths = sorted(Path(folder).glob(names))
     if not paths:
-        raise CheckpointError(f"{folder}: expected files {names}; found none. Make the data first: dflash-mlx train data.")
+        begun = (Path(folder) / "meta.json").exists()
+        todo = "Run the same `train data` command again to finish it." if begun else "Make the data first: dflash-mlx train data."
+        raise CheckpointError(f"{folder}: expected files {names}; found none. {todo}")
     return Docs.join([Docs.load(p) for p in paths])
 
 
@@ -465,6 +467,8 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
     if not rows:
         report("no held-out question fits into max_len: there will be no held-out text")
         return
+    asked = f"{config.held_out_per_kind} a kind" if planner.own is None else f"{len(rows)} of the prompts"
+    report(f"Writing held-out questions: {asked}, answered greedily and at temperature 1; the limits do not cover this ...")
     keep = _Filter(config, planner.frame, frozenset())
     parts = []
     for temp in (0.0, 1.0):
@@ -473,6 +477,7 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
         for start in range(0, len(again), config.rows):
             part = again[start : start + config.rows]
             written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start)
+            report(f"held out: {len(written)} of {len(rows)} answered at temperature {temp:g}")
         keep.seen.clear()
         parts.append(keep(written, kinds, families, [TRAIN] * len(rows), dtype))
     Docs.join(parts).save(folder / "heldout.npz")
