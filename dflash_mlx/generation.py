@@ -283,9 +283,7 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
                 run.pair.ids.append(token)
                 run.chooser.history.append(token)
                 emitted += 1
-                began = time.perf_counter()
                 yield token, row_logprobs(i), i < accepted
-                run.elsewhere_s += time.perf_counter() - began
                 if emitted == run.max_tokens:
                     return
                 if emitted % 256 == 1:
@@ -351,8 +349,8 @@ class _Run:
         self.pending = _Rows(pair.features)
         self.context = [entry.state for entry in pair.drafter]
         self.point = checkpoint(pair.target, pair.rows)
-        # The caller's time since the last round, which kind of round that was, and rounds in a row that accepted nothing.
-        self.elsewhere_s, self._kind, self._refused = 0.0, None, 0
+        # Which kind of round the last one was, and rounds in a row that accepted nothing.
+        self._kind, self._refused = None, 0
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
         self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(pair.target))
 
@@ -468,13 +466,14 @@ class _Run:
         width, kind = flight.width, (flight.width, flight.ahead)
         self.stats.add_passes(flight.seconds, flight.draft_s)
         self.stats.add_round(ids, accepted, bonus, width)
-        usual = kind == self._kind and flight.draft_s is None and self.elsewhere_s < 0.1 * flight.seconds
+        # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
+        usual = kind == self._kind and flight.draft_s is None
         self._refused = 0 if accepted else self._refused + bool(width)
         if self._refused == _REFUSED:
             warn_of_overflow(self.drafter, self.pending.joined())
         more = accepted == width < len(ids) and ids[width] == bonus
         self.rule.observe(width, accepted, more, flight.seconds, usual)
-        self._kind, self.elsewhere_s = kind, 0.0
+        self._kind = kind
 
     def settle(self) -> None:
         """Leave both caches at the tokens that were handed out, whatever was going on."""

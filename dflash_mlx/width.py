@@ -43,8 +43,12 @@ _FIRST = (1, 3, 7, 15, 31)
 _HOPE = 0.98
 # Rounds of width 0 before the next choice.
 _REST = 8
-# While drafting gains less than twofold, plain decoding is timed again after so many rounds, for so many tokens.
+# Drafting rounds after which plain decoding is timed again, and rounds that this may take; seldomer beyond a gain of twofold.
 _LOOK_AGAIN, _LOOK = 200, 5
+# Usual rounds of one width after which the file is corrected, if they cost so much more or less of plain decoding than it says.
+_SETTLED, _OFF = 8, 1.5
+# Age at which a measurement is made again.
+_STALE_S = 7 * 24 * 3600
 # Pairs whose costs the file keeps.
 _KEPT = 64
 
@@ -55,7 +59,8 @@ class Costs:
 
     plain_s: one token of plain decoding; draft_s: one drafter pass over its block; inject_s: the drafter's keys and values of
     one pending row; verify_s: by width, one target pass over the anchor and so many drafted tokens, until its outcome is read.
-    All come from one measurement; `refine` then follows what rounds really take.
+    All come from one measurement; `refine` then follows what rounds really take. What the caller does while a plain pass runs
+    hides that much of the pass, so plain decoding may come to cost less than its passes. key: the entry in the file, if any.
     """
 
     plain_s: float
@@ -63,13 +68,23 @@ class Costs:
     inject_s: float
     verify_s: dict[int, float]
     measured_in_s: float = 0.0
-    # What rounds took over what was measured, by width; as (ratio, observations).
+    # What rounds took over what was measured, by width; as (ratio, usual rounds).
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
+    key: str | None = None
 
     @property
     def has_seen_plain(self) -> bool:
         """Whether plain decoding was timed in real rounds."""
         return self._seen.get(0, (1.0, 0))[1] >= 2
+
+    @property
+    def has_seen_drafting(self) -> bool:
+        """Whether a width other than 0 was timed in real rounds."""
+        return any(n for w, (_, n) in self._seen.items() if w)
+
+    def doubt_plain(self) -> None:
+        """Let the next rounds outweigh what was seen of plain decoding."""
+        self._seen[0] = (self._ratio(0), 0)
 
     def plain(self) -> float:
         return self.plain_s * self._ratio(0)
@@ -93,17 +108,31 @@ class Costs:
             return self._seen[width][0]
         if width == 0:
             return 1.0
-        # A width that never ran is as far off as the nearest that did; before any did, as plain decoding.
+        # A width that never ran is as far off as the nearest that did. Before any did, the cheaper of two guesses (as measured,
+        # as far off as plain decoding) is taken: rounds correct one that is too cheap, but one too dear might never be tried.
         drafting = [w for w in self._seen if w]
-        return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else self._ratio(0)
+        return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else min(self._ratio(0), 1.0)
 
-    def refine(self, width: int, seconds: float) -> None:
-        """Follow what a round of this width took: a running mean in which one odd round counts for little."""
+    def refine(self, width: int, seconds: float, usual: bool = True) -> None:
+        """Follow what a round took: a running mean in which one odd round counts for little. usual: as its width mostly does."""
         base = self.draft_s + self.verify(width) if width else self.plain_s
-        ratio, n = self._seen.get(width, (self._ratio(width), 0))
-        # The first real rounds outweigh the measurement, which may have been made beside other work.
-        seen = min(max(seconds / base, ratio / 2), ratio * 2) if n >= 3 else seconds / base
-        self._seen[width] = (ratio + max(1 / (n + 1), 0.1) * (seen - ratio), n + 1)
+        (ratio, n), seen = self._seen.get(width, (self._ratio(width), 0)), seconds / base
+        if not usual:
+            # The first round after others takes longer, so it tells only that a cost is much lower than was thought. Then what
+            # was seen of the other widths is as old.
+            if width and seen < 0.8 * ratio:
+                self._seen = {w: found for w, found in self._seen.items() if w == 0} | {width: (seen, 0)}
+            return
+        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts.
+        if n < 3:
+            ratio = min(ratio, seen) if n else seen
+        else:
+            ratio += max(1 / (n + 1), 0.1) * (min(max(seen, ratio / 2), ratio * 2) - ratio)
+        self._seen[width] = (ratio, n + 1)
+        low, high = sorted((ratio, self._ratio(0)))
+        if width and n + 1 == _SETTLED and self.key and high > _OFF * low:
+            verify_s = {w: took * ratio for w, took in self.verify_s.items()}
+            save_costs(self.key, Costs(self.plain(), self.draft_s * ratio, self.inject_s * ratio, verify_s))
 
 
 def measure(
@@ -170,11 +199,13 @@ def _read() -> dict[str, dict]:
 
 
 def load_costs(key: str) -> Costs | None:
-    """What was measured earlier, on any run on this machine; None if nothing was, or the file does not say it right."""
+    """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right."""
     try:
         entry = _read()[key]
+        if not 0 <= time.time() - entry["saved_at"] < _STALE_S:
+            return None
         verify_s = {int(width): float(seconds) for width, seconds in entry["verify_s"].items()}
-        costs = Costs(float(entry["plain_s"]), float(entry["draft_s"]), float(entry["inject_s"]), verify_s)
+        costs = Costs(float(entry["plain_s"]), float(entry["draft_s"]), float(entry["inject_s"]), verify_s, key=key)
         numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
         return costs if verify_s and all(0 < n < 3600 for n in numbers) else None
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -182,12 +213,13 @@ def load_costs(key: str) -> Costs | None:
 
 
 def save_costs(key: str, costs: Costs) -> None:
-    """Keep a measurement beside the newest others. A file that cannot be written is not needed: the next run measures again."""
+    """Keep costs beside the newest others. A file that cannot be written is not needed: the next run measures again."""
+    costs.key = key
     entries = {name: entry for name, entry in _read().items() if name != key}
     while len(entries) >= _KEPT:
         entries.pop(next(iter(entries)))
     names = ("plain_s", "draft_s", "inject_s", "verify_s")
-    entries[key] = {name: getattr(costs, name) for name in names}
+    entries[key] = {name: getattr(costs, name) for name in names} | {"saved_at": time.time()}
     file = _costs_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -271,8 +303,10 @@ class WidthRule:
         self.most, self.acceptance, self.costs, self._measure = most, acceptance, costs, measure
         self.share = _TRY_SHARE
         self.credit: float | None = None
-        self.last, self._trying, self._rest = 0, False, 0
-        self._drafted, self._look = 0, 0
+        # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
+        self.last, self._trying, self._rest = 0, 0, 0
+        # Rounds since plain decoding was last looked at: of drafting, and of width 0.
+        self._drafted, self._plain = 0, 0
 
     @property
     def ready(self) -> bool:
@@ -288,7 +322,7 @@ class WidthRule:
             # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
         # What plain decoding costs is seen first: a measurement beside other work may be far off, and nothing else corrects it.
-        if self._rest or self._look or not self.costs.has_seen_plain:
+        if self._rest or (not costs.has_seen_plain and self._plain < _LOOK):
             return 0
         # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
@@ -297,19 +331,25 @@ class WidthRule:
         late_s = inject_s / _PAYBACK_ROUNDS if self.last == 0 else 0.0
         best = max(range(1, self.most + 1), key=lambda w: tokens[w] / (rounds_s[w - 1] + late_s))
         gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
-        self._trying = False
+        tried, self._trying = self._trying, 0
         if gain > (_LEAVE if self.last == 0 else _STAY):
-            if gain < 2 and self._drafted >= _LOOK_AGAIN:
-                self._drafted, self._look = 0, _LOOK
+            if self._drafted >= _LOOK_AGAIN * max(gain - 1, 1):
+                self._drafted, self._plain = 0, 0
+                costs.doubt_plain()
                 return 0
             return best
-        # A try takes the width that loses least, of those with at least half of the best hope.
+        if tried == 1 and not costs.has_seen_drafting:
+            # The first try is two rounds: the second shows what rounds cost.
+            self._trying = 2
+            return self.last
+        # A try takes the width that loses least, of those with at least half of the best hope. Where nothing could gain, only a
+        # wrong cost is to be found out, which every width shows.
         hopes = expected([max(p, _HOPE) for p in self.acceptance.chances()])
         gains = [hopes[w] / rounds_s[w - 1] * plain_s - 1 for w in range(1, self.most + 1)]
-        if max(gains) > _LEAVE - 1:
-            hopeful = [w for w in range(1, self.most + 1) if gains[w - 1] >= max(gains) / 2]
-            loss, best = min((rounds_s[w - 1] + inject_s - tokens[w] * plain_s, w) for w in hopeful)
-            self._trying = self.credit >= loss
+        least = max(gains) / 2 if max(gains) > _LEAVE - 1 else -1.0
+        hopeful = [w for w in range(1, self.most + 1) if gains[w - 1] >= least]
+        loss, best = min((rounds_s[w - 1] + inject_s - tokens[w] * plain_s, w) for w in hopeful)
+        self._trying = int(self.credit >= loss)
         self._rest = 0 if self._trying else _REST
         return best if self._trying else 0
 
@@ -320,9 +360,7 @@ class WidthRule:
         """
         if self.costs is None:
             return
-        if usual or (width and seconds < self.costs.round(width)):
-            # The first round after others takes longer, so it tells only that a cost is lower than was thought.
-            self.costs.refine(width, seconds)
+        self.costs.refine(width, seconds, usual)
         if width:
             self._drafted += 1
             if self.last == 0:
@@ -332,10 +370,11 @@ class WidthRule:
                 # What the drafter was given late is not lost: that is its context.
                 lost = min(seconds, self.costs.round(width)) - (accepted + 1) * self.costs.plain()
                 self.credit -= lost
-                self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE
+                if self.last == 0 or lost <= 0:
+                    self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE
         else:
             self.credit += self.share * self.costs.plain()
-            self._rest, self._look = max(self._rest - 1, 0), max(self._look - 1, 0)
+            self._rest, self._plain = max(self._rest - 1, 0), self._plain + 1
         self.last = width
 
     def reason(self, widths: Mapping[int, int]) -> str | None:

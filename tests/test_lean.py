@@ -98,6 +98,21 @@ def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny
     assert got[-1].stats.tau == sum(r["accepted"] + 1 for r in drafting) / len(drafting)
 
 
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tiny, monkeypatch, width):
+    model, _, noisy = tiny
+    told = []
+
+    class Told(FixedWidth):
+        def observe(self, width, accepted, more, seconds, usual):
+            told.append(usual)
+
+    monkeypatch.setattr(generation, "width_rule", lambda *_: Told(width))
+    for _ in dflash_mlx.stream_generate(model, letters(), PROMPT, 40, noisy):
+        time.sleep(0.02)
+    assert len(told) >= 10 and sum(told) >= 0.7 * len(told)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, seed):
     model, tokenizer, drafter = pair
