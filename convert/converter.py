@@ -15,6 +15,7 @@ from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.drafter import ARCHITECTURES
 from dflash_mlx.errors import ConversionError
+from dflash_mlx.memory import size_text
 
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
@@ -39,7 +40,7 @@ class Conversion:
     def summary(self) -> str:
         """What was written and how close it is to the source, with units, in two lines."""
         size = sum(entry["bytes"] for name, entry in self.record["written"].items() if name.endswith(".safetensors"))
-        lines = [f"Wrote {self.kind} {self.path}: {len(self.record['tensors'])} tensors, {size / 1e9:.3f} GB"]
+        lines = [f"Wrote {self.kind} {self.path}: {len(self.record['tensors'])} tensors, {size_text(size)}"]
         parity = self.record["parity"]
         if "not_checked" in parity:
             lines.append(f"Not compared with the source: {parity['not_checked']}.")

@@ -23,7 +23,7 @@ from .errors import DFlashError
 from .generation import stream_generate
 from .kernels import choice
 from .loading import check_memory, default_dtype, load, load_drafter, weight_bytes
-from .memory import machine_bytes
+from .memory import machine_bytes, size_text
 from .published import stated_thinking
 from .taps import Target
 from .verify import verify_block
@@ -311,14 +311,15 @@ def render(report: Mapping[str, Any]) -> str:
     ]
     if target := report.get("target"):
         lines += [
-            f"target      {target['name']}: {target['family']}, {target['n_layers']} layers, {_size(target['weights_gb'])}",
+            f"target      {target['name']}: {target['family']}, {target['n_layers']} layers, "
+            f"{size_text(1e9 * target['weights_gb'])}",
             f"            activations {target['activations']}, weights {', '.join(target['number_types'])}, "
             f"{target['vocabulary_rows']} embedding rows, {target['positions'] or 'no stated number of'} positions",
         ]
         lines += [f"  caches    {kind}: entries {_ranges(layers)}" for kind, layers in target["caches"].items()]
     if drafter := report.get("drafter"):
         lines += [
-            f"drafter     {drafter['name']}: {drafter['architecture']}, {_size(drafter['weights_gb'])}, "
+            f"drafter     {drafter['name']}: {drafter['architecture']}, {size_text(1e9 * drafter['weights_gb'])}, "
             f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, taps {drafter['target_layer_ids']}",
             f"            own: {', '.join(drafter['own']) or 'nothing (embedding and head are the target' + chr(39) + 's)'}",
         ]
@@ -331,8 +332,8 @@ def render(report: Mapping[str, Any]) -> str:
         ]
         lines += [f"  key       {field} = {read['value']!r} from {read['key']}" for field, read in drafter["read_from"].items()]
     if memory := report.get("memory"):
-        sizes = ", ".join(f"{_size(needed)} at {context}" for context, needed in memory["total_gb"].items())
-        lines.append(f"memory      weights {_size(memory['weights_gb'])}; in all {sizes} tokens")
+        sizes = ", ".join(f"{size_text(1e9 * needed)} at {context}" for context, needed in memory["total_gb"].items())
+        lines.append(f"memory      weights {size_text(1e9 * memory['weights_gb'])}; in all {sizes} tokens")
     lines += [f"self-test   {name}: {result}" for name, result in (report.get("self_tests") or {}).items()]
     if acceptance := report.get("acceptance"):
         expected = acceptance["expected_tau"]
@@ -358,10 +359,6 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
         for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
     ]
     return [f"kernels     {choice.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
-
-
-def _size(gb: float) -> str:
-    return f"{gb:.2f} GB" if gb >= 1 else f"{1e3 * gb:.1f} MB"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""MLX's wired-memory limit while generating, as mlx-lm sets it, for several models and several generators at once."""
+"""How much memory there is, how sizes are told, and MLX's wired-memory limit while generating.
+
+The limit is raised as mlx-lm raises it, for several models and several generators at once.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +55,8 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
             _users -= 1
             if _users == 0:
                 mx.set_wired_limit(_before)
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes in the unit that suits them: "1.28 GB", and below 0.1 GB "5.3 MB"."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

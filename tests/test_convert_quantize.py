@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_kit import copy_checkpoint, llama_config, llama_weights, write_checkpoint
+from dflash_mlx.conversion import Conversion
 from kit import DATA, greedy_ids, ids_of, run
 
 from dflash_mlx import convert, load, load_drafter
@@ -189,3 +190,8 @@ def test_memory_stays_under_twice_the_largest_shard(tmp_path, options):
     command = [sys.executable, "-c", program, source, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2 * largest
+
+
+def test_the_summary_of_a_small_model_tells_megabytes(tmp_path):
+    record = {"written": {"model.safetensors": {"bytes": 5_300_000}}, "tensors": {"a": {}}, "parity": {"not_checked": "x"}}
+    assert Conversion(tmp_path, "target", record).summary().startswith(f"Wrote target {tmp_path}: 1 tensors, 5.3 MB\n")

@@ -6,7 +6,7 @@ import pytest
 from kit import Oracle, flat, greedy_ids, letters, run, tiny_drafter, tiny_target
 
 import dflash_mlx
-from dflash_mlx.memory import wired_limit
+from dflash_mlx.memory import size_text, wired_limit
 
 LIMIT, BEFORE = 1_000_000_000, 123
 
@@ -79,3 +79,12 @@ def test_generators_raise_the_limit_while_they_are_open_and_print_nothing(device
     run(model, oracle, prompt, 9)
     assert device == [BEFORE, LIMIT, BEFORE, LIMIT, BEFORE]
     assert capsys.readouterr() == ("", "")
+
+
+def test_sizes_below_a_tenth_of_a_gigabyte_are_told_in_megabytes():
+    assert [size_text(n) for n in (5_300_000, 99_940_000, 100_000_000, 1_280_000_000)] == [
+        "5.3 MB",
+        "99.9 MB",
+        "0.10 GB",
+        "1.28 GB",
+    ]
