@@ -798,8 +798,8 @@ def _prefill_progress() -> Iterator[Any]:
 
     def update(done: int, total: int) -> None:
         if done < total:
-            bar.start()
             bar.update(task, completed=done, total=total)
+            bar.start()
         else:
             bar.stop()
 
