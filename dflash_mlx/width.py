@@ -43,7 +43,7 @@ _FIRST = (1, 3, 7, 15, 31)
 _HOPE = 0.98
 # Rounds of width 0 before the next choice.
 _REST = 8
-# Drafting rounds after which plain decoding is timed again, and rounds that this may take; seldomer beyond a gain of twofold.
+# Drafting rounds after which plain decoding is timed again, twice as many beyond a gain of twofold; rounds that this may take.
 _LOOK_AGAIN, _LOOK = 200, 5
 # Usual rounds of one width after which the file is corrected, if they cost so much more or less of plain decoding than it says.
 _SETTLED, _OFF = 8, 1.5
@@ -333,7 +333,7 @@ class WidthRule:
         gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
         tried, self._trying = self._trying, 0
         if gain > (_LEAVE if self.last == 0 else _STAY):
-            if self._drafted >= _LOOK_AGAIN * max(gain - 1, 1):
+            if self._drafted >= _LOOK_AGAIN * (2 if gain > 2 else 1):
                 self._drafted, self._plain = 0, 0
                 costs.doubt_plain()
                 return 0

@@ -220,6 +220,28 @@ def test_one_slow_plain_pass_does_not_make_drafting_look_good():
     assert Simulation(machine, PROCESSES["fair"], rule, 3, tokens=2000).seconds < 1.03 * 2000 * plain
 
 
+def test_plain_decoding_is_timed_again_whatever_drafting_seems_to_gain():
+    plain, draft, verify = machine = MACHINES["every row costs one"]
+    rule = rule_for(machine)
+    for _ in range(2):
+        assert rule.choose() == 0
+        rule.observe(0, 0, False, 20 * plain, True)
+    # Drafting seems to gain fourfold and loses as much.
+    Simulation(machine, PROCESSES["hopeless"], rule, 3, tokens=500)
+    then = Simulation(machine, PROCESSES["hopeless"], rule, 4, tokens=2000)
+    assert then.seconds < 1.01 * 2000 * plain
+
+
+def test_a_caller_that_becomes_slow_is_noticed():
+    machine, took = MACHINES["quantized"], 1.5 * MACHINES["quantized"][0]
+    rule = rule_for(machine)
+    first = Simulation(machine, PROCESSES["fair"], rule, 3, tokens=1000)
+    Simulation(machine, PROCESSES["fair"], rule, 4, tokens=1500, caller=took)
+    then = Simulation(machine, PROCESSES["fair"], rule, 5, tokens=2000, caller=took)
+    assert sum(w > 0 for w in first.widths) > 200
+    assert then.seconds < 1.03 * best_fixed(machine, PROCESSES["fair"], tokens=2000, caller=took)
+
+
 def test_a_width_of_no_gain_is_tried_only_from_credit():
     # Even if every draft were right, a round would be slower than plain decoding, unless it was measured wrong.
     machine = (10.0, 500.0, lambda w: 10.0 + w)
