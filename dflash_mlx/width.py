@@ -193,7 +193,8 @@ def _costs_file() -> Path:
 def _read() -> dict[str, dict]:
     try:
         found = json.loads(_costs_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):
+        # RuntimeError: nested too deeply, or a user without a home directory.
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -208,7 +209,7 @@ def load_costs(key: str) -> Costs | None:
         costs = Costs(float(entry["plain_s"]), float(entry["draft_s"]), float(entry["inject_s"]), verify_s, key=key)
         numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
         return costs if verify_s and all(0 < n < 3600 for n in numbers) else None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
@@ -220,14 +221,16 @@ def save_costs(key: str, costs: Costs) -> None:
         entries.pop(next(iter(entries)))
     names = ("plain_s", "draft_s", "inject_s", "verify_s")
     entries[key] = {name: getattr(costs, name) for name in names} | {"saved_at": time.time()}
-    file = _costs_file()
+    scratch = None
     try:
+        file = _costs_file()
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".widths-", delete=False) as scratch:
             json.dump(entries, scratch, indent=1)
         os.replace(scratch.name, file)
-    except OSError:
-        pass
+    except (OSError, RuntimeError):
+        if scratch is not None:
+            Path(scratch.name).unlink(missing_ok=True)
 
 
 class Acceptance:
@@ -385,7 +388,9 @@ class WidthRule:
         plain_s, off = self.costs.plain(), widths.get(0, 0)
         if 2 * off >= rounds:
             cost = f"{self.most + 1} rows cost {self.costs.round(self.most) / plain_s:.1f}x one row here"
-            return f"drafting off in {100 * off / rounds:.0f} % of rounds: {cost}; force with --block-size"
+            # All but a few is not all.
+            share = 100 if off == rounds else min(99, round(100 * off / rounds))
+            return f"drafting off in {share} % of rounds: {cost}; force with --block-size"
         width = max((w for w in widths if w), key=widths.__getitem__)
         cost, kept = self.costs.round(width) / plain_s, expected(self.acceptance.chances())[width]
         most = f"{width} of {self.most} drafts verified in most rounds"

@@ -472,6 +472,30 @@ def test_a_file_in_the_way_of_the_directory_costs_a_measurement_only(tmp_path, m
     assert load_costs("a") is None
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": {"saved_at": 1%s}}' % ("0" * 400)])
+def test_a_file_that_no_reader_survives_is_measured_again(file, text):
+    file.parent.mkdir()
+    file.write_text(text)
+    assert load_costs("a") is None
+    save_costs("a", COSTS)
+    assert load_costs("a").plain_s == 0.5
+
+
+def test_a_user_without_a_home_directory_measures_each_time(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(width, "_costs_file", homeless)
+    save_costs("a", COSTS)
+    assert load_costs("a") is None
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(file):
+    file.mkdir(parents=True)
+    save_costs("a", COSTS)
+    assert load_costs("a") is None and [p.name for p in file.parent.iterdir()] == ["widths.json"]
+
+
 # What is said
 
 
@@ -480,5 +504,7 @@ def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
     assert rule.reason({0: 92, 3: 8}) == (
         "drafting off in 92 % of rounds: 16 rows cost 9.0x one row here; force with --block-size"
     )
+    assert rule.reason({0: 999, 3: 1}).startswith("drafting off in 99 %")
+    assert rule.reason({0: 9}).startswith("drafting off in 100 %")
     assert rule.reason({15: 10}).startswith("15 of 15 drafts verified in most rounds: 9.0x the cost of one token here, for ")
     assert rule.reason({}) is None and FixedWidth(4).reason({4: 3}) is None
