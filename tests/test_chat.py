@@ -227,7 +227,7 @@ def test_ten_turns_in_a_terminal_with_ctrl_c_an_emoji_a_pasted_block_and_a_resum
     said = [m["content"] for m in work["messages"] if m["role"] == "user"]
     assert said == ["def add(a, b):", "class Node:", "👩‍🚀 → naïve?", "first line\nsecond line", "x = "]
     assert work["system"] == "Be brief." and len(last["messages"]) == len(work["messages"]) + 2
-    again = Terminal(home, *args[:-2], "--session", "last")
+    again = Terminal(home, *args[:4], "--session", "last")
     again.say("/set", "max_tokens 8")
     again.say("/load work", "Continuing a session of 10 messages")
     assert "8 tokens" in again.say("more")
