@@ -470,9 +470,10 @@ def test_memory_over_20000_tokens_grows_only_by_the_caches(block):
             held.append(mx.get_active_memory() - state)
     steps.close()
     assert PairCache.read(cache).rows == len(PROMPT) + 20_000 - 1
-    # Pending features (their bound, and 48 floats a row) and an entry's growth by 256 rows.
+    # Pending features (their bound, and 48 floats a row), an entry's growth by 256 rows, and the caches once more: a round
+    # keeps the arrays that it began with until it is committed.
     pending = min(generation._PENDING_BYTES, 20_000 * 48 * 4) if block != 5 else 0
-    assert held[1] - held[0] < pending + 1e6, held
+    assert held[1] - held[0] < pending + state + 2e6, held
 
 
 def test_the_drafter_reads_the_context_in_full_layers_and_the_window_in_sliding_ones(pair, monkeypatch):
