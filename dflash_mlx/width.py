@@ -26,7 +26,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from .builtin import cache_directory
+from .paths import cache_directory
 from .version import __version__
 
 # Time for tries as a share of the time at width 0, and what keeping the drafter's context up may cost besides.

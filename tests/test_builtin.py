@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx import builtin
-from dflash_mlx.builtin import BUILTIN_PAIRS, WheelFile, builtin_path, cache_directory
+from dflash_mlx.builtin import BUILTIN_PAIRS, WheelFile, builtin_path
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.paths import cache_directory
 
 CONTENT = b"weights"
 

@@ -15,6 +15,7 @@ PACKAGE = Path(inspect.getfile(dflash_mlx)).parent
 # use all before it and each other.
 ORDER = (
     "errors",
+    "paths",
     "config",
     "checkpoint",
     "kernels",

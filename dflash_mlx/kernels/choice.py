@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..errors import DFlashError
+from ..paths import cache_directory
 from .kernel import Kernel
 
 VARIABLE = "DFLASH_MLX_KERNELS"
@@ -106,12 +106,9 @@ def has_gpu() -> bool:
     return (mx.metal.is_available() or mx.cuda.is_available()) and mx.default_device() == mx.Device(mx.gpu)
 
 
-def cache_directory() -> Path:
-    """Where verdicts are kept: `kernels` in $DFLASH_MLX_CACHE, or in dflash-mlx's part of the user's cache directory."""
-    if own := os.environ.get("DFLASH_MLX_CACHE"):
-        return Path(own).expanduser() / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "dflash-mlx" / "kernels"
+def _directory() -> Path:
+    """Where verdicts are kept."""
+    return cache_directory() / "kernels"
 
 
 def may_run() -> bool:
@@ -202,7 +199,7 @@ def _machine() -> str:
 
 
 def _file() -> Path:
-    return cache_directory() / "verdicts.json"
+    return _directory() / "verdicts.json"
 
 
 def _load() -> dict[str, dict]:
@@ -233,7 +230,7 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
     if known := _known.get((kernel, shape)):
         return known
     key = _key(kernel, shape)
-    marker = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
+    marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
     if kept := _load().get(key):
         verdict = Verdict(**kept)
     elif marker.exists():
