@@ -34,3 +34,24 @@ def conformance():
     if not path.is_dir():
         pytest.skip("the full reference outputs are not beside this checkout")
     return path
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts what makes the host wait for the device, under "wait"."""
+    import mlx.core as mx
+
+    count = {"wait": 0}
+
+    def counting(function):
+        def call(*args, **kwargs):
+            count["wait"] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(mx, "eval", counting(mx.eval))
+    monkeypatch.setattr(mx, "synchronize", counting(mx.synchronize))
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(mx.array, name, counting(getattr(mx.array, name)))
+    return count

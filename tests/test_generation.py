@@ -374,25 +374,6 @@ def test_a_summary_only_run_keeps_tau_and_drops_rounds(tiny):
 # Waits, memory, output
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """Counts what makes the host wait for the device."""
-    count = {"wait": 0}
-
-    def counting(function):
-        def call(*args, **kwargs):
-            count["wait"] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(mx, "eval", counting(mx.eval))
-    monkeypatch.setattr(mx, "synchronize", counting(mx.synchronize))
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
-        monkeypatch.setattr(mx.array, name, counting(getattr(mx.array, name)))
-    return count
-
-
 def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
     model, line, *_ = tiny
     drafter = tiny_drafter(model)
