@@ -447,12 +447,12 @@ class _Run:
 
     def commit(self, flight: _Flight, accepted: int) -> None:
         """Keep the anchor and the accepted drafts; roll the target's cache back to them."""
-        began = time.perf_counter()
         if not flight.width:
             with mx.stream(self.stream):
                 self.pending.append(flight.features)
             self.rows += 1
             return
+        began = time.perf_counter()
         with mx.stream(self.stream):
             kept = flight.features[:, : accepted + 1]
             self._move(self.rows + accepted + 1, self.rows, _Rows(kept), flight.context, self.point)
