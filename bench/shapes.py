@@ -106,12 +106,12 @@ SHAPES = {
     "qwen3.5-4b": (
         qwen3_5(2560, 9216, tied=True),
         drafter_config(2560, 9728, 248320, 248070, [1, 8, 15, 22, 29], 1e7),
-        "configs of Qwen/Qwen3.5-4B and z-lab/Qwen3.5-4B-DFlash",
+        "Qwen/Qwen3.5-4B and z-lab/Qwen3.5-4B-DFlash as third parties give them; the target's config file was not read",
     ),
     "qwen3.5-9b": (
         qwen3_5(4096, 12288, tied=False),
         drafter_config(4096, 12288, 248320, 248070, [1, 8, 15, 22, 29], 1e7),
-        "config of Qwen/Qwen3.5-9B; the drafter's is that of Qwen3-8B's with this vocabulary (z-lab/Qwen3.5-9B-DFlash not seen)",
+        "Qwen/Qwen3.5-9B as third parties give it, its config file was not read; drafter: Qwen3-8B's with this vocabulary",
     ),
 }
 
