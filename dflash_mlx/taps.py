@@ -79,14 +79,15 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
     A third item names another method than `__call__`.
     """
     before, me = getattr(_local, "handlers", {}), object()
+    keys = [(id(m), *(method or ["__call__"])) for m, _, *method in handlers]
+    routed = {**before, **{k: _chain(h, before.get(k)) for k, (_, h, *_) in zip(keys, handlers, strict=True)}}
     try:
         with _lock:
             for module, *_ in handlers:
                 _held.setdefault(id(module), set()).add(me)
                 if not _is_swapped(module):
                     module.__class__ = _swapped(type(module), "Tapped")
-        keys = [(id(m), *(method or ["__call__"])) for m, _, *method in handlers]
-        _local.handlers = {**before, **{k: _chain(h, before.get(k)) for k, (_, h, *_) in zip(keys, handlers, strict=True)}}
+        _local.handlers = routed
         yield
     finally:
         _local.handlers = before
