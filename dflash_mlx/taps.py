@@ -28,24 +28,30 @@ from .kernels.block_qmm import MAX_ROWS
 from .kernels.head_argmax import can_head_argmax, head_argmax
 from .kernels.layers import Handler, kernel_calls
 
-# One made class per (class, role): a new type each pass would defeat caches keyed by type.
-_made: dict[tuple[type, str], type] = {}
-# Per thread: (id(module), method) -> what to do with its call. Never on a module, where an array would be a parameter.
-_local = threading.local()
-# Which passes, over all threads, hold a module in its made class.
-_held: dict[int, set[object]] = {}
+
+class _Local(threading.local):
+    """Per thread: (id(module), method) -> what to do with its call. Never on a module, where an array would be a parameter."""
+
+    handlers: dict[tuple[int, str], Handler] = {}
+
+
+# One made class per class: a new type each pass would defeat caches keyed by type.
+_made: dict[type, type] = {}
+_local = _Local()
+# The modules, by id, that each pass of any thread holds in their made classes.
+_held: dict[object, set[int]] = {}
 _lock = threading.Lock()
 
 
-def _swapped(cls: type, role: str) -> type:
+def _swapped(cls: type) -> type:
     """The subclass of a module's class whose calls go through this thread's handlers, where it has one.
 
     An embedding's `as_linear`, the head of a tied model, is such a call too.
     """
-    made = _made.get((cls, role))
+    made = _made.get(cls)
     if made is None:
         methods = [method for method in ("__call__", "as_linear") if hasattr(cls, method)]
-        made = _made[cls, role] = type(role + cls.__name__, (cls,), {})
+        made = _made[cls] = type("Tapped" + cls.__name__, (cls,), {})
         for method in methods:
             setattr(made, method, _through_handler(made, method))
     return made
@@ -53,17 +59,16 @@ def _swapped(cls: type, role: str) -> type:
 
 def _through_handler(made: type, method: str) -> Callable[..., Any]:
     def call(self, *args, **kwargs):
-        handler = getattr(_local, "handlers", {}).get((id(self), method))
+        handler = _local.handlers.get((id(self), method))
         inner = getattr(super(made, self), method)
         return inner(*args, **kwargs) if handler is None else handler(inner, args, kwargs)
 
     return call
 
 
-def _is_swapped(module: nn.Module) -> bool:
-    """Whether a module has its made class now. A class of its own that inherits from one that was tapped is not that."""
-    cls = type(module)
-    return _made.get((cls.__mro__[1], "Tapped")) is cls
+def _is_swapped(cls: type) -> bool:
+    """Whether a module's class is a made one. A class of its own that inherits from one that was tapped is not that."""
+    return _made.get(cls.__base__) is cls
 
 
 def _chain(outer: Handler, within: Handler | None) -> Handler:
@@ -72,34 +77,38 @@ def _chain(outer: Handler, within: Handler | None) -> Handler:
     return lambda inner, args, kwargs: outer(lambda *a, **k: within(inner, a, k), args, kwargs)
 
 
+# nn.Module's own looks whether the value is a parameter, which takes as long as the rest of an interception.
+_set = object.__setattr__
+
+
 @contextmanager
 def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Handler, str]]) -> Iterator[None]:
     """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost.
 
     A third item names another method than `__call__`.
     """
-    before, me = getattr(_local, "handlers", {}), object()
-    keys = [(id(m), *(method or ["__call__"])) for m, _, *method in handlers]
-    routed = {**before, **{k: _chain(h, before.get(k)) for k, (_, h, *_) in zip(keys, handlers, strict=True)}}
+    before, me = _local.handlers, object()
+    keys = [(id(item[0]), item[2] if len(item) > 2 else "__call__") for item in handlers]
+    routed = {**before, **{k: _chain(item[1], before.get(k)) for k, item in zip(keys, handlers, strict=True)}}
     try:
         with _lock:
-            for module, *_ in handlers:
-                _held.setdefault(id(module), set()).add(me)
-                if not _is_swapped(module):
-                    module.__class__ = _swapped(type(module), "Tapped")
+            _held[me] = {module for module, _ in keys}
+            for item in handlers:
+                cls = type(item[0])
+                if not _is_swapped(cls):
+                    _set(item[0], "__class__", _swapped(cls))
         _local.handlers = routed
         yield
     finally:
         _local.handlers = before
         with _lock:
             # Right for any part of the above that an interruption left undone.
-            for module, *_ in handlers:
-                holders = _held.get(id(module), set())
-                holders.discard(me)
-                if not holders:
-                    _held.pop(id(module), None)
-                    if _is_swapped(module):
-                        module.__class__ = type(module).__mro__[1]
+            _held.pop(me, None)
+            others = list(_held.values())
+            for item in handlers:
+                module, cls = item[0], type(item[0])
+                if _is_swapped(cls) and not any(id(module) in held for held in others):
+                    _set(module, "__class__", cls.__base__)
 
 
 class _Stop(BaseException):
@@ -108,6 +117,17 @@ class _Stop(BaseException):
 
 def _array(value: Any) -> mx.array:
     return value[0] if isinstance(value, (tuple, list)) else value
+
+
+def _keep(outputs: list[mx.array]) -> Handler:
+    """A handler that only notes what the call returns."""
+
+    def handler(inner, args, kwargs):
+        out = inner(*args, **kwargs)
+        outputs.append(_array(out))
+        return out
+
+    return handler
 
 
 def _given(args: tuple, kwargs: dict) -> list[Any]:
@@ -277,28 +297,14 @@ class Target:
         """
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
-
-        def tap(i: int) -> Handler:
-            def handler(inner, args, kwargs):
-                out = inner(*args, **kwargs)
-                got[i].append(_array(out))
-                return out
-
-            return handler
-
-        def keep_final(inner, args, kwargs):
-            out = inner(*args, **kwargs)
-            final.append(_array(out))
-            return out
-
-        handlers = [(self.layers[i], tap(i)) for i in got] + [(self.backbone, keep_final)]
+        handlers = [(self.layers[i], _keep(outputs)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
         with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
         self.logits = _array(out) if ids.size == 1 else None
-        runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
-        wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
-        if wrong:
+        if len(final) != 1 or any(len(outputs) != 1 for outputs in got.values()):
+            runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
+            wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
             raise TapError(
                 f"expected each tapped part of {self.family} to run once in a pass; {'; '.join(wrong)}. "
                 f"{self._why_not_once(runs)}"
@@ -306,8 +312,8 @@ class Target:
         if point is not None:
             point.rows = ids.shape[1]
         taps = [got[i][0] for i in self.layer_ids]
-        odd = [f"layer {i} gives {list(t.shape)}" for i, t in zip(self.layer_ids, taps, strict=True) if t.ndim != 3]
-        if odd:
+        if any(t.ndim != 3 for t in taps):
+            odd = [f"layer {i} gives {list(t.shape)}" for i, t in zip(self.layer_ids, taps, strict=True) if t.ndim != 3]
             raise TapError(
                 f"expected each layer of {self.family} to give [B, L, H]; {'; '.join(odd)}. Its layers carry several streams: no "
                 "drafter can be fed with them."

@@ -307,7 +307,7 @@ def test_a_layer_whose_class_inherits_from_a_tapped_one_keeps_its_class():
     child = type("Child", (type(model.layers[0]),), {})
     for layer in model.layers:
         layer.__class__ = child
-    assert (child.__mro__[1], "Tapped") in taps_module._made
+    assert child.__mro__[1] in taps_module._made
     _, features = Target(model, (1,))(mx.array([IDS]))
     assert mx.array_equal(features[0], full_forward(model, IDS)[1])
     assert {type(layer) for layer in model.layers} == {child}
