@@ -227,7 +227,8 @@ class Target:
         self._stateful: list[nn.Module] | None = None
         # Quantized layers that kernels may serve, from the first pass of few rows on a GPU.
         self._kernel_calls: list[tuple[nn.Module, Handler, str]] | None = None
-        self._head: nn.Module | None = None
+        # Where the head is, once it was looked for: see `_find_head`.
+        self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
     def _owner(self) -> nn.Module:
         """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
@@ -437,27 +438,36 @@ class Target:
             choice.distrust("a pass gave a value that is not finite")
             raise choice.NotFiniteError
 
-    def _find_head(self, hidden: mx.array) -> nn.Module:
-        """The layer whose output the model returns as it is; the model itself where it does more to its logits."""
-        outputs: list[tuple[nn.Module, mx.array]] = []
+    def _find_head(self, hidden: mx.array) -> tuple[nn.Module, str, str] | tuple[()]:
+        """The layer that is the whole head: given the hidden states as they are, and what it gives is what the model returns.
 
-        def keep(module: nn.Module) -> Handler:
+        Returns: its owner, its name there and the method, so that one put in its place later is found; () if there is none.
+        """
+        modules, seen = dict(self.model.named_modules()), []
+
+        def watch(path: str, method: str) -> tuple[nn.Module, Handler, str]:
             def handler(inner, args, kwargs):
-                outputs.append((module, inner(*args, **kwargs)))
-                return outputs[-1][1]
+                out = inner(*args, **kwargs)
+                seen.append((path, method, args, out))
+                return out
 
-            return handler
+            return modules[path], handler, method
 
-        linears = [
-            (m, keep(m), "__call__") for _, m in self.model.named_modules() if isinstance(m, nn.Linear | nn.QuantizedLinear)
-        ]
-        tables = [(m, keep(m), "as_linear") for _, m in self.model.named_modules() if hasattr(m, "as_linear")]
+        linears = [watch(path, "__call__") for path, m in modules.items() if isinstance(m, nn.Linear | nn.QuantizedLinear)]
+        tables = [watch(path, "as_linear") for path, m in modules.items() if hasattr(m, "as_linear")]
         logits = self._logits(hidden, [*linears, *tables])
-        return next((module for module, out in outputs if out is logits), self.model)
+        for path, method, args, out in seen:
+            owner, _, name = path.rpartition(".")
+            if out is logits and args and args[0] is hidden and name in modules.get(owner, ()):
+                return modules[owner], name, method
+        return ()
 
     def _head_weights(self) -> tuple | None:
         """The head as `head_argmax` takes it: (w, scales, biases, group size, bits, soft-cap, bias)."""
-        head = self._head
+        if not self._head:
+            return None
+        owner, name, _ = self._head
+        head = owner[name]
         if type(head) in (nn.Linear, nn.Embedding):
             return (head["weight"], None, None, 64, 4, None, head.get("bias"))
         if type(head) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and getattr(head, "mode", "affine") == "affine":
@@ -466,7 +476,13 @@ class Target:
 
     def head(self, hidden: mx.array) -> mx.array:
         """[B, L, H] final normed states to logits [B, L, V]: the model's own code after its layers, soft-cap included."""
-        return self._logits(hidden, self._kernels(hidden.size // hidden.shape[-1]))
+        handlers = self._kernels(hidden.size // hidden.shape[-1])
+        if self._head is None:
+            self._head = self._find_head(hidden)
+        if handlers or not self._head:
+            return self._logits(hidden, handlers)
+        owner, name, method = self._head
+        return getattr(owner[name], method)(hidden)
 
     def _logits(self, hidden: mx.array, handlers: Sequence[tuple[nn.Module, Handler, str]]) -> mx.array:
         def skip(inner, args, kwargs):

@@ -93,6 +93,30 @@ def test_a_tap_with_a_cache_is_the_plain_passs_tap():
     assert mx.allclose(mx.concatenate(parts, axis=1)[0], expected, rtol=1e-5, atol=1e-5).item()
 
 
+@pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
+def test_a_head_that_is_one_layer_is_called_alone_and_looked_up_each_time(make, monkeypatch):
+    model = make(hidden=32)
+    target, tied = Target(model), "lm_head" not in model
+    head = lambda rows: model.model.embed_tokens.as_linear(rows) if tied else model.lm_head(rows)  # noqa: E731
+    hidden, _ = target(mx.array([IDS]))
+    target.head(hidden)
+    calls, original = [], type(model).__call__
+    monkeypatch.setattr(type(model), "__call__", lambda self, *args, **k: (calls.append(1), original(self, *args, **k))[1])
+    assert mx.array_equal(target.head(hidden), head(hidden)) and not calls
+    nn.quantize(model, 32, 4, class_predicate=lambda path, m: path in ("lm_head", "model.embed_tokens"))
+    assert mx.array_equal(target.head(hidden), head(hidden)) and not calls
+
+
+def test_a_head_that_is_given_other_than_the_hidden_states_runs_as_the_model_runs_it():
+    model = tiny_target()
+    scaled = lambda self, ids, cache=None: self.lm_head(self.model(ids, cache) * 3.0)  # noqa: E731
+    model.__class__ = type("Scaled", (type(model),), {"__call__": scaled})
+    target = Target(model)
+    hidden, _ = target(mx.array([IDS]))
+    for _ in range(2):
+        assert mx.array_equal(target.head(hidden), model(mx.array([IDS])))
+
+
 def test_no_layers_gives_features_of_no_width():
     hidden, features = Target(tiny_target())(mx.array([IDS]))
     assert hidden.shape == (1, 7, 24) and features.shape == (1, 7, 0)
