@@ -41,6 +41,7 @@ from .checks import (
     warn_of_overflow,
 )
 from .choose import Chooser, Outcome, make_chooser
+from .copying import Copier, make_copier
 from .costs import width_rule
 from .drafter import Drafter
 from .errors import CacheError, GenerationError, PairError
@@ -97,6 +98,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     acceptance: str = "match",
+    copy: bool | None = None,
     prompt_cache: list[Any] | None = None,
     logprobs: bool = False,
     keep_rounds: bool = True,
@@ -121,6 +123,8 @@ def stream_generate(
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
       acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too and keep
         more of them; the text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
+      copy: where the last tokens stood before, draft what came after them there instead of asking the drafter. None: where that
+        pays, as widths are chosen; not at a fixed block_size. True: at a fixed one too, wherever they did. False: never.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
       keep_rounds: False keeps only the summary of a long run in `stats`.
     Greedy (no sampler) is mlx-lm's: the argmax of the normalised row. With a sampler or processors the target's token is
@@ -146,6 +150,8 @@ def stream_generate(
     if not isinstance(draft_model, Drafter):
         if acceptance != "match":
             raise GenerationError(f"expected a DFlash drafter for acceptance; found {acceptance!r} without one. Leave it out.")
+        if copy:
+            raise GenerationError("expected a DFlash drafter for copy; found True without one. Leave it out.")
         given |= {"sampler": sampler, "logits_processors": logits_processors, "prompt_cache": prompt_cache}
         return _mlx_lm(model, tokenizer, prompt, max_tokens, draft_model, stream, block_size, seed, logprobs, given)
     if max_tokens == 0:
@@ -201,12 +207,14 @@ def stream_generate(
     else:
         # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
         rule = FixedWidth((block_size or draft_model.config.block_size) - 1)
+    copier = make_copier(copy, acceptance, block_size)
     stats = GenerationStats(block_size or draft_model.config.block_size, keep_rounds, rule=rule)
     run = _Run(
         model,
         draft_model,
         pair,
         chooser,
+        copier,
         rule,
         stats,
         max_tokens,
@@ -259,12 +267,15 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
     try:
         flight = run.launch(run.prefill(prompt), 0)
         while True:
-            ahead = None
+            ahead, width = None, None
             if not flight.width:
                 # Plain decoding: the row is kept whatever it says, so the next pass starts from the token on the device.
                 run.commit(flight, 0)
-                if run.can_go_ahead(flight, emitted) and run.next_width() == 0:
-                    ahead = run.launch(flight.token, 0, ahead=True)
+                if run.can_go_ahead(flight, emitted):
+                    width = run.next_width()
+                    # What to copy depends on the token.
+                    if not width and not run.copy_width(0):
+                        ahead = run.launch(flight.token, 0, ahead=True)
             try:
                 ids, accepted, bonus, row_logprobs = run.read(flight)
             except NotFiniteError:
@@ -288,7 +299,7 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
                     return
                 if emitted % 256 == 1:
                     mx.clear_cache()
-            flight = ahead or run.launch(mx.array([bonus], dtype=mx.int32), run.next_width())
+            flight = ahead or run.launch_block(bonus, run.next_width() if width is None else width)
     finally:
         run.settle()
 
@@ -297,7 +308,8 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
 class _Flight:
     """A target pass over the anchor and `width` drafted tokens that is enqueued and not read yet.
 
-    anchor: [1]; drafted: [1, N], of which N >= width; ahead: enqueued before the pass in front of it was read; point: undoes it.
+    anchor: [1]; drafted: [1, N], of which N >= width; source: who drafted them; ahead: enqueued before the pass in front of
+    it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
     context: the drafter's cache entries after this round's drafter pass; doubtful: one of our kernels ran in it.
     seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was timed apart.
@@ -306,6 +318,7 @@ class _Flight:
     anchor: mx.array
     drafted: mx.array
     width: int
+    source: str
     ahead: bool
     point: Checkpoint
     features: mx.array
@@ -333,6 +346,7 @@ class _Run:
         drafter: Drafter,
         pair: PairCache,
         chooser: Chooser,
+        copier: Copier | None,
         rule: FixedWidth | WidthRule,
         stats: GenerationStats,
         max_tokens: int,
@@ -341,7 +355,7 @@ class _Run:
         prefill_step_size: int | None,
         progress: Callable[[int, int], None] | None,
     ):
-        self.drafter, self.pair, self.chooser, self.rule, self.stats = drafter, pair, chooser, rule, stats
+        self.drafter, self.pair, self.chooser, self.copier, self.rule, self.stats = drafter, pair, chooser, copier, rule, stats
         self.max_tokens, self.stream, self.quantization = max_tokens, stream, quantization
         self.prefill_step_size, self.progress = prefill_step_size or 2048, progress or (lambda *_: None)
         self.target = Target(model, drafter.config.target_layer_ids)
@@ -390,20 +404,35 @@ class _Run:
         return not (last or measures or self.chooser.processors or doubtful)
 
     def next_width(self) -> int:
-        width = self.rule.choose(self.rows - self.injected)
+        return self._cut(self.rule.choose(self.rows - self.injected))
+
+    def copy_width(self, width: int) -> int:
+        """How many copied ids to verify in place of a round of `width`; 0: none."""
+        if self.copier is None or not self.copier.follow(self.pair.ids):
+            return 0
+        return self._cut(self.rule.copy(width, self.copier.chances(self.stats.block_size - 1)))
+
+    def _cut(self, width: int) -> int:
         # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
         return self.quantization.cut(self.rows, width) if self.quantization else width
 
-    def launch(self, anchor: mx.array, width: int, ahead: bool = False) -> _Flight:
-        """Enqueue a round after the token `anchor` [1]: the drafter's pass unless width is 0, and the target's."""
+    def launch_block(self, anchor: int, width: int) -> _Flight:
+        """Enqueue a round after a token that was read: of `width`, or of copied drafts where they promise more."""
+        copied = self.copy_width(width)
+        drafts = self.copier.draft(self.stats.block_size - 1) if copied else None
+        return self.launch(mx.array([anchor], dtype=mx.int32), copied or width, drafts=drafts)
+
+    def launch(self, anchor: mx.array, width: int, ahead: bool = False, drafts: list[int] | None = None) -> _Flight:
+        """Enqueue a round after the token `anchor` [1]: the drafter's pass, if drafts are due from it; the target's."""
         pair, stats = self.pair, self.stats
         began, draft_s = time.perf_counter(), None
-        drafted = mx.zeros((1, 0), dtype=mx.int32)
+        drafted = mx.array([drafts or []], dtype=mx.int32)
+        source = "copy" if drafts else "drafter" if width else "plain"
         if self.quantization:
             self.quantization.apply(pair)
         self.point = checkpoint(pair.target, self.rows)
         with mx.stream(self.stream):
-            if width:
+            if source == "drafter":
                 features = self.pending.joined()
                 drafted = self.chooser.draft(self.drafter, anchor, features, pair.drafter, self.injected, stats.block_size)
                 if stats.times_next_round:
@@ -411,17 +440,17 @@ class _Run:
                     draft_s = time.perf_counter() - began
             elif self.pending.nbytes > _PENDING_BYTES:
                 self._inject()
-            flight = self._verify(anchor, drafted, width, ahead)
+            flight = self._verify(anchor, drafted, width, source, ahead)
         flight.seconds, flight.draft_s = time.perf_counter() - began, draft_s
         return flight
 
-    def _verify(self, anchor: mx.array, drafted: mx.array, width: int, ahead: bool) -> _Flight:
+    def _verify(self, anchor: mx.array, drafted: mx.array, width: int, source: str, ahead: bool) -> _Flight:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
         context = [entry.state for entry in pair.drafter]
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
         token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1)
-        return _Flight(anchor, drafted, width, ahead, point, features, token, read, context, doubtful)
+        return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)
 
     def again(self, flight: _Flight, ahead: _Flight | None) -> _Flight:
         """Undo a target pass, and the plain one after it, and enqueue it once more."""
@@ -435,7 +464,7 @@ class _Run:
             rollback(self.pair.target, self.point, self.rows)
             self.point.rows = 0
             self.point.replays.clear()
-            return self._verify(flight.anchor, flight.drafted, flight.width, flight.ahead)
+            return self._verify(flight.anchor, flight.drafted, flight.width, flight.source, flight.ahead)
 
     def read(self, flight: _Flight) -> Outcome:
         """Wait for a round."""
@@ -455,7 +484,13 @@ class _Run:
         began = time.perf_counter()
         with mx.stream(self.stream):
             kept = flight.features[:, : accepted + 1]
-            self._move(self.rows + accepted + 1, self.rows, _Rows(kept), flight.context, self.point)
+            rows = self.rows + accepted + 1
+            if flight.source == "drafter":
+                self._move(rows, self.rows, _Rows(kept), flight.context, self.point)
+            else:
+                # The drafter was not asked: these rows wait for it with those before them.
+                self.pending.append(kept)
+                self.rows = rows
             # The next token may be asked for by another thread, which cannot evaluate what is lazy here.
             mx.async_eval(kept)
             rollback(self.pair.target, self.point, self.rows)
@@ -463,16 +498,16 @@ class _Run:
 
     def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int) -> None:
         """Count a round that has been read, and tell the width rule what it took if it ran as such rounds mostly do."""
-        width, kind = flight.width, (flight.width, flight.ahead)
-        self.stats.add_passes(flight.seconds, flight.draft_s)
-        self.stats.add_round(ids, accepted, bonus, width)
+        width, source, kind = flight.width, flight.source, (flight.source, flight.width, flight.ahead)
+        self.stats.add_passes(flight.seconds, flight.draft_s, source)
+        self.stats.add_round(ids, accepted, bonus, width, source)
         # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
         usual = kind == self._kind and flight.draft_s is None
-        self._refused = 0 if accepted else self._refused + bool(width)
-        if self._refused == _REFUSED:
+        self._refused = 0 if accepted else self._refused + (source == "drafter")
+        if self._refused == _REFUSED and source == "drafter":
             warn_of_overflow(self.drafter, self.pending.joined())
         more = accepted == width < len(ids) and ids[width] == bonus
-        self.rule.observe(width, accepted, more, flight.seconds, usual)
+        self.rule.observe(width, accepted, more, flight.seconds, usual, copied=source == "copy")
         self._kind = kind
 
     def settle(self) -> None:
@@ -510,7 +545,7 @@ class _Run:
 
 
 class _Rows:
-    """Feature rows [1, S, F] in order, joined when they are needed: a plain pass adds one row at a time."""
+    """Feature rows [1, S, F] in order, joined when they are needed: a plain pass adds one row at a time, a copied block some."""
 
     def __init__(self, features: mx.array | None = None):
         self._parts = [] if features is None else [features]

@@ -7,9 +7,10 @@ from typing import Any
 
 
 class Round(dict):
-    """One verify round: `drafted` (all block_size - 1 ids, [] at width 0), `accepted`, `bonus`, `width`.
+    """One verify round: `drafted` (all block_size - 1 ids, [] at width 0), `accepted`, `bonus`, `width`, and `source`: "drafter",
+    "copy" or, where nothing was drafted, "plain".
 
-    A dict, so that it goes into JSON as it is; the four are attributes too.
+    A dict, so that it goes into JSON as it is; the five are attributes too.
     """
 
     def __getattr__(self, name: str):
@@ -26,7 +27,8 @@ class GenerationStats:
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
     n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
-    widths: rounds by width, 0 being plain decoding. rule: what chose them.
+    widths: rounds by width, 0 being plain decoding. rule: what chose them. copied: those with copied drafts among them.
+    sources: rounds and accepted drafts by source, of rounds of width > 0.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
     """
@@ -41,8 +43,13 @@ class GenerationStats:
     n_committed: int = 0
     n_verified: int = 0
     widths: dict[int, int] = field(default_factory=dict)
+    copied: dict[int, int] = field(default_factory=dict)
+    sources: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {name: {"rounds": 0, "accepted": 0} for name in ("drafter", "copy")}
+    )
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _drafter_s: float = 0.0
     _passes_s: float = 0.0
 
     @property
@@ -53,17 +60,21 @@ class GenerationStats:
     @property
     def width_reason(self) -> str | None:
         """One sentence on the widths that were chosen; None if they were asked for."""
-        return self.rule and self.rule.reason(self.widths)
+        return self.rule and self.rule.reason(self.widths, self.copied)
 
-    def add_round(self, drafted: list[int], accepted: int, bonus: int, width: int) -> None:
+    def add_round(self, drafted: list[int], accepted: int, bonus: int, width: int, source: str) -> None:
         self.n_rounds += 1
         self.widths[width] = self.widths.get(width, 0) + 1
         if width:
             self.n_drafting += 1
             self.n_committed += accepted + 1
             self.n_verified += width
+            self.sources[source]["rounds"] += 1
+            self.sources[source]["accepted"] += accepted
+            if source == "copy":
+                self.copied[width] = self.copied.get(width, 0) + 1
         if self.keep_rounds:
-            self.rounds.append(Round(drafted=drafted, accepted=accepted, bonus=bonus, width=width))
+            self.rounds.append(Round(drafted=drafted, accepted=accepted, bonus=bonus, width=width, source=source))
             if width:
                 self.acceptance_lengths.append(accepted + 1)
 
@@ -72,18 +83,20 @@ class GenerationStats:
         """Whether the next round should wait for its draft separately: rounds 2, 66, 130, ... (the first one warms up)."""
         return self.n_rounds % 64 == 1
 
-    def add_passes(self, total_s: float, draft_s: float | None) -> None:
+    def add_passes(self, total_s: float, draft_s: float | None, source: str) -> None:
         """Add one round's wait; `draft_s` is its draft part in a round that was timed apart, else None.
 
-        A second wait would leave the device idle, so most rounds are measured as a whole and split in the measured ratio.
+        A second wait would leave the device idle, so most of the drafter's rounds are measured as a whole and split in the
+        measured ratio.
         """
         self._passes_s += total_s
+        self._drafter_s += total_s if source == "drafter" else 0.0
         if draft_s is not None:
             self._timed[0] += draft_s
             self._timed[1] += total_s
         share = self._timed[0] / self._timed[1] if self._timed[1] else 0.0
-        self.seconds["draft"] = share * self._passes_s
-        self.seconds["verify"] = (1 - share) * self._passes_s
+        self.seconds["draft"] = share * self._drafter_s
+        self.seconds["verify"] = self._passes_s - self.seconds["draft"]
 
     def summary(self) -> dict:
         """The fields that `--json` prints, as plain values."""
@@ -92,6 +105,7 @@ class GenerationStats:
             "rounds": self.rounds,
             "tau": self.tau,
             "widths": dict(sorted(self.widths.items())),
+            "sources": self.sources,
             "width_reason": self.width_reason,
             "seconds": self.seconds,
         }

@@ -2,10 +2,12 @@
 
 Knows numbers, and the file in the cache directory that keeps measured costs. Runs no model and sees no token.
 
-Each round takes the width w with the most committed tokens a second; 0 is plain decoding:
+Each round takes the width w and the source of drafts with the most committed tokens a second; 0 is plain decoding:
 
     value(w) = expected(w) / round_s(w)        expected(w) = 1 + p1 + p1 p2 + ... + p1 ... pw
     value(0) = 1 / plain_s                     p_i: chance that slot i is accepted if those before it are
+
+Drafts are the drafter's, or copied from the text (`copying`), which costs no drafter pass.
 
 Everything a round is chosen from was known before that round was drafted, so the rule can bias no distribution.
 """
@@ -68,8 +70,9 @@ class Costs:
     inject_s: float
     verify_s: dict[int, float]
     measured_in_s: float = 0.0
-    # What rounds took over what was measured, by width; as (ratio, usual rounds).
+    # What rounds took over what was measured, by width; as (ratio, usual rounds). Rounds of copied drafts apart.
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _copied: dict[int, tuple[float, int]] = field(default_factory=dict)
     key: str | None = None
 
     @property
@@ -91,19 +94,29 @@ class Costs:
 
     def verify(self, width: int) -> float:
         """The target's pass over width + 1 rows, as measured or on the line through the two nearest measured widths."""
+        if width in self.verify_s:
+            return self.verify_s[width]
         known = sorted(self.verify_s)
-        if width in self.verify_s or len(known) == 1:
-            return self.verify_s.get(width, self.verify_s[known[0]])
+        if len(known) == 1:
+            return self.verify_s[known[0]]
         i = min(max(bisect_left(known, width), 1), len(known) - 1)
         (a, b) = known[i - 1 : i + 1]
         slope = (self.verify_s[b] - self.verify_s[a]) / (b - a)
         return max(self.verify_s[a] + slope * (width - a), self.plain_s)
 
-    def round(self, width: int) -> float:
-        """A round that drafts and verifies `width` tokens."""
-        return (self.draft_s + self.verify(width)) * self._ratio(width)
+    def round(self, width: int, copied: bool = False) -> float:
+        """A round that verifies `width` tokens, the drafter's or copied ones."""
+        return self._passes(width, copied) * self._ratio(width, copied)
 
-    def _ratio(self, width: int) -> float:
+    def _passes(self, width: int, copied: bool) -> float:
+        """What a round's passes were measured to take."""
+        return (self.verify(width) if copied else self.draft_s + self.verify(width)) if width else self.plain_s
+
+    def _ratio(self, width: int, copied: bool = False) -> float:
+        if copied:
+            # As the drafter's rounds until one ran.
+            near = min(self._copied, key=lambda w: abs(w - width), default=None)
+            return self._ratio(width) if near is None else self._copied[near][0]
         if width in self._seen:
             return self._seen[width][0]
         if width == 0:
@@ -113,11 +126,15 @@ class Costs:
         drafting = [w for w in self._seen if w]
         return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else min(self._ratio(0), 1.0)
 
-    def refine(self, width: int, seconds: float, usual: bool = True) -> None:
+    def refine(self, width: int, seconds: float, usual: bool = True, copied: bool = False) -> None:
         """Follow what a round took: a running mean in which one odd round counts for little. usual: as its width mostly does."""
-        base = self.draft_s + self.verify(width) if width else self.plain_s
-        (ratio, n), seen = self._seen.get(width, (self._ratio(width), 0)), seconds / base
-        if not usual:
+        table = self._copied if copied else self._seen
+        (ratio, n), seen = table.get(width, (self._ratio(width, copied), 0)), seconds / self._passes(width, copied)
+        if copied and width not in table:
+            # The first one may compile. Later ones all count: copies come between other rounds.
+            table[width] = (min(ratio, seen), 0)
+            return
+        if not usual and not copied:
             # The first round after others takes longer, so it tells only that a cost is much lower than was thought. Then what
             # was seen of the other widths is as old.
             if width and seen < 0.8 * ratio:
@@ -128,9 +145,9 @@ class Costs:
             ratio = min(ratio, seen) if n else seen
         else:
             ratio += max(1 / (n + 1), 0.1) * (min(max(seen, ratio / 2), ratio * 2) - ratio)
-        self._seen[width] = (ratio, n + 1)
+        table[width] = (ratio, n + 1)
         low, high = sorted((ratio, self._ratio(0)))
-        if width and n + 1 == _SETTLED and self.key and high > _OFF * low:
+        if width and not copied and n + 1 == _SETTLED and self.key and high > _OFF * low:
             verify_s = {w: took * ratio for w, took in self.verify_s.items()}
             save_costs(self.key, Costs(self.plain(), self.draft_s * ratio, self.inject_s * ratio, verify_s))
 
@@ -285,10 +302,13 @@ class FixedWidth:
     def choose(self, pending: int = 0) -> int:
         return self.width
 
-    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool) -> None:
+    def copy(self, width: int, chances: list[float]) -> int:
+        return self.width
+
+    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool, copied: bool = False) -> None:
         pass
 
-    def reason(self, widths: Mapping[int, int]) -> str | None:
+    def reason(self, widths: Mapping[int, int], copied: Mapping[int, int]) -> str | None:
         return None
 
 
@@ -308,7 +328,7 @@ class WidthRule:
         self.credit: float | None = None
         # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
         self.last, self._trying, self._rest = 0, 0, 0
-        # Rounds since plain decoding was last looked at: of drafting, and of width 0.
+        # Rounds since plain decoding was last looked at: of drafting or copying, and of width 0.
         self._drafted, self._plain = 0, 0
 
     @property
@@ -324,8 +344,7 @@ class WidthRule:
         if self.credit is None:
             # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
-        # What plain decoding costs is seen first: a measurement beside other work may be far off, and nothing else corrects it.
-        if self._rest or (not costs.has_seen_plain and self._plain < _LOOK):
+        if self._rest or self._looks:
             return 0
         # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
@@ -336,11 +355,7 @@ class WidthRule:
         gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
         tried, self._trying = self._trying, 0
         if gain > (_LEAVE if self.last == 0 else _STAY):
-            if self._drafted >= _LOOK_AGAIN * (2 if gain > 2 else 1):
-                self._drafted, self._plain = 0, 0
-                costs.doubt_plain()
-                return 0
-            return best
+            return 0 if self._looks_again(gain) else best
         if tried == 1 and not costs.has_seen_drafting:
             # The first try is two rounds: the second shows what rounds cost.
             self._trying = 2
@@ -356,14 +371,50 @@ class WidthRule:
         self._rest = 0 if self._trying else _REST
         return best if self._trying else 0
 
-    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool) -> None:
+    def copy(self, width: int, chances: list[float]) -> int:
+        """How many copied ids to verify in place of the round of `width` that was chosen; 0 where that promises no more.
+
+        chances: by slot, what `Copier.chances` says.
+        """
+        costs = self.costs
+        if costs is None or self._looks:
+            return 0
+        tokens = expected(chances)
+        gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in range(1, len(tokens)))
+        plain = costs.plain()
+        chosen = expected(self.acceptance.chances())[width] / costs.round(width) if width else 0.0
+        if gain <= _LEAVE * max(chosen, 1 / plain) or self._looks_again(gain * plain):
+            return 0
+        return best
+
+    @property
+    def _looks(self) -> bool:
+        """Whether plain decoding is to be timed now.
+
+        What it costs is seen first: a measurement beside other work may be far off, and nothing else corrects it.
+        """
+        return not self.costs.has_seen_plain and self._plain < _LOOK
+
+    def _looks_again(self, gain: float) -> bool:
+        """Whether it is time to look at plain decoding again, at so much tokens for one of it."""
+        if self._drafted < _LOOK_AGAIN * (2 if gain > 2 else 1):
+            return False
+        self._drafted, self._plain = 0, 0
+        self.costs.doubt_plain()
+        return True
+
+    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool, copied: bool = False) -> None:
         """One round that has ended, what it took, and whether it ran as rounds of its width mostly do.
 
         accepted, more: as for `Acceptance.add`.
         """
         if self.costs is None:
             return
-        self.costs.refine(width, seconds, usual)
+        self.costs.refine(width, seconds, usual, copied)
+        if copied:
+            # In place of a try, perhaps.
+            self._drafted, self._trying = self._drafted + 1, 0
+            return
         if width:
             self._drafted += 1
             if self.last == 0:
@@ -380,8 +431,11 @@ class WidthRule:
             self._rest, self._plain = max(self._rest - 1, 0), self._plain + 1
         self.last = width
 
-    def reason(self, widths: Mapping[int, int]) -> str | None:
-        """One sentence on the rounds of a run by width; None if none was chosen by this rule."""
+    def reason(self, widths: Mapping[int, int], copied: Mapping[int, int] = {}) -> str | None:  # noqa: B006
+        """One sentence on the rounds of a run by width, of which `copied` had copied drafts; None if this rule chose none."""
+        if copied and self.costs is not None:
+            own = {w: n - copied.get(w, 0) for w, n in widths.items() if n > copied.get(w, 0)}
+            return "; ".join(filter(None, [self.reason(own), f"drafts copied from the text in {sum(copied.values())} rounds"]))
         rounds = sum(widths.values())
         if self.costs is None or not rounds:
             return None

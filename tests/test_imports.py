@@ -35,6 +35,7 @@ ORDER = (
     "sampling",
     "checks",
     "choose",
+    "copying",
     "costs",
     "generation",
     "reuse",

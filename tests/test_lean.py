@@ -49,7 +49,10 @@ class Shuffled(FixedWidth):
     def choose(self, pending=0):
         return self.width
 
-    def observe(self, width, accepted, more, seconds, usual):
+    def copy(self, width, chances):
+        return 0
+
+    def observe(self, width, accepted, more, seconds, usual, copied=False):
         self.told.append((width, accepted, more))
         self.left -= 1
         if self.left <= 0:
@@ -104,7 +107,10 @@ def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tin
     told = []
 
     class Told(FixedWidth):
-        def observe(self, width, accepted, more, seconds, usual):
+        def copy(self, width, chances):
+            return 0
+
+        def observe(self, width, accepted, more, seconds, usual, copied):
             told.append(usual)
 
     monkeypatch.setattr(generation, "width_rule", lambda *_: Told(width))

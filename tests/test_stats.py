@@ -8,7 +8,7 @@ from dflash_mlx.stats import GenerationStats, Round
 def make_stats(*rounds, **options):
     stats = GenerationStats(block_size=5, **options)
     for drafted, accepted, bonus, width in rounds:
-        stats.add_round(drafted, accepted, bonus, width)
+        stats.add_round(drafted, accepted, bonus, width, "drafter" if width else "plain")
     return stats
 
 
@@ -27,7 +27,13 @@ def test_tau_of_no_round_is_none():
 
 def test_rounds_are_plain_json_and_have_attributes():
     stats = make_stats(*ROUNDS)
-    assert json.loads(json.dumps(stats.rounds))[1] == {"drafted": [5, 6, 7, 8], "accepted": 0, "bonus": 3, "width": 4}
+    assert json.loads(json.dumps(stats.rounds))[1] == {
+        "drafted": [5, 6, 7, 8],
+        "accepted": 0,
+        "bonus": 3,
+        "width": 4,
+        "source": "drafter",
+    }
     assert stats.rounds[3].width == 2 and stats.rounds[0].drafted == [1, 2, 3, 4]
     with pytest.raises(AttributeError, match="colour"):
         Round(width=1).colour  # noqa: B018
@@ -41,20 +47,32 @@ def test_a_summary_keeps_counts_and_no_rounds():
 
 def test_time_of_passes_is_split_as_the_rounds_timed_apart_say():
     stats = make_stats()
-    stats.add_passes(2.0, 0.5)
-    stats.add_passes(6.0, None)
+    stats.add_passes(2.0, 0.5, "drafter")
+    stats.add_passes(6.0, None, "drafter")
     assert stats.seconds["draft"] == pytest.approx(2.0) and stats.seconds["verify"] == pytest.approx(6.0)
-    stats.add_passes(2.0, 1.5)
+    stats.add_passes(2.0, 1.5, "drafter")
     assert stats.seconds["draft"] == pytest.approx(5.0) and stats.seconds["verify"] == pytest.approx(5.0)
+    # Where the drafter did not run, nothing is its part.
+    stats.add_passes(4.0, None, "plain")
+    stats.add_passes(1.0, None, "copy")
+    assert stats.seconds["draft"] == pytest.approx(5.0) and stats.seconds["verify"] == pytest.approx(10.0)
 
 
 def test_before_a_round_was_timed_apart_all_waiting_counts_as_verify():
     stats = make_stats()
-    stats.add_passes(3.0, None)
+    stats.add_passes(3.0, None, "drafter")
     assert (stats.seconds["draft"], stats.seconds["verify"]) == (0.0, 3.0)
 
 
 def test_the_summary_names_what_json_prints():
     summary = make_stats(*ROUNDS).summary()
-    assert {"acceptance_lengths", "rounds", "tau", "seconds"} <= set(summary)
+    assert {"acceptance_lengths", "rounds", "tau", "sources", "seconds"} <= set(summary)
     assert set(summary["seconds"]) == {"draft", "verify", "rollback", "host"}
+
+
+def test_rounds_and_accepted_drafts_are_counted_by_source():
+    stats = make_stats(*ROUNDS)
+    stats.add_round([7, 7, 7, 7], 3, 1, 3, "copy")
+    stats.add_round([7, 7, 7, 7], 2, 1, 3, "copy")
+    assert stats.sources == {"drafter": {"rounds": 3, "accepted": 5}, "copy": {"rounds": 2, "accepted": 5}}
+    assert stats.copied == {3: 2} and stats.widths[3] == 2 and stats.n_drafting == 5

@@ -507,4 +507,4 @@ def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
     assert rule.reason({0: 999, 3: 1}).startswith("drafting off in 99 %")
     assert rule.reason({0: 9}).startswith("drafting off in 100 %")
     assert rule.reason({15: 10}).startswith("15 of 15 drafts verified in most rounds: 9.0x the cost of one token here, for ")
-    assert rule.reason({}) is None and FixedWidth(4).reason({4: 3}) is None
+    assert rule.reason({}) is None and FixedWidth(4).reason({4: 3}, {}) is None
