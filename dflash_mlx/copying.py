@@ -10,8 +10,8 @@ from itertools import count
 from .errors import GenerationError
 
 # Ids that must stand again before they are followed. Shorter matches say too little: on greedy answers of smollm2 the next id is
-# the same after 1, 2, 3, 4 and 6 equal ones in 20, 45, 60, 71 and 82 % of places.
-SHORTEST = 4
+# the same after 1, 2, 3, 4 and 6 equal ones in 25, 49, 58, 69 and 81 % of places.
+SHORTEST = 3
 # A match is measured up to here; longer ones are no better.
 _LONGEST = 32
 
@@ -19,25 +19,25 @@ _LONGEST = 32
 class Copier:
     """Follows a text and tells what came after its last ids where they stood before.
 
-        ids       a b c d e f g x a b c d | ? ?       the last 4 ids stood before, and e came after them:
-                          ^ source                    the copied draft is e f g x ...
+        ids       a b c d e f g x b c d | ? ?       the last 3 ids stood before, and e came after them:
+                          ^ source                  the copied draft is e f g x ...
 
     source: where the draft starts, 0 if nowhere; length: equal ids in front of it,
-    counted up to 32. A source is kept for as long as what it says is committed; then the latest place of the last 4 ids is
-    taken. (On 1,000 answers of smollm2 that copies as much as the longest match does, at one look-up an id.)
+    counted up to 32. A source is kept for as long as what it says is committed; then the latest place of the last 3 ids is
+    taken. (On 400 answers of smollm2 that copies as much as the longest match does, at one look-up an id.)
 
     How often the id after a match was the copied one is counted by the match's length over all committed ids, whoever drafted
     them: to know what copying is worth, nothing needs to be tried.
     """
 
     FADE, LEAN = 0.97, 4.0
-    # By bit length of the match's: 4.., 8.., 16.., 32... As on the answers above.
-    START = {3: 0.77, 4: 0.88, 5: 0.94, 6: 0.97}
+    # By bit length of the match's: 3, 4.., 8.., 16.., 32. As on the answers above.
+    START = {2: 0.58, 3: 0.74, 4: 0.88, 5: 0.95, 6: 0.97}
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.source, self.length, self._known = 0, 0, 0
-        # Where the text goes on after the latest occurrence of each 4 ids in a row.
+        # Where the text goes on after the latest occurrence of each 3 ids in a row.
         self._after: dict[tuple[int, ...], int] = {}
         # [copied, seen] by bit length.
         self._counts = {bits: [chance * self.LEAN, self.LEAN] for bits, chance in self.START.items()}

@@ -6,6 +6,7 @@ repeats itself and passes wrong code.
 
 import inspect
 import json
+import random
 import shutil
 import textwrap
 import time
@@ -18,11 +19,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx import stream_generate
+from dflash_mlx import generation, stream_generate
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.drafter import Drafter
+from dflash_mlx.kernels.choice import NotFiniteError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.taps import Target
+from dflash_mlx.width import FixedWidth
 
 DATA = Path(__file__).parent / "data"
 TINY = Path(inspect.getfile(Drafter)).parent / "pairs" / "tiny"
@@ -173,6 +176,45 @@ class Noisy(Oracle):
     @staticmethod
     def wrong(position, token):
         return (token + 1) % 50 if (position * 7919) % 10 < 3 else token
+
+
+class Shuffled(FixedWidth):
+    """A width rule's stand-in: any width from 0 to `most`; every other one is 0, and stretches of it are frequent. With `copies`
+    every other round takes copied drafts where there are any, any number of them."""
+
+    def __init__(self, most, seed, copies=False):
+        self.most, self.chance, self.told, self.left, self.copies = most, random.Random(seed), [], 0, copies
+        self.width = self.copied = 0
+
+    def choose(self, pending=0):
+        return self.width
+
+    def copy(self, width, chances):
+        return self.copied
+
+    def observe(self, width, accepted, more, seconds, usual, copied=False):
+        self.told.append((width, accepted, more))
+        self.left -= 1
+        if self.left <= 0:
+            self.width = self.chance.choice([0, self.chance.randint(1, self.most)])
+            self.left = self.chance.choice([1, 1, 2, 5])
+        self.copied = self.chance.choice([0, self.chance.randint(1, self.most)]) if self.copies else 0
+
+
+def failing_pass(patch, nth):
+    """Makes the nth pass of the next run one in which a kernel of ours gave a value that is not finite."""
+    launched = []
+
+    def doubts(self, hidden, margin=None):
+        launched.append(1)
+        return [mx.array([len(launched) == nth], dtype=mx.int32)]
+
+    def check(values):
+        if any(values):
+            raise NotFiniteError
+
+    patch.setattr(generation.Target, "doubts", doubts)
+    patch.setattr(generation.Target, "check", staticmethod(check))
 
 
 class Letters:

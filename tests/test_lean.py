@@ -1,10 +1,9 @@
 """Rounds of changing width: exact whatever the widths, plain where nothing is drafted, one wait a round, and lean.
 
-`Shuffled` stands in for the width rule, so that rounds of every width and plain passes follow each other in any order.
+`kit.Shuffled` stands in for the width rule, so that rounds of every width and plain passes follow each other in any order.
 """
 
 import gc
-import random
 import time
 
 import mlx.core as mx
@@ -14,6 +13,8 @@ from kit import (
     DATA,
     Noisy,
     Oracle,
+    Shuffled,
+    failing_pass,
     greedy_ids,
     ids_of,
     letters,
@@ -33,31 +34,9 @@ from dflash_mlx import choose, generation, make_prompt_cache, sampling
 from dflash_mlx import costs as costs_module
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.cache import PairCache
-from dflash_mlx.kernels.choice import NotFiniteError
 from dflash_mlx.width import FixedWidth
 
 PROMPT = [5, 9, 33, 7, 20]
-
-
-class Shuffled(FixedWidth):
-    """Any width from 0 to `most`; every other one is 0, and stretches of it are frequent."""
-
-    def __init__(self, most, seed):
-        self.most, self.chance, self.told, self.left = most, random.Random(seed), [], 0
-        self.width = 0
-
-    def choose(self, pending=0):
-        return self.width
-
-    def copy(self, width, chances):
-        return 0
-
-    def observe(self, width, accepted, more, seconds, usual, copied=False):
-        self.told.append((width, accepted, more))
-        self.left -= 1
-        if self.left <= 0:
-            self.width = self.chance.choice([0, self.chance.randint(1, self.most)])
-            self.left = self.chance.choice([1, 1, 2, 5])
 
 
 @pytest.fixture
@@ -305,29 +284,8 @@ def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, 
     assert ids_of(turns[0]) == ids_of(turns[1]) and rounds_of(turns[0]) == rounds_of(turns[1])
 
 
-@pytest.fixture
-def failing(monkeypatch):
-    """Makes the nth pass of the next run one in which a kernel of ours gave a value that is not finite."""
-
-    def fail(patch, nth):
-        launched = []
-
-        def doubts(self, hidden, margin=None):
-            launched.append(1)
-            return [mx.array([len(launched) == nth], dtype=mx.int32)]
-
-        def check(values):
-            if any(values):
-                raise NotFiniteError
-
-        patch.setattr(generation.Target, "doubts", doubts)
-        patch.setattr(generation.Target, "check", staticmethod(check))
-
-    return fail
-
-
 @pytest.mark.parametrize("block", [1, 5])
-def test_a_pass_runs_once_more_around_the_row_where_the_cache_is_quantized(monkeypatch, failing, block):
+def test_a_pass_runs_once_more_around_the_row_where_the_cache_is_quantized(monkeypatch, block):
     """The pass behind it finds the cache quantized; the failed one must see it as it was."""
     model = tiny_target(seed=4, head_dim=32)
     options = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 3}
@@ -335,20 +293,20 @@ def test_a_pass_runs_once_more_around_the_row_where_the_cache_is_quantized(monke
     assert line != greedy_ids(model, PROMPT, 16)
     for nth in range(1, 8):
         with monkeypatch.context() as patch:
-            failing(patch, nth)
+            failing_pass(patch, nth)
             got = run(model, known_drafter(model, PROMPT + line), PROMPT, 16, block_size=block, **options)
         assert ids_of(got) == line, (block, nth)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, mixed windows", "qwen3_next"])
 @pytest.mark.parametrize("block", [1, 5])
-def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, failing, name, block):
+def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, name, block):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 30)
     for nth in (1, 2, 3, 6):
         drafter = known_drafter(model, prompt + line)
         with monkeypatch.context() as patch:
-            failing(patch, nth)
+            failing_pass(patch, nth)
             cache = make_prompt_cache(model, drafter)
             order.clear()
             got = run(model, drafter, prompt, 20, block_size=block, prompt_cache=cache)
