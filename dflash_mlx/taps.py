@@ -119,12 +119,14 @@ def _array(value: Any) -> mx.array:
     return value[0] if isinstance(value, (tuple, list)) else value
 
 
-def _keep(outputs: list[mx.array]) -> Handler:
-    """A handler that only notes what the call returns."""
+def _keep(outputs: list[mx.array], eager: bool = False) -> Handler:
+    """A handler that only notes what the call returns, and with `eager` hands it to the device."""
 
     def handler(inner, args, kwargs):
         out = inner(*args, **kwargs)
         outputs.append(_array(out))
+        if eager:
+            mx.async_eval(outputs[-1])
         return out
 
     return handler
@@ -281,7 +283,12 @@ class Target:
         return self.embedding.weight.shape[0]
 
     def __call__(
-        self, ids: mx.array, cache: Sequence[Any] | None = None, point: Checkpoint | None = None, kernels: bool = False
+        self,
+        ids: mx.array,
+        cache: Sequence[Any] | None = None,
+        point: Checkpoint | None = None,
+        kernels: bool = False,
+        eager: bool = False,
     ) -> tuple[mx.array, mx.array]:
         """One target pass without the head.
 
@@ -291,6 +298,8 @@ class Target:
           point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
             inputs of stateful modules are kept, for every row.
           kernels: of few rows, let our kernels serve the quantized layers. For who looks at `doubts`: prefill does not.
+          eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
+            inside a compiled function.
         Returns:
           - hidden: [B, L, H] final normed states; features: [B, L, n_taps * H] taps joined in the order of `layer_ids`
         Raises:
@@ -298,7 +307,7 @@ class Target:
         """
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
-        handlers = [(self.layers[i], _keep(outputs)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
+        handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
         with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)

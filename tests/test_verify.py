@@ -1,4 +1,5 @@
 import mlx.core as mx
+import pytest
 from kit import full_forward, tiny_target
 
 from dflash_mlx.cache import checkpoint, rollback
@@ -28,6 +29,19 @@ def test_a_block_of_the_anchor_alone_is_a_plain_step():
     hidden, _ = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, checkpoint(cache, 4))
     assert hidden.shape == (1, 1, 24) and cache[0].offset == 5
     assert mx.allclose(target.head(hidden)[0, 0], model(mx.array([PROMPT + BLOCK[:1]]))[0, -1], rtol=1e-5, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_pass_on_the_cpu_begins_at_its_taps(width, monkeypatch):
+    model, seen = tiny_target(), []
+    target, cache, cls = Target(model, (0, 2)), model.make_cache(), type(model.layers[0])
+    layer, start = cls.__call__, mx.async_eval
+    monkeypatch.setattr(cls, "__call__", lambda self, *args, **kwargs: (seen.append("layer"), layer(self, *args, **kwargs))[1])
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append([a.shape for a in arrays]), start(*arrays))[1])
+    with mx.stream(mx.cpu):
+        verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1 : 1 + width]], mx.int32), cache, checkpoint(cache, 0))
+    tap = [(1, width + 1, 24)]
+    assert seen == ["layer", tap, "layer", "layer", tap, "layer"]
 
 
 def test_rows_rolled_back_after_a_block_leave_no_trace():
