@@ -515,7 +515,7 @@ def train_data(
 @train_app.command("run")
 def train_run(
     model: Annotated[str, typer.Option(help="Target, as in generate.")],
-    data: Annotated[str, typer.Option(help="Folder that train data wrote.")],
+    data: Annotated[list[str], typer.Option(help="Folder that train data wrote; may be given again.")],
     out: Annotated[str, typer.Option(help="Folder for the drafter; a stopped run of the same settings is continued.")],
     minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
@@ -547,10 +547,12 @@ def train_run(
         from .train.loop import TrainConfig, drafter_config, mask_token, target_shape, train
 
         target, tokenizer = _load_for_training(model, dtype, dense)
-        docs = load_docs(data)
-        held_out = load_docs(data, "heldout.npz") if (Path(data) / "heldout.npz").exists() else None
+        docs = load_docs(*data)
+        held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
+        held_out = load_docs(*held, names="heldout.npz") if held else None
         if held_out is None:
-            _say(f"{data} has no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
+            lacking = ", ".join(data)
+            _say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
         if init is not None:
             init = str(builtin_path(init, "drafter") or init)
             raw, _ = load_drafter_weights(init)
@@ -590,7 +592,7 @@ def train_eval(
 
         target, _ = _load_for_training(model, dtype, dense)
         drafter = load_drafter(draft_model, target)
-        held_out = load_docs(data, "heldout.npz")
+        held_out = load_docs(data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
         taps = Target(target, drafter.config.target_layer_ids)

@@ -161,13 +161,26 @@ def test_make_data_stores_splits_resumes_and_refuses_other_settings(tmp_path):
         load_docs(tmp_path / "nowhere")
 
 
+def test_folders_are_joined_in_their_order_and_an_empty_one_is_named(tmp_path):
+    model = tiny_target(vocab=61)
+    for seed in (0, 1):
+        make_data(model, Chars(), tmp_path / str(seed), DataConfig(rows=8, max_len=64, min_answer=4, seed=seed), answer_tokens=50)
+    one, two = (load_docs(tmp_path / str(seed)) for seed in (0, 1))
+    both = load_docs(tmp_path / "0", tmp_path / "1")
+    assert both.ids.tolist() == one.ids.tolist() + two.ids.tolist() and len(both) == len(one) + len(two)
+    assert both.doc(len(one))[0].tolist() == two.doc(0)[0].tolist()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty: expected files"):
+        load_docs(tmp_path / "0", tmp_path / "empty")
+
+
 def test_make_data_answers_every_prompt_of_a_file_once_and_then_ends(tmp_path):
     model = tiny_target(vocab=61)
     (tmp_path / "p.jsonl").write_text("\n".join(f"question {i} of many" for i in range(40)))
     config = DataConfig(rows=16, max_len=64, min_answer=4)
     said = []
     make_data(model, Chars(), tmp_path / "d", config, answer_tokens=10**6, prompts=tmp_path / "p.jsonl", report=said.append)
-    docs, held = load_docs(tmp_path / "d"), load_docs(tmp_path / "d", "heldout.npz")
+    docs, held = load_docs(tmp_path / "d"), load_docs(tmp_path / "d", names="heldout.npz")
     assert "all prompts" in " ".join(said)
     assert set(docs.family.tolist()) == {255} and 5 < len(docs) <= 38
     asked = {docs.doc(i)[0][: int(docs.doc(i)[1].argmax())].tobytes() for i in range(len(docs))}

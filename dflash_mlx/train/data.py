@@ -114,14 +114,17 @@ class Docs:
             raise CheckpointError(f"{path}: expected a shard of training text; {e}. Delete it and make it again.") from e
 
 
-def load_docs(folder: str | Path, names: str = "train-*.npz") -> Docs:
-    """All conversations of a data directory (or of `heldout.npz` alone)."""
-    paths = sorted(Path(folder).glob(names))
-    if not paths:
-        begun = (Path(folder) / "meta.json").exists()
-        todo = "Run the same `train data` command again to finish it." if begun else "Make the data first: dflash-mlx train data."
-        raise CheckpointError(f"{folder}: expected files {names}; found none. {todo}")
-    return Docs.join([Docs.load(p) for p in paths])
+def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
+    """All conversations of data directories, in their order (or of their `heldout.npz` alone)."""
+    parts = []
+    for folder in folders:
+        paths = sorted(Path(folder).glob(names))
+        if not paths:
+            begun = (Path(folder) / "meta.json").exists()
+            todo = "Run the same `train data` command again to finish it." if begun else "Make the data first: dflash-mlx train data."
+            raise CheckpointError(f"{folder}: expected files {names}; found none. {todo}")
+        parts += [Docs.load(p) for p in paths]
+    return Docs.join(parts)
 
 
 def loop_cuts(ids: np.ndarray, answer: np.ndarray, max_period: int = 96, least: int = 24) -> np.ndarray:

@@ -212,6 +212,8 @@ def write_rows(
         if position - shortest >= 96:
             done |= (phases == _ANSWER) & in_loop(ids_out[index, :position]) & answer_out[index, position - 96 : position].all(1)
         length[index[done]] = position
+        # Buffers of outgrown caches would pile up until the device is full.
+        mx.clear_cache()
         if progress:
             progress(position, int((~done).sum()), written)
         if done.all() or (deadline and time.monotonic() > deadline):
