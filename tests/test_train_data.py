@@ -157,7 +157,7 @@ def test_make_data_stores_splits_resumes_and_refuses_other_settings(tmp_path):
     (tmp_path / "train-00000.npz").write_bytes(b"cut short")
     with pytest.raises(CheckpointError, match="train-00000"):
         load_docs(tmp_path)
-    with pytest.raises(CheckpointError, match="Make the data first"):
+    with pytest.raises(CheckpointError, match="First: dflash-mlx train data"):
         load_docs(tmp_path / "nowhere")
 
 

@@ -121,7 +121,7 @@ def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
         paths = sorted(Path(folder).glob(names))
         if not paths:
             begun = (Path(folder) / "meta.json").exists()
-            todo = "Run the same `train data` command again to finish it." if begun else "Make the data first: dflash-mlx train data."
+            todo = "Run the same `train data` command again to finish it." if begun else "First: dflash-mlx train data."
             raise CheckpointError(f"{folder}: expected files {names}; found none. {todo}")
         parts += [Docs.load(p) for p in paths]
     return Docs.join(parts)
