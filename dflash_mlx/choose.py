@@ -36,8 +36,7 @@ class Chooser:
 
     def _choose(self, row: mx.array, position: int) -> mx.array:
         """[1, V] log-probabilities to the token [1] at an absolute position."""
-        token = mx.argmax(row, axis=-1) if self.sampler is None else sample_at(self.sampler, self.seed, position, row)
-        return token.astype(mx.int32)
+        return mx.argmax(row, axis=-1) if self.sampler is None else sample_at(self.sampler, self.seed, position, row)
 
     def draft(
         self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
@@ -98,7 +97,7 @@ class Chooser:
         if self.sampler is None:
             choices = mx.argmax(rows, axis=-1).astype(mx.int32)
         else:
-            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1)
+            choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1).astype(mx.int32)
         return accept_match(drafted, choices)
 
     def _match_rows(self, target: Target, hidden: mx.array, drafted: mx.array, position: int, doubts: list[mx.array]) -> Outcome:

@@ -447,7 +447,8 @@ class _Run:
     def _verify(self, anchor: mx.array, drafted: mx.array, width: int, source: str, ahead: bool) -> _Flight:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
-        context = [entry.state for entry in pair.drafter]
+        # Where the drafter did not run its entries are as they were; each `state` is two operations of the device.
+        context = [entry.state for entry in pair.drafter] if source == "drafter" else self.context
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
         token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1)
         return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)

@@ -261,6 +261,23 @@ def test_a_plain_stretch_waits_once_a_token_and_evaluates_nothing_else(tiny, wai
     assert {b - a for a, b in zip(at[:-2], at[1:-1], strict=True)} == {1}
 
 
+def test_a_plain_stretch_does_not_cut_the_caches_to_what_they_hold(tiny, monkeypatch):
+    """Each `state` is two operations of the device an entry, and nobody asks for it between two plain tokens."""
+    model, *_ = tiny
+    asked = []
+    for kind in (KVCache, RotatingKVCache):
+        state = kind.state
+        getter = lambda self, state=state: (asked.append(1), state.fget(self))[1]  # noqa: E731
+        monkeypatch.setattr(kind, "state", property(getter, state.fset))
+    steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 100, tiny_drafter(model), block_size=1)
+    next(steps)
+    assert asked
+    asked.clear()
+    for _ in range(50):
+        next(steps)
+    assert not asked
+
+
 def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, monkeypatch):
     model, line, _ = tiny
     drafter, calls = tiny_drafter(model), []
