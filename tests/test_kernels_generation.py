@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import load, load_drafter, stream_generate, taps
 from dflash_mlx.kernels import accept, block_qmm, choice, head_argmax
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
 from dflash_mlx.kernels.choice import KernelError
@@ -128,6 +128,17 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
         assert ids(quantized, 40, block_size) == plain(quantized, 40)
     assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
     assert left[0] <= 0
+
+
+def test_the_head_alone_goes_through_its_kernel_and_calls_no_other_layer(quantized, gpu, monkeypatch):
+    model = quantized[0]
+    target, rows = Target(model), mx.random.normal((1, 17, model.args.hidden_size))
+    target.head(rows[:, :5])
+    gpu.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(taps, "_intercept", lambda handlers: pytest.fail("some other layer was routed"))
+        few, many = target.head(rows[:, :5]), target.head(rows)
+    assert gpu == [5] and mx.allclose(few, many[:, :5], rtol=1e-4, atol=1e-4)
 
 
 def test_choices_are_the_heads_and_none_where_a_model_does_more_to_its_logits(quantized, gpu):
