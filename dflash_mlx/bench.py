@@ -48,6 +48,8 @@ from .taps import Target
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
+# What of the environment changes the speed of both sides or of ours.
+SWITCHES = ("MLX_CUDA_USE_CUDNN_SDPA", "MLX_ENABLE_TF32", "DFLASH_MLX_KERNELS")
 _WARM_UP_TOKENS = 64
 # Tokens after which the width rule should have settled.
 _EARLY = 64
@@ -173,6 +175,7 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
+            "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
             "model": names[0],
             "draft_model": names[1],
             "weights": weights_of(model),

@@ -46,6 +46,7 @@ def test_a_record_holds_every_pair_of_the_plan_and_both_sides_said_the_same(reco
     assert set(record["cold"]) == set(bench.SIDES) and record["warm_up_s"] > 0
     assert record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
     assert record["versions"]["mlx"] == mx.__version__ and not bench.faults(record)
+    assert record["environment"]["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     assert json.loads(json.dumps(record)) == record
 
 
