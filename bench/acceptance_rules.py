@@ -8,8 +8,8 @@ Every prompt is answered by each of
   shared     drafts drawn with the noise that the target's own draw at the position has, matched likewise
   rejection  drafts drawn from the drafter, kept with probability min(1, p / q)                 acceptance="rejection"
   block      as rejection, judged as a whole                                                    acceptance="block"
-The first two keep the seed's promise: they write one text, which is checked, and their difference is taken pair by pair. The
-prompts file holds {"kind": ..., "prompt": ...} a line; a tokenizer without a chat template gets the text as it is.
+The first two keep the seed's promise: they write one text, which is checked (on a GPU those that differ are counted), and their
+difference is taken pair by pair. The prompts file holds {"kind": ..., "prompt": ...} a line; a tokenizer without a chat template gets the text as it is.
 Intervals: 95 %, bootstrap over texts. tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or
 max_tokens. Counts do not depend on how busy the machine is.
 """
@@ -94,6 +94,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.limit is None or counts[one["kind"]] <= args.limit:
             asked.append(one)
     rows: list[dict[str, Any]] = []
+    turned = 0
     for temp in args.temp:
         found: dict[str, list[list[int]]] = {method: [] for method in METHODS}
         for seed, one in enumerate(asked):
@@ -106,7 +107,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 texts[method], accepted = answer(method, model, tokenizer, drafter, prompt, temp, seed, **options)
                 found[method].append(histogram(accepted, args.block_size))
             if texts["argmax"] != texts["shared"]:
-                raise SystemExit(f"expected one text for seed {seed} with either draft; found two")
+                # On a GPU a pass of another width may turn a near tie, and the texts part there.
+                if mx.default_device() == mx.cpu:
+                    raise SystemExit(f"expected one text for seed {seed} with either draft; found two")
+                turned += 1
             print(f"T {temp:g}: {seed + 1} of {len(asked)}", file=sys.stderr)
         for method in METHODS:
             row = {"temp": temp, "method": method, "keeps_seed": method in ("argmax", "shared"), **summarise(found[method])}
@@ -116,6 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": str(mx.default_device()),
         "mlx": mx.__version__,
         "rows": rows,
+        "texts_that_a_near_tie_parted": turned,
     }
 
 
