@@ -92,7 +92,10 @@ def drafter_guess(
             hidden = block_hidden(drafter, mx.array(ids[rows[start : start + docs_at_once]]), anchors, mine, K)
             out.append(mx.argmax(drafter._head(hidden[:, 0, 1:]), axis=-1))
             mx.async_eval(out[-1])
-        return np.concatenate([np.array(o) for o in out])
+        drafts = np.concatenate([np.array(o) for o in out])
+        # Every round has fewer rows: buffers of each size would pile up.
+        mx.clear_cache()
+        return drafts
 
     return guess
 
