@@ -9,7 +9,8 @@ Every prompt is answered by each of
   rejection  drafts drawn from the drafter, kept with probability min(1, p / q)                 acceptance="rejection"
   block      as rejection, judged as a whole                                                    acceptance="block"
 The first two keep the seed's promise: they write one text, which is checked (on a GPU those that differ are counted), and their
-difference is taken pair by pair. The prompts file holds {"kind": ..., "prompt": ...} a line; a tokenizer without a chat template gets the text as it is.
+difference is taken pair by pair. The prompts file holds {"kind": ..., "prompt": ...} a line; a tokenizer without a chat template
+gets the text as it is.
 Intervals: 95 %, bootstrap over texts. tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or
 max_tokens. Counts do not depend on how busy the machine is.
 """
