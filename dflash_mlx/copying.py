@@ -9,21 +9,28 @@ from itertools import count
 
 from .errors import GenerationError
 
-# Ids that must stand again before they are followed. Shorter matches say too little: on greedy answers of smollm2 the next id is
-# the same after 1, 2, 3, 4 and 6 equal ones in 25, 49, 58, 69 and 81 % of places.
-SHORTEST = 3
+# Ids that must stand again before they are followed.
+SHORTEST = 2
 # A match is measured up to here; longer ones are no better.
 _LONGEST = 32
+
+
+def _bucket(length: int) -> int:
+    """Lengths that are counted together, by the least of them: 1, 2, 3, 4 to 7, 8 to 15, 16 to 31, 32 and more."""
+    return length if length < 4 else 1 << (min(length, _LONGEST).bit_length() - 1)
+
+
+_BUCKETS = [_bucket(length) for length in range(_LONGEST + 1)]
 
 
 class Copier:
     """Follows a text and tells what came after its last ids where they stood before.
 
-        ids       a b c d e f g x b c d | ? ?       the last 3 ids stood before, and e came after them:
+        ids       a b c d e f g x b c d | ? ?       b c d stood before, and e came after them:
                           ^ source                  the copied draft is e f g x ...
 
     source: where the draft starts, 0 if nowhere; length: equal ids in front of it,
-    counted up to 32. A source is kept for as long as what it says is committed; then the latest place of the last 3 ids is
+    counted up to 32. A source is kept for as long as what it says is committed; then the latest place of the last 2 ids is
     taken. (On 400 answers of smollm2 that copies as much as the longest match does, at one look-up an id.)
 
     How often the id after a match was the copied one is counted by the match's length over all committed ids, whoever drafted
@@ -31,16 +38,16 @@ class Copier:
     """
 
     FADE, LEAN = 0.97, 4.0
-    # By bit length of the match's: 3, 4.., 8.., 16.., 32. As on the answers above.
-    START = {2: 0.58, 3: 0.74, 4: 0.88, 5: 0.95, 6: 0.97}
+    # By length of the match, on greedy answers of smollm2 (one id: 0.25).
+    START = {2: 0.49, 3: 0.58, 4: 0.74, 8: 0.88, 16: 0.95, 32: 0.97}
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.source, self.length, self._known = 0, 0, 0
-        # Where the text goes on after the latest occurrence of each 3 ids in a row.
+        # Where the text goes on after the latest occurrence of each 2 ids in a row.
         self._after: dict[tuple[int, ...], int] = {}
-        # [copied, seen] by bit length.
-        self._counts = {bits: [chance * self.LEAN, self.LEAN] for bits, chance in self.START.items()}
+        # [copied, seen] by length.
+        self._counts = {length: [chance * self.LEAN, self.LEAN] for length, chance in self.START.items()}
 
     def follow(self, ids: list[int]) -> bool:
         """Take in the ids that were added since the last call. Returns: whether the last ones stood before."""
@@ -52,7 +59,7 @@ class Copier:
         for known in range(self._known, len(ids)):
             if self.source:
                 hit = ids[known] == ids[self.source]
-                counts = self._counts[self.length.bit_length()]
+                counts = self._counts[_BUCKETS[self.length]]
                 counts[0], counts[1] = counts[0] * self.FADE + hit, counts[1] * self.FADE + 1
                 self.source, self.length = (self.source + 1, min(self.length + 1, _LONGEST)) if hit else (0, 0)
             last = tuple(ids[max(known + 1 - SHORTEST, 0) : known + 1])
@@ -72,8 +79,8 @@ class Copier:
 
     def chances(self, n: int) -> list[float]:
         """By slot: how likely a copied id is accepted if those before it are."""
-        found = {bits: hits / seen for bits, (hits, seen) in self._counts.items()}
-        return [found[min(self.length + i, _LONGEST).bit_length()] for i in range(n)]
+        found = {length: hits / seen for length, (hits, seen) in self._counts.items()}
+        return [found[_BUCKETS[min(self.length + i, _LONGEST)]] for i in range(n)]
 
 
 def make_copier(copy: bool | None, acceptance: str, block_size: int | None) -> Copier | None:

@@ -35,6 +35,8 @@ from .version import __version__
 _TRY_SHARE, _CONTEXT_SHARE = 0.006, 0.004
 # To leave width 0, drafting must promise this much more; to go back there, this much less is enough.
 _LEAVE, _STAY = 1.03, 0.99
+# Copied drafts must promise so much more than plain decoding: on both sides of a copied block passes do not overlap.
+_COPY = 1.1
 # What the first try may lose, in plain tokens.
 _FIRST_TRY_TOKENS = 2.5
 # Rounds that drafting has to pay back the injection of what is pending.
@@ -85,6 +87,15 @@ class Costs:
         """Whether a width other than 0 was timed in real rounds."""
         return any(n for w, (_, n) in self._seen.items() if w)
 
+    @property
+    def has_seen_copying(self) -> bool:
+        """Whether copied drafts were timed in real rounds."""
+        return bool(self._copied)
+
+    def forget_copying(self) -> None:
+        """Take copied drafts' rounds to be as far off as others are."""
+        self._copied.clear()
+
     def doubt_plain(self) -> None:
         """Let the next rounds outweigh what was seen of plain decoding."""
         self._seen[0] = (self._ratio(0), 0)
@@ -129,16 +140,20 @@ class Costs:
     def refine(self, width: int, seconds: float, usual: bool = True, copied: bool = False) -> None:
         """Follow what a round took: a running mean in which one odd round counts for little. usual: as its width mostly does."""
         table = self._copied if copied else self._seen
+        known = width in table
         (ratio, n), seen = table.get(width, (self._ratio(width, copied), 0)), seconds / self._passes(width, copied)
-        if copied and width not in table:
-            # The first one may compile. Later ones all count: copies come between other rounds.
-            table[width] = (min(ratio, seen), 0)
+        # The first round after others takes longer, so it tells only that a cost is much lower than was thought. Then what was
+        # seen of the other widths is as old. Copied drafts come between other rounds: theirs count all the same, but for the
+        # first of a width, which may compile.
+        if width and seen < 0.8 * ratio and (copied or not usual):
+            for w in [w for w in table if w]:
+                del table[w]
+            table[width] = (seen, 0)
+            return
+        if copied and not known:
+            table[width] = (ratio, 0)
             return
         if not usual and not copied:
-            # The first round after others takes longer, so it tells only that a cost is much lower than was thought. Then what
-            # was seen of the other widths is as old.
-            if width and seen < 0.8 * ratio:
-                self._seen = {w: found for w, found in self._seen.items() if w == 0} | {width: (seen, 0)}
             return
         # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts.
         if n < 3:
@@ -303,7 +318,8 @@ class FixedWidth:
         return self.width
 
     def copy(self, width: int, chances: list[float]) -> int:
-        return self.width
+        """As many copied ids where the first is more likely right than not."""
+        return self.width if chances[0] > 0.5 else 0
 
     def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool, copied: bool = False) -> None:
         pass
@@ -330,6 +346,10 @@ class WidthRule:
         self.last, self._trying, self._rest = 0, 0, 0
         # Rounds since plain decoding was last looked at: of drafting or copying, and of width 0.
         self._drafted, self._plain = 0, 0
+        # Chances to copy that were declined since one was taken, and after how many what was seen of copying is forgotten.
+        self._declined, self._patience = 0, _LOOK_AGAIN
+        # For how many more chances like the one declined last, or worse, the answer is the same.
+        self._copy_rest, self._declined_at = 0, 0.0
 
     @property
     def ready(self) -> bool:
@@ -379,13 +399,23 @@ class WidthRule:
         costs = self.costs
         if costs is None or self._looks:
             return 0
+        if self._copy_rest and chances[0] <= self._declined_at:
+            # Plain decoding has no time to ask at every token; a longer match is looked at at once.
+            self._copy_rest -= 1
+            return 0
         tokens = expected(chances)
         gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in range(1, len(tokens)))
-        plain = costs.plain()
+        plain_s = costs.plain()
         chosen = expected(self.acceptance.chances())[width] / costs.round(width) if width else 0.0
-        if gain <= _LEAVE * max(chosen, 1 / plain) or self._looks_again(gain * plain):
-            return 0
-        return best
+        if gain > max(_LEAVE * chosen, _COPY / plain_s):
+            return 0 if self._looks_again(gain * plain_s) else best
+        self._copy_rest, self._declined_at = _REST, chances[0]
+        self._declined += costs.has_seen_copying
+        if self._declined == self._patience:
+            # What was seen may be from beside other work, and nothing else corrects it.
+            self._declined, self._patience = 0, 2 * self._patience
+            costs.forget_copying()
+        return 0
 
     @property
     def _looks(self) -> bool:

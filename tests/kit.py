@@ -193,7 +193,7 @@ class Shuffled(FixedWidth):
         return self.copied
 
     def observe(self, width, accepted, more, seconds, usual, copied=False):
-        self.told.append((width, accepted, more))
+        self.told.append((width, accepted, more, copied))
         self.left -= 1
         if self.left <= 0:
             self.width = self.chance.choice([0, self.chance.randint(1, self.most)])

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from dflash_mlx import width
+from dflash_mlx.copying import Copier
 from dflash_mlx.width import Acceptance, Costs, FixedWidth, WidthRule, expected, load_costs, measure, save_costs
 
 MOST = 15
@@ -38,24 +39,56 @@ PROCESSES = {
     "good, then bad": lambda t, i: 0.9 if t < 2000 else 0.05,
 }
 SETTINGS = [(machine, process) for machine in MACHINES for process in PROCESSES]
+# Texts in which stretches of earlier text stand again: by tokens so far, the chance that one begins, and that it goes on.
+COPIES = {
+    "never": lambda t: (0.0, 0.0),
+    "seldom": lambda t: (0.02, 0.9),
+    "often": lambda t: (0.05, 0.97),
+    "in short": lambda t: (0.1, 0.6),
+    "long, then short": lambda t: (0.05, 0.97) if t < 1500 else (0.15, 0.5),
+    "short, then long": lambda t: (0.15, 0.5) if t < 1500 else (0.05, 0.97),
+}
+
+
+def repeating(process, seed, tokens=4000, prompt=300):
+    """A prompt and as many tokens in which stretches stand again."""
+    chance, source = random.Random(seed), 0
+    ids = [chance.randrange(5000) for _ in range(prompt)]
+    while len(ids) < prompt + tokens:
+        begins, goes_on = process(len(ids) - prompt)
+        if source and chance.random() < goes_on:
+            source += 1
+        else:
+            source = chance.randrange(1, len(ids)) if chance.random() < begins else 0
+        ids.append(ids[source] if source else chance.randrange(5000))
+    return ids
 
 
 class Simulation:
     """Runs rounds of the widths that `rule` chooses, until `tokens` are committed; adds up what they take.
 
     caller: what the consumer takes for a token; only a plain pass after a plain one runs meanwhile.
+    text: what is committed, after 300 tokens of prompt, where drafts may be copied from it.
     """
 
-    def __init__(self, machine, process, rule, seed, tokens=6000, noise=0.05, inject=0.02, caller=0.0):
+    def __init__(self, machine, process, rule, seed, tokens=6000, noise=0.05, inject=0.02, caller=0.0, text=None):
         plain, draft, verify = machine
-        chance = random.Random(seed)
+        chance, copier, ids = random.Random(seed), Copier(), text[:300] if text else []
         self.seconds, self.switching, self.tried, self.widths, pending, before = 0.0, 0.0, 0.0, [], 0, None
-        t = 0
+        self.copied = []
+        t, tokens = 0, len(text) - 300 if text else tokens
         while t < tokens:
             w = rule.choose(pending)
+            c = rule.copy(w, copier.chances(MOST)) if text and copier.follow(ids) else 0
             accepted, more, late = 0, False, 0.0
-            seconds = (draft + verify(w) if w else plain) * chance.uniform(1 - noise, 1 + noise)
-            if w:
+            seconds = (verify(c) if c else draft + verify(w) if w else plain) * chance.uniform(1 - noise, 1 + noise)
+            if c:
+                rest = text[len(ids) :]
+                while accepted < min(c, len(rest)) and copier.draft(c)[accepted] == rest[accepted]:
+                    accepted += 1
+                self.copied.append((c, accepted))
+                w, pending = c, pending + accepted + 1
+            elif w:
                 while accepted < w and chance.random() < process(t, accepted):
                     accepted += 1
                 more = accepted == w < MOST and chance.random() < process(t, w)
@@ -71,9 +104,11 @@ class Simulation:
             if w == before == 0:
                 seconds = max(seconds - caller, 0.01 * plain)
             self.seconds += seconds + late + caller * (accepted + 1)
+            if text:
+                ids += text[len(ids) : len(ids) + accepted + 1]
             t += accepted + 1
             self.widths.append(w)
-            rule.observe(w, accepted, more, seconds + late, w == before)
+            rule.observe(w, accepted, more, seconds + late, w == before, bool(c))
             before = w
 
 
@@ -272,6 +307,130 @@ def test_costs_are_measured_at_the_first_choice_only():
     assert rule.choose() > 0 and rule.ready
     rule.choose()
     assert calls == [1]
+
+
+# Copying
+
+
+class Fixed(FixedWidth):
+    """One width of the drafter's rounds and another one wherever there is something to copy."""
+
+    def __init__(self, width, copied):
+        self.width, self.copied = width, copied
+
+    def copy(self, width, chances):
+        return self.copied
+
+
+class Without:
+    """A rule that is never asked for copies."""
+
+    def __init__(self, rule):
+        self.choose, self.observe = rule.choose, rule.observe
+
+    def copy(self, width, chances):
+        return 0
+
+
+def copying(machine, process, rule, text):
+    return Simulation(machine, process, rule, 5, text=text)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("process", ["hopeless", "fair"])
+def test_with_copying_the_rule_is_within_3_percent_of_the_best_fixed_widths(machine, process, copies):
+    machine, process, text = MACHINES[machine], PROCESSES[process], repeating(COPIES[copies], 1, tokens=3000)
+    run = copying(machine, process, rule_for(machine), text)
+    widths = [(w, c) for w in (0, 2, 3, 7, 11) for c in (0, 1, 3, 7, 15)]
+    best = min(copying(machine, process, Fixed(w, c), text).seconds for w, c in widths)
+    assert run.seconds < 1.03 * best
+    # Never slower than without it.
+    assert run.seconds < 1.01 * copying(machine, process, Without(rule_for(machine)), text).seconds
+
+
+def test_copying_is_worth_its_name_where_text_stands_again():
+    machine, text = MACHINES["quantized"], repeating(COPIES["often"], 1)
+    for process, least in (("hopeless", 1.7), ("fair", 1.4)):
+        plain = copying(machine, PROCESSES[process], Fixed(0 if process == "hopeless" else 7, 0), text)
+        run = copying(machine, PROCESSES[process], rule_for(machine), text)
+        assert plain.seconds > least * run.seconds and len(run.copied) > 100
+
+
+def test_longer_matches_are_copied_further():
+    rule = rule_for(MACHINES["quantized"])
+    rule.costs.refine(0, 6.0)
+    rule.costs.refine(0, 6.0)
+    copier, found = Copier(), []
+    for n in (2, 3, 8, 20, 32):
+        copier.length = n
+        found.append(rule.copy(0, copier.chances(MOST)))
+    assert found == sorted(found) and found[0] < found[-1] == MOST
+
+
+@pytest.mark.parametrize("off", [0.3, 3.0])
+def test_wrong_costs_of_copying_are_corrected_by_its_rounds(off):
+    plain, draft, verify = machine = MACHINES["every row costs one"]
+    costs = Costs(plain, draft * off, 0.02, {w: verify(w) * off for w in range(1, 16)})
+    text = repeating(COPIES["often"], 3)
+    run = copying(machine, PROCESSES["hopeless"], WidthRule(MOST, Acceptance(MOST), costs, None), text)
+    best = min(copying(machine, PROCESSES["hopeless"], Fixed(0, c), text).seconds for c in (0, 1, 3, 5, 7, 11, 15))
+    assert run.seconds < (1.03 if off < 1 else 1.25) * best
+
+
+def test_a_first_copied_round_that_compiles_is_not_taken_for_its_cost():
+    rule, chances = rule_for(MACHINES["flat"]), [0.9] * MOST
+    for _ in range(2):
+        rule.choose()
+        rule.observe(0, 0, False, 5.3, True)
+    w = rule.copy(0, chances)
+    rule.observe(w, 5, False, 500.0, False, copied=True)
+    assert rule.copy(0, chances) == w
+    for _ in range(3):
+        rule.observe(w, 5, False, 500.0, False, copied=True)
+    assert rule.costs.round(w, copied=True) > 100
+
+
+@pytest.mark.parametrize("machine", ["every row costs one", "quantized"])
+def test_copied_rounds_that_were_slow_beside_other_work_are_taken_up_again(machine):
+    plain, draft, verify = machine = MACHINES[machine]
+    rule, text = rule_for(machine), repeating(COPIES["often"], 1)
+    copying((3 * plain, 3 * draft, lambda w: 3 * verify(w)), PROCESSES["hopeless"], rule, text[:1500])
+    copying(machine, PROCESSES["hopeless"], rule, text)
+    run = copying(machine, PROCESSES["hopeless"], rule, text)
+    assert run.seconds < 1.03 * min(copying(machine, PROCESSES["hopeless"], Fixed(0, c), text).seconds for c in (3, 5, 15))
+
+
+def test_where_copying_cannot_pay_finding_out_costs_less_than_one_percent():
+    # Measured five times too cheap.
+    machine = plain, draft, verify = 2.7, 7.0, lambda w: 2.7 * (1 + 1.2 * w)
+    for off in (0.2, 1.0):
+        costs = Costs(plain, draft, 0.02, {w: verify(w) * off for w in range(1, 16)})
+        text = repeating(COPIES["often"], 2, tokens=20000)
+        run = copying(machine, PROCESSES["hopeless"], WidthRule(MOST, Acceptance(MOST), costs, None), text)
+        assert run.seconds < 1.01 * 20000 * plain and (not run.copied) == (off == 1.0)
+
+
+def test_at_a_fixed_width_ids_are_copied_where_the_first_is_more_likely_right_than_not():
+    assert FixedWidth(4).copy(4, [0.51, 0.1, 0.1, 0.1]) == 4 and FixedWidth(4).copy(4, [0.49, 0.9, 0.9, 0.9]) == 0
+
+
+def test_copied_rounds_tell_nothing_of_the_drafter():
+    rule = rule_for(MACHINES["flat"])
+    before = rule.acceptance.chances(), rule.costs.round(7), rule.last
+    for _ in range(5):
+        rule.observe(7, 7, False, 50.0, True, copied=True)
+    assert (rule.acceptance.chances(), rule.costs.round(7), rule.last) == before
+    assert rule.costs.round(7, copied=True) == pytest.approx(50.0)
+
+
+def test_plain_decoding_is_timed_again_while_all_is_copied():
+    text = list(range(300)) * 60
+    rule = rule_for(MACHINES["flat"])
+    for _ in range(40):
+        rule.acceptance.add(0, MOST, False)
+    run = copying(MACHINES["flat"], PROCESSES["hopeless"], rule, text)
+    assert len(run.copied) > 300 and 4 <= run.widths[5:].count(0) < 0.04 * len(run.widths)
 
 
 # Acceptance
