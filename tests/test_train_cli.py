@@ -45,7 +45,7 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
 
 def test_run_without_data_says_what_to_do(tmp_path):
     result = CliRunner().invoke(app, ["train", "run", "--model", "tiny", "--data", str(tmp_path), "--out", "x", "--steps", "1"])
-    assert result.exit_code == 1 and "First: dflash-mlx train data: dflash-mlx train data" in str(result.exception)
+    assert result.exit_code == 1 and "First: dflash-mlx train data" in str(result.exception)
 
 
 def test_a_data_folder_without_its_held_out_text_is_finished_by_the_same_command(tmp_path):
