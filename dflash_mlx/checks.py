@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cache import KVQuantization
 from .drafter import Drafter
 from .errors import GenerationError
-from .taps import Target
+from .taps import Target, family
 from .text import prompt_thinking
 
 
@@ -31,9 +31,9 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
     return list(ids)
 
 
-def check_ids(ids: list[int], model: nn.Module) -> None:
+def check_ids(ids: list[int], target: Target) -> None:
     """Refuse ids without a row in the embedding: MLX reads whatever lies there, and -1 reads the last row."""
-    rows = Target(model).vocabulary
+    rows = target.vocabulary
     wrong = [i for i in ids if not 0 <= i < rows]
     if wrong:
         raise GenerationError(
@@ -66,13 +66,12 @@ def largest_block(drafter: Drafter) -> int:
     return max(4 * drafter.config.block_size, 64)
 
 
-def check_context(model: nn.Module, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
+def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
     """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
 
     Raises:
       GenerationError: the prompt alone is longer than the target's context.
     """
-    target = Target(model)
     length, drafters = target.context_length, drafter.config.max_position_embeddings
     if length is not None and prompt_tokens > length:
         raise GenerationError(
@@ -126,5 +125,5 @@ def check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache:
     except Exception as error:
         raise GenerationError(
             f"expected a target whose caches mlx-lm can quantize to {quantization.bits} bits in groups of "
-            f"{quantization.group_size}; {Target(model).family} fails with it ({error}). Leave kv_bits out."
+            f"{quantization.group_size}; {family(model)} fails with it ({error}). Leave kv_bits out."
         ) from None

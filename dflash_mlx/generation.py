@@ -49,7 +49,7 @@ from .kernels.choice import NotFiniteError
 from .memory import wired_limit
 from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
-from .taps import Target
+from .taps import Target, family
 from .verify import verify_block
 from .width import FixedWidth, WidthRule
 
@@ -78,10 +78,10 @@ def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, ma
         return target + mlx_lm_cache.make_prompt_cache(draft_model, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):
         raise CacheError(
-            f"expected no max_kv_size; found {max_kv_size}. {Target(model).family} sizes its caches itself, so the number "
+            f"expected no max_kv_size; found {max_kv_size}. {family(model)} sizes its caches itself, so the number "
             "would have no effect: leave it out."
         )
-    check_rollback(target, Target(model).family)
+    check_rollback(target, family(model))
     return PairCache.make(target, draft_model.make_cache())
 
 
@@ -179,12 +179,13 @@ def stream_generate(
     ids = encode(tokenizer, prompt)
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    check_ids(ids, model)
+    target = Target(model, draft_model.config.target_layer_ids)
+    check_ids(ids, target)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
     elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
         # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place.
-        check_rollback(prompt_cache, Target(model).family)
+        check_rollback(prompt_cache, target.family)
         prompt_cache[:] = PairCache.make(list(prompt_cache), draft_model.make_cache())
     pair = PairCache.read(prompt_cache)
     n_target = len(mlx_lm_cache.make_prompt_cache(model))
@@ -193,7 +194,7 @@ def stream_generate(
             f"expected a prompt cache of {n_target} target and {len(draft_model.layers)} drafter entries; found "
             f"{len(pair.target)} and {len(pair.drafter)}. Make it with make_prompt_cache(model, draft_model)."
         )
-    check_context(model, draft_model, len(pair.ids) + len(ids), max_tokens)
+    check_context(target, draft_model, len(pair.ids) + len(ids), max_tokens)
     check_template(draft_model, tokenizer, ids)
     quantization = None
     if kv_bits is not None:
@@ -210,7 +211,7 @@ def stream_generate(
     copier = make_copier(copy, acceptance, block_size)
     stats = GenerationStats(block_size or draft_model.config.block_size, keep_rounds, rule=rule)
     run = _Run(
-        model,
+        target,
         draft_model,
         pair,
         chooser,
@@ -342,7 +343,7 @@ class _Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        target: Target,
         drafter: Drafter,
         pair: PairCache,
         chooser: Chooser,
@@ -358,7 +359,7 @@ class _Run:
         self.drafter, self.pair, self.chooser, self.copier, self.rule, self.stats = drafter, pair, chooser, copier, rule, stats
         self.max_tokens, self.stream, self.quantization = max_tokens, stream, quantization
         self.prefill_step_size, self.progress = prefill_step_size or 2048, progress or (lambda *_: None)
-        self.target = Target(model, drafter.config.target_layer_ids)
+        self.target = target
         self.rows, self.injected = pair.rows, pair.rows - pair.pending
         self.pending = _Rows(pair.features)
         self.context = [entry.state for entry in pair.drafter]
