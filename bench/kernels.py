@@ -3,7 +3,7 @@
     python bench/kernels.py                          all kernels; a table and bench/results/kernels-DEVICE.json
     python bench/kernels.py --quick                  fewer shapes and rows: about two minutes on an H100
     python bench/kernels.py --only block_qmm_tiles --columns 16 32 64
-    python bench/kernels.py --generate 2000          the built-in pair with kernels forced on and off: same ids?
+    python bench/kernels.py --generate 2000          the built-in pair with kernels and without: kernels_generate.py
 
 Runs on Apple GPUs (Metal) and NVIDIA GPUs (CUDA). Each kernel runs in a process of its own with a limit (--seconds): one that
 does not compile, faults or hangs costs the others nothing, and what it had measured is kept. Times are medians over samples; a
@@ -16,10 +16,8 @@ was timed, and the largest shape (the head) tells of the kernel.
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -269,69 +267,6 @@ def sixteen_over_one(entries: list[dict]) -> None:
             print(f"{kernel:17} {what:34} kernel {ours:5.2f}   stock {stock:5.2f}   {e['kernel_us'] / one['stock_us']:5.2f}")
 
 
-def generate(tokens: int, pair: str, bits: int) -> dict:
-    """The built-in pair, its target quantized, with the layer kernels forced on and off: the same ids?
-
-    A difference counts as a tie only if the top-2 gap there is below twice the difference between the two passes.
-    """
-    import mlx.nn as nn
-
-    from dflash_mlx import load, load_drafter, stream_generate
-    from dflash_mlx.kernels.layers import kernel_calls
-
-    model, tokenizer = load(pair, dtype=mx.float16)
-    if not kernel_calls(model):
-        nn.quantize(model, 32, bits)
-    drafter = load_drafter(pair, model)
-
-    questions = ["Write a story about a small boat.", "Explain why the sky is blue.", "List ten animals and what they eat."]
-    if tokenizer.has_chat_template:
-        chats = [[{"role": "user", "content": q}] for q in questions]
-        prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats]
-    else:
-        prompts = [tokenizer.encode(q) for q in questions]
-    answers: dict[str, list[list[int]]] = {}
-    seconds: dict[str, float] = {}
-    for mode in ("off", "on"):
-        os.environ[choice.VARIABLE] = mode
-        begin = time.perf_counter()
-        # A fixed width, so that both modes pass over the same rows.
-        most, block = tokens // len(prompts) + 1, drafter.config.block_size
-        answers[mode] = [
-            [r.token for r in stream_generate(model, tokenizer, p, max_tokens=most, draft_model=drafter, block_size=block)]
-            for p in prompts
-        ]
-        seconds[mode] = time.perf_counter() - begin
-    ties = faults = 0
-    for prompt, off, on in zip(prompts, *answers.values(), strict=True):
-        at = next((i for i, (a, b) in enumerate(zip(off, on, strict=False)) if a != b), None)
-        if at is not None:
-            gap, apart = last_row(model, [*prompt, *off[:at]])
-            tie = gap < 2 * apart
-            ties, faults = ties + tie, faults + (not tie)
-            print(f"token {at} differs: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NOT A TIE'}")
-    total = sum(map(len, answers["off"]))
-    print(f"{total} tokens, {ties} ties, {faults} faults; kernels off {seconds['off']:.1f} s, on {seconds['on']:.1f} s")
-    return {"tokens": total, "ties": ties, "faults": faults, "seconds": seconds}
-
-
-def last_row(model, text: list[int]) -> tuple[float, float]:
-    """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels on and off, from one cache."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from dflash_mlx.taps import Target
-
-    cache, target, rows = make_prompt_cache(model), Target(model), []
-    model(mx.array([text[:-1]]), cache=cache)
-    for mode in ("off", "on"):
-        os.environ[choice.VARIABLE] = mode
-        hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True)
-        rows.append(target.head(hidden)[0, -1].astype(mx.float32))
-        mx.eval(rows[-1])
-    two = mx.topk(rows[0], 2)
-    return float(mx.abs(two[0] - two[1])), float(mx.max(mx.abs(rows[0] - rows[1])))
-
-
 def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[list[dict], dict[str, str]]:
     """Run each kernel in a process of its own, one after the other: all their entries, and by name what went wrong."""
     entries, errors = [], {}
@@ -356,7 +291,7 @@ def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[l
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("block_qmm_tiles", "block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
-    p.add_argument("--only", nargs="+", choices=names, default=names)
+    p.add_argument("--only", nargs="+", choices=names)
     p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the two largest shapes")
     p.add_argument("--seconds", type=float, default=300, help="limit of one kernel's process")
     p.add_argument("--dtype", choices=TYPES, default="bfloat16")
@@ -367,8 +302,10 @@ def main() -> None:
     p.add_argument("--generate", type=int, metavar="TOKENS", help="compare generation with kernels on and off instead")
     p.add_argument("--pair", default="tiny")
     p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
+    p.add_argument("--block-size", type=int, default=7, help="of --generate; 8 and more make stock MLX compile for minutes")
     p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
     args = p.parse_args()
+    chosen, args.only = args.only or [], args.only or names
     if args.dtype == "float32":
         args.only = [name for name in args.only if name != "block_qmm_tiles"]  # matrix units multiply 16-bit numbers
     if not (mx.metal.is_available() or mx.cuda.is_available()):
@@ -377,9 +314,16 @@ def main() -> None:
     out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
     record = {"device": device, "mlx": mx.__version__, "date": str(datetime.date.today()), "dtype": args.dtype}
     record |= {"generate": None} if args.generate else {"entries": [], "errors": {}}
-    bench = Bench(record, out, TYPES[args.dtype], args.samples, args.quick)
+    bench, bad = Bench(record, out, TYPES[args.dtype], args.samples, args.quick), []
     if args.generate:
-        record["generate"] = generate(args.generate, args.pair, args.bits)
+        from kernels_generate import compare, wrong
+
+        def keep(runs: dict) -> None:
+            record["generate"] = runs
+            bench.save()
+
+        given = ["--pair", args.pair, "--bits", str(args.bits), "--block-size", str(args.block_size)]
+        bad = [mode for mode, run in compare(args.generate, chosen, given, args.seconds, keep).items() if wrong(run)]
     elif len(args.only) > 1:
         own = {"--dtype": [args.dtype], "--samples": [str(args.samples)]}
         own |= {"--columns": [str(c) for c in args.columns]} if args.columns != [None] else {}
@@ -401,8 +345,9 @@ def main() -> None:
     faults = [e for e in record.get("entries", []) if e["wrong"] or e["rows_bit_equal"] is False]
     for name, error in record.get("errors", {}).items():
         print(f"{name}: {error.strip().splitlines()[-1]}")
-    if record.get("errors") or faults or (record.get("generate") or {}).get("faults"):
-        p.exit(1, f"Error: expected every kernel right and its rows equal; found {len(faults)} faults and the errors above.\n")
+    if record.get("errors") or faults or bad:
+        found = f"{len(faults)} faults, {len(bad)} bad runs ({', '.join(bad)})" if bad else f"{len(faults)} faults"
+        p.exit(1, f"Error: expected every kernel right and its rows equal; found {found} and the errors above.\n")
 
 
 if __name__ == "__main__":
