@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace) -> dict:
             **{name: np.zeros(len(texts), np.uint8) for name in ("kind", "family", "temp", "looped", "split")},
         )
         ids, flags = docs.pad(range(len(docs)), max(lengths))
-        looped = loop_cuts(ids, flags) < np.array(lengths)
+        looped = loop_cuts(ids, flags)[1] < np.array(lengths)
         spans = [(len(p), len(p) + len(a)) for p, a, _ in texts]
         train = load_docs(args.data) if args.data else None
         walked: dict[str, dict[int, list]] = {}

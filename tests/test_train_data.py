@@ -85,10 +85,11 @@ def test_loops_are_found_and_cut_behind_the_third_round():
     line = [9, 8, 7] + list(range(10, 22)) * 4
     ids = np.array([line, list(range(50, 50 + len(line)))])
     answer = np.ones(ids.shape, bool)
-    assert loop_cuts(ids, answer).tolist() == [3 + 36, len(line)]
+    whole = len(line)
+    assert [cut.tolist() for cut in loop_cuts(ids, answer)] == [[3 + 12, whole], [3 + 36, whole]]
     answer[0, :27] = False  # rounds in the question do not count
-    assert loop_cuts(ids, answer).tolist() == [len(line), len(line)]
-    assert loop_cuts(np.array([[4] * 30]), np.ones((1, 30), bool)).tolist() == [25]
+    assert [cut.tolist() for cut in loop_cuts(ids, answer)] == [[whole, whole]] * 2
+    assert [cut.tolist() for cut in loop_cuts(np.array([[4] * 30]), np.ones((1, 30), bool))] == [[1], [25]]
     tail = np.array([[1, 2, 3] * 40, list(range(120))])
     assert in_loop(tail).tolist() == [True, False]
 
@@ -188,11 +189,12 @@ def test_make_data_answers_every_prompt_of_a_file_once_and_then_ends(tmp_path):
 
 
 def looping_rows(model, rows, frame, max_len, seed=0, **_):
-    """In place of `write_rows`: seven answers of eight repeat two ids, the eighth counts up; nothing comes twice."""
+    """In place of `write_rows`: seven answers of eight end repeating two ids, the eighth counts up; nothing comes twice."""
     out = []
     for i, row in enumerate(rows):
         start = (seed * len(rows) + i) * 9 % 60_000
-        tail = np.arange(40) + start if i % 8 == 7 else np.tile([start, start + 1], 20)
+        said = np.arange(start, start + (20 if i % 8 == 3 else 0))
+        tail = np.arange(40) + start if i % 8 == 7 else np.append(said, np.tile([start, start + 1], 20))
         asked = [*row.given, *range(start, start + 4)]
         ids = np.array([*asked, *tail], np.int32)
         out.append(Written(ids, np.arange(len(ids)) >= len(asked), row, False))
@@ -211,8 +213,11 @@ def test_loops_are_at_most_their_share_of_the_text_also_when_it_was_made_in_two_
     one, two = load_docs(tmp_path / "one"), load_docs(tmp_path / "two")
     same = min(len(one.ids), len(two.ids))  # the last shard in the filter may come on top
     assert len(two) > 60 and np.array_equal(one.ids[:same], two.ids[:same])
+    # What was said before a loop that has no room stays: 20 ids and the first of the loop's rounds.
+    lengths = [int(two.doc(i)[1].sum()) for i in range(len(two)) if not two.looped[i]]
+    assert set(lengths) == {22, 40} and abs(lengths.count(22) - lengths.count(40)) <= 2
     with pytest.raises(ConfigError, match="none in 8 shards.*fell into a loop"):
-        make_data(model, tokenizer, tmp_path / "none", DataConfig(rows=7), answer_tokens=1500)
+        make_data(model, tokenizer, tmp_path / "none", DataConfig(rows=3), answer_tokens=1500)
 
 
 def test_docs_pick_and_join_and_survive_a_file(tmp_path):

@@ -29,8 +29,9 @@ TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held
 class DataConfig:
     """How to make a corpus. Shares are of conversations; `rows` are decoded at once.
 
-    looped_share: of the training text, at most this much are answers that fell into a loop. A loop is drafted almost for
-    free and teaches little, but a small model decoded greedily loops often, so a served drafter meets some.
+    looped_share: of the training text, at most this much are answers with a loop at their end; others that fell into one are
+    kept without it. A loop is drafted almost for free and teaches little, but a small model decoded greedily loops often, so
+    a served drafter meets some.
     """
 
     rows: int = 256
@@ -127,27 +128,29 @@ def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
     return Docs.join(parts)
 
 
-def loop_cuts(ids: np.ndarray, answer: np.ndarray, max_period: int = 96, least: int = 24) -> np.ndarray:
-    """Where the third round of a repetition ends in each row; the row's width where there is none.
+def loop_cuts(ids: np.ndarray, answer: np.ndarray, max_period: int = 96, least: int = 24) -> tuple[np.ndarray, np.ndarray]:
+    """Where the first round of a repetition ends in each row, and the third; the row's width where there is none.
 
         a b c x y x y x y x y      period 2: the run of ids equal to the one 2 before starts at the 2nd x; cut when that
-                        |          run is 2 periods long (three rounds) and at least `least` ids long
+                 |      |          run is 2 periods long (three rounds) and at least `least` ids long
 
     Shapes:
       - ids: [B, T]; answer: [B, T] bool (rounds count only inside answers)
     Returns:
-      - [B] int: number of ids to keep
+      - [B] int each: number of ids to keep without the repetition, and with three rounds of it
     """
     B, T = ids.shape
-    cut = np.full(B, T)
+    once, cut = np.full(B, T), np.full(B, T)
     place = np.arange(T)
     for period in range(1, min(max_period, T - 1) + 1):
         same = np.zeros((B, T), bool)
         same[:, period:] = (ids[:, period:] == ids[:, :-period]) & answer[:, period:] & answer[:, :-period]
         run = place - np.maximum.accumulate(np.where(same, -1, place), axis=1)
         over = run >= max(2 * period, least)
-        cut = np.minimum(cut, np.where(over.any(1), over.argmax(1) + 1, T))
-    return cut
+        found = np.where(over.any(1), over.argmax(1) + 1, T)
+        first = np.where(over.any(1), found - run[np.arange(B), over.argmax(1)], T)
+        once, cut = np.where(found < cut, first, once), np.minimum(cut, found)
+    return once, cut
 
 
 def _repeated(ids: np.ndarray, n: int = 4) -> float:
@@ -183,12 +186,13 @@ class _Filter:
         self.seen.update(keys)
         return new
 
-    def count(self, looped: bool) -> bool:
-        """Count a conversation in, unless it is one loop too many."""
-        if looped and self.loops + 1 > self.looped_share * (self.kept + 1):
-            return False
+    @property
+    def has_room(self) -> bool:
+        """Whether one more loop may be kept."""
+        return self.loops + 1 <= self.looped_share * (self.kept + 1)
+
+    def count(self, looped: bool) -> None:
         self.kept, self.loops = self.kept + 1, self.loops + looped
-        return True
 
     def __call__(self, written: Sequence[Written], kinds, families, splits, dtype) -> Docs:
         width = max((len(w.ids) for w in written), default=1)
@@ -196,22 +200,26 @@ class _Filter:
         answer = np.zeros((len(written), width), bool)
         for i, w in enumerate(written):
             ids[i, : len(w.ids)], answer[i, : len(w.ids)] = w.ids, w.answer
-        cuts = loop_cuts(ids, answer)
+        once, cuts = loop_cuts(ids, answer)
         parts, kept, looped = [], [], []
         for i, w in enumerate(written):
             n = min(len(w.ids), int(cuts[i]))
             one, flags = w.ids[:n], w.answer[:n]
             if not flags.any():
                 continue
-            first = int(flags.argmax())
+            first, in_loop = int(flags.argmax()), n < len(w.ids)
+            if in_loop and not self.has_room:
+                # One loop too many: what was said before it is as good as any other text.
+                one, flags, in_loop = w.ids[: once[i]], w.answer[: once[i]], False
             asked = one[len(w.row.given) : first - len(self.frame.glue)]
             if w.row.user and (len(asked) < 4 or _repeated(asked) > 0.3 or not self.special.isdisjoint(asked.tolist())):
                 continue
-            if flags.sum() < self.config.min_answer or not self.remember(one, first) or not self.count(n < len(w.ids)):
+            if flags.sum() < self.config.min_answer or not self.remember(one, first):
                 continue
+            self.count(in_loop)
             parts.append((one.astype(dtype), flags))
             kept.append(i)
-            looped.append(n < len(w.ids))
+            looped.append(in_loop)
         kept = np.array(kept, int)
         starts = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)
         return Docs(
