@@ -318,7 +318,7 @@ def make_hopeless(drafter: nn.Module) -> None:
 
 
 def acceptance(stats: Any) -> dict[str, Any]:
-    """Of a run's stats what a record keeps: tau, rounds by width and by accepted tokens, seconds, the width rule's reason."""
+    """Of a run's stats what a record keeps: tau, rounds by width, accepted tokens and source, seconds, the rule's reason."""
     accepted = Counter(r.accepted for r in stats.rounds if r.width)
     return {
         "tau": stats.tau,
@@ -327,6 +327,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
         "committed": stats.n_committed,
         "widths": {str(width): n for width, n in sorted(stats.widths.items())},
         "accepted": {str(count): n for count, n in sorted(accepted.items())},
+        "sources": stats.sources,
         "seconds": dict(stats.seconds),
         "width_reason": stats.width_reason,
     }
@@ -482,6 +483,7 @@ def _row(kind: str, temp: float, context: int, runs: list[Mapping[str, Any]]) ->
         "tau": sum(run["committed"] for run in ours) / drafting if drafting else None,
         "mean_width": sum(width * n for width, n in widths.items()) / rounds if rounds else 0.0,
         "plain_rounds": widths[0] / rounds if rounds else 0.0,
+        "copied_rounds": sum(run["sources"]["copy"]["rounds"] for run in ours) / rounds if rounds else 0.0,
         "prompt_tokens": statistics.median(run["mlx_lm"]["prompt_tokens"] for run in runs),
         **median,
         **{f"{side}_memory_gb": max(run[side]["peak_memory_gb"] for run in runs) for side in SIDES},
@@ -504,20 +506,33 @@ def header(record: Mapping[str, Any]) -> str:
 
 def table(record: Mapping[str, Any]) -> str:
     """A record for people."""
-    head = ["kind", "T", "context", "mlx-lm", "DFlash", "speed-up", "tau", "width", "first token, s", "memory, GB", "same text"]
+    head = [
+        "kind",
+        "T",
+        "context",
+        "mlx-lm",
+        "DFlash",
+        "speed-up",
+        "tau",
+        "width",
+        "copied",
+        "first token, s",
+        "memory, GB",
+        "same text",
+    ]
     lines = [head]
     for row in record["summary"]:
         of = [run for run in record["runs"] if row["kind"] in (run["kind"], "all") and _same_cell(run, row)]
         equal = f"{row['equal']}/{len(of)}" + (f", {row['loops']} end in a loop" if row["loops"] else "")
         up, tau = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})", f"{row['tau']:.2f}" if row["tau"] else "-"
         if row["kind"] == "all":
-            lines.append(["all", f"{row['temp']:g}", str(row["context"]), "", "", up, tau, "", "", "", equal])
+            lines.append(["all", f"{row['temp']:g}", str(row["context"]), "", "", up, tau, "", "", "", "", equal])
             continue
         lines.append(
             [
                 *(row["kind"], f"{row['temp']:g}", f"{row['prompt_tokens']:g}"),
                 *(f"{row[f'{side}_decode_tps']:.1f}" for side in SIDES),
-                *(up, tau, f"{row['mean_width']:.1f}"),
+                *(up, tau, f"{row['mean_width']:.1f}", f"{row['copied_rounds']:.0%}"),
                 " ".join(f"{row[f'{side}_ttft_s']:.3f}" for side in SIDES),
                 " ".join(f"{row[f'{side}_memory_gb']:.2f}" for side in SIDES),
                 equal,
@@ -546,7 +561,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     lines = [
         "Tokens/s of decoding, first token to last; pairs run by turns; medians over trials (least-largest).",
         "tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens. width: drafted tokens "
-        "verified a round, zero included.",
+        "verified a round, zero included. copied: rounds whose drafts were copied from the text.",
     ]
     cold = record["cold"]
     if all(side in cold for side in SIDES):

@@ -157,6 +157,8 @@ class Totals:
     tokens: int = 0
     rounds: int = 0
     committed: int = 0
+    copied_rounds: int = 0
+    copied: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
 
 
@@ -325,6 +327,8 @@ class Conversation:
         if stats:
             totals.rounds += stats.n_drafting
             totals.committed += stats.n_committed
+            totals.copied_rounds += stats.sources["copy"]["rounds"]
+            totals.copied += stats.sources["copy"]["accepted"]
             for name, value in stats.seconds.items():
                 totals.seconds[name] += value
 
@@ -631,6 +635,8 @@ class Chat:
             lines.append(
                 f"tau {totals.committed / totals.rounds:.2f} (mean of accepted + 1 over {totals.rounds} rounds); {seconds}"
             )
+        if totals.copied_rounds:
+            lines.append(f"copied from the text: {totals.copied} tokens in {totals.copied_rounds} of these rounds")
         last = self.conversation.last
         if last and last.stats and last.stats.width_reason:
             lines.append(f"last answer: {last.stats.width_reason}")

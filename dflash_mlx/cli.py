@@ -105,6 +105,12 @@ def generate(
         int | None,
         typer.Option(min=1, help="Slots drafted and verified a round, the anchor included. Default: as many as pay here."),
     ] = None,
+    copy: Annotated[
+        bool | None,
+        typer.Option(
+            "--copy/--no-copy", help="Draft what stood in the text before. Default: where it pays; not with --block-size."
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, bfloat16 on a GPU.")
     ] = None,
@@ -188,6 +194,7 @@ def generate(
                 max_tokens=max_tokens,
                 draft_model=draft,
                 block_size=block_size,
+                copy=copy,
                 seed=seed,
                 sampler=sampler,
                 prefill_step_size=prefill_step_size,
@@ -830,6 +837,7 @@ def _run(responses: Iterator[Any], show: Any) -> dict[str, Any]:
         "rounds": [],
         "tau": None,
         "widths": {},
+        "sources": {},
         "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
     }
@@ -861,6 +869,8 @@ def _figures(result: dict[str, Any]) -> str:
         lines.append(
             f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {len(lengths)} rounds; accepted: rounds {counts})"
         )
+        if (copied := result["sources"]["copy"])["rounds"]:
+            lines.append(f"Copied from the text: {copied['accepted']} tokens in {copied['rounds']} of these rounds.")
     elif result["widths"]:
         lines.append("Acceptance: nothing was drafted, so there is no tau.")
     if result["width_reason"]:

@@ -69,6 +69,19 @@ def test_json_says_which_widths_were_taken_and_why():
     assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
 
 
+def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
+    asked, without, default = (
+        run("generate", *TINY, "--raw", "--json", "-m", "120", "-p", "import os\n", "--block-size", "8", *extra)
+        for extra in (["--copy"], ["--no-copy"], [])
+    )
+    got, plain = json.loads(asked.stdout), json.loads(default.stdout)
+    copied = [r for r in got["rounds"] if r["source"] == "copy"]
+    assert len(copied) > 3 and got["sources"]["copy"] == {"rounds": len(copied), "accepted": sum(r["accepted"] for r in copied)}
+    assert f"Copied from the text: {got['sources']['copy']['accepted']} tokens in {len(copied)} of these rounds." in asked.stderr
+    assert got["token_ids"] == plain["token_ids"] and plain["rounds"] == json.loads(without.stdout)["rounds"]
+    assert {r["source"] for r in plain["rounds"]} == {"drafter"} and "Copied" not in default.stderr
+
+
 @pytest.mark.parametrize("case", range(5))
 def test_generate_json_equals_the_reference_ids_and_rounds(case):
     reference = json.loads((DATA / "generation.json").read_text())[case]
