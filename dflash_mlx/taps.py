@@ -104,10 +104,10 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
         with _lock:
             # Right for any part of the above that an interruption left undone.
             _held.pop(me, None)
-            others = list(_held.values())
+            others = set().union(*_held.values())
             for item in handlers:
                 module, cls = item[0], type(item[0])
-                if _is_swapped(cls) and not any(id(module) in held for held in others):
+                if id(module) not in others and _is_swapped(cls):
                     _set(module, "__class__", cls.__base__)
 
 
