@@ -30,7 +30,7 @@ from kit import (
 )
 
 import dflash_mlx
-from dflash_mlx import checks, generation, make_prompt_cache, taps
+from dflash_mlx import checks, copying, generation, make_prompt_cache, taps
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.cache import PairCache
 from dflash_mlx.errors import GenerationError, PairError
@@ -570,7 +570,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("place,nth,after", MOMENTS)
-def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8):
+def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8, copy=False):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
     out = ids_of(run(model, drafter, prompt[:30], 3, tokenizer, prompt_cache=cache))
@@ -579,7 +579,7 @@ def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeyp
     got = []
     with pytest.raises(KeyboardInterrupt):
         for r in dflash_mlx.stream_generate(
-            model, tokenizer, prompt[30:50], 30, drafter, prompt_cache=cache, prefill_step_size=8, block_size=block
+            model, tokenizer, prompt[30:50], 30, drafter, prompt_cache=cache, prefill_step_size=8, block_size=block, copy=copy
         ):
             got.append(r.token)
     assert calls[0] >= nth
@@ -603,6 +603,19 @@ def test_an_interruption_while_plain_passes_overlap_leaves_both_caches_consisten
         for after in (False, True):
             with monkeypatch.context() as patch:
                 test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, patch, place, nth, after, block=1)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("place", PLAIN_PLACES)
+def test_an_interruption_while_drafts_are_copied_leaves_both_caches_consistent(sliding, monkeypatch, place, after):
+    copied, draft = [], copying.Copier.draft
+    # Wherever one id stood before.
+    monkeypatch.setattr(copying, "SHORTEST", 1)
+    monkeypatch.setattr(copying.Copier, "START", {1: 0.9, **copying.Copier.START})
+    monkeypatch.setattr(generation.FixedWidth, "copy", lambda self, width, chances: width)
+    monkeypatch.setattr(copying.Copier, "draft", lambda self, n: copied.append(draft(self, n)) or copied[-1])
+    test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, 7, after, copy=True)
+    assert copied
 
 
 @pytest.mark.parametrize("trials,block", [(6, 8), (6, 1), pytest.param(40, 8, marks=pytest.mark.full)])

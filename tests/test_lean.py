@@ -385,7 +385,12 @@ def test_no_list_made_into_an_array_for_a_token_grows_with_the_context(monkeypat
             return mx.array(value, *args, **kwargs)
 
     prompt = [(7 * i) % 61 for i in range(32_000)]
-    for options in ({"block_size": 1}, {"block_size": 5}, {"block_size": 5, "logits_processors": [lambda ids, row: row]}):
+    for options in (
+        {"block_size": 1},
+        {"block_size": 5},
+        {"block_size": 5, "copy": True},
+        {"block_size": 5, "logits_processors": [lambda ids, row: row]},
+    ):
         steps = dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, **options)
         for _ in range(5):
             next(steps)
@@ -399,14 +404,15 @@ def test_no_list_made_into_an_array_for_a_token_grows_with_the_context(monkeypat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("block", [1, 5])
-def test_host_time_is_flat_with_context_to_32k(block):
+@pytest.mark.parametrize("block,copy", [(1, None), (5, None), (5, True)])
+def test_host_time_is_flat_with_context_to_32k(block, copy):
     model = Stub.target()
     drafter = tiny_drafter(model, taps=(0, 1), layer_types=["sliding_attention", "sliding_attention"])
 
     def per_token(context):
         prompt = [(7 * i) % 61 for i in range(context)]
-        steps = dflash_mlx.stream_generate(model, letters(), prompt, -1, drafter, block_size=block, keep_rounds=False)
+        options = {"block_size": block, "copy": copy, "keep_rounds": False}
+        steps = dflash_mlx.stream_generate(model, letters(), prompt, -1, drafter, **options)
         times = []
         for _ in range(400):
             began = time.perf_counter()
