@@ -142,6 +142,22 @@ def test_a_fault_is_reported_with_its_line(name, source, message, order):
         run(source, order=order)
 
 
+@pytest.mark.parametrize("dtype, kind", [(mx.float32, "float"), (mx.float16, "half"), (mx.bfloat16, "bfloat"), (mx.int32, "int")])
+def test_a_view_is_read_where_it_begins_in_its_buffer(dtype, kind):
+    source = f"""
+        const vec<{kind}, 4> four = ((const device vec<{kind}, 4>*)x)[TID];
+        y[TID] = float(four[3]);
+    """
+    long, n = mx.arange(300).astype(dtype), mx.array([0])
+    for begin in (0, 4, 8):
+        assert mx.array_equal(run(source, [long[begin : begin + 256], n]), long[begin + 3 : begin + 256 : 4])
+    for begin in (1, 2, 3, 6):
+        with pytest.raises(KernelFault, match=f"line 2: misaligned: x at byte {begin * dtype.size % 16} needs a"):
+            run(source, [long[begin : begin + 256], n])
+    # One that MLX would copy lies at the beginning of its copy.
+    assert run(source, [mx.stack([long, long], axis=1)[1:257, 1], n])[0].item() == 4
+
+
 def test_threadgroups_may_not_share_an_output_word():
     with pytest.raises(KernelFault, match="line 1: race: y"):
         run("y[TID] = 0.0f;", groups=2, out=(64,))

@@ -26,6 +26,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 CONSTANT_BELOW = 8  # elements; MLX's rule
+VECTOR = 16  # bytes of the largest vector
 
 TYPES = {
     mx.float32: "float",
@@ -215,12 +216,14 @@ msl::Region plain(const void* p, int64_t bytes, const char* name) {{
 }}
 }}
 extern "C" int msl_run(int n_in, int n_out, const char** names, void** data, const int64_t* bytes, const int64_t* units,
-                       const int32_t** shapes, const int64_t** strides, const int32_t* ndims, uint8_t** written,
-                       const uint32_t* grid, const uint32_t* group, int order, char* message, int message_bytes) {{
+                       const int32_t* begins, const int32_t** shapes, const int64_t** strides, const int32_t* ndims,
+                       uint8_t** written, const uint32_t* grid, const uint32_t* group, int order, char* message,
+                       int message_bytes) {{
   std::vector<msl::Region> region, shape, stride;
   for (int i = 0; i < n_in + n_out; ++i) {{
     region.push_back(plain(data[i], bytes[i], names[i]));
     if (i < n_in) {{
+      region[i].begins = begins[i];
       shape.push_back(plain(shapes[i], ndims[i] * 4, "shape"));
       stride.push_back(plain(strides[i], ndims[i] * 8, "strides"));
     }} else {{
@@ -277,14 +280,26 @@ def _build(code: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _buffer(a: mx.array, contiguous: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The array's memory as raw items (bfloat16 as its codes) and its strides in elements; a copy when asked or needed."""
+def _buffer(a: mx.array, contiguous: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """The array's memory as raw items (bfloat16 as its codes); its strides in elements; where it begins in its buffer, in bytes
+    modulo `VECTOR`. A copy when asked and needed, as MLX makes one: a view that lies row by row is handed over where it is.
+    """
     raw = a.view(mx.uint16) if a.dtype in (mx.bfloat16, mx.float16) else a
     mx.eval(raw)
     view = np.asarray(memoryview(raw)) if raw.ndim else np.array(raw.item(), dtype=np.asarray(raw).dtype).reshape(1)
+    given = view
     if contiguous:
         view = np.ascontiguousarray(view)
-    return view, np.array([s // view.itemsize for s in view.strides], dtype=np.int64)
+    begins = (view.ctypes.data - _first_byte()) % VECTOR if view is given and raw.ndim and view.size else 0
+    return view, np.array([s // view.itemsize for s in view.strides], dtype=np.int64), begins
+
+
+@functools.cache
+def _first_byte() -> int:
+    """Where MLX's own buffers begin in this process, modulo `VECTOR`: its CPU allocator puts a size before each."""
+    fresh = mx.full((64,), 1, dtype=mx.uint8)
+    mx.eval(fresh)
+    return np.asarray(memoryview(fresh)).ctypes.data % VECTOR
 
 
 def _extent(view: np.ndarray) -> int:
@@ -315,7 +330,7 @@ class _Kernel:
         if verbose:
             print(code)
         run = _build(code).msl_run
-        views, strides = zip(*[_buffer(x, self.contiguous) for x in inputs], strict=True)
+        views, strides, begins = zip(*[_buffer(x, self.contiguous) for x in inputs], strict=True)
         outputs, written = [], []
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
             item = mx.zeros((1,), dtype=dtype).nbytes
@@ -333,7 +348,7 @@ class _Kernel:
         failed = run(
             len(inputs), len(outputs), (ctypes.c_char_p * n)(*names),
             (ctypes.c_void_p * n)(*[a.ctypes.data for a in (*views, *outputs)]),
-            (ctypes.c_int64 * n)(*sizes), (ctypes.c_int64 * n)(*units),
+            (ctypes.c_int64 * n)(*sizes), (ctypes.c_int64 * n)(*units), (ctypes.c_int32 * n)(*begins),
             (ctypes.c_void_p * n)(*[a.ctypes.data for a in shapes]), (ctypes.c_void_p * n)(*[a.ctypes.data for a in strides]),
             (ctypes.c_int32 * n)(*[len(s) for s in shapes]), (ctypes.c_void_p * len(written))(*[w.ctypes.data for w in written]),
             (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*threadgroup), ORDER[0], message, len(message),

@@ -128,6 +128,7 @@ struct Region {
   std::vector<Shadow> shadow;                // one per `unit` bytes; empty for inputs
   std::vector<uint8_t> written;              // one per byte
   int unit = 1;
+  int begins = 0;                            // bytes, modulo the largest vector's, from its GPU buffer's beginning
   const char* name = "";
 };
 
@@ -266,9 +267,9 @@ struct Ptr {
     if (offset < 0 || size_t(offset) + sizeof(T) > region->bytes) {
       fault(line, "out of bounds: %s (%s, %zu bytes) at byte %lld", region->name, Space::name, region->bytes, (long long)offset);
     }
-    // A GPU buffer begins at a multiple of any vector's size; the array at hand need not.
-    if (offset % int64_t(alignof(T))) {
-      fault(line, "misaligned: %s at byte %lld needs a multiple of %zu", region->name, (long long)offset, alignof(T));
+    // A GPU buffer begins at a multiple of any vector's size; an input that is a view of a longer array need not.
+    if (const int64_t at_byte = offset + region->begins; at_byte % int64_t(alignof(T))) {
+      fault(line, "misaligned: %s at byte %lld needs a multiple of %zu", region->name, (long long)at_byte, alignof(T));
     }
     return size_t(offset);
   }
