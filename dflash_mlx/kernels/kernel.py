@@ -4,6 +4,11 @@ Knows how a body becomes a launch. A body is Metal; CUDA reads the same string t
 to the Metal names that our bodies use. Rules that keep one text good for both: `metal::fma` for every multiply-add (so that no
 compiler decides about contraction), `auto` for pointers derived from an input (MLX puts one of fewer than 8 elements in
 constant memory), `vec<T, n>` for vectors, a grid that is a multiple of its threadgroup.
+
+A vector is loaded only where its address is a multiple of its size (16 bytes at most). MLX hands over a row-contiguous view as
+it lies in its buffer, and Python cannot ask where: so a text loads vectors only from inputs whose rows are multiples of 16
+bytes, which any slice by rows, heads or experts keeps. What remains is one row cut out of a longer last axis: models cut there
+at multiples of 8 elements, which is what texts may count on. Scales, biases, sinks and ids are read one by one.
 """
 
 from __future__ import annotations
