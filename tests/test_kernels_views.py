@@ -93,3 +93,28 @@ def test_a_row_that_begins_elsewhere_is_the_fault_that_a_gpu_reports(launch):
     q = mx.quantize(normal(9, 64, seed=1), group_size=64, bits=4)
     with emulator.emulated(), pytest.raises(emulator.KernelFault, match="misaligned: x at byte"):
         mx.eval(launch(view(normal(1, 64), 0, 1), *q, 64, 4))
+
+
+@pytest.mark.full
+def test_no_family_cuts_a_products_row_out_of_the_middle(monkeypatch):
+    """What the contract leaves to models. Their sizes are odd here: a row that is cut would begin at no multiple of 16 bytes."""
+    import families
+    import mlx.nn as nn
+    from mlx_lm.models.cache import make_prompt_cache
+
+    begins, inner = [], nn.Linear.__call__
+
+    def product(layer, x):
+        begins.append((family, layer.weight.shape, emulator._buffer(x, True)[2]))
+        return inner(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", product)
+    family = "none"
+    nn.Linear(20, 4)(view(normal(1, 20, dtype=mx.float32), 0, 1))
+    assert begins.pop() == ("none", (4, 20), 4)  # one that is cut would be seen
+    for family in (*families.FAMILIES, *families.OTHERS):
+        model = families.family(family)
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+        mx.eval(model(mx.array([[4]]), cache=cache))
+    assert len(begins) > 20 * len(families.FAMILIES) and not [b for b in begins if b[2]]

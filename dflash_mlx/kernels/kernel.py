@@ -7,8 +7,9 @@ constant memory), `vec<T, n>` for vectors, a grid that is a multiple of its thre
 
 A vector is loaded only where its address is a multiple of its size (16 bytes at most). MLX hands over a row-contiguous view as
 it lies in its buffer, and Python cannot ask where: so a text loads vectors only from inputs whose rows are multiples of 16
-bytes, which any slice by rows, heads or experts keeps. What remains is one row cut out of a longer last axis: models cut there
-at multiples of 8 elements, which is what texts may count on. Scales, biases, sinks and ids are read one by one.
+bytes, which any slice by rows, heads or experts keeps. What remains is one row cut out of a longer last axis, at a multiple of 8
+elements: texts may count on that, and no product of 63 families of mlx-lm is given a row cut elsewhere. Scales, biases, sinks and
+ids are read one by one.
 """
 
 from __future__ import annotations
