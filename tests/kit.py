@@ -184,9 +184,10 @@ class Shuffled(FixedWidth):
 
     def __init__(self, most, seed, copies=False):
         self.most, self.chance, self.told, self.left, self.copies = most, random.Random(seed), [], 0, copies
-        self.width = self.copied = 0
+        self.width = self.copied = self.asked = 0
 
     def choose(self, pending=0):
+        self.asked += 1
         return self.width
 
     def copy(self, width, chances):

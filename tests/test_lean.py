@@ -73,6 +73,8 @@ def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny
     assert 0 in widths and len(set(widths)) > 3 and sum(a == 0 < b for a, b in zip(widths, widths[1:], strict=False)) >= 3
     assert [t[:2] for t in rules[0].told] == [(r["width"], r["accepted"]) for r in got[-1].stats.rounds]
     assert any(told[2] for told in rules[0].told)
+    # Once a round: a try that was chosen and not run would be lost.
+    assert rules[0].asked <= len(widths) + 1
     for r in got[-1].stats.rounds:
         assert len(r["drafted"]) == (4 if r["width"] else 0) and r["accepted"] <= r["width"]
     assert got[-1].stats.widths == {w: widths.count(w) for w in set(widths)}
