@@ -312,7 +312,12 @@ def main() -> None:
         p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
     device = mx.device_info(mx.Device(mx.gpu)).get("device_name", "gpu").replace(" ", "-")
     out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
-    record = {"device": device, "mlx": mx.__version__, "date": str(datetime.date.today()), "dtype": args.dtype}
+    record = {
+        "device": device,
+        "mlx": mx.__version__,
+        "date": str(datetime.date.today()),
+        "dtype": "float16" if args.generate else args.dtype,
+    }
     record |= {"generate": None} if args.generate else {"entries": [], "errors": {}}
     bench, bad = Bench(record, out, TYPES[args.dtype], args.samples, args.quick), []
     if args.generate:
@@ -338,7 +343,7 @@ def main() -> None:
         except Exception:  # a compiler's log comes as the message of any of several types
             record["errors"][name] = traceback.format_exc()
             print(f"{name}: {record['errors'][name]}", flush=True)
-    if len(args.only) > 1 or not args.out:
+    if not args.generate and (len(args.only) > 1 or not args.out):
         sixteen_over_one(record.get("entries", []))
     bench.save()
     print(f"written to {out}")

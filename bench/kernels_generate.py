@@ -59,7 +59,9 @@ def compare(tokens: int, only: Sequence[str], arguments: Sequence[str], seconds:
         while waiting and "error" not in runs.get("off", {}):  # where stock MLX dies, there is nothing to compare with
             mode = waiting.pop(0)
             runs[mode] = run = _apart(mode, tokens, arguments, seconds, Path(folder))
-            if "error" in run:
+            if mode != "off" and "error" not in run and not run["launches"]:
+                run |= {"error": "no kernel ran: is there a GPU that MLX sees?", "traced": None}
+            elif "error" in run:
                 traced = _apart(mode, tokens, [*arguments, "--trace"], TRACE_SECONDS, Path(folder))
                 run["traced"] = {"error": traced.get("error"), "last": traced.get("last")}
                 waiting += ALONE if mode == "on" else []

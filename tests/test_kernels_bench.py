@@ -67,13 +67,20 @@ def test_a_kernel_that_is_wrong_is_seen(gpu, monkeypatch, tmp_path):
 
 
 def test_a_run_that_dies_is_traced_and_each_kernel_runs_alone(monkeypatch, capsys):
-    asked, kept = [], []
+    asked, kept, launches = [], [], {mode: {mode: 9} for mode in ("on", "block_qmm_tiles", "head_argmax", "accept")}
 
     def process(command, env, **_):
         mode, out = command[2], Path(command[command.index("--out") + 1])
         asked.append((mode, "--trace" in command))
         dead = mode in ("on", "head_argmax")
-        record = {"tokens": 9 if dead else 2000, "seconds": 1.0, "ties": 0, "faults": 0, "launches": {}, "answers": [[1]]}
+        record = {
+            "tokens": 9 if dead else 2000,
+            "seconds": 1.0,
+            "ties": 0,
+            "faults": 0,
+            "launches": launches.get(mode, {}),
+            "answers": [[1]],
+        }
         out.write_text(json.dumps(record | ({"last": ["head_argmax"]} if "--trace" in command else {})))
         return subprocess.CompletedProcess(
             command, -6 if dead else 0, stderr="warning\ncudaGetLastError() failed" if dead else ""
@@ -85,7 +92,8 @@ def test_a_run_that_dies_is_traced_and_each_kernel_runs_alone(monkeypatch, capsy
         ("off", False), ("on", False), ("on", True), ("block_qmm_tiles", False), ("block_qmm", False), ("head_argmax", False),
         ("head_argmax", True), ("accept", False),
     ]  # fmt: skip
-    assert [mode for mode, r in runs.items() if kernels_generate.wrong(r)] == ["on", "head_argmax"]
+    assert [mode for mode, r in runs.items() if kernels_generate.wrong(r)] == ["on", "block_qmm", "head_argmax"]
+    assert runs["block_qmm"]["error"] == "no kernel ran: is there a GPU that MLX sees?"  # nothing was compared
     assert runs["on"]["error"] == "exit -6: warning | cudaGetLastError() failed" and runs["on"]["tokens"] == 9
     assert runs["on"]["traced"]["last"] == ["head_argmax"] and len(kept) == 6 and "answers" not in kept[-1]["off"]
     assert "9 tokens, 0 ties, 0 faults" in capsys.readouterr().out
