@@ -9,16 +9,17 @@ from kit import DATA, Oracle, greedy_ids, ids_of, listed, plant, references, rou
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx import generation, make_prompt_cache
 from dflash_mlx.errors import CacheError
+from dflash_mlx.taps import Target
 
 PLAIN, SLIDING, NONCAUSAL = "other-taps", "sliding", "sliding-noncausal"
 
 FAULTS = {
     "tap one too late": (
-        (generation._Run, "__init__", "drafter.config.target_layer_ids", "[i + 1 for i in drafter.config.target_layer_ids]"),
+        (Target, "__init__", "tuple(layer_ids)", "tuple(i + 1 for i in layer_ids)"),
         (PLAIN, SLIDING),
     ),
     "tap one too early": (
-        (generation._Run, "__init__", "drafter.config.target_layer_ids", "[i - 1 for i in drafter.config.target_layer_ids]"),
+        (Target, "__init__", "tuple(layer_ids)", "tuple(i - 1 for i in layer_ids)"),
         (PLAIN, SLIDING),
     ),
     "query position off by one": (
