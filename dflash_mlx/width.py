@@ -202,12 +202,16 @@ def measure(
     if 32 * inject_s < budget_s / 50:
         inject_s = min(inject_s, fastest(lambda: inject(256)) / 256)
     verify_s: dict[int, float] = {}
-    first = sorted({w for w in _FIRST if w < most} | {most})
+    first = _first(most)
     for width in [*first, *(w for w in range(1, most) if w not in first)]:
         if len(verify_s) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
             break
         verify_s[width] = fastest(lambda width=width: verify(width))
     return Costs(plain_s, draft_s, inject_s, verify_s, clock() - began)
+
+
+def _first(most: int) -> list[int]:
+    return sorted({w for w in _FIRST if w < most} | {most})
 
 
 def pair_key(models: Sequence[Any], *others: object) -> str:
@@ -403,8 +407,9 @@ class WidthRule:
             # Plain decoding has no time to ask at every token; a longer match is looked at at once.
             self._copy_rest -= 1
             return 0
-        tokens = expected(chances)
-        gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in range(1, len(tokens)))
+        # Other widths than these never ran, and a pass of a new shape may have to be compiled for.
+        tokens, widths = expected(chances), {*costs.verify_s, *_first(len(chances))}
+        gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in widths if w < len(tokens))
         plain_s = costs.plain()
         chosen = expected(self.acceptance.chances())[width] / costs.round(width) if width else 0.0
         if gain > max(_LEAVE * chosen, _COPY / plain_s):

@@ -368,6 +368,16 @@ def test_longer_matches_are_copied_further():
     assert found == sorted(found) and found[0] < found[-1] == MOST
 
 
+def test_copied_drafts_take_no_width_that_would_be_compiled_for():
+    plain, draft, verify = MACHINES["quantized"]
+    costs = Costs(plain, draft, 0.02, {w: verify(w) for w in (1, 3)}, _seen={0: (1.0, 2)})
+    rule = WidthRule(MOST, Acceptance(MOST), costs, None)
+    for _ in range(40):
+        rule.acceptance.add(0, MOST, False)
+    taken = {rule.copy(0, [chance] * MOST) for chance in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)}
+    assert taken <= {0, 1, 3, 7, 15} and len(taken) >= 4
+
+
 @pytest.mark.parametrize("off", [0.3, 3.0])
 def test_wrong_costs_of_copying_are_corrected_by_its_rounds(off):
     plain, draft, verify = machine = MACHINES["every row costs one"]
