@@ -13,8 +13,10 @@ from kit import scripted, with_template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 
-from dflash_mlx.chat import Conversation, Pair, Settings, _MarkdownScreen, read_session, split_blocks
+from dflash_mlx import generation
+from dflash_mlx.chat import Chat, Conversation, Pair, Settings, _MarkdownScreen, read_session, split_blocks
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.width import FixedWidth
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli", "chat"]
 PAIR = ("--model", "tiny", "--draft-model", "tiny")
@@ -339,6 +341,23 @@ def test_a_format_of_answers_that_mlx_lm_knows_says_where_thinking_begins():
         conversation = talk_with(scripted(words), tokenizer, max_tokens=len(words))
         conversation.messages.append({"role": "user", "content": "say"})
         assert heard(conversation) == {"thinking": thinking, "answer": "yes" if thinking else "hmmyes"}
+
+
+def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
+    model, tokenizer, drafter = pair
+    # Always where something stood before.
+    monkeypatch.setattr(generation, "width_rule", lambda *_: FixedWidth(7))
+    conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=60)), 0, 0
+    for text in ("import os\n", "import os\n"):
+        conversation.messages.append({"role": "user", "content": text})
+        heard(conversation)
+        copied = conversation.last.stats.sources["copy"]
+        rounds, tokens = rounds + copied["rounds"], tokens + copied["accepted"]
+    said = []
+    room = Chat(conversation, None, None)
+    monkeypatch.setattr(room, "note", lambda text, style="dim": said.append(text))
+    room._do_stats("")
+    assert rounds > 2 and f"copied from the text: {tokens} tokens in {rounds} of these rounds" in said[0]
 
 
 def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
