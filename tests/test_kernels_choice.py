@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,6 +148,27 @@ def test_a_hang_is_not_tried_again(gpu, fresh):
     choice._known.clear(), choice._off.clear()
     marker.unlink()
     assert choice.use(KERNEL, "s", trial())
+
+
+def test_a_trial_that_another_process_is_at_is_no_hang_and_its_verdict_is_not_ours(gpu, fresh):
+    code = (
+        "import contextlib, pathlib, sys; from dflash_mlx.kernels import choice\n"
+        "with contextlib.ExitStack() as files:\n"
+        "    assert choice._mark(pathlib.Path(sys.argv[1]), 'key', files) == ''\n"
+        "    print('there', flush=True), sys.stdin.read()"
+    )
+    with pytest.raises(KeyboardInterrupt):  # to know the marker's name
+        choice.use(KERNEL, "s", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    (marker,) = fresh.glob("*.trying")
+    marker.unlink()
+    calls = []
+    with subprocess.Popen([sys.executable, "-c", code, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"there\n"
+        assert choice.use(KERNEL, "s", trial(calls=calls)) and len(calls) == 1
+        assert marker.exists() and not choice._load()
+        other.kill()
+    choice._known.clear()  # a new process, after the other one died in its trial
+    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
 
 
 def test_another_text_or_shape_is_another_verdict(gpu):

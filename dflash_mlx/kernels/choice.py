@@ -5,13 +5,14 @@
                          on        all that are eligible, faster or not
                          a,b       these, faster or not; no others
 
-Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the verdicts while
-it runs: a kernel that hung the machine is found by its marker and not tried again.
+Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the verdicts, locked,
+while it runs: a kernel that hung the machine is found by its marker, which nobody locks, and not tried again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -233,24 +234,44 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
     marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
     if kept := _load().get(key):
         verdict = Verdict(**kept)
-    elif marker.exists():
-        verdict = Verdict(
-            kernel.name, shape, False, f"its trial did not come back at an earlier start (delete {marker} to try again)"
-        )
     else:
-        try:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.write_text(key)
-        except OSError:
-            pass  # Without a marker a hang would be tried again; without a cache there is nowhere to put one.
-        verdict = _judge(kernel.name, shape, trial)
-        _keep(key, verdict)
-        with contextlib.suppress(OSError):
-            marker.unlink()
+        with contextlib.ExitStack() as open_files:
+            left = _mark(marker, key, open_files)
+            if left == "":
+                verdict = _judge(kernel.name, shape, trial)
+                _keep(key, verdict)
+                with contextlib.suppress(OSError):
+                    marker.unlink()
+            elif left is None:
+                verdict = _judge(kernel.name, shape, trial)
+            else:
+                reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
+                verdict = Verdict(kernel.name, shape, False, reason)
     _known[kernel, shape] = verdict
     if verdict.kernel_s is None:
         switch_off(kernel.name, f"{verdict.reason} ({shape})")
     return verdict
+
+
+def _mark(marker: Path, key: str, open_files: contextlib.ExitStack) -> str | None:
+    """Lock the marker of a trial and write the key into it.
+
+    Returns: what stood in it, so "" if no trial was left behind; None if another process is at this trial (or there is no cache):
+      then the two disturb each other's times, and this one's verdict is its own.
+    """
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        file = open_files.enter_context(marker.open("a+"))
+        # The system lets go of the lock when the process ends, however it ends.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        left = file.read()
+        if not left:
+            file.write(key)
+            file.flush()
+        return left
+    except OSError:
+        return None
 
 
 def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
