@@ -9,7 +9,9 @@ from itertools import count
 
 from .errors import GenerationError
 
-# Ids that must stand again before they are followed.
+# Ids that must stand again before they are followed. After one id (right at 25 % of places) a copy that goes on where the drafter's
+# first two agree with it gains nothing: on greedy answers of smollm2 1.83 drafts accepted for the drafter's own 1.84 (170 places),
+# and after two ids 2.34 for 2.34 (76 places). From three ids on the copy alone is accepted further than the drafter's.
 SHORTEST = 2
 # A match is measured up to here; longer ones are no better.
 _LONGEST = 32
@@ -29,16 +31,16 @@ class Copier:
         ids       a b c d e f g x b c d | ? ?       b c d stood before, and e came after them:
                           ^ source                  the copied draft is e f g x ...
 
-    source: where the draft starts, 0 if nowhere; length: equal ids in front of it,
-    counted up to 32. A source is kept for as long as what it says is committed; then the latest place of the last 2 ids is
-    taken. (On 400 answers of smollm2 that copies as much as the longest match does, at one look-up an id.)
+    source: where the draft starts, 0 if nowhere; length: equal ids in front of it, counted up to 32. A source is kept for as long
+    as what it says is committed; then the latest place of the last 2 ids is taken. (On 400 answers of smollm2 that copies as much
+    as the longest match does, at one look-up an id.)
 
     How often the id after a match was the copied one is counted by the match's length over all committed ids, whoever drafted
     them: to know what copying is worth, nothing needs to be tried.
     """
 
     FADE, LEAN = 0.97, 4.0
-    # By length of the match, on greedy answers of smollm2 (one id: 0.25).
+    # By length of the match, on greedy answers of smollm2.
     START = {2: 0.49, 3: 0.58, 4: 0.74, 8: 0.88, 16: 0.95, 32: 0.97}
 
     def __init__(self) -> None:
