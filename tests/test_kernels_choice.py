@@ -105,6 +105,14 @@ def test_right_but_slower_is_not_used_unless_asked_for(gpu, monkeypatch):
     assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
 
 
+def test_on_cuda_a_kernel_runs_only_when_asked_for(gpu, monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    assert not choice.may_run() and not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+    for value in ("on", "accept"):
+        monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
+        assert choice.may_run() and choice.use(KERNEL, "s", trial())
+
+
 def test_of_two_kernels_for_one_operation_the_quicker_runs(gpu, monkeypatch):
     other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0] + 1;")
 

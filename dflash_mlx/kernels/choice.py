@@ -1,6 +1,6 @@
 """Which kernels run: what the user said, and what this machine has shown.
 
-    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the verdict is kept
+    DFLASH_MLX_KERNELS   unset     on Metal a kernel runs where a trial on this GPU found it right and faster; the verdict is kept
                          off       none
                          on        all that are eligible, faster or not
                          a,b       these, faster or not; no others
@@ -124,7 +124,8 @@ def may_run() -> bool:
 
 def _gpu_for(wanted: str | frozenset[str]) -> bool:
     if has_gpu():
-        return True
+        # MLX compiles a custom CUDA kernel anew in every process, some 2 s each: longer than most answers take.
+        return wanted != "auto" or not mx.cuda.is_available()
     if isinstance(wanted, frozenset):
         raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
     return False
