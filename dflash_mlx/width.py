@@ -76,6 +76,8 @@ class Costs:
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
     _copied: dict[int, tuple[float, int]] = field(default_factory=dict)
     key: str | None = None
+    # Rounds of drafting or copying since plain decoding was last looked at, of this run and those before it.
+    rounds_since_plain: int = 0
 
     @property
     def has_seen_plain(self) -> bool:
@@ -348,8 +350,8 @@ class WidthRule:
         self.credit: float | None = None
         # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
         self.last, self._trying, self._rest = 0, 0, 0
-        # Rounds since plain decoding was last looked at: of drafting or copying, and of width 0.
-        self._drafted, self._plain = 0, 0
+        # Rounds of width 0 since plain decoding was last looked at.
+        self._plain = 0
         # Chances to copy that were declined since one was taken, and after how many what was seen of copying is forgotten.
         self._declined, self._patience = 0, _LOOK_AGAIN
         # For how many more chances like the one declined last, or worse, the answer is the same.
@@ -432,9 +434,9 @@ class WidthRule:
 
     def _looks_again(self, gain: float) -> bool:
         """Whether it is time to look at plain decoding again, at so much tokens for one of it."""
-        if self._drafted < _LOOK_AGAIN * (2 if gain > 2 else 1):
+        if self.costs.rounds_since_plain < _LOOK_AGAIN * (2 if gain > 2 else 1):
             return False
-        self._drafted, self._plain = 0, 0
+        self.costs.rounds_since_plain, self._plain = 0, 0
         self.costs.doubt_plain()
         return True
 
@@ -446,12 +448,12 @@ class WidthRule:
         if self.costs is None:
             return
         self.costs.refine(width, seconds, usual, copied)
+        self.costs.rounds_since_plain += bool(width)
         if copied:
             # In place of a try, perhaps.
-            self._drafted, self._trying = self._drafted + 1, 0
+            self._trying = 0
             return
         if width:
-            self._drafted += 1
             if self.last == 0:
                 self.acceptance.forget(6)
             self.acceptance.add(accepted, width, more)

@@ -267,6 +267,17 @@ def test_plain_decoding_is_timed_again_whatever_drafting_seems_to_gain():
     assert then.seconds < 1.01 * 2000 * plain
 
 
+def test_plain_decoding_is_timed_again_also_if_every_answer_is_short():
+    # Seen five times too slow, as beside other work.
+    plain, draft, verify = machine = MACHINES["every row costs one"]
+    costs = Costs(plain, draft, 0.02, {w: verify(w) for w in range(1, 16)}, _seen={0: (5.0, 5)})
+    runs = [
+        Simulation(machine, PROCESSES["fair"], WidthRule(MOST, Acceptance(MOST), costs, None), seed, tokens=60).seconds
+        for seed in range(60)
+    ]
+    assert sum(runs[:3]) > 1.2 * 180 * plain and sum(runs[40:]) < 1.01 * 20 * 60 * plain
+
+
 def test_a_caller_that_becomes_slow_is_noticed():
     machine, took = MACHINES["quantized"], 1.5 * MACHINES["quantized"][0]
     rule = rule_for(machine)
