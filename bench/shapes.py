@@ -268,7 +268,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             responses = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=tokens)
         else:
             line.accept = cell[0]
-            responses = stream_generate(model, tokenizer, prompt, max_tokens=tokens, draft_model=drafter, block_size=cell[1])
+            # The acceptance is planned: copied drafts would have their own.
+            drafting = {"draft_model": drafter, "block_size": cell[1], "copy": False}
+            responses = stream_generate(model, tokenizer, prompt, max_tokens=tokens, **drafting)
         figures, ids = bench.timed(responses, len(prompt))
         return (
             figures
