@@ -57,7 +57,7 @@ def test_a_few_cpu_minutes_train_a_drafter_that_beats_a_bigram_table(pair, tmp_p
     target = Target(model, drafter.config.target_layer_ids)
     [row] = evaluate(drafter, target, held, docs, [BLOCK], None)
     print(row)
-    # Measured: drafter 1.62, features zeroed 1.23, bigram table 1.51, on 42 answers.
+    # Measured: drafter 1.59, features zeroed 1.22, bigram table 1.53, on 43 answers.
     assert row["drafter"] > 1.5
     assert row["drafter"] > row["bigram"] and row["drafter"] > row["zeroed"] + 0.3
     assert row["drafter"] == pytest.approx(last["tau_heldout"], abs=0.05)
