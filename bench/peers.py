@@ -135,7 +135,7 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             last = self.log.read_text().strip().splitlines()[-1:]
-            raise RuntimeError(f"{self.name} ended: {' '.join(last)} (all of it in {self.log})")
+            raise RuntimeError(f"{self.name} ended: {' '.join(last)} (the rest is in {self.log.name} of --envs)")
         return json.loads(line)
 
     def ask(self, ids: list[int], max_tokens: int) -> dict[str, Any]:
