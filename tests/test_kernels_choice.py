@@ -179,6 +179,21 @@ def test_a_trial_that_another_process_is_at_is_no_hang_and_its_verdict_is_not_ou
     assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
 
 
+def test_a_trial_that_ended_between_opening_its_marker_and_locking_it_is_no_hang(gpu, fresh, monkeypatch):
+    flock, calls = choice.fcntl.flock, []
+
+    def late(file, how):
+        # The other process, whole.
+        monkeypatch.setattr(choice.fcntl, "flock", flock)
+        assert choice.use(KERNEL, "s", trial(calls=calls))
+        choice._known.clear()
+        flock(file, how)
+
+    monkeypatch.setattr(choice.fcntl, "flock", late)
+    assert choice.use(KERNEL, "s", trial(calls=calls)) and len(calls) == 2
+    assert not list(fresh.glob("*.trying"))
+
+
 def test_another_text_or_shape_is_another_verdict(gpu):
     calls = []
     for kernel in (KERNEL, Kernel("accept", ("x",), ("y",), "y[0] = x[0] + 0;")):

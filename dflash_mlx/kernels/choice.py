@@ -242,6 +242,8 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
                 verdict = _judge(kernel.name, shape, trial)
                 _keep(key, verdict)
                 with contextlib.suppress(OSError):
+                    # Emptied too: another process may have opened it, and is let at it when this one is through.
+                    marker.write_text("")
                     marker.unlink()
             elif left is None:
                 verdict = _judge(kernel.name, shape, trial)
