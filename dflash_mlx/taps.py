@@ -111,6 +111,25 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
                     _set(module, "__class__", cls.__base__)
 
 
+class _Watched(mx.array):
+    """An array that tells whether it was changed in place: it is the same object afterwards."""
+
+    changed = False
+
+
+def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, *args):
+        self.changed = True
+        return change(self, *args)
+
+    return method
+
+
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    if _change := getattr(mx.array, f"__{_name}__", None):
+        setattr(_Watched, f"__{_name}__", _noting(_change))
+
+
 class _Stop(BaseException):
     """Ends a pass at the first layer, carrying that layer's input."""
 
@@ -463,7 +482,7 @@ class Target:
 
         def watch(path: str, method: str) -> tuple[nn.Module, Handler, str]:
             def handler(inner, args, kwargs):
-                out = inner(*args, **kwargs)
+                out = _Watched(inner(*args, **kwargs))
                 seen.append((path, method, args, out))
                 return out
 
@@ -474,7 +493,8 @@ class Target:
         logits = self._logits(hidden, [*linears, *tables])
         for path, method, args, out in seen:
             owner, _, name = path.rpartition(".")
-            if out is logits and args and args[0] is hidden and name in modules.get(owner, ()):
+            whole = out is logits and not out.changed and args and args[0] is hidden
+            if whole and name in modules.get(owner, ()):
                 return modules[owner], name, method
         return ()
 

@@ -107,10 +107,26 @@ def test_a_head_that_is_one_layer_is_called_alone_and_looked_up_each_time(make, 
     assert mx.array_equal(target.head(hidden), head(hidden)) and not calls
 
 
-def test_a_head_that_is_given_other_than_the_hidden_states_runs_as_the_model_runs_it():
+def scaled_hidden(self, ids, cache=None):
+    return self.lm_head(self.model(ids, cache) * 3.0)
+
+
+def scaled_logits_in_place(self, ids, cache=None):
+    logits = self.lm_head(self.model(ids, cache))
+    logits /= 4.0
+    return logits
+
+
+def logits_masked_in_place(self, ids, cache=None):
+    logits = self.lm_head(self.model(ids, cache))
+    logits[..., 50:] = -1e9
+    return logits
+
+
+@pytest.mark.parametrize("call", [scaled_hidden, scaled_logits_in_place, logits_masked_in_place])
+def test_a_head_that_does_more_than_one_layer_runs_as_the_model_runs_it(call):
     model = tiny_target()
-    scaled = lambda self, ids, cache=None: self.lm_head(self.model(ids, cache) * 3.0)  # noqa: E731
-    model.__class__ = type("Scaled", (type(model),), {"__call__": scaled})
+    model.__class__ = type("Changed", (type(model),), {"__call__": call})
     target = Target(model)
     hidden, _ = target(mx.array([IDS]))
     for _ in range(2):
