@@ -252,6 +252,8 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
 Step = tuple[int, mx.array, bool]
 # Kinds of entries that hold what two passes of one row did apart.
 _UNDONE_TWICE = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache, mlx_lm_cache.ArraysCache)
+# Kinds of entries with arrays that the tokens read so far did not need.
+_LEFT_LAZY = (mlx_lm_cache.ArraysCache, mlx_lm_cache.RotatingKVCache, mlx_lm_cache.ConcatenateKVCache)
 # Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
 _PENDING_BYTES = 32 << 20
 # Rounds in a row without an accepted draft after which a float16 drafter is looked at.
@@ -368,6 +370,9 @@ class _Run:
         self._kind, self._refused = None, 0
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
         self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(pair.target))
+        # Entries whose arrays a pass or a rollback leaves lazy, and those of them that a pass does.
+        self._lazy = [entry for entry in leaves(pair.target) if type(entry) in _LEFT_LAZY]
+        self._states = [entry for entry in self._lazy if type(entry) is mlx_lm_cache.ArraysCache]
 
     def prefill(self, prompt: list[int]) -> mx.array:
         """All but the last token in chunks, whose features go straight into the drafter's cache. Returns the last one, [1]."""
@@ -452,6 +457,8 @@ class _Run:
         context = [entry.state for entry in pair.drafter] if source == "drafter" else self.context
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
         token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1)
+        if not width:
+            self._enqueue(self._states)
         return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)
 
     def again(self, flight: _Flight, ahead: _Flight | None) -> _Flight:
@@ -493,9 +500,8 @@ class _Run:
                 # The drafter was not asked: these rows wait for it with those before them.
                 self.pending.append(kept)
                 self.rows = rows
-            # The next token may be asked for by another thread, which cannot evaluate what is lazy here.
-            mx.async_eval(kept)
             rollback(self.pair.target, self.point, self.rows)
+            self._enqueue(self._lazy, kept)
         self.stats.seconds["rollback"] += time.perf_counter() - began
 
     def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int) -> None:
@@ -511,6 +517,13 @@ class _Run:
         more = accepted == width < len(ids) and ids[width] == bonus
         self.rule.observe(width, accepted, more, flight.seconds, usual, copied=source == "copy")
         self._kind = kind
+
+    @staticmethod
+    def _enqueue(entries: list[Any], *arrays: mx.array) -> None:
+        """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
+        held = [entry.cache if type(entry) is mlx_lm_cache.ArraysCache else (entry.keys, entry.values) for entry in entries]
+        if held or arrays:
+            mx.async_eval(held, *arrays)
 
     def settle(self) -> None:
         """Leave both caches at the tokens that were handed out, whatever was going on."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
+from families import family, known_drafter, some_line
 from kit import (
     DATA,
     Noisy,
@@ -511,6 +512,19 @@ def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
     line = greedy_ids(model, prompt, 24)
     assert got == line[:15]
     assert ids_of(run(model, drafter, [line[15]], 8, tokenizer, prompt_cache=cache)) == line[16:24]
+
+
+@pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("block", [1, 6])
+def test_threads_may_take_turns_over_every_kind_of_cache(name, block):
+    """States and cut windows are not what a token is read from, so nothing else evaluates them in the thread that made them."""
+    model, prompt = family(name), some_line(30)
+    line = greedy_ids(model, prompt, 50)
+    steps = dflash_mlx.stream_generate(model, letters(), prompt, 60, known_drafter(model, prompt + line), block_size=block)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        got = [pool.submit(lambda: next(steps).token).result() for pool in (one, other, other, one, other) * 8]
+        other.submit(steps.close).result()
+    assert got == line[:40]
 
 
 def test_a_worker_thread_generates_what_the_main_thread_does(sliding):
