@@ -256,7 +256,7 @@ _UNDONE_TWICE = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache, mlx_lm_cac
 _LEFT_LAZY = (mlx_lm_cache.ArraysCache, mlx_lm_cache.RotatingKVCache, mlx_lm_cache.ConcatenateKVCache)
 # Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
 _PENDING_BYTES = 32 << 20
-# Rounds in a row without an accepted draft after which a float16 drafter is looked at.
+# The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
 _REFUSED = 4
 
 
@@ -366,7 +366,7 @@ class _Run:
         self.pending = _Rows(pair.features)
         self.context = [entry.state for entry in pair.drafter]
         self.point = checkpoint(pair.target, pair.rows)
-        # Which kind of round the last one was, and rounds in a row that accepted nothing.
+        # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
         self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(pair.target))
@@ -511,9 +511,10 @@ class _Run:
         self.stats.add_round(ids, accepted, bonus, width, source)
         # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
         usual = kind == self._kind and flight.draft_s is None
-        self._refused = 0 if accepted else self._refused + (source == "drafter")
-        if self._refused == _REFUSED and source == "drafter":
-            warn_of_overflow(self.drafter, self.pending.joined())
+        if source == "drafter":
+            self._refused = 0 if accepted else self._refused + 1
+            if self._refused == _REFUSED:
+                warn_of_overflow(self.drafter, self.pending.joined())
         more = accepted == width < len(ids) and ids[width] == bonus
         self.rule.observe(width, accepted, more, flight.seconds, usual, copied=source == "copy")
         self._kind = kind

@@ -5,6 +5,7 @@ When copying pays is the width rule's: test_width.py.
 
 import random
 
+import mlx.core as mx
 import pytest
 from families import family, known_drafter, some_line
 from kit import Noisy, Shuffled, failing_pass, greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
@@ -332,6 +333,22 @@ def test_a_pass_in_which_a_kernel_failed_runs_once_more_with_the_same_copies(tin
             mixed(PROMPT + line, nth)
             failing_pass(patch, nth)
             assert ids_of(run(model, noisy, PROMPT, 60, block_size=None)) == line[:60], nth
+
+
+def test_accepted_copies_do_not_hide_a_drafter_that_overflows(mixed, monkeypatch):
+    model = tiny_target(seed=2)
+    model.set_dtype(mx.float16)
+    line = greedy_ids(model, PROMPT, 60)
+    mixed(PROMPT + line, 0)
+    monkeypatch.setattr(FixedWidth, "copy", lambda self, width, chances: self.width)
+    drafter = tiny_drafter(model)
+    drafter.fc.weight = drafter.fc.weight * 1e5
+    drafter.set_dtype(mx.float16)
+    with pytest.warns(UserWarning, match="overflow float16 in the drafter's fc"):
+        got = run(model, drafter, PROMPT, 40)
+    order = [(r.source, r.accepted > 0) for r in got[-1].stats.rounds]
+    assert [] == [1 for at in range(len(order)) if order[at : at + 4] == [("drafter", False)] * 4]
+    assert ids_of(got) == line[:40]
 
 
 def test_no_copying_at_a_fixed_block_size_or_where_it_is_off(tiny, short, monkeypatch):
