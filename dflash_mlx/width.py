@@ -472,7 +472,10 @@ class WidthRule:
         """One sentence on the rounds of a run by width, of which `copied` had copied drafts; None if this rule chose none."""
         if copied and self.costs is not None:
             own = {w: n - copied.get(w, 0) for w, n in widths.items() if n > copied.get(w, 0)}
-            return "; ".join(filter(None, [self.reason(own), f"drafts copied from the text in {sum(copied.values())} rounds"]))
+            # What follows is of the others alone.
+            return "; apart from them ".join(
+                filter(None, [f"drafts copied from the text in {sum(copied.values())} rounds", self.reason(own)])
+            )
         rounds = sum(widths.values())
         if self.costs is None or not rounds:
             return None
