@@ -690,7 +690,7 @@ def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
     assert rule.reason({}) is None and FixedWidth(4).reason({4: 3}, {}) is None
     # A share of the rounds that copied nothing.
     assert rule.reason({0: 92, 3: 8, 15: 30}, {15: 30}) == (
-        "drafts copied from the text in 30 rounds; apart from them drafting off in 92 % of rounds: 16 rows cost 9.0x one row here; "
-        "force with --block-size"
+        "drafts copied from the text in 30 rounds; apart from them drafting off in 92 % of rounds: 16 rows cost 9.0x one row "
+        "here; force with --block-size"
     )
     assert rule.reason({15: 30}, {15: 30}) == "drafts copied from the text in 30 rounds"
