@@ -396,6 +396,7 @@ class _Run:
             self._move(done, done, _Rows(), context, checkpoint(pair.target, done))
             self.progress(self._prompt_rows - len(feed), self._prompt_rows)
         pair.ids = pair.ids[: self.rows] + feed
+        self._begun = self.rows
         return mx.array(feed, dtype=mx.int32)
 
     def report_prefill(self) -> None:
@@ -405,7 +406,7 @@ class _Run:
         """Whether the pass after a plain one may be enqueued before that one is read: not if the host has a say in between."""
         last, measures = emitted + 1 == self.max_tokens, not emitted and not self.rule.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
-        quantizes = self.quantization is not None and self.rows == self.quantization.start
+        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
         doubtful = flight.doubtful and (quantizes or not self._deep)
         return not (last or measures or self.chooser.processors or doubtful)
 
@@ -434,7 +435,8 @@ class _Run:
         began, draft_s = time.perf_counter(), None
         drafted = mx.array([drafts or []], dtype=mx.int32)
         source = "copy" if drafts else "drafter" if width else "plain"
-        if self.quantization:
+        if self.quantization and self.rows > self._begun:
+            # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
             self.quantization.apply(pair)
         self.point = checkpoint(pair.target, self.rows)
         with mx.stream(self.stream):

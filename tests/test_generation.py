@@ -469,6 +469,16 @@ def test_the_whole_prompt_is_in_the_drafters_context_before_round_one():
     assert rows[:6] == [(0, 128), (128, 128), (256, 128), (384, 128), (512, 87), (599, 1)]
 
 
+@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_cache_is_quantized_behind_the_first_pass(start, n):
+    """As mlx-lm does: a prompt of one token sees its own row as it is."""
+    model, options = tiny_target(seed=4, head_dim=32), {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
+    expected = greedy_ids(model, [37, 4][:n], 40, **options)
+    for block in (1, 5):
+        assert ids_of(run(model, tiny_drafter(model), [37, 4][:n], 40, block_size=block, **options)) == expected
+
+
 def test_a_drafter_that_overflows_in_float16_changes_no_token():
     model = tiny_target(seed=2)
     model.set_dtype(mx.float16)
