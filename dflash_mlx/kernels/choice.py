@@ -238,18 +238,17 @@ def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -
     else:
         with contextlib.ExitStack() as open_files:
             left = _mark(marker, key, open_files)
-            if left == "":
+            if left:
+                reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
+                verdict = Verdict(kernel.name, shape, False, reason)
+            else:
                 verdict = _judge(kernel.name, shape, trial)
+            if left == "":
                 _keep(key, verdict)
                 with contextlib.suppress(OSError):
                     # Emptied too: another process may have opened it, and is let at it when this one is through.
                     marker.write_text("")
                     marker.unlink()
-            elif left is None:
-                verdict = _judge(kernel.name, shape, trial)
-            else:
-                reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
-                verdict = Verdict(kernel.name, shape, False, reason)
     _known[kernel, shape] = verdict
     if verdict.kernel_s is None:
         switch_off(kernel.name, f"{verdict.reason} ({shape})")
