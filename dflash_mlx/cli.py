@@ -108,7 +108,8 @@ def generate(
     copy: Annotated[
         bool | None,
         typer.Option(
-            "--copy/--no-copy", help="Draft what stood in the text before. Default: where it pays; not with --block-size."
+            "--copy/--no-copy",
+            help="Prompt lookup: draft what the text said before. Default: where it pays; not with --block-size.",
         ),
     ] = None,
     dtype: Annotated[

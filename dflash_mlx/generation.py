@@ -123,8 +123,8 @@ def stream_generate(
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
       acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too and keep
         more of them; the text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
-      copy: where the last tokens stood before, draft what came after them there instead of asking the drafter. None: where that
-        pays, as widths are chosen; not at a fixed block_size. True: at a fixed one too, wherever they did. False: never.
+      copy: prompt lookup: where the last tokens stood before, draft what came after them there, without the drafter. None: where
+        that pays, as widths are chosen; not at a fixed block_size. True: at a fixed one too, wherever they did. False: never.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
       keep_rounds: False keeps only the summary of a long run in `stats`.
     Greedy (no sampler) is mlx-lm's: the argmax of the normalised row. With a sampler or processors the target's token is
