@@ -582,7 +582,7 @@ def train_run(
 def train_eval(
     model: Annotated[str, typer.Option(help="Target, as in generate.")],
     draft_model: Annotated[str, typer.Option(help="Drafter trained for it.")],
-    data: Annotated[str, typer.Option(help="Folder that train data wrote, with its held-out text.")],
+    data: Annotated[list[str], typer.Option(help="Folder that train data wrote, with its held-out text; may be given again.")],
     block_size: Annotated[list[int] | None, typer.Option(min=2, help="Block sizes; may be given again.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most held-out answers.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of activations, as in generate.")] = None,
@@ -600,11 +600,11 @@ def train_eval(
 
         target, _ = _load_for_training(model, dtype, dense)
         drafter = load_drafter(draft_model, target)
-        held_out = load_docs(data, names="heldout.npz")
+        held_out = load_docs(*data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
         taps = Target(target, drafter.config.target_layer_ids)
-        rows = evaluate(drafter, taps, held_out, load_docs(data), block_size or [drafter.config.block_size])
+        rows = evaluate(drafter, taps, held_out, load_docs(*data), block_size or [drafter.config.block_size])
         if as_json:
             print(json.dumps({"tau": rows, "model": model, "draft_model": draft_model}), file=stdout)
             return

@@ -29,6 +29,9 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     got = call("eval", "--model", "tiny", "--draft-model", out, "--data", data, "--limit", "4", "--json")
     rows = json.loads(got.stdout)["tau"]
     assert rows and all(r["drafter"] >= 1 for r in rows)
+    ask = ["eval", "--model", "tiny", "--draft-model", out, "--data", data, "--json"]
+    once, twice = (json.loads(call(*words).stdout)["tau"] for words in (ask, [*ask, "--data", data]))
+    assert [r["answers"] for r in twice] == [2 * r["answers"] for r in once]
     model, tokenizer, _ = pair
     from dflash_mlx import load_drafter, stream_generate
 
