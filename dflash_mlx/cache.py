@@ -36,6 +36,7 @@ from mlx_lm.models.cache import (
 )
 
 from .errors import CacheError
+from .kernels.layers import WindowMask
 
 # First number of the layout row: tells our ArraysCache from a recurrent layer's.
 _MAGIC, _VERSION = 0x0DF1A54, 2
@@ -219,7 +220,12 @@ class _ExactWindow(RotatingKVCache):
         if window_size is not None and window_size >= self.max_size:
             window_size = None
         if N == 1 or not self.keep or self.offset + N <= self.max_size:
-            return super().make_mask(N, window_size, return_array)
+            mask = super().make_mask(N, window_size, return_array)
+            if isinstance(mask, mx.array) and N > 1 and window_size is None and not self.keep:
+                # With one row there is no mask: the ring has the window's keys and no others.
+                mask = WindowMask(mask)
+                mask.window = self.max_size
+            return mask
         if window_size is not None:
             raise CacheError(
                 f"expected no window inside a rotating cache that keeps {self.keep} first rows; found {window_size}. "

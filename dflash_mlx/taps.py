@@ -6,8 +6,8 @@ mlx-lm models offer no hook, and many build `model.layers` afresh at each access
 OBJECT gets a subclass of its own class for the length of one pass, and its old class back afterwards.
 
 The same interception finds the modules that change a recurrent or convolution state, and remembers their inputs for the
-length of a block, so that any number of the block's rows can be run through them again; and it sends the quantized layers of a
-pass over few rows through our kernels, where a GPU has shown them right and faster.
+length of a block, so that any number of the block's rows can be run through them again; and it sends the quantized layers and
+the attention of a pass over few rows through our kernels, where a GPU has shown them right and faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .errors import CacheError, TapError
 from .kernels import choice
 from .kernels.block_qmm import MAX_ROWS
 from .kernels.head_argmax import can_head_argmax, head_argmax
-from .kernels.layers import Handler, kernel_calls
+from .kernels.layers import Handler, WatchedArray, attention_calls, kernel_calls
 
 
 class _Local(threading.local):
@@ -71,6 +71,12 @@ def _is_swapped(cls: type) -> bool:
     return _made.get(cls.__base__) is cls
 
 
+def _own_class(module: nn.Module) -> type:
+    """A module's class, also while a pass of some thread holds it in a made one."""
+    cls = type(module)
+    return cls.__base__ if _is_swapped(cls) else cls
+
+
 def _chain(outer: Handler, within: Handler | None) -> Handler:
     if within is None:
         return outer
@@ -109,25 +115,6 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
                 module, cls = item[0], type(item[0])
                 if id(module) not in others and _is_swapped(cls):
                     _set(module, "__class__", cls.__base__)
-
-
-class _Watched(mx.array):
-    """An array that tells whether it was changed in place: it is the same object afterwards."""
-
-    changed = False
-
-
-def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self, *args):
-        self.changed = True
-        return change(self, *args)
-
-    return method
-
-
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
-    if _change := getattr(mx.array, f"__{_name}__", None):
-        setattr(_Watched, f"__{_name}__", _noting(_change))
 
 
 class _Stop(BaseException):
@@ -253,7 +240,7 @@ class Target:
         self.logits: mx.array | None = None
         # Modules that change an ArraysCache, from the first pass that had one.
         self._stateful: list[nn.Module] | None = None
-        # Quantized layers that kernels may serve, from the first pass of few rows on a GPU.
+        # Layers that kernels may serve, from the first pass of few rows on a GPU.
         self._kernel_calls: list[tuple[nn.Module, Handler, str]] | None = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
@@ -323,7 +310,7 @@ class Target:
         Args:
           point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
             inputs of stateful modules are kept, for every row.
-          kernels: of few rows, let our kernels serve the quantized layers. For who looks at `doubts`: prefill does not.
+          kernels: of few rows, let our kernels serve its layers. For who looks at `doubts`: prefill does not.
           eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
             inside a compiled function.
         Returns:
@@ -364,11 +351,11 @@ class Target:
         return "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
 
     def _kernels(self, rows: int) -> list[tuple[nn.Module, Handler, str]]:
-        """How a pass over few rows, one included, calls the target's quantized layers: row by row the same for any number."""
+        """How a pass over few rows, one included, calls the target's layers: row by row the same for any number."""
         if rows > MAX_ROWS or not choice.may_run():
             return []
         if self._kernel_calls is None:
-            self._kernel_calls = kernel_calls(self.model)
+            self._kernel_calls = kernel_calls(self.model, _own_class) + attention_calls(self.model, _own_class)
         return self._kernel_calls
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
@@ -482,7 +469,7 @@ class Target:
 
         def watch(path: str, method: str) -> tuple[nn.Module, Handler, str]:
             def handler(inner, args, kwargs):
-                out = _Watched(inner(*args, **kwargs))
+                out = WatchedArray(inner(*args, **kwargs))
                 seen.append((path, method, args, out))
                 return out
 

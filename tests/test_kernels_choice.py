@@ -338,7 +338,7 @@ def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
         block = run(ids[:, 8:], block_cache)
         rows = [run(ids[:, i : i + 1], one_cache) for i in range(8, 13)]
     # The pass asks for the head too, whose logits nobody evaluates.
-    assert len(launched) == 6 * (len(kernel_calls(model)) + 1) and set(seen) == {"block_qmm"}
+    assert len(launched) == 6 * (len(kernel_calls(model)) + 1) and set(seen) == {"block_attention", "block_qmm"}
     assert mx.array_equal(block, mx.concatenate(rows, axis=1))
     plain = model(ids[:, 8:], cache=cache)
     assert float(mx.abs(block - plain).max() / mx.abs(plain).max()) < 1e-4

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from dflash_mlx import load, load_drafter, stream_generate, taps
-from dflash_mlx.kernels import accept, block_qmm, choice, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_qmm, choice, head_argmax, layers
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
 from dflash_mlx.kernels.choice import KernelError
 from dflash_mlx.taps import Target
@@ -26,7 +26,7 @@ def quantized():
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """As if there were a GPU where our kernels are right and faster; a list of the rows of each launch."""
+    """As if there were a GPU where our kernels are right and faster; a list of the rows of each product."""
     launched = []
 
     def launch(x, *weights):
@@ -44,6 +44,10 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(block_qmm, "block_qmm_kernel", launch)
     monkeypatch.setattr(accept, "accept_kernel", accept.accept_ops)
     monkeypatch.setattr(head_argmax, "head_argmax_kernel", head_argmax.head_argmax_ops)
+    monkeypatch.setattr(block_attention, "TRIAL_KEYS", 64)
+    monkeypatch.setattr(block_attention, "block_attention_kernel", block_attention.block_attention_ops)
+    # The trials' own and the one in a target's passes.
+    monkeypatch.setattr(layers, "block_attention_kernel", lambda *args: block_attention.block_attention_kernel(*args))
     return launched
 
 
@@ -71,7 +75,7 @@ def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantiz
     assert ids(quantized, n) == want
     linears = sum(isinstance(m, nn.QuantizedLinear) for _, m in quantized[0].named_modules())
     assert len(gpu) > linears * n / 8 and max(gpu) > 1 and 1 in gpu
-    assert {v.kernel for v in choice.verdicts() if v.use} == {"accept", "block_qmm", "head_argmax"}
+    assert {v.kernel for v in choice.verdicts() if v.use} == {"accept", "block_attention", "block_qmm", "head_argmax"}
 
 
 def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
@@ -97,12 +101,12 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quanti
 
 
 @pytest.mark.parametrize("block_size", [8, 1])
-@pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5)])
+@pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5), ("block_attention", 40)])
 def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_answer_is_right(
     quantized, gpu, monkeypatch, caplog, name, n, block_size
 ):
     """The n-th launch after the trials spoils its output."""
-    module = {"block_qmm": block_qmm, "head_argmax": head_argmax}[name]
+    module = {"block_qmm": block_qmm, "head_argmax": head_argmax, "block_attention": block_attention}[name]
     sound, left = getattr(module, f"{name}_kernel"), [n]
 
     def spoilt(*args):

@@ -20,6 +20,9 @@ from .kernel import Kernel
 
 CHUNK_TILES = 8
 CHUNK = 32 * CHUNK_TILES
+# Keys of a trial. One verdict for all lengths: a row takes the same text however long the text has become, and however many
+# rows go with it.
+TRIAL_KEYS = 4096
 # Outputs that a thread holds: 48 floats beside scores and weights stay in an Apple GPU's registers.
 MAX_HELD = 48
 
@@ -208,10 +211,10 @@ def block_attention_ops(
 ) -> mx.array:
     """The answer, in MLX's own operation. Shapes as in `block_attention`."""
     m, s = queries.shape[2], keys.shape[2]
-    row, key = mx.arange(s - m, s)[:, None], mx.arange(s)[None]
-    mask = key <= row if causal else None
-    if window:
-        mask = mask & (key > row - window)
+    mask = "causal" if causal else None
+    if window and s > window:
+        row, key = mx.arange(s - m, s)[:, None], mx.arange(s)[None]
+        mask = (key <= row) & (key > row - window)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -299,28 +302,39 @@ def block_attention(
     Raises:
       ValueError: for a window that is not causal.
     """
-    (_, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
     if window and not causal:
         raise ValueError(f"expected causal=True with a window; found causal=False, window={window}. Leave one of them out.")
+    runs = can_block_attention(queries, keys, values, causal, window)
+    return (block_attention_kernel if runs else block_attention_ops)(queries, keys, values, scale, causal, window, sinks, start)
+
+
+def can_block_attention(queries: mx.array, keys: mx.array, values: mx.array, causal: bool = True, window: int = 0) -> bool:
+    """Whether `block_attention` of the same arguments is the kernel's: eligible, and chosen. For callers with a way of their own.
+
+    The answer is one for all row counts and lengths.
+    """
+    (_, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
+    if not (1 <= m <= min(MAX_ROWS, s) and queries.size >= 8):  # sums in registers; all rows among the keys; in device memory
+        return False
+    about = ("block_attention", queries.dtype, keys.dtype, values.dtype, hq, hk, d, values.shape == keys.shape, causal, window)
+    return choice.remembered(about, lambda: _runs(queries, keys, values, causal, window))
+
+
+def _runs(queries: mx.array, keys: mx.array, values: mx.array, causal: bool, window: int) -> bool:
+    """Whether the kernel attends with heads of these shapes here."""
+    (_, hq, _, d), hk, dtype = queries.shape, keys.shape[1], queries.dtype
     eligible = (
-        1 <= m <= MAX_ROWS
-        and m <= s
-        and hq % hk == 0
+        hq % hk == 0
         and d % 32 == 0  # lanes share a head's values evenly
         and values.shape == keys.shape
-        and queries.dtype in TYPES
-        and keys.dtype == values.dtype == queries.dtype  # MLX would promote
-        and d * queries.dtype.size <= 512  # a tile of 32 keys fits threadgroup memory
+        and dtype in TYPES
+        and keys.dtype == values.dtype == dtype  # MLX would promote
+        and d * dtype.size <= 512  # a tile of 32 keys fits threadgroup memory
         and layout(hq // hk * MAX_ROWS, d)[0] > 0  # outputs fit registers at any row count
-        and queries.size >= 8
     )
-    given = (scale, causal, window, sinks, start)
-    # A chunk's cost is its keys': lengths within a factor of two share a verdict.
-    longest = 1 << (s - 1).bit_length()
-    shape = f"{queries.dtype} HQ {hq} HK {hk} D {d} S {longest}{'' if causal else ' full'}{f' window {window}' if window else ''}"
-    if eligible and choice.use(KERNEL, shape, lambda: trials(hq, hk, d, longest, queries.dtype, causal, window)):
-        return block_attention_kernel(queries, keys, values, *given)
-    return block_attention_ops(queries, keys, values, *given)
+    length = min(TRIAL_KEYS, window + MAX_ROWS) if window else TRIAL_KEYS
+    shape = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
+    return eligible and choice.use(KERNEL, shape, lambda: trials(hq, hk, d, length, dtype, causal, window))
 
 
 def trials(

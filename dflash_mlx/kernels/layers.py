@@ -1,38 +1,148 @@
-"""The calls of a model's quantized layers that go through block_qmm and block_gather_qmm.
+"""The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
+block_attention.
 
-Knows MLX's `QuantizedLinear`, the head that a `QuantizedEmbedding` is in tied models, and, by its name and call, mlx-lm's
-`QuantizedSwitchLinear`. Knows no family, and not how a call is intercepted: taps.py does that, for the length of a pass.
+Knows MLX's `QuantizedLinear`, the head that a `QuantizedEmbedding` is in tied models, by its name and call mlx-lm's
+`QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given. Knows no
+family, and not how a call is intercepted: taps.py does that, for the length of a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from .block_attention import block_attention_kernel, can_block_attention
 from .block_gather_qmm import block_gather_qmm
 from .block_qmm import MAX_ROWS, block_qmm
+
+_ATTENTION = scaled_dot_product_attention.__name__
 
 # (what the layer's own class would do, the call's arguments by place and by name) -> the call's value.
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
-def kernel_calls(model: nn.Module) -> list[tuple[nn.Module, Handler, str]]:
+class WatchedArray(mx.array):
+    """An array that tells whether it was changed in place: it is the same object afterwards."""
+
+    changed = False
+
+
+def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, *args):
+        self.changed = True
+        return change(self, *args)
+
+    return method
+
+
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    if _change := getattr(mx.array, f"__{_name}__", None):
+        setattr(WatchedArray, f"__{_name}__", _noting(_change))
+
+
+class WindowMask(WatchedArray):
+    """The mask [N, S] of the last N positions of a text, each of which sees its last `window` of S keys in order.
+
+    What a model makes of it is an ordinary array again, and no kernel takes it for this one.
+    """
+
+    window: int
+
+
+def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Handler, str]]:
+    """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
+
+    Not those that attend in another way: with capped scores, or by MLX's own function.
+
+    Args:
+      class_of: a module's own class, where something may stand in its place.
+    """
+    found: list[tuple[nn.Module, Handler, str]] = []
+    for _, module in model.named_modules():
+        cls = class_of(module)
+        call = cls.__call__ if callable(module) else None
+        if isinstance(call, FunctionType) and call.__globals__.get(_ATTENTION) is scaled_dot_product_attention:
+            if _ATTENTION in call.__code__.co_names:
+                found.append((module, _attention(module, call), "__call__"))
+    return found
+
+
+def _attention(module: nn.Module, call: FunctionType) -> Handler:
+    """The module's call with the kernel in the name's place: a copy of the function, so that nobody else's calls change."""
+    # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the kernel's.
+    foreign = False
+
+    def attend(queries, keys, values, cache, scale, mask, sinks=None):
+        nonlocal foreign
+        foreign = foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
+        laid = None if foreign else _laid(queries, keys, values, cache, mask)
+        if laid and isinstance(scale, int | float):
+            k, v, start, window = laid
+            if can_block_attention(queries, k, v, True, window):
+                return block_attention_kernel(queries, k, v, scale, True, window, sinks, start)
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+
+    named = {**call.__globals__, _ATTENTION: attend}
+    own = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
+    own.__kwdefaults__ = call.__kwdefaults__
+
+    def handler(inner, args, kwargs):
+        return own(module, *args, **kwargs)
+
+    return handler
+
+
+def _is_window(mask: mx.array, cache: Any) -> bool:
+    """Whether a mask is one that `WindowMask` describes, with the window of this cache."""
+    own = isinstance(mask, WindowMask) and not mask.changed and isinstance(cache, RotatingKVCache)
+    return own and mask.window == cache.max_size
+
+
+def _laid(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, mask: Any
+) -> tuple[mx.array, mx.array, int, int] | None:
+    """What a cache has just handed out, as the kernel takes it: keys and values in the order of the text, the position of the
+    first, and the window (0: none). None where it is not that, or the rows do not see all keys up to their own in the window.
+    """
+    rotates = isinstance(cache, RotatingKVCache)
+    if not (type(cache) is KVCache or rotates and not cache.keep) or queries.shape[0] != 1:
+        return None
+    m, s = queries.shape[2], keys.shape[2]
+    if cache.keys is None or s != min(cache.offset, cache.keys.shape[2]):
+        return None  # another layer's keys, or more than the cache's
+    if isinstance(mask, mx.array):
+        if not _is_window(mask, cache):
+            return None
+    elif mask != "causal" and (mask is not None or m > 1) or rotates and s > cache.max_size:
+        return None
+    if not rotates:
+        return keys, values, 0, 0
+    if (turn := cache._idx) < s:
+        # A row was written over the oldest one. Chunks are counted in the order of the text: its bits come from that.
+        keys, values = (mx.concatenate([a[:, :, turn:], a[:, :, :turn]], axis=2) for a in (keys, values))
+    return keys, values, cache.offset - s, cache.max_size
+
+
+def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Handler, str]]:
     """(layer, handler, method) for each affine quantized layer: its products of 1..16 rows by the kernels.
 
-    Only layers of exactly the classes that the handlers were written for.
+    Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
     """
     found: list[tuple[nn.Module, Handler, str]] = []
     for _, module in model.named_modules():
         if getattr(module, "mode", "affine") != "affine" or module.get("biases") is None:
             continue
-        if type(module) is nn.QuantizedLinear:
+        if (cls := class_of(module)) is nn.QuantizedLinear:
             found.append((module, _linear(module), "__call__"))
-        elif type(module) is nn.QuantizedEmbedding:
+        elif cls is nn.QuantizedEmbedding:
             found.append((module, _linear(module), "as_linear"))
-        elif type(module).__name__ == "QuantizedSwitchLinear":
+        elif cls.__name__ == "QuantizedSwitchLinear":
             found.append((module, _switch(module), "__call__"))
     return found
 
