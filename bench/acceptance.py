@@ -90,19 +90,29 @@ def table(rows: list[dict]) -> str:
 
 
 def markdown(result: dict) -> str:
-    """README's table: greedy, answers that loop left out, a row a kind: the real loop with its interval, then walked figures."""
-    rows = {(r["series"], r["block_size"], r["kind"]): r for r in result["summary"] if r["temp"] == 0 and not r["looped"]}
-    real = max(K for series, K, _ in rows if series == "real")
-    walked = [("walk", K) for K in sorted({K for series, K, _ in rows if series == "walk"} - {real})]
-    columns = [*walked, ("lookup", real), ("zeroed", real)]
-    names = {"walk": "block {}", "lookup": "prompt lookup", "zeroed": "features zeroed"}
-    head = ["kind", "answers", f"tau, block {real} (95 %)", *(names[series].format(K) for series, K in columns)]
+    """README's table, answers that loop left out, a row a kind: the real loop with its intervals, then figures of the greedy texts.
+
+    A record with one greedy real block size gets walked blocks and baselines beside it; one with more gets the real loop's alone.
+    """
+    rows = {(r["series"], r["block_size"], r["temp"], r["kind"]): r for r in result["summary"] if not r["looped"]}
+    kinds = [*dict.fromkeys(kind for *_, kind in rows if kind != "mean"), "mean"]
+    real = sorted({(temp, K) for series, K, temp, _ in rows if series == "real"})
+    if len(real) > 1:
+        shown = [("real", K, temp, f"T {temp:g}, block {K}") for temp, K in real]
+    else:
+        ((temp, most),) = real
+        walked = sorted({K for series, K, *_ in rows if series == "walk"} - {most})
+        shown = [("real", most, temp, f"tau, block {most} (95 %)"), *(("walk", K, temp, f"block {K}") for K in walked)]
+        shown += [("lookup", most, temp, "prompt lookup"), ("zeroed", most, temp, "features zeroed")]
+    head = ["kind", "answers", *(name for *_, name in shown)]
     lines = [f"| {' | '.join(head)} |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
-    for kind in [*(kind for series, K, kind in rows if (series, K) == ("real", real) and kind != "mean"), "mean"]:
-        r = rows["real", real, kind]
-        interval = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r else ""
-        cells = [kind, str(r.get("prompts", "")), f"{r['tau']:.2f}{interval}"]
-        cells += [f"{rows[series, K, kind]['tau']:.2f}" for series, K in columns]
+    for kind in kinds:
+        found = [rows[(*key, kind)] for *key, _ in shown]
+        counts = sorted({r["prompts"] for r, key in zip(found, shown, strict=True) if "prompts" in r and key[0] == "real"})
+        cells = [kind, " to ".join(str(n) for n in counts[:: max(1, len(counts) - 1)])]
+        for r, key in zip(found, shown, strict=True):
+            interval = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r and key[0] == "real" else ""
+            cells.append(f"{r['tau']:.2f}{interval}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
