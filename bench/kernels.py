@@ -1,7 +1,7 @@
 """Every kernel on this machine's GPU: is it right, do its rows agree bit for bit, how long does it take beside stock MLX.
 
     python bench/kernels.py                          all kernels; a table and bench/results/kernels-DEVICE.json
-    python bench/kernels.py --quick                  fewer shapes and rows: about two minutes on an H100
+    python bench/kernels.py --quick                  the largest shapes, rows 1, 4 and 16, most telling first: at most 120 s
     python bench/kernels.py --only block_qmm_tiles --columns 16 32 64
     python bench/kernels.py --generate 2000          the built-in pair with kernels and without: kernels_generate.py
 
@@ -38,8 +38,8 @@ SPREAD_BYTES = 512e6
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Qwen3-8B: (name, N, K)
 LAYERS = [
-    ("gate or up", 12288, 4096),
     ("head", 151936, 4096),
+    ("gate or up", 12288, 4096),
     ("down", 4096, 12288),
     ("q or o", 4096, 4096),
     ("k or v", 1024, 4096),
@@ -107,8 +107,7 @@ class Bench:
 
     def __init__(self, record: dict, out: Path, dtype: mx.Dtype, samples: int, quick: bool):
         self.record, self.out, self.dtype, self.samples = record, out, dtype, samples
-        self.rows = (1, 4, 16) if quick else ROWS
-        self.shapes = 2 if quick else None
+        self.rows, self.quick = (1, 4, 16) if quick else ROWS, quick
         self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
         self.later: list[tuple[dict, Calls, int]] = []
 
@@ -176,7 +175,7 @@ class Bench:
     def products(self, kernel: str, launch: Callable, columns: int | None) -> None:
         f, g = partial(launch, columns=columns), block_qmm.block_qmm_ops
         for bits in (4, 8):
-            for name, n, k in LAYERS[: self.shapes]:
+            for name, n, k in LAYERS[: 1 if self.quick else None]:
                 keys = mx.random.split(mx.random.key(1), 2)
                 first = mx.quantize(mx.random.normal((n, k), dtype=self.dtype, key=keys[0]), group_size=64, bits=bits)
                 weights = [[a + 0 for a in first] for _ in range(spread(size(first)))]
@@ -238,7 +237,7 @@ class Bench:
     def block_attention(self) -> None:
         f, g = block_attention.block_attention_kernel, block_attention.block_attention_ops
         same = choice.same_floats({4: 1e-4, 2: 5e-2}[self.dtype.size])
-        for name, hq, hk, d, s, window in CACHES[: self.shapes]:
+        for name, hq, hk, d, s, window in CACHES[: 2 if self.quick else None]:
             if d * self.dtype.size > 512:
                 continue
             keys = mx.random.split(mx.random.key(3), 3)
@@ -267,18 +266,25 @@ def sixteen_over_one(entries: list[dict]) -> None:
             print(f"{kernel:17} {what:34} kernel {ours:5.2f}   stock {stock:5.2f}   {e['kernel_us'] / one['stock_us']:5.2f}")
 
 
-def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[list[dict], dict[str, str]]:
-    """Run each kernel in a process of its own, one after the other: all their entries, and by name what went wrong."""
+def apart(names: Sequence[str], arguments: list[str], seconds: float, total: float) -> tuple[list[dict], dict[str, str]]:
+    """Run each kernel in a process of its own, one after the other: all their entries, and by name what went wrong.
+
+    Args:
+      seconds: the limit of one; `total`: of all: a process may use one and a half times its share of what is left.
+    """
     entries, errors = [], {}
+    end = time.monotonic() + total
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for i, name in enumerate(names):
+            left = max(end - time.monotonic(), 0)
+            limit = min(seconds, left, 1.5 * left / (len(names) - i))
             out = Path(folder) / f"{name}.json"
             command = [sys.executable, __file__, *arguments, "--only", name, "--out", str(out)]
             begin = time.perf_counter()
             try:
-                code = subprocess.run(command, timeout=seconds).returncode
+                code = subprocess.run(command, timeout=limit).returncode
             except subprocess.TimeoutExpired:
-                code = f"stopped after {seconds:.0f} s"
+                code = f"stopped after {limit:.0f} s"
             part = json.loads(out.read_text()) if out.exists() else {"entries": [], "errors": {}}
             entries += part["entries"]
             errors |= part["errors"]
@@ -290,10 +296,12 @@ def apart(names: Sequence[str], arguments: list[str], seconds: float) -> tuple[l
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("block_qmm_tiles", "block_qmm", "block_gather_qmm", "head_argmax", "accept", "block_attention")
+    # Those without a record first.
+    names = ("block_qmm", "block_attention", "head_argmax", "block_gather_qmm", "accept", "block_qmm_tiles")
     p.add_argument("--only", nargs="+", choices=names)
-    p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the two largest shapes")
-    p.add_argument("--seconds", type=float, default=300, help="limit of one kernel's process")
+    p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the largest shapes")
+    p.add_argument("--seconds", type=float, default=300, help="limit of one process")
+    p.add_argument("--total", type=float, help="limit of all; default 120 for --quick, 150 for --generate, else none")
     p.add_argument("--dtype", choices=TYPES, default="bfloat16")
     p.add_argument("--samples", type=int, default=9)
     p.add_argument(
@@ -302,7 +310,7 @@ def main() -> None:
     p.add_argument("--generate", type=int, metavar="TOKENS", help="compare generation with kernels on and off instead")
     p.add_argument("--pair", default="tiny")
     p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
-    p.add_argument("--block-size", type=int, default=7, help="of --generate; 8 and more make stock MLX compile for minutes")
+    p.add_argument("--block-size", type=int, nargs="+", help="of --generate, one run each; default 7 and 8")
     p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
     args = p.parse_args()
     chosen, args.only = args.only or [], args.only or names
@@ -321,19 +329,22 @@ def main() -> None:
     record |= {"generate": None} if args.generate else {"entries": [], "errors": {}}
     bench, bad = Bench(record, out, TYPES[args.dtype], args.samples, args.quick), []
     if args.generate:
+        from kernels_generate import ROWS as BLOCKS
         from kernels_generate import compare, wrong
 
         def keep(runs: dict) -> None:
             record["generate"] = runs
             bench.save()
 
-        given = ["--pair", args.pair, "--bits", str(args.bits), "--block-size", str(args.block_size)]
-        bad = [mode for mode, run in compare(args.generate, chosen, given, args.seconds, keep).items() if wrong(run)]
+        given = ["--pair", args.pair, "--bits", str(args.bits)]
+        runs = compare(args.generate, chosen, given, args.seconds, keep, args.block_size or BLOCKS, args.total or 150)
+        bad = [name for name, run in runs.items() if wrong(run)]
     elif len(args.only) > 1:
         own = {"--dtype": [args.dtype], "--samples": [str(args.samples)]}
         own |= {"--columns": [str(c) for c in args.columns]} if args.columns != [None] else {}
         given = [word for name, values in own.items() for word in (name, *values)] + ["--quick"] * args.quick
-        record["entries"], record["errors"] = apart(args.only, given, args.seconds)
+        total = args.total or (120 if args.quick else float("inf"))
+        record["entries"], record["errors"] = apart(args.only, given, args.seconds, total)
     else:
         (name,) = args.only
         try:

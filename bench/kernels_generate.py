@@ -1,12 +1,15 @@
 """The built-in pair with our kernels and without, same ids? Each run is a process of its own: an error of the device ends one.
 
-    python bench/kernels.py --generate 2000                          without, then with all kernels; each alone if that run died
+    python bench/kernels.py --generate 2000                          without, then with all kernels
     python bench/kernels.py --generate 2000 --only accept head_argmax         without, then with these, one run each
     python bench/kernels_generate.py MODE TOKENS ...                 one such run; MODE as DFLASH_MLX_KERNELS, "off" first
 
-A run that dies is run again with every operation evaluated as it comes: the record then says at which one. Kernels are forced
-without trials. Blocks and prefill steps have 7 rows: stock MLX's CUDA kernels for quantized products are ready-made up to there,
-and compiled for minutes from 8 on. With `--block-size 8` both texts and stock's other kernels are met too.
+Runs at several numbers of rows a pass go side by side, so their seconds are not to be compared: 7, up to where stock MLX's CUDA
+kernels for quantized products are ready-made; 8, from where on it compiles others; and 8 with cuDNN's attention, which MLX takes
+unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only the variants that run are compiled.
+
+A run that dies is run again in three ways at once: with every operation evaluated as it comes, which names the one that dies;
+without CUDA graphs; and with a core dump, in which the device's kernel is named. One with kernels also with each kernel alone.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import argparse
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -31,9 +37,12 @@ from dflash_mlx.kernels import choice
 from dflash_mlx.kernels.kernel import Kernel
 from dflash_mlx.kernels.layers import kernel_calls
 
-ROWS = 7
-TRACE_SECONDS = 60
-ALONE = ("block_qmm_tiles", "block_qmm", "head_argmax", "accept")
+ROWS = (7, 8)
+LEAST_SECONDS = 15  # of a run: less is not enough to load and compile
+ALONE = ("block_qmm_tiles", "block_qmm", "block_attention", "head_argmax", "accept")
+CUDNN, GRAPHS = "MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS"
+CORE = ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP", "CUDA_COREDUMP_SHOW_PROGRESS")
+WAYS = ("traced", "without graphs", "core dump")
 QUESTIONS = [
     "Write a story about a small boat.",
     "Explain why the sky is blue.",
@@ -46,36 +55,109 @@ QUESTIONS = [
 ]
 
 
-def compare(tokens: int, only: Sequence[str], arguments: Sequence[str], seconds: float, save: Callable[[dict], None]) -> dict:
-    """By mode: what `generate` recorded; if its process died, `error`, and `traced`: how a traced run ended, and where.
+@dataclass(frozen=True)
+class Job:
+    """One run: MODE as DFLASH_MLX_KERNELS, rows of a pass, whose attention stock MLX uses, and how it is watched."""
+
+    mode: str
+    rows: int
+    cudnn: bool = False
+    way: str = ""
+
+    @property
+    def setting(self) -> str:
+        return f"{self.rows} rows{', cuDNN' * self.cudnn}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, {self.setting}{f', {self.way}' if self.way else ''}"
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        own = {choice.VARIABLE: self.mode, "DFLASH_MLX_CACHE": str(folder), CUDNN: str(int(self.cudnn))}
+        if self.way == "without graphs":
+            own[GRAPHS] = "0"
+        if self.way == "core dump":
+            own |= {name: "1" for name in CORE} | {"CUDA_COREDUMP_FILE": str(folder / "generate.core")}
+        return own
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
+
+
+def compare(
+    tokens: int,
+    only: Sequence[str],
+    arguments: Sequence[str],
+    seconds: float,
+    save: Callable[[dict], None],
+    rows: Sequence[int] = ROWS,
+    total: float = 150,
+) -> dict:
+    """By the name of a job: what `generate` recorded, with `error` if its process died or was stopped.
 
     Args:
-      only: kernels to run one by one; none: all at once, and one by one if that run died.
+      only: kernels to run one by one; none: all at once.
+      seconds: the limit of one process; `total`: of all, those that look for a culprit included.
       save: is given the runs so far after each.
     """
     runs: dict[str, dict] = {}
+    end = time.monotonic() + total
+
+    def together(jobs: Sequence[Job]) -> list[Job]:
+        """Run side by side; those that ended well."""
+        limit = min(seconds, end - time.monotonic())
+        if limit < LEAST_SECONDS:
+            runs.update({job.name: {"error": f"not run: the {total:.0f} s were over"} for job in jobs})
+        else:
+            with ThreadPoolExecutor(max(len(jobs), 1)) as pool:
+                ended = pool.map(lambda job: _apart(job, tokens, arguments, limit, Path(folder)), jobs)
+                for job, run in zip(jobs, ended, strict=True):
+                    if job.mode != "off" and "error" not in run and not run["launches"]:
+                        run["error"] = "no kernel ran: is there a GPU that MLX sees?"
+                    runs[job.name] = run
+                    print(f"{job.name}: {summary(run)}", flush=True)
+        save({name: {k: v for k, v in r.items() if k != "answers"} for name, r in runs.items()})
+        return [job for job in jobs if "error" not in runs[job.name]]
+
     with tempfile.TemporaryDirectory() as folder:
-        waiting = ["off", *(only or ["on"])]
-        while waiting and "error" not in runs.get("off", {}):  # where stock MLX dies, there is nothing to compare with
-            mode = waiting.pop(0)
-            runs[mode] = run = _apart(mode, tokens, arguments, seconds, Path(folder))
-            if mode != "off" and "error" not in run and not run["launches"]:
-                run |= {"error": "no kernel ran: is there a GPU that MLX sees?", "traced": None}
-            elif "error" in run:
-                traced = _apart(mode, tokens, [*arguments, "--trace"], TRACE_SECONDS, Path(folder))
-                run["traced"] = {"error": traced.get("error"), "last": traced.get("last")}
-                waiting += ALONE if mode == "on" else []
-            save({name: {k: v for k, v in r.items() if k != "answers"} for name, r in runs.items()})
-            print(f"{mode}: {summary(run)}", flush=True)
+        stock = [Job("off", n) for n in rows] + [Job("off", rows[-1], cudnn=True)] * mx.cuda.is_available()
+        # Where stock MLX dies, there is nothing to compare with.
+        ours = [replace(job, mode=mode) for job in together(stock) for mode in only or ["on"]]
+        together(ours)
+        dead = [job for job in (*stock, *ours) if runs[job.name].get("died")]
+        # One of each mode: what is found out about it holds for the others or is asked in a run of its own.
+        first = list({job.mode: job for job in reversed(dead)}.values())
+        again = [replace(job, way=way) for job in first for way in WAYS]
+        again += [replace(job, mode=name) for job in first if job.mode == "on" for name in ALONE]
+        if again:
+            together(again)
+            print(*(f"\n{job.name} died. {found(job, runs)}" for job in first), sep="", flush=True)
     return runs
+
+
+def found(job: Job, runs: dict[str, dict]) -> str:
+    """What the runs after a death say of its cause."""
+
+    def ended(run: dict) -> str:
+        return run.get("error", "did not die")
+
+    traced, graphs, core = (runs[replace(job, way=way).name] for way in WAYS)
+    alone = {name: runs[replace(job, mode=name).name] for name in ALONE} if job.mode == "on" else {}
+    lines = [
+        f"operation by operation: {ended(traced)}; last: {(traced.get('last') or ['none'])[-1]}",
+        f"without CUDA graphs: {ended(graphs)}",
+        f"the device's kernels in the core dump: {', '.join(core.get('kernels', [])) or 'none: ' + ended(core)}",
+        *(f"{name} alone: {ended(run)}" for name, run in alone.items()),
+    ]
+    return "\n  ".join(["It ended with: " + ended(runs[job.name]), *lines])
 
 
 def summary(run: dict) -> str:
     """One line about a run."""
     launches = ", ".join(f"{name} {n}" for name, n in run.get("launches", {}).items()) or "none"
     counts = ", ".join(f"{run.get(name, 0)} {name}" for name in ("tokens", "ties", "faults"))
-    line = f"{counts} in {run.get('seconds', 0):.1f} s; launches: {launches}"
-    return line + (f"; {run['error']}; traced: {run['traced']}" if "error" in run else "")
+    line = f"{counts} in {run.get('seconds', 0):.1f} s; {len(run.get('variants', []))} compiled; launches: {launches}"
+    return line + (f"; {run['error']}" if "error" in run else "")
 
 
 def wrong(run: dict) -> bool:
@@ -83,18 +165,25 @@ def wrong(run: dict) -> bool:
     return "error" in run or run["faults"] > 0 or 200 * run["ties"] > run["tokens"]
 
 
-def _apart(mode: str, tokens: int, arguments: Sequence[str], seconds: float, folder: Path) -> dict:
-    """One run in a process and with a cache directory of its own."""
-    out = folder / f"{mode}{'-traced' if '--trace' in arguments else ''}.json"
-    command = [sys.executable, __file__, mode, str(tokens), *arguments, "--out", str(out), "--against", str(folder / "off.json")]
-    environment = {**os.environ, choice.VARIABLE: mode, "DFLASH_MLX_CACHE": str(folder)}
+def _apart(job: Job, tokens: int, arguments: Sequence[str], seconds: float, folder: Path) -> dict:
+    """One run in a process and with a cache directory of its own. `died`: by itself, not by the limit."""
+    out, against = job.file(folder), replace(job, mode="off", way="").file(folder)
+    options = ["--block-size", str(job.rows), "--out", str(out), *(["--against", str(against)] if job.mode != "off" else [])]
+    command = [sys.executable, __file__, job.mode, str(tokens), *arguments, *options, *["--trace"] * (job.way == "traced")]
+    (home := out.with_suffix("")).mkdir(exist_ok=True)
+    ended = {}
     try:
+        environment = {**os.environ, **job.environment(home)}
         done = subprocess.run(command, timeout=seconds, stderr=subprocess.PIPE, text=True, env=environment)
-        error = f"exit {done.returncode}: {' | '.join(done.stderr.strip().splitlines()[-2:])}" if done.returncode else None
+        if done.returncode:
+            said = [line for line in done.stderr.strip().splitlines() if "Warning" not in line]
+            ended = {"error": f"exit {done.returncode}: {' | '.join(said[-2:])}", "died": True}
     except subprocess.TimeoutExpired:
-        error = f"stopped after {seconds:.0f} s"
-    run = json.loads(out.read_text()) if out.exists() else {}
-    return run | ({"error": error} if error else {})
+        ended = {"error": f"stopped after {seconds:.0f} s"}
+    if (core := home / "generate.core").exists():
+        # Names of functions, as the images of the modules that were running have them.
+        ended["kernels"] = sorted({n.decode() for n in re.findall(rb"(?:_Z\w{12,}|custom_kernel_\w+)", core.read_bytes())})[:20]
+    return (json.loads(out.read_text()) if out.exists() else {}) | ended
 
 
 def generate(
@@ -113,12 +202,13 @@ def generate(
     A difference is a tie only if the top-2 gap there is below twice the difference between the two passes; the comparison goes on
     behind it with the text of `off`.
     """
-    record: dict = {"tokens": 0, "seconds": 0.0, "ties": 0, "faults": 0, "differences": [], "launches": {}, "answers": []}
+    record: dict = {"tokens": 0, "seconds": 0.0, "ties": 0, "faults": 0, "differences": [], "launches": {}, "variants": []}
+    record["answers"] = []
 
     def save() -> None:
         out.write_text(json.dumps(record))
 
-    _force(record["launches"])
+    _force(record["launches"], record["variants"])
     model, tokenizer = load(pair, dtype=dtype)
     if not kernel_calls(model):
         nn.quantize(model, 32, bits)
@@ -128,7 +218,7 @@ def generate(
 
     def answer(prompt: list[int], most: int) -> list[int]:
         # A fixed width, so that all modes pass over the same rows.
-        options = {"draft_model": drafter, "block_size": block, "prefill_step_size": ROWS, "max_tokens": most}
+        options = {"draft_model": drafter, "block_size": block, "prefill_step_size": block, "max_tokens": most}
         return [r.token for r in stream_generate(model, tokenizer, prompt, **options)]
 
     right = json.loads(against.read_text())["answers"] if against else None
@@ -145,7 +235,7 @@ def generate(
                 ours = answer([*prompt, *said[:done]], len(said) - done)
                 done += next((n for n, (a, b) in enumerate(zip_longest(said[done:], ours)) if a != b), len(said) - done)
                 if done < len(said):
-                    gap, apart = last_row(model, [*prompt, *said[:done]], mode)
+                    gap, apart = last_row(model, [*prompt, *said[:done]], mode, block)
                     tie = gap < 2 * apart
                     record["ties" if tie else "faults"] += 1
                     record["differences"].append({"answer": i, "token": done, "gap": gap, "apart": apart, "tie": tie})
@@ -158,15 +248,15 @@ def generate(
     return record
 
 
-def last_row(model, text: list[int], mode: str) -> tuple[float, float]:
+def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float]:
     """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels and without, from one cache."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from dflash_mlx.taps import Target
 
     cache, target, rows = make_prompt_cache(model), Target(model), []
-    for i in range(0, len(text) - 1, ROWS):
-        model(mx.array([text[i : min(i + ROWS, len(text) - 1)]]), cache=cache)
+    for i in range(0, len(text) - 1, step):
+        model(mx.array([text[i : min(i + step, len(text) - 1)]]), cache=cache)
     for way in ("off", mode):
         os.environ[choice.VARIABLE] = way
         hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True)
@@ -176,21 +266,27 @@ def last_row(model, text: list[int], mode: str) -> tuple[float, float]:
     return float(mx.abs(two[0] - two[1])), float(mx.max(mx.abs(rows[0] - rows[1])))
 
 
-def _force(launches: dict[str, int]) -> None:
-    """No trials: what may run does, the text for matrix units before the other. Count launches by kernel."""
+def _force(launches: dict[str, int], variants: list[str]) -> None:
+    """No trials: what may run does, the text for matrix units before the other. Count launches, note what is compiled."""
     # The cache directory is this run's own, so nobody finds these verdicts.
     choice._judge = lambda name, shape, trial: choice.Verdict(name, shape, True, "forced", 1.0 if "tiles" in name else 2.0, 3.0)
     launch = Kernel.__call__
 
     def counted(kernel: Kernel, *given, **options):
         launches[kernel.name] = launches.get(kernel.name, 0) + 1
+        variant = " ".join([kernel.name, *(f"{name} {value}" for name, value in options["template"])])
+        if variant not in variants:
+            variants.append(variant)
         return launch(kernel, *given, **options)
 
     Kernel.__call__ = counted
 
 
 def _trace(record: dict, save: Callable[[], None]) -> None:
-    """Evaluate every operation of a pass as it comes; `record["last"]` names the latest ones and is saved before each."""
+    """Evaluate every operation of a pass as it comes; `record["last"]` names the latest ones, before each and when it is done.
+
+    What has no name of its own here is evaluated as the input of the next one.
+    """
     from mlx_lm.models.cache import KVCache
 
     def noted(owner, name: str) -> None:
@@ -205,6 +301,8 @@ def _trace(record: dict, save: Callable[[], None]) -> None:
             result = inner(*given, **options)
             mx.eval(result)
             mx.synchronize()
+            record["last"][-1] += ": done"
+            save()
             return result
 
         setattr(owner, name, call)
@@ -224,14 +322,13 @@ def main() -> None:
     p.add_argument("tokens", type=int)
     p.add_argument("--pair", default="tiny")
     p.add_argument("--bits", type=int, default=4)
-    p.add_argument("--block-size", type=int, default=ROWS)
-    p.add_argument("--against", type=Path, required=True, help="the record of the run with kernels off; not read by that run")
+    p.add_argument("--block-size", type=int, default=ROWS[0])
+    p.add_argument("--against", type=Path, help="the record of the run with kernels off")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--trace", action="store_true", help="evaluate each operation as it comes and record the last ones")
     args = p.parse_args()
     os.environ[choice.VARIABLE] = args.mode
-    against = None if args.mode == "off" else args.against
-    generate(args.mode, args.tokens, args.pair, args.bits, args.block_size, against, args.out, args.trace)
+    generate(args.mode, args.tokens, args.pair, args.bits, args.block_size, args.against, args.out, args.trace)
 
 
 if __name__ == "__main__":
