@@ -132,6 +132,13 @@ def test_a_matrix_product_that_not_all_reach_is_a_fault():
      "const device vec<float, 4>* p = (const device vec<float, 4>*)(x + 1);\nconst vec<float, 4> v = p[0];\n"
      "y[TID] = v[0];",
      "line 2: misaligned: x"),
+    ("a wide read of threadgroup memory declared for halves",
+     f"threadgroup half t[256];\nfor (int i = 0; i < 4; ++i) t[4 * TID + i] = half(1.0f);\n{BARRIER}\n"
+     "const vec<half, 4> v = ((threadgroup vec<half, 4>*)t)[TID];\ny[TID] = float(v[0]);",
+     "line 4: misaligned: t is an array of elements of 2 bytes, read or written by 8"),
+    ("a wide write of threadgroup memory declared for words",
+     "threadgroup uint t[256];\n((threadgroup vec<uint, 4>*)t)[TID] = vec<uint, 4>(1u);\ny[TID] = 0.0f;",
+     "line 2: misaligned: t is an array of elements of 4 bytes, read or written by 16"),
     ("too much threadgroup memory", "threadgroup float t[8193];\ny[TID] = 0.0f;", "line 1: 32772 bytes"),
     ("a loop that never ends", "while (true) simd_max(1.0f);\ny[TID] = 0.0f;", "line 1: does not end"),
     ("shuffle from no lane", "y[TID] = simd_shuffle(1.0f, 32);", "line 1: simd shuffle from lane 32"),
@@ -140,6 +147,16 @@ def test_a_matrix_product_that_not_all_reach_is_a_fault():
 def test_a_fault_is_reported_with_its_line(name, source, message, order):
     with pytest.raises(KernelFault, match=message):
         run(source, order=order)
+
+
+def test_threadgroup_memory_declared_of_vectors_is_read_by_vectors_and_by_elements():
+    y = run(f"""
+        threadgroup vec<float, 4> t[64];
+        t[TID] = vec<float, 4>(x[TID]);
+        {BARRIER}
+        y[TID] = ((threadgroup float*)t)[4 * (63 - TID) + 1];
+    """)
+    assert np.array_equal(np.array(y), np.arange(63, -1, -1))
 
 
 @pytest.mark.parametrize("dtype, kind", [(mx.float32, "float"), (mx.float16, "half"), (mx.bfloat16, "bfloat"), (mx.int32, "int")])
@@ -200,6 +217,8 @@ def test_a_barrier_for_threadgroup_memory_does_not_order_device_memory():
     ("x[TID] = 1.0f;", "store through a pointer to const"),  # an input is const
     ("auto v = x[0]; y[TID] = v;", "name the type"),
     ("y[TID] = undeclared;", "undeclared"),
+    ("\nhalf a[4]; const thread vec<half, 2>* p = (const thread vec<half, 2>*)a; y[TID] = float(p[0][0]);", "line 2: a thread's"),
+    ("half a[4]; y[TID] = float(reinterpret_cast<thread vec<half, 2>&>(a)[0]);", "aligned for its elements"),
 ])  # fmt: skip
 def test_what_a_mac_would_not_compile_does_not_compile(source, message):
     with pytest.raises(CompileFault, match=message):

@@ -78,6 +78,9 @@ _SHARED = re.compile(rf"\bthreadgroup\s+(?P<type>{_TYPE})\s+(?P<name>\w+)\s*\[(?
 _NUMBER = r"(?:float|half|bfloat|u?int|u?short|u?char|u?int\d+_t|bool|T|U|vec\s*<[^<>]*>|float\d|u?int\d|half\d)"
 _BARE_POINTER = re.compile(rf"(?<![\w:<,])(?<!thread )(?<!thread const )(?:const\s+)?\b{_NUMBER}\s*\*\s*(?=\w|\))")
 _NOT_METAL = re.compile(r"\b(double|std::|printf|new|delete|throw|try|malloc|static_assert_cast)\b|\bstd::")
+_THREAD_CAST = re.compile(
+    rf"\(\s*(?:const\s+)?thread\s+(?:const\s+)?{_TYPE}\s*[*&]\s*\)|reinterpret_cast\s*<\s*(?:const\s+)?thread\b"
+)
 _AUTO_ELEMENT = re.compile(r"\bauto\s+\w+\s*=\s*\w+\[[^;]*\]\s*;")
 
 
@@ -109,6 +112,11 @@ def translate(text: str, shared_from: int = 0, kernel_body: bool = True) -> str:
     text = _blank_comments(text)
     if found := _NOT_METAL.search(text):
         raise CompileFault(f"line {_line(text, found.start())}: {found.group()!r} does not exist in Metal")
+    if kernel_body and (cast := _THREAD_CAST.search(text)):
+        raise CompileFault(
+            f"line {_line(text, cast.start())}: a thread's own array is aligned for its elements, and no pointer makes it wider "
+            f"({cast.group()!r}): name the elements one by one, or declare it of the wider type"
+        )
     number = shared_from
 
     def shared(m: re.Match) -> str:

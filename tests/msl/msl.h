@@ -129,6 +129,7 @@ struct Region {
   std::vector<uint8_t> written;              // one per byte
   int unit = 1;
   int begins = 0;                            // bytes, modulo the largest vector's, from its GPU buffer's beginning
+  size_t aligned = 16;                       // what is known of the address of its beginning, whatever it is here
   const char* name = "";
 };
 
@@ -268,6 +269,11 @@ struct Ptr {
       fault(line, "out of bounds: %s (%s, %zu bytes) at byte %lld", region->name, Space::name, region->bytes, (long long)offset);
     }
     // A GPU buffer begins at a multiple of any vector's size; an input that is a view of a longer array need not.
+    // An array of a text's own lies at a multiple of its element's size, and no more is known: half of a float4 may be elsewhere.
+    if (alignof(T) > region->aligned) {
+      fault(line, "misaligned: %s is an array of elements of %zu bytes, read or written by %zu", region->name, region->aligned,
+            alignof(T));
+    }
     if (const int64_t at_byte = offset + region->begins; at_byte % int64_t(alignof(T))) {
       fault(line, "misaligned: %s at byte %lld needs a multiple of %zu", region->name, (long long)at_byte, alignof(T));
     }
@@ -306,6 +312,7 @@ Ptr<Threadgroup, T> shared_array(int number, size_t n, const char* name, int lin
     r.base = static_cast<char*>(std::aligned_alloc(64, (r.bytes + 63) / 64 * 64));
     std::memset(r.base, 0xcd, r.bytes);
     r.unit = sizeof(T);
+    r.aligned = alignof(T);
     r.shadow.assign(n, Shadow());
     r.written.assign(r.bytes, 0);
     r.name = name;
