@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+import kernels
 import kernels_generate
 
 from dflash_mlx.kernels import choice
@@ -73,6 +74,22 @@ def test_a_kernel_that_is_wrong_is_seen(gpu, monkeypatch, tmp_path):
     run(monkeypatch, tmp_path, "off")
     gpu["dflash_block_qmm"] = 1.5
     assert kernels_generate.wrong(run(monkeypatch, tmp_path, "block_qmm"))
+
+
+def test_a_kernels_process_may_use_its_share_of_the_time_and_half_as_much_again(monkeypatch):
+    limits = []
+
+    def process(command, timeout):
+        limits.append(round(timeout))
+        if "b" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", process)
+    entries, errors = kernels.apart(["a", "b", "c"], [], seconds=300, total=120)
+    assert limits == [60, 90, 120] and not entries and errors == {"b": "its process ended with stopped after 90 s"}
+    kernels.apart(["a", "c"], [], seconds=300, total=float("inf"))
+    assert limits[3:] == [300, 300]
 
 
 class Processes:
