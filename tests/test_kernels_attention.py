@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import BASE, FAMILIES, OTHERS, known_drafter, some_line, varied
+from families import BASE, FAMILIES, OTHERS, family, known_drafter, some_line, varied
 from kit import greedy_ids, run
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
@@ -89,6 +89,18 @@ def test_ids_are_plain_decodings_through_wrapped_windows(name, stand_in):
     # Windows have dropped keys: the first that is left is not the text's first.
     assert (max(launch[3] for launch in stand_in) > 0) == (name != "llama")
     assert max(launch[4] for launch in stand_in if launch[1]) < WINDOW + 16 if name != "llama" else True
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_every_familys_ids_are_plain_decodings_and_one_row_goes_where_many_go(name, stand_in, monkeypatch):
+    """Heads of any width, as if the kernel took them."""
+    monkeypatch.setattr(layers, "can_block_attention", lambda q, k, v, causal, window: q.shape[2] <= 16 and k.shape == v.shape)
+    model, prompt = family(name), some_line(21)
+    want = greedy_ids(model, prompt, 40)
+    assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
+    one, many = ({launch[1:3] for launch in stand_in if (launch[0] == 1) is single} for single in (True, False))
+    assert one == many
 
 
 @needs_compiler
