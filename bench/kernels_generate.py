@@ -19,9 +19,11 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +42,7 @@ from dflash_mlx.kernels.layers import kernel_calls
 ROWS = (7, 8)
 LEAST_SECONDS = 15  # of a run: less is not enough to load and compile
 ALONE = ("block_qmm_tiles", "block_qmm", "block_attention", "head_argmax", "accept")
-CUDNN, GRAPHS = "MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS"
+CUDNN, GRAPHS, COMPILED = "MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_PTX_CACHE_DIR"
 CORE = ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP", "CUDA_COREDUMP_SHOW_PROGRESS")
 WAYS = ("traced", "without graphs", "core dump")
 QUESTIONS = [
@@ -171,10 +173,14 @@ def _apart(job: Job, tokens: int, arguments: Sequence[str], seconds: float, fold
     options = ["--block-size", str(job.rows), "--out", str(out), *(["--against", str(against)] if job.mode != "off" else [])]
     command = [sys.executable, __file__, job.mode, str(tokens), *arguments, *options, *["--trace"] * (job.way == "traced")]
     (home := out.with_suffix("")).mkdir(exist_ok=True)
+    # MLX writes what it compiles into files that another process may read half written: a folder each, joined afterwards.
+    shared, own = Path(os.environ.get(COMPILED, folder / "compiled")), home / "compiled"
+    _join(shared, own)
     ended = {}
     try:
-        environment = {**os.environ, **job.environment(home)}
+        environment = {**os.environ, **job.environment(home), COMPILED: str(own)}
         done = subprocess.run(command, timeout=seconds, stderr=subprocess.PIPE, text=True, env=environment)
+        _join(own, shared)
         if done.returncode:
             said = [line for line in done.stderr.strip().splitlines() if "Warning" not in line]
             ended = {"error": f"exit {done.returncode}: {' | '.join(said[-2:])}", "died": True}
@@ -184,6 +190,17 @@ def _apart(job: Job, tokens: int, arguments: Sequence[str], seconds: float, fold
         # Names of functions, as the images of the modules that were running have them.
         ended["kernels"] = sorted({n.decode() for n in re.findall(rb"(?:_Z\w{12,}|custom_kernel_\w+)", core.read_bytes())})[:20]
     return (json.loads(out.read_text()) if out.exists() else {}) | ended
+
+
+_joining = threading.Lock()
+
+
+def _join(source: Path, into: Path) -> None:
+    """Copy what a folder has into another."""
+    with _joining:
+        into.mkdir(parents=True, exist_ok=True)
+        if source.exists():
+            shutil.copytree(source, into, dirs_exist_ok=True)
 
 
 def generate(

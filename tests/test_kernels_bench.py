@@ -96,7 +96,8 @@ class Processes:
     """Stands in for subprocess.run: which jobs die, and what each process was given."""
 
     def __init__(self, monkeypatch, dies=(), cuda=True):
-        self.dies, self.asked = dies, []
+        self.dies, self.asked, self.found = dies, [], []
+        monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
         monkeypatch.setattr(subprocess, "run", self)
         monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
 
@@ -108,6 +109,10 @@ class Processes:
         way = "core dump" if "CUDA_COREDUMP_FILE" in env else way
         job = kernels_generate.Job(mode, rows, cudnn, way)
         self.asked.append(job)
+        # What MLX compiled in runs before is there; what it compiles now lies in this run's own folder.
+        compiled = Path(env["MLX_PTX_CACHE_DIR"])
+        self.found.append({file.name for file in compiled.iterdir()})
+        (compiled / f"{mode}-{rows}.ptx").touch()
         assert ("--against" in command) == (mode != "off")
         dead = (mode, rows, cudnn, way) in self.dies or (mode, rows, cudnn) in self.dies
         launches = {} if mode in ("off", "block_qmm") else {mode: 9}
@@ -133,6 +138,7 @@ def test_sizes_run_side_by_side_without_kernels_and_then_with_them(monkeypatch, 
     assert list(runs) == [f"{mode}, {s}" for mode in ("off",) for s in settings] + [
         f"{mode}, {s}" for s in settings for mode in ("accept", "block_qmm")
     ]
+    assert [len(names & {"off-7.ptx", "off-8.ptx"}) for names in processes.found[3:]] == [2] * 6
     assert {job.way for job in processes.asked} == {""} and "died" not in capsys.readouterr().out
     assert [name for name, r in runs.items() if kernels_generate.wrong(r)] == [f"block_qmm, {s}" for s in settings]
     assert runs["block_qmm, 7 rows"]["error"] == "no kernel ran: is there a GPU that MLX sees?"  # nothing was compared
