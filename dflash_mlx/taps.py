@@ -446,7 +446,9 @@ class Target:
 
     def doubts(self, hidden: mx.array, margin: mx.array | None = None) -> list[mx.array]:
         """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32."""
-        if margin is None and not self._kernels(hidden.size // hidden.shape[-1]):
+        handlers = self._kernels(hidden.size // hidden.shape[-1])
+        # Attention is found in every model, also where no kernel serves it.
+        if margin is None and not any(getattr(handler, "served", True) for _, handler, _ in handlers):
             return []
         wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
         if margin is not None:

@@ -270,6 +270,15 @@ def test_quantized_caches_switch_to_mlx_in_the_middle_of_a_text(stand_in):
     assert 9 < max(launch[4] for launch in stand_in) <= 24
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_pass_is_doubted_only_if_a_kernel_ran_in_it(faster, stand_in, monkeypatch):
+    monkeypatch.setattr(choice, "use", lambda *args: faster)
+    model = wide("llama")
+    target = Target(model)
+    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True)
+    assert len(target.doubts(hidden)) == faster and bool(stand_in) == faster
+
+
 def test_nobody_elses_calls_change(stand_in):
     """The model's module, another model of the same class and this one outside its pass call mlx-lm's own function."""
     module = importlib.import_module("mlx_lm.models.llama")

@@ -69,33 +69,37 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
         call = cls.__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(_ATTENTION) is scaled_dot_product_attention:
             if _ATTENTION in call.__code__.co_names:
-                found.append((module, _attention(module, call), "__call__"))
+                found.append((module, Attention(module, call), "__call__"))
     return found
 
 
-def _attention(module: nn.Module, call: FunctionType) -> Handler:
-    """The module's call with the kernel in the name's place: a copy of the function, so that nobody else's calls change."""
-    # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the kernel's.
-    foreign = False
+class Attention:
+    """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function.
 
-    def attend(queries, keys, values, cache, scale, mask, sinks=None):
-        nonlocal foreign
-        foreign = foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
-        laid = None if foreign else _laid(queries, keys, values, cache, mask)
+    The call is run from a copy in which the name is ours, so that nobody else's calls change. `served`: whether the kernel ran.
+    """
+
+    def __init__(self, module: nn.Module, call: FunctionType):
+        self.module, self.served = module, False
+        # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
+        # kernel's.
+        self._foreign = False
+        named = {**call.__globals__, _ATTENTION: self._attend}
+        self._call = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
+        self._call.__kwdefaults__ = call.__kwdefaults__
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._call(self.module, *args, **kwargs)
+
+    def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
+        self._foreign = self._foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
+        laid = None if self._foreign else _laid(queries, keys, values, cache, mask)
         if laid and isinstance(scale, int | float):
             k, v, start, window = laid
             if can_block_attention(queries, k, v, True, window):
+                self.served = True
                 return block_attention_kernel(queries, k, v, scale, True, window, sinks, start)
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-
-    named = {**call.__globals__, _ATTENTION: attend}
-    own = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
-    own.__kwdefaults__ = call.__kwdefaults__
-
-    def handler(inner, args, kwargs):
-        return own(module, *args, **kwargs)
-
-    return handler
 
 
 def _is_window(mask: mx.array, cache: Any) -> bool:
