@@ -309,6 +309,7 @@ def main() -> None:
     )
     p.add_argument("--generate", type=int, metavar="TOKENS", help="compare generation with kernels on and off instead")
     p.add_argument("--pair", default="tiny")
+    p.add_argument("--model", help="path of the pair's target for --generate, where there is no network to fetch it")
     p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
     p.add_argument("--block-size", type=int, nargs="+", help="of --generate, one run each; default 7 and 8")
     p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
@@ -336,7 +337,7 @@ def main() -> None:
             record["generate"] = runs
             bench.save()
 
-        given = ["--pair", args.pair, "--bits", str(args.bits)]
+        given = ["--pair", args.pair, "--bits", str(args.bits), *(["--model", args.model] if args.model else [])]
         runs = compare(args.generate, chosen, given, args.seconds, keep, args.block_size or BLOCKS, args.total or 150)
         bad = [name for name, run in runs.items() if wrong(run)]
     elif len(args.only) > 1:

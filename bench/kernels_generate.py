@@ -75,7 +75,7 @@ class Job:
         return f"{self.mode}, {self.setting}{f', {self.way}' if self.way else ''}"
 
     def environment(self, folder: Path) -> dict[str, str]:
-        own = {choice.VARIABLE: self.mode, "DFLASH_MLX_CACHE": str(folder), CUDNN: str(int(self.cudnn))}
+        own = {choice.VARIABLE: self.mode, CUDNN: str(int(self.cudnn))}
         if self.way == "without graphs":
             own[GRAPHS] = "0"
         if self.way == "core dump":
@@ -168,7 +168,7 @@ def wrong(run: dict) -> bool:
 
 
 def _apart(job: Job, tokens: int, arguments: Sequence[str], seconds: float, folder: Path) -> dict:
-    """One run in a process and with a cache directory of its own. `died`: by itself, not by the limit."""
+    """One run in a process of its own. `died`: by itself, not by the limit."""
     out, against = job.file(folder), replace(job, mode="off", way="").file(folder)
     options = ["--block-size", str(job.rows), "--out", str(out), *(["--against", str(against)] if job.mode != "off" else [])]
     command = [sys.executable, __file__, job.mode, str(tokens), *arguments, *options, *["--trace"] * (job.way == "traced")]
@@ -213,11 +213,12 @@ def generate(
     out: Path,
     trace: bool = False,
     dtype: mx.Dtype = mx.float16,
+    path: str | None = None,
 ) -> dict:
     """Answers until there are `tokens`, written to `out` after each; against those of `off`, where given, id by id.
 
     A difference is a tie only if the top-2 gap there is below twice the difference between the two passes; the comparison goes on
-    behind it with the text of `off`.
+    behind it with the text of `off`. `path`: of the pair's target, where it is not where pairs are kept.
     """
     record: dict = {"tokens": 0, "seconds": 0.0, "ties": 0, "faults": 0, "differences": [], "launches": {}, "variants": []}
     record["answers"] = []
@@ -226,7 +227,7 @@ def generate(
         out.write_text(json.dumps(record))
 
     _force(record["launches"], record["variants"])
-    model, tokenizer = load(pair, dtype=dtype)
+    model, tokenizer = load(path or pair, dtype=dtype)
     if not kernel_calls(model):
         nn.quantize(model, 32, bits)
     drafter = load_drafter(pair, model)
@@ -285,8 +286,14 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
 
 def _force(launches: dict[str, int], variants: list[str]) -> None:
     """No trials: what may run does, the text for matrix units before the other. Count launches, note what is compiled."""
-    # The cache directory is this run's own, so nobody finds these verdicts.
-    choice._judge = lambda name, shape, trial: choice.Verdict(name, shape, True, "forced", 1.0 if "tiles" in name else 2.0, 3.0)
+
+    def forced(kernel: Kernel, shape: str, trial: Callable) -> choice.Verdict:
+        # Neither read from the cache directory nor kept there.
+        verdict = choice.Verdict(kernel.name, shape, True, "forced", 1.0 if "tiles" in kernel.name else 2.0, 3.0)
+        choice._known[kernel, shape] = verdict
+        return verdict
+
+    choice._verdict = forced
     launch = Kernel.__call__
 
     def counted(kernel: Kernel, *given, **options):
@@ -338,6 +345,7 @@ def main() -> None:
     p.add_argument("mode")
     p.add_argument("tokens", type=int)
     p.add_argument("--pair", default="tiny")
+    p.add_argument("--model", help="path of the pair's target, where there is no network to fetch it")
     p.add_argument("--bits", type=int, default=4)
     p.add_argument("--block-size", type=int, default=ROWS[0])
     p.add_argument("--against", type=Path, help="the record of the run with kernels off")
@@ -345,7 +353,8 @@ def main() -> None:
     p.add_argument("--trace", action="store_true", help="evaluate each operation as it comes and record the last ones")
     args = p.parse_args()
     os.environ[choice.VARIABLE] = args.mode
-    generate(args.mode, args.tokens, args.pair, args.bits, args.block_size, args.against, args.out, args.trace)
+    options = {"trace": args.trace, "path": args.model}
+    generate(args.mode, args.tokens, args.pair, args.bits, args.block_size, args.against, args.out, **options)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from kit import TINY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 import kernels
@@ -46,7 +47,7 @@ def gpu(monkeypatch, tmp_path):
     for name in ("_known", "_off", "_memo"):
         monkeypatch.setattr(choice, name, {})
     # What a run puts in its place for good is taken back here.
-    monkeypatch.setattr(choice, "_judge", choice._judge)
+    monkeypatch.setattr(choice, "_verdict", choice._verdict)
     monkeypatch.setattr(Kernel, "__call__", Kernel.__call__)
     return spoilt
 
@@ -64,6 +65,7 @@ def test_a_run_says_which_kernels_ran_and_whether_ids_are_those_without(gpu, mon
     assert off["tokens"] == 40 and not off["launches"] and off == json.loads((tmp_path / "off.json").read_text())
     for mode in ("block_qmm", "accept", "block_attention"):
         on = run(monkeypatch, tmp_path, mode)
+        assert not (tmp_path / "kernels").exists()  # forced verdicts are not kept
         assert on["variants"] and all(variant.startswith(mode) for variant in on["variants"])
         names = {mode, "block_attention_reduce"} if mode == "block_attention" else {mode}
         assert set(on["launches"]) == names and min(on["launches"].values()) > 10
@@ -71,7 +73,7 @@ def test_a_run_says_which_kernels_ran_and_whether_ids_are_those_without(gpu, mon
 
 
 def test_a_kernel_that_is_wrong_is_seen(gpu, monkeypatch, tmp_path):
-    run(monkeypatch, tmp_path, "off")
+    run(monkeypatch, tmp_path, "off", path=str(TINY / "target"))
     gpu["dflash_block_qmm"] = 1.5
     assert kernels_generate.wrong(run(monkeypatch, tmp_path, "block_qmm"))
 
