@@ -189,8 +189,9 @@ class PlannedDrafter(Drafter):
 
     line: Line
 
-    def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
-        return mx.depends(self.line.drafts(anchor, hidden.shape[1]), super().choose(hidden, anchor))
+    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, None]:
+        # What the random drafter is sure of says nothing of these.
+        return mx.depends(self.line.drafts(anchor, hidden.shape[1]), super().choose(hidden, anchor)[0]), None
 
 
 def planned_drafter(config: dict[str, Any], model: nn.Module, line: Line) -> PlannedDrafter:

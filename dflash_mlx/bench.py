@@ -311,8 +311,8 @@ def make_hopeless(drafter: nn.Module) -> None:
 
     class Hopeless(type(drafter)):
         def choose(self, hidden, anchor):
-            ids = super().choose(hidden, anchor)
-            return mx.where(ids == 0, ids + 1, ids - 1)
+            ids, sure = super().choose(hidden, anchor)
+            return mx.where(ids == 0, ids + 1, ids - 1), sure
 
     drafter.__class__ = Hopeless
 
@@ -326,6 +326,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
         "drafting_rounds": stats.n_drafting,
         "committed": stats.n_committed,
         "widths": {str(width): n for width, n in sorted(stats.widths.items())},
+        "peeked": {str(width): n for width, n in sorted(stats.peeked.items())},
         "accepted": {str(count): n for count, n in sorted(accepted.items())},
         "sources": stats.sources,
         "seconds": dict(stats.seconds),

@@ -17,8 +17,21 @@ from .sampling import Distribution, History, LogitsProcessor, Sampler, choose_se
 from .taps import Target
 from .verify import logprobs
 
-# What a pass has shown: drafted ids, accepted, bonus, and a function from a row to its log-probabilities [V].
-Outcome = tuple[list[int], int, int, Callable[[int], mx.array]]
+# What a pass has shown: drafted ids, accepted, bonus, a function from a row to its log-probabilities [V], and how sure the
+# drafter was of each id, where that was asked for.
+Outcome = tuple[list[int], int, int, Callable[[int], mx.array], list[float] | None]
+# Ids and probabilities travel in one array of int32.
+_ONE = 1 << 20
+
+
+def pack_drafts(drafted: mx.array, sure: mx.array | None) -> mx.array:
+    """Ids [1, N] and, unless there are none, their probabilities [1, N] in one array [N] or [2 N], to be read at once."""
+    return drafted[0] if sure is None else mx.concatenate([drafted[0], (sure[0] * _ONE).astype(mx.int32)])
+
+
+def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | None]:
+    """What `pack_drafts` made of n ids, read: ids and probabilities."""
+    return values[:n], [value / _ONE for value in values[n:]] or None
 
 
 class Chooser:
@@ -48,20 +61,33 @@ class Chooser:
         """
         return drafter.draft(anchor, features, cache, start, block_size)
 
+    def draft_surely(self, drafter: Drafter, *args: Any) -> tuple[mx.array, mx.array | None]:
+        """`draft` and how sure the drafter is of each token, as `Drafter.draft_surely`."""
+        return drafter.draft_surely(*args)
+
     def start(
-        self, target: Target, hidden: mx.array, features: mx.array, drafted: mx.array, context: list[Any], position: int
+        self,
+        target: Target,
+        hidden: mx.array,
+        features: mx.array,
+        drafted: mx.array,
+        context: list[Any],
+        position: int,
+        sure: mx.array | None = None,
     ) -> tuple[mx.array | None, Callable[[], Outcome], bool]:
         """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
 
         Shapes:
-          - hidden: [1, N + 1, H]; drafted: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
+          - hidden: [1, N + 1, H]; drafted, sure: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
           and raises NotFiniteError if one of our kernels was at fault; whether one ran at all.
         """
         if self.processors:
             doubts = target.doubts(hidden)
-            mx.async_eval(drafted, hidden, features, context, doubts)
-            return None, lambda: self._match_rows(target, hidden, drafted, position, doubts), bool(doubts)
+            drafts = pack_drafts(drafted, sure)
+            mx.async_eval(drafts, hidden, features, context, doubts)
+            n = drafted.shape[1]
+            return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts), bool(doubts)
         token, margin, block = None, None, drafted[:, : hidden.shape[1] - 1]
         if self.sampler is None and (found := target.choices(hidden)):
             choices, margin = found
@@ -74,17 +100,18 @@ class Chooser:
         if not block.shape[1]:
             token, parts = bonus, [bonus, *doubts]
         else:
-            parts = [drafted[0], accepted, bonus, *doubts]
+            parts = [pack_drafts(drafted, sure), accepted, bonus, *doubts]
         packed = mx.concatenate(parts) if len(parts) > 1 else token
         # Everything is enqueued; reading one small array is the only wait.
         mx.async_eval(packed, hidden, features, context)
 
         def read() -> Outcome:
-            ids = packed.tolist()
-            target.check([ids.pop() for _ in doubts])
-            last = ids.pop()
-            n = ids.pop() if block.shape[1] else 0
-            return ids, n, last, row_logprobs
+            values = packed.tolist()
+            target.check([values.pop() for _ in doubts])
+            last = values.pop()
+            n = values.pop() if block.shape[1] else 0
+            ids, confidence = unpack_drafts(values, drafted.shape[1])
+            return ids, n, last, row_logprobs, confidence
 
         def row_logprobs(i: int) -> mx.array:
             # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
@@ -100,11 +127,14 @@ class Chooser:
             choices = mx.stack([self._choose(rows[:, i], position + i) for i in range(rows.shape[1])], axis=1).astype(mx.int32)
         return accept_match(drafted, choices)
 
-    def _match_rows(self, target: Target, hidden: mx.array, drafted: mx.array, position: int, doubts: list[mx.array]) -> Outcome:
+    def _match_rows(
+        self, target: Target, hidden: mx.array, drafts: mx.array, n_drafts: int, position: int, doubts: list[mx.array]
+    ) -> Outcome:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
         target.check([doubt.item() for doubt in doubts])
-        ids, rows, width, n = drafted[0].tolist(), [], hidden.shape[1] - 1, len(self.history)
+        ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
+        rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
             row = process(self.processors, self.history.array(), target.head(hidden[:, i : i + 1])[:, 0])
             token = self._choose(row, position + i).item()
@@ -113,7 +143,7 @@ class Chooser:
                 break
             self.history.append(token)
         self.history.cut(n)
-        return ids, i, token, rows.__getitem__
+        return ids, i, token, rows.__getitem__, confidence
 
 
 class Rejecter(Chooser):

@@ -838,6 +838,7 @@ def _run(responses: Iterator[Any], show: Any) -> dict[str, Any]:
         "rounds": [],
         "tau": None,
         "widths": {},
+        "peeked": {},
         "sources": {},
         "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),

@@ -12,10 +12,12 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from .cache import checkpoint, rollback
+from .chances import Acceptance
+from .choose import pack_drafts
 from .drafter import Drafter
 from .taps import Target
 from .verify import logprobs, verify_block
-from .width import Acceptance, Costs, WidthRule, load_costs, measure, pair_key, save_costs
+from .width import Costs, WidthRule, load_costs, measure, pair_key, save_costs
 
 
 def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
@@ -27,6 +29,8 @@ def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
         acceptance.counts = [list(counts) for counts in known.acceptance.counts]
         acceptance.forget(4)
     rule = WidthRule(most, acceptance, known and known.costs, lambda: measured_costs(model, drafter, stream))
+    if known is not None:
+        rule.take_up(known)
     drafter._last_rule = rule
     return rule
 
@@ -50,10 +54,11 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
     token = mx.zeros((1,), dtype=mx.int32)
     rows = injected = 0
 
-    def choose(width: int) -> mx.array:
+    def choose(width: int, drafted: mx.array | None = None) -> mx.array:
         nonlocal rows
         point = checkpoint(entries, rows)
-        hidden, taps = verify_block(target, token, mx.zeros((1, width), dtype=mx.int32), entries, point)
+        drafted = mx.zeros((1, width), dtype=mx.int32) if drafted is None else drafted[:, :width]
+        hidden, taps = verify_block(target, token, drafted, entries, point)
         chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
         mx.async_eval(chosen, taps)
         rows += 1
@@ -82,6 +87,15 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
         mx.eval([entry.state for entry in context])
         injected += n
 
-    costs = measure(plain, draft, inject, choose, K - 1)
+    def both(width: int, waits: bool) -> None:
+        nonlocal injected
+        drafted, sure = Drafter.draft_surely(drafter, token, features[:, :1], context, injected, K)
+        if waits:
+            pack_drafts(drafted, sure).tolist()
+        choose(width, drafted)
+        mx.eval([entry.state for entry in context])
+        injected += 1
+
+    costs = measure(plain, draft, inject, choose, both, K - 1)
     costs.plain_s /= 4
     return costs

@@ -282,6 +282,15 @@ class Drafter(nn.Module):
           - anchor: [B] int32; features: [B, S, n_taps * H_target], row 0 at position `start`
         Returns: [B, block_size - 1] int32
         """
+        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)[0]
+
+    def draft_surely(
+        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """`draft`, and how sure the drafter is of each token: its own probability of it, [B, block_size - 1] float32.
+
+        None where there is none to be had, as of a head that writes no logits: widths then go by what was accepted alone.
+        """
         return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)
 
     def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
@@ -330,9 +339,11 @@ class Drafter(nn.Module):
                 return name, str(values.dtype).removeprefix("mlx.core.")
         return None
 
-    def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
-        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32: the argmax of the head at each."""
-        return self.target_ids(mx.argmax(self._head(hidden), axis=-1))
+    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
+        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the argmax of the head at each, and their
+        probabilities [B, N] float32, which nobody has to evaluate."""
+        logits = self._head(hidden)
+        return self.target_ids(mx.argmax(logits, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
 
     def target_ids(self, ids: mx.array) -> mx.array:
         """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""
@@ -444,10 +455,11 @@ class DFlash2Drafter(Drafter):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def choose(self, hidden: mx.array, anchor: mx.array) -> mx.array:
+    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
         if not hidden.shape[1]:
-            return mx.zeros(hidden.shape[:2], dtype=mx.int32)
-        return self.candidate_selector(hidden, *self.candidates(hidden), anchor)[0]
+            return mx.zeros(hidden.shape[:2], dtype=mx.int32), mx.zeros(hidden.shape[:2])
+        path, scores = self.candidate_selector(hidden, *self.candidates(hidden), anchor)
+        return path, mx.softmax(scores, axis=-1).max(axis=-1)
 
     def draw(
         self,

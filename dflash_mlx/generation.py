@@ -40,7 +40,7 @@ from .checks import (
     encode,
     warn_of_overflow,
 )
-from .choose import Chooser, Outcome, make_chooser
+from .choose import Chooser, Outcome, make_chooser, pack_drafts, unpack_drafts
 from .copying import Copier, make_copier
 from .costs import width_rule
 from .drafter import Drafter
@@ -261,7 +261,8 @@ _REFUSED = 4
 
 
 def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
-    """Yield committed tokens; a round is one drafter pass (none at width 0), one target pass and one wait for the device.
+    """Yield committed tokens; a round is one drafter pass (none at width 0), one target pass and one wait for the device, or two
+    where the rule has a look at the drafts before it chooses how many the target is given.
 
     However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `finally` leaves the pair of caches at
     exactly the tokens that were yielded.
@@ -280,7 +281,7 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
                     if not width and not run.copy_width(0):
                         ahead = run.launch(flight.token, 0, ahead=True)
             try:
-                ids, accepted, bonus, row_logprobs = run.read(flight)
+                ids, accepted, bonus, row_logprobs, confidence = run.read(flight)
             except NotFiniteError:
                 # One of our kernels was at fault. They are off now: the pass runs once more without them.
                 flight = run.again(flight, ahead)
@@ -288,7 +289,7 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
             if flight.width:
                 run.commit(flight, accepted)
             if emitted:
-                run.record(flight, ids, accepted, bonus)
+                run.record(flight, ids, accepted, bonus, confidence)
             else:
                 run.report_prefill()
 
@@ -315,7 +316,8 @@ class _Flight:
     it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
     context: the drafter's cache entries after this round's drafter pass; doubtful: one of our kernels ran in it.
-    seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was timed apart.
+    seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was waited for; then told: its ids and how
+    sure the drafter is of each; peeked: these chose the width.
     """
 
     anchor: mx.array
@@ -329,6 +331,8 @@ class _Flight:
     read: Callable[[], Outcome]
     context: list[Any]
     doubtful: bool
+    told: tuple[list[int], list[float] | None] | None = None
+    peeked: bool = False
     seconds: float = 0.0
     draft_s: float | None = None
 
@@ -432,8 +436,8 @@ class _Run:
     def launch(self, anchor: mx.array, width: int, ahead: bool = False, drafts: list[int] | None = None) -> _Flight:
         """Enqueue a round after the token `anchor` [1]: the drafter's pass, if drafts are due from it; the target's."""
         pair, stats = self.pair, self.stats
-        began, draft_s = time.perf_counter(), None
-        drafted = mx.array([drafts or []], dtype=mx.int32)
+        began, draft_s, told, peeked = time.perf_counter(), None, None, False
+        drafted, sure = mx.array([drafts or []], dtype=mx.int32), None
         source = "copy" if drafts else "drafter" if width else "plain"
         if self.quantization and self.rows > self._begun:
             # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
@@ -441,24 +445,34 @@ class _Run:
         self.point = checkpoint(pair.target, self.rows)
         with mx.stream(self.stream):
             if source == "drafter":
-                features = self.pending.joined()
-                drafted = self.chooser.draft(self.drafter, anchor, features, pair.drafter, self.injected, stats.block_size)
-                if stats.times_next_round:
-                    mx.eval(drafted)
+                args = (self.drafter, anchor, self.pending.joined(), pair.drafter, self.injected, stats.block_size)
+                drafted, sure = self.chooser.draft_surely(*args) if self.rule.asks else (self.chooser.draft(*args), None)
+                peeked = self.rule.peeks and sure is not None
+                if peeked or stats.times_next_round:
+                    told = unpack_drafts(pack_drafts(drafted, sure).tolist(), drafted.shape[1])
                     draft_s = time.perf_counter() - began
+                if peeked:
+                    width = self._cut(self.rule.narrow(told[1]))
+                    if not width:
+                        # A plain pass follows, and the drafter has what was pending.
+                        self._hold()
             elif self.pending.nbytes > _PENDING_BYTES:
-                self._inject()
-            flight = self._verify(anchor, drafted, width, source, ahead)
+                self.drafter.inject(self.pending.joined(), pair.drafter, self.injected)
+                self._hold()
+            flight = self._verify(anchor, drafted, width, source, ahead, None if told else sure)
+        flight.told, flight.peeked = told, peeked
         flight.seconds, flight.draft_s = time.perf_counter() - began, draft_s
         return flight
 
-    def _verify(self, anchor: mx.array, drafted: mx.array, width: int, source: str, ahead: bool) -> _Flight:
+    def _verify(
+        self, anchor: mx.array, drafted: mx.array, width: int, source: str, ahead: bool, sure: mx.array | None = None
+    ) -> _Flight:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
         # Where the drafter did not run its entries are as they were; each `state` is two operations of the device.
         context = [entry.state for entry in pair.drafter] if source == "drafter" else self.context
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
-        token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1)
+        token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1, sure)
         if not width:
             self._enqueue(self._states)
         return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)
@@ -475,7 +489,9 @@ class _Run:
             rollback(self.pair.target, self.point, self.rows)
             self.point.rows = 0
             self.point.replays.clear()
-            return self._verify(flight.anchor, flight.drafted, flight.width, flight.source, flight.ahead)
+            again = self._verify(flight.anchor, flight.drafted, flight.width, flight.source, flight.ahead)
+        again.told, again.peeked, again.seconds, again.draft_s = flight.told, flight.peeked, flight.seconds, flight.draft_s
+        return again
 
     def read(self, flight: _Flight) -> Outcome:
         """Wait for a round."""
@@ -506,19 +522,21 @@ class _Run:
             self._enqueue(self._lazy, kept)
         self.stats.seconds["rollback"] += time.perf_counter() - began
 
-    def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int) -> None:
+    def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int, confidence: list[float] | None) -> None:
         """Count a round that has been read, and tell the width rule what it took if it ran as such rounds mostly do."""
-        width, source, kind = flight.width, flight.source, (flight.source, flight.width, flight.ahead)
+        width, source, waited = flight.width, flight.source, flight.draft_s is not None
+        kind = (source, "peeked" if flight.peeked else width, flight.ahead)
         self.stats.add_passes(flight.seconds, flight.draft_s, source)
-        self.stats.add_round(ids, accepted, bonus, width, source)
+        self.stats.add_round(ids, accepted, bonus, width, source, flight.peeked)
         # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
-        usual = kind == self._kind and flight.draft_s is None
-        if source == "drafter":
+        usual = kind == self._kind
+        if source == "drafter" and width:
             self._refused = 0 if accepted else self._refused + 1
             if self._refused == _REFUSED:
                 warn_of_overflow(self.drafter, self.pending.joined())
+        ids, confidence = flight.told or (ids, confidence)
         more = accepted == width < len(ids) and ids[width] == bonus
-        self.rule.observe(width, accepted, more, flight.seconds, usual, copied=source == "copy")
+        self.rule.observe(width, accepted, more, flight.seconds, usual, source == "copy", confidence, waited)
         self._kind = kind
 
     @staticmethod
@@ -550,9 +568,8 @@ class _Run:
             # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
             mx.eval([entry.state for entry in pair.entries])
 
-    def _inject(self) -> None:
-        """Give the drafter what is pending."""
-        self.drafter.inject(self.pending.joined(), self.pair.drafter, self.injected)
+    def _hold(self) -> None:
+        """What was pending is in the drafter's cache."""
         context = [entry.state for entry in self.pair.drafter]
         mx.async_eval(context)
         self._move(self.rows, self.rows, _Rows(), context, self.point)

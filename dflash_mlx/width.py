@@ -9,7 +9,12 @@ Each round takes the width w and the source of drafts with the most committed to
 
 Drafts are the drafter's, or copied from the text (`copying`), which costs no drafter pass.
 
-Everything a round is chosen from was known before that round was drafted, so the rule can bias no distribution.
+A round may also be peeked at: the host waits for its drafts, reads how sure the drafter is of each, and then verifies the w with
+the most expected(w) - rate * round_s(w), rate being the tokens a second of late, none of them included. That second wait has a
+price, which is measured; rounds are peeked at while what narrower passes save is worth more.
+
+Drafts that are judged here are the likeliest tokens, never drawn, and the target's tokens do not depend on them: whatever a
+width is chosen from, it can bias no distribution. Where drafts are drawn widths are fixed.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
+from .chances import Acceptance, Calibration, expected
 from .paths import cache_directory
 from .version import __version__
 
@@ -51,6 +57,11 @@ _REST = 8
 _LOOK_AGAIN, _LOOK = 200, 5
 # Usual rounds of one width after which the file is corrected, if they cost so much more or less of plain decoding than it says.
 _SETTLED, _OFF = 8, 1.5
+# Peeking must promise this much more than not to. One round in so many that could be peeked at is not, so that both kinds are
+# timed; where none is peeked at, one in so many is asked how sure the drafter was. Rounds that are known before any is trusted.
+_PEEK, _BLIND, _ASK, _ENOUGH = 1.02, 32, 4, 16
+# How fast rounds fade in the comparison of both kinds.
+_PEEK_FADE = 0.97
 # Age at which a measurement is made again.
 _STALE_S = 7 * 24 * 3600
 # Pairs whose costs the file keeps.
@@ -62,7 +73,8 @@ class Costs:
     """Seconds that passes take here.
 
     plain_s: one token of plain decoding; draft_s: one drafter pass over its block; inject_s: the drafter's keys and values of
-    one pending row; verify_s: by width, one target pass over the anchor and so many drafted tokens, until its outcome is read.
+    one pending row; verify_s: by width, one target pass over the anchor and so many drafted tokens, until its outcome is read;
+    peek_s: what waiting for the drafts in between, and reading how sure the drafter is of them, adds to a round.
     All come from one measurement; `refine` then follows what rounds really take. What the caller does while a plain pass runs
     hides that much of the pass, so plain decoding may come to cost less than its passes. key: the entry in the file, if any.
     """
@@ -71,11 +83,14 @@ class Costs:
     draft_s: float
     inject_s: float
     verify_s: dict[int, float]
+    peek_s: float = 0.0
     measured_in_s: float = 0.0
     # What rounds took over what was measured, by width; as (ratio, usual rounds). Rounds of copied drafts apart.
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
     _copied: dict[int, tuple[float, int]] = field(default_factory=dict)
     key: str | None = None
+    # Rounds that told what a peek adds.
+    _priced: int = 0
     # Rounds of drafting or copying since plain decoding was last looked at, of this run and those before it.
     rounds_since_plain: int = 0
 
@@ -121,6 +136,12 @@ class Costs:
         """A round that verifies `width` tokens, the drafter's or copied ones."""
         return self._passes(width, copied) * self._ratio(width, copied)
 
+    def peeked(self, width: int) -> float:
+        """A round that is peeked at and then verifies `width` of its drafts, 0 being a plain pass."""
+        if width:
+            return self.round(width) + self.peek_s
+        return (self.draft_s + max(self.verify(0), self.plain_s)) * self._ratio(1) + self.peek_s
+
     def _passes(self, width: int, copied: bool) -> float:
         """What a round's passes were measured to take."""
         return (self.verify(width) if copied else self.draft_s + self.verify(width)) if width else self.plain_s
@@ -139,8 +160,24 @@ class Costs:
         drafting = [w for w in self._seen if w]
         return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else min(self._ratio(0), 1.0)
 
-    def refine(self, width: int, seconds: float, usual: bool = True, copied: bool = False) -> None:
-        """Follow what a round took: a running mean in which one odd round counts for little. usual: as its width mostly does."""
+    def reprice(self, width: int, seconds: float, waited: bool) -> None:
+        """Follow what a peek adds: by a round with the second wait among such without, or the other way round."""
+        if not width or self._seen.get(width, (1.0, 0))[1] < 3:
+            return
+        beyond = seconds - self.round(width) - self.peek_s if waited else self.round(width) - seconds
+        # It is small: no round moves it far.
+        most, self._priced = 0.1 * seconds, self._priced + 1
+        self.peek_s = max(self.peek_s + max(1 / (self._priced + 4), 0.05) * min(max(beyond, -most), most), 0.0)
+
+    def refine(self, width: int, seconds: float, usual: bool = True, copied: bool = False, waited: bool = False) -> None:
+        """Follow what a round took: a running mean in which one odd round counts for little.
+
+        usual: as its width mostly does; waited: it was peeked at.
+        """
+        if waited:
+            if not width:
+                return
+            seconds = max(seconds - self.peek_s, seconds / 2)
         table = self._copied if copied else self._seen
         known = width in table
         (ratio, n), seen = table.get(width, (self._ratio(width, copied), 0)), seconds / self._passes(width, copied)
@@ -152,7 +189,7 @@ class Costs:
                 del table[w]
             table[width] = (seen, 0)
             return
-        if copied and not known:
+        if (copied or waited) and not known:
             table[width] = (ratio, 0)
             return
         if not usual and not copied:
@@ -166,7 +203,7 @@ class Costs:
         low, high = sorted((ratio, self._ratio(0)))
         if width and not copied and n + 1 == _SETTLED and self.key and high > _OFF * low:
             verify_s = {w: took * ratio for w, took in self.verify_s.items()}
-            save_costs(self.key, Costs(self.plain(), self.draft_s * ratio, self.inject_s * ratio, verify_s))
+            save_costs(self.key, Costs(self.plain(), self.draft_s * ratio, self.inject_s * ratio, verify_s, self.peek_s))
 
 
 def measure(
@@ -174,6 +211,7 @@ def measure(
     draft: Callable[[], None],
     inject: Callable[[int], None],
     verify: Callable[[int], None],
+    both: Callable[[int, bool], None],
     most: int,
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
@@ -182,6 +220,8 @@ def measure(
 
     Args:
       draft, verify: one block; inject: that many rows, of which plain decoding gathers many.
+      both: draft and verify a width with one wait, or (True) with a second one in between, at which the drafter's confidences
+        are read. By turns.
       most: the largest width, block_size - 1.
       budget_s: once it is spent, without each pass's first run, no wider block is measured; two always are. The widths between
         are measured only while all runs together took no longer.
@@ -209,7 +249,15 @@ def measure(
         if len(verify_s) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
             break
         verify_s[width] = fastest(lambda width=width: verify(width))
-    return Costs(plain_s, draft_s, inject_s, verify_s, clock() - began)
+    width, times = first[len(verify_s) > 2], ([], [])
+    while len(times[0]) < 2 or (sum(times[0]) < budget_s / 6 and len(times[0]) < 9):
+        for waits in (False, True):
+            start = clock()
+            both(width, waits)
+            times[waits].append(clock() - start)
+        if spent > budget_s and len(times[0]) == 1:
+            break
+    return Costs(plain_s, draft_s, inject_s, verify_s, max(min(times[1]) - min(times[0]), 0.0), clock() - began)
 
 
 def _first(most: int) -> list[int]:
@@ -244,9 +292,10 @@ def load_costs(key: str) -> Costs | None:
         if not 0 <= time.time() - entry["saved_at"] < _STALE_S:
             return None
         verify_s = {int(width): float(seconds) for width, seconds in entry["verify_s"].items()}
-        costs = Costs(float(entry["plain_s"]), float(entry["draft_s"]), float(entry["inject_s"]), verify_s, key=key)
+        names = ("plain_s", "draft_s", "inject_s")
+        costs = Costs(*(float(entry[name]) for name in names), verify_s, float(entry["peek_s"]), key=key)
         numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
-        return costs if verify_s and all(0 < n < 3600 for n in numbers) else None
+        return costs if verify_s and all(0 < n < 3600 for n in numbers) and 0 <= costs.peek_s < 3600 else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
@@ -257,7 +306,7 @@ def save_costs(key: str, costs: Costs) -> None:
     entries = {name: entry for name, entry in _read().items() if name != key}
     while len(entries) >= _KEPT:
         entries.pop(next(iter(entries)))
-    names = ("plain_s", "draft_s", "inject_s", "verify_s")
+    names = ("plain_s", "draft_s", "inject_s", "verify_s", "peek_s")
     entries[key] = {name: getattr(costs, name) for name in names} | {"saved_at": time.time()}
     scratch = None
     try:
@@ -271,51 +320,10 @@ def save_costs(key: str, costs: Costs) -> None:
             Path(scratch.name).unlink(missing_ok=True)
 
 
-class Acceptance:
-    """How often each slot is accepted when those before it are: counts that fade, a slot leaning on the one before it."""
-
-    FADE, LEAN, START = 0.97, 2.0, 0.7
-
-    def __init__(self, slots: int):
-        # [accepted, seen] a slot.
-        self.counts = [[0.0, 0.0] for _ in range(slots)]
-
-    def chances(self) -> list[float]:
-        found, before = [], self.START
-        for accepted, seen in self.counts:
-            before = (accepted + self.LEAN * before) / (seen + self.LEAN)
-            found.append(before)
-        return found
-
-    def add(self, accepted: int, width: int, more: bool) -> None:
-        """One round; `more`: all `width` were accepted and the drafted token after them equals the target's own too."""
-        reached = min(accepted + 1, width) if accepted < width else min(width + 1, len(self.counts))
-        for i in range(reached):
-            counts = self.counts[i]
-            counts[0] = counts[0] * self.FADE + (i < accepted or (i == width and more))
-            counts[1] = counts[1] * self.FADE + 1
-
-    def forget(self, most: float) -> None:
-        """Let old rounds count for no more than `most` new ones."""
-        for counts in self.counts:
-            if counts[1] > most:
-                counts[0], counts[1] = counts[0] * most / counts[1], most
-
-
-def expected(chances: list[float]) -> list[float]:
-    """Committed tokens of a round by width 0, 1, ... len(chances): the accepted ones and the bonus."""
-    total, reach, found = 1.0, 1.0, [1.0]
-    for chance in chances:
-        reach *= chance
-        total += reach
-        found.append(total)
-    return found
-
-
 class FixedWidth:
-    """The same width in every round."""
+    """The same width in every round, whatever the drafter is sure of."""
 
-    ready = True
+    ready, asks, peeks = True, False, False
 
     def __init__(self, width: int):
         self.width = width
@@ -327,10 +335,20 @@ class FixedWidth:
         """As many copied ids where the first is more likely right than not."""
         return self.width if chances[0] > 0.5 else 0
 
-    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool, copied: bool = False) -> None:
+    def observe(
+        self,
+        width: int,
+        accepted: int,
+        more: bool,
+        seconds: float,
+        usual: bool,
+        copied: bool = False,
+        confidence: Sequence[float] | None = None,
+        waited: bool = False,
+    ) -> None:
         pass
 
-    def reason(self, widths: Mapping[int, int], copied: Mapping[int, int]) -> str | None:
+    def reason(self, *rounds: Mapping[int, int]) -> str | None:
         return None
 
 
@@ -356,6 +374,19 @@ class WidthRule:
         self._declined, self._patience = 0, _LOOK_AGAIN
         # For how many more chances like the one declined last, or worse, the answer is the same.
         self._copy_rest, self._declined_at = 0, 0.0
+        self.calibration = Calibration()
+        # peeks: whether to peek at the round that was chosen last, _peeking: at such rounds in general. Of the drafter's rounds:
+        # how many there were, and of those with confidences how many, what they promised as (tokens, seconds) at the widths of
+        # peeking, and as tokens by fixed width.
+        self.peeks, self._peeking, self._drafted, self._asked = False, False, 0, 0
+        self._peeked, self._fixed = (0.0, 0.0), [0.0] * (most + 1)
+        # Tokens a second of late.
+        self._rate = 0.0
+
+    def take_up(self, other: WidthRule) -> None:
+        """Go on with what another run of the same pair has learned of the drafter's confidences."""
+        self.calibration.weights = list(other.calibration.weights)
+        self._peeked, self._fixed, self._asked = other._peeked, list(other._fixed), other._asked
 
     @property
     def ready(self) -> bool:
@@ -367,21 +398,28 @@ class WidthRule:
         if self.costs is None:
             self.costs = self._measure()
         costs, plain_s = self.costs, self.costs.plain()
+        self.peeks = False
         if self.credit is None:
             # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
         if self._rest or self._looks:
             return 0
+        edge = self._edge
+        self._peeking = edge > 1
         # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
         rounds_s = [costs.round(w) for w in range(1, self.most + 1)]
         tokens = expected(self.acceptance.chances())
         late_s = inject_s / _PAYBACK_ROUNDS if self.last == 0 else 0.0
         best = max(range(1, self.most + 1), key=lambda w: tokens[w] / (rounds_s[w - 1] + late_s))
-        gain = tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
+        gain = edge * tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
+        self._rate = max(gain, 1.0) / plain_s
         tried, self._trying = self._trying, 0
         if gain > (_LEAVE if self.last == 0 else _STAY):
-            return 0 if self._looks_again(gain) else best
+            if self._looks_again(gain):
+                return 0
+            self.peeks = self._peeking and self._drafted % _BLIND < _BLIND - 1
+            return best
         if tried == 1 and not costs.has_seen_drafting:
             # The first try is two rounds: the second shows what rounds cost.
             self._trying = 2
@@ -396,6 +434,40 @@ class WidthRule:
         self._trying = int(self.credit >= loss)
         self._rest = 0 if self._trying else _REST
         return best if self._trying else 0
+
+    @property
+    def asks(self) -> bool:
+        """Whether the drafter's confidences in the next round are wanted."""
+        return self.peeks or self.last == 0 or self._asked < _ENOUGH or self._drafted % _ASK == 0
+
+    def narrow(self, confidence: Sequence[float]) -> int:
+        """How many drafts of a round that is peeked at to verify, 0 included. confidence: by slot, the drafter's probability."""
+        return self._narrow(expected(self.calibration.chances(confidence, self.acceptance.chances())))
+
+    def _narrow(self, tokens: list[float]) -> int:
+        return max(range(len(tokens)), key=lambda w: tokens[w] - self._rate * self.costs.peeked(w))
+
+    @property
+    def _edge(self) -> float:
+        """Tokens a second of rounds that are peeked at over those of the best fixed width; 1 where that is too little."""
+        if self._asked < _ENOUGH:
+            return 1.0
+        # At width 0 each round has one token: these are how many there were.
+        rounds, fixed = self._fixed[0], range(1, self.most + 1)
+        edge = self._peeked[0] / self._peeked[1] / max(self._fixed[w] / (rounds * self.costs.round(w)) for w in fixed)
+        return edge if edge > _PEEK else 1.0
+
+    def _judge(self, confidence: Sequence[float], accepted: int, more: bool, waited: bool) -> None:
+        """Learn from a round of the drafter's whose confidences were read."""
+        slots, costs = self.acceptance.chances(), self.costs
+        guesses = self.calibration.chances(confidence, slots)
+        tokens = expected(guesses)
+        w, kept = self._narrow(tokens), _PEEK_FADE
+        self._peeked = (self._peeked[0] * kept + tokens[w], self._peeked[1] * kept + costs.peeked(w))
+        self._fixed = [total * kept + n for total, n in zip(self._fixed, tokens, strict=True)]
+        self._asked += 1
+        self.calibration.add(confidence, slots, accepted, more)
+        self.acceptance.add(accepted, more, guesses if waited else ())
 
     def copy(self, width: int, chances: list[float]) -> int:
         """How many copied ids to verify in place of the round of `width` that was chosen; 0 where that promises no more.
@@ -414,6 +486,7 @@ class WidthRule:
         gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in widths if w < len(tokens))
         plain_s = costs.plain()
         chosen = expected(self.acceptance.chances())[width] / costs.round(width) if width else 0.0
+        chosen *= self._edge if self.peeks else 1.0
         if gain > max(_LEAVE * chosen, _COPY / plain_s):
             return 0 if self._looks_again(gain * plain_s) else best
         self._copy_rest, self._declined_at = _REST, chances[0]
@@ -440,23 +513,42 @@ class WidthRule:
         self.costs.doubt_plain()
         return True
 
-    def observe(self, width: int, accepted: int, more: bool, seconds: float, usual: bool, copied: bool = False) -> None:
+    def observe(
+        self,
+        width: int,
+        accepted: int,
+        more: bool,
+        seconds: float,
+        usual: bool,
+        copied: bool = False,
+        confidence: Sequence[float] | None = None,
+        waited: bool = False,
+    ) -> None:
         """One round that has ended, what it took, and whether it ran as rounds of its width mostly do.
 
-        accepted, more: as for `Acceptance.add`.
+        accepted, more: as for `Acceptance.add`; confidence: of a round of the drafter's, where they were asked for; waited: the
+        host waited for its drafts, to peek at them or to time them.
         """
         if self.costs is None:
             return
-        self.costs.refine(width, seconds, usual, copied)
-        self.costs.rounds_since_plain += bool(width)
+        drafted = bool(width) or waited
+        if drafted and not copied and waited != self._peeking:
+            self.costs.reprice(width, seconds, waited)
+        else:
+            self.costs.refine(width, seconds, usual, copied, waited)
+        self.costs.rounds_since_plain += drafted
         if copied:
             # In place of a try, perhaps.
             self._trying = 0
             return
-        if width:
+        if drafted:
+            self._drafted += 1
             if self.last == 0:
                 self.acceptance.forget(6)
-            self.acceptance.add(accepted, width, more)
+            if confidence is None:
+                self.acceptance.add(accepted, more)
+            else:
+                self._judge(confidence, accepted, more, waited)
             if self._trying:
                 # What the drafter was given late is not lost: that is its context.
                 lost = min(seconds, self.costs.round(width)) - (accepted + 1) * self.costs.plain()
@@ -466,25 +558,36 @@ class WidthRule:
         else:
             self.credit += self.share * self.costs.plain()
             self._rest, self._plain = max(self._rest - 1, 0), self._plain + 1
-        self.last = width
+        # After a round that was peeked at and verified nothing, drafting goes on.
+        self.last = width or int(drafted)
 
-    def reason(self, widths: Mapping[int, int], copied: Mapping[int, int] = {}) -> str | None:  # noqa: B006
-        """One sentence on the rounds of a run by width, of which `copied` had copied drafts; None if this rule chose none."""
+    def reason(
+        self,
+        widths: Mapping[int, int],
+        copied: Mapping[int, int] = {},  # noqa: B006
+        peeked: Mapping[int, int] = {},  # noqa: B006
+    ) -> str | None:
+        """One sentence on the rounds of a run by width, of which `copied` had copied drafts and `peeked` were peeked at; None if
+        this rule chose none."""
         if copied and self.costs is not None:
             own = {w: n - copied.get(w, 0) for w, n in widths.items() if n > copied.get(w, 0)}
             # What follows is of the others alone.
             return "; apart from them ".join(
-                filter(None, [f"drafts copied from the text in {sum(copied.values())} rounds", self.reason(own)])
+                filter(None, [f"drafts copied from the text in {sum(copied.values())} rounds", self.reason(own, {}, peeked)])
             )
         rounds = sum(widths.values())
         if self.costs is None or not rounds:
             return None
-        plain_s, off = self.costs.plain(), widths.get(0, 0)
+        plain_s, off = self.costs.plain(), widths.get(0, 0) - peeked.get(0, 0)
         if 2 * off >= rounds:
             cost = f"{self.most + 1} rows cost {self.costs.round(self.most) / plain_s:.1f}x one row here"
             # All but a few is not all.
             share = 100 if off == rounds else min(99, round(100 * off / rounds))
             return f"drafting off in {share} % of rounds: {cost}; force with --block-size"
+        if 2 * sum(peeked.values()) >= rounds - off:
+            mean = sum(w * n for w, n in peeked.items()) / sum(peeked.values())
+            sure = f"{mean:.1f} of {self.most} drafts verified on average, as many as the drafter was sure enough of"
+            return f"{sure}: {self._rate * plain_s:.2f}x plain decoding expected here"
         width = max((w for w in widths if w), key=widths.__getitem__)
         cost, kept = self.costs.round(width) / plain_s, expected(self.acceptance.chances())[width]
         most = f"{width} of {self.most} drafts verified in most rounds"

@@ -135,7 +135,7 @@ def test_ranks_candidates_and_codebooks_of_any_size_walk_as_numpy_does(rank, top
     head, hidden = rng.normal(size=(V, H)), rng.normal(size=(7, 5, H))
     drafter.bind(None, lambda x: x @ mx.array(head.T, dtype=mx.float32))
     for i, h in enumerate(hidden):
-        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 5]))[0].tolist()
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 5]))[0][0].tolist()
         assert got == reference.selected(weights, drafter.config, h, (h @ head.T)[:, :rows], i * 5)
 
 
@@ -151,7 +151,7 @@ def test_a_dflash2_drafter_with_a_head_and_vocabulary_of_its_own_walks_the_targe
         h = rng.normal(size=(5, H))
         logits = np.full((5, V), -np.inf)
         logits[:, np.arange(20) * 3] = h @ head.T
-        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([anchor]))[0].tolist()
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([anchor]))[0][0].tolist()
         assert got == reference.selected(weights, drafter.config, h, logits, anchor)
         assert all(token % 3 == 0 for token in got)
 
@@ -168,7 +168,7 @@ def test_the_selector_walks_as_numpy_does(multiplier, cap):
     for i, h in enumerate(hidden):
         logits = h @ head.T * (multiplier or 1.0)
         logits = cap * np.tanh(logits / cap) if cap else logits
-        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 8]))[0].tolist()
+        got = drafter.choose(mx.array(h[None], dtype=mx.float32), mx.array([i * 8]))[0][0].tolist()
         assert got == reference.selected(weights, drafter.config, h, logits, i * 8)
         moved += got != logits.argmax(-1).tolist()
     # The selector matters here: it leaves the argmax.
@@ -452,7 +452,7 @@ def test_codebooks_shorter_than_the_vocabulary_bound_the_candidates():
     hidden = mx.random.normal((1, 3, H))
     assert sorted(drafter.candidates(hidden)[1][0, 0].tolist()) == [35, 36, 37, 38, 39]
     # The anchor may be a token that was added after training.
-    assert max(drafter.choose(hidden, mx.array([60]))[0].tolist()) < 40
+    assert max(drafter.choose(hidden, mx.array([60]))[0][0].tolist()) < 40
 
 
 def test_a_quantized_dflash2_drafter_loads_and_keeps_its_codebooks(pair, tmp_path):

@@ -388,10 +388,34 @@ def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
     monkeypatch.setattr(generation.GenerationStats, "add_round", record)
     assert ids_of(run(model, drafter, PROMPT, 40)) == line[:40]
     waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
-    # Rounds 2, 18, 34 wait for their draft apart, to split the time.
-    apart = [n for n in (0, 16, 32) if n < len(waited)]
-    assert len(waited) > 20
-    assert [waited[n] for n in apart] and all(w == 1 for n, w in enumerate(waited) if n not in apart), waited
+    # The second round waits for its draft apart, to split the time.
+    assert len(waited) > 20 and waited[0] == 2 and set(waited[1:]) == {1}, waited
+
+
+@pytest.mark.parametrize("asks,peeks,width", [(True, False, 4), (True, True, 4), (True, True, 1), (False, False, 4)])
+def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, asks, peeks, width):
+    model, line, *_ = tiny
+    per_round, told = [], []
+
+    class Peeking(generation.FixedWidth):
+        def copy(self, width, chances):
+            return 0
+
+        def narrow(self, confidence):
+            assert len(confidence) == 4
+            return width
+
+        def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
+            per_round.append(waits["wait"])
+            told.append((confidence, waited))
+
+    Peeking.asks, Peeking.peeks = asks, peeks
+    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(4))
+    got = run(model, tiny_drafter(model), PROMPT, 40, block_size=None)
+    assert ids_of(got) == line[:40] and set(got[-1].stats.widths) == {width}
+    waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
+    assert len(waited) > 15 and waited[0] == 2 and set(waited[1:]) == {1 + peeks}, waited
+    assert all((confidence is not None) == asks and waited == (peeks or n == 1) for n, (confidence, waited) in enumerate(told))
 
 
 def test_the_buffer_cache_is_cleared_at_mlx_lms_cadence(tiny, monkeypatch):

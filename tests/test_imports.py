@@ -30,6 +30,7 @@ ORDER = (
     "loading",
     "verify",
     "accept",
+    "chances",
     "width",
     "stats",
     "text",

@@ -34,6 +34,7 @@ from dflash_mlx import choose, generation, make_prompt_cache, sampling
 from dflash_mlx import costs as costs_module
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.cache import PairCache
+from dflash_mlx.taps import Target
 from dflash_mlx.width import FixedWidth
 
 PROMPT = [5, 9, 33, 7, 20]
@@ -73,6 +74,9 @@ def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny
     assert 0 in widths and len(set(widths)) > 3 and sum(a == 0 < b for a, b in zip(widths, widths[1:], strict=False)) >= 3
     assert [t[:2] for t in rules[0].told] == [(r["width"], r["accepted"]) for r in got[-1].stats.rounds]
     assert any(told[2] for told in rules[0].told)
+    # Of the rounds that draft half are peeked at, and any of their drafts verified, none included.
+    peeked = got[-1].stats.peeked
+    assert sum(peeked.values()) == len(rules[0].sure) >= 5 and got[-1].stats.summary()["peeked"] == peeked
     # Once a round: a try that was chosen and not run would be lost.
     assert rules[0].asked <= len(widths) + 1
     for r in got[-1].stats.rounds:
@@ -91,7 +95,7 @@ def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tin
         def copy(self, width, chances):
             return 0
 
-        def observe(self, width, accepted, more, seconds, usual, copied):
+        def observe(self, width, accepted, more, seconds, usual, *rest):
             told.append(usual)
 
     monkeypatch.setattr(generation, "width_rule", lambda *_: Told(width))
@@ -113,6 +117,51 @@ def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, s
             fresh = run(model, drafter, ids[:-1], 2, tokenizer)[-1].stats.rounds[0]
             assert fresh["drafted"] == r["drafted"]
         ids += [*r["drafted"][: r["accepted"]], r["bonus"]]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it_is_told(pair, monkeypatch, most):
+    model, tokenizer, drafter = pair
+    sure, told = {}, []
+
+    class Peeking(FixedWidth):
+        asks, peeks = True, False
+
+        def copy(self, width, chances):
+            return 0
+
+        def narrow(self, confidence):
+            told.append(confidence)
+            return most
+
+        def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
+            if not self.peeks:
+                sure[len(sure)] = confidence
+
+    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(7))
+    prompt = tokenizer.encode("def test_")
+    blind = run(model, drafter, prompt, 40, tokenizer, block_size=None)
+    Peeking.peeks = True
+    got = run(model, drafter, prompt, 40, tokenizer, block_size=None)
+    assert ids_of(got) == ids_of(blind) == greedy_ids(model, prompt, 40)
+    rounds, stats = got[-1].stats.rounds, got[-1].stats
+    assert stats.peeked == stats.widths == {most: len(rounds)} and len(told) >= len(rounds)
+    if most:
+        assert rounds[0].drafted == blind[-1].stats.rounds[0].drafted and rounds[0].source == "drafter"
+        assert all(len(r.drafted) == 7 for r in rounds)
+    else:
+        assert [(r.drafted, r.accepted, r.source) for r in rounds] == [([], 0, "plain")] * len(rounds)
+    # Read early or with the outcome, to 2^-20.
+    assert told[0] == sure[0] and all(0 < p <= 1 for p in told[0]) and len(set(told[0])) == 7
+    hidden = fresh_slots(model, drafter, [*prompt, got[0].token])
+    expected = mx.softmax(drafter._head(hidden)[0], axis=-1).max(axis=-1)
+    assert mx.allclose(mx.array(told[0]), expected, atol=1e-4).item()
+
+
+def fresh_slots(model, drafter, ids):
+    """The drafter's rows [1, N, H] for the block after `ids`, whose last one is the anchor, without any cache before it."""
+    features = Target(model, drafter.config.target_layer_ids)(mx.array([ids[:-1]]))[1]
+    return drafter.slots(mx.array(ids[-1:]), features, drafter.make_cache(), 0, drafter.config.block_size)
 
 
 FAMILIES = ["llama, mixed windows", "qwen3_next", "mamba2", "llama4", "falcon_h1"]
@@ -494,6 +543,27 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
     assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
+
+
+def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
+    model, tokenizer, drafter = pair
+    costs = costs_module.Costs(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
+    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
+    monkeypatch.setattr(costs_module.Costs, "reprice", lambda *_: None)
+    monkeypatch.setattr(drafter, "_last_rule", None, raising=False)
+    prompt = tokenizer.encode("def test_")
+    got = run(model, drafter, prompt, 300, tokenizer, block_size=None, copy=False)
+    stats = got[-1].stats
+    assert ids_of(got) == greedy_ids(model, prompt, 300)
+    assert sum(stats.peeked.values()) > 0.5 * stats.n_rounds and len(stats.peeked) > 3
+    assert "7 drafts verified on average, as many as the drafter was sure enough of: 1." in stats.width_reason
+    # Less time by these costs than at any fixed width.
+    blind = {w: n - stats.peeked.get(w, 0) for w, n in stats.widths.items()}
+    seconds = sum(n * costs.peeked(w) for w, n in stats.peeked.items()) + sum(n * costs.round(w) for w, n in blind.items())
+    for width in (1, 2, 3, 4, 7):
+        fixed = run(model, drafter, prompt, 300, tokenizer, block_size=width + 1)[-1].stats
+        assert seconds < 0.99 * fixed.n_rounds * costs.round(width), width
 
 
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):

@@ -4,6 +4,7 @@ Times are simulated: nothing here depends on how busy the machine is.
 """
 
 import json
+import math
 import os
 import random
 import time
@@ -11,10 +12,19 @@ import time
 import pytest
 
 from dflash_mlx import width
+from dflash_mlx.chances import Acceptance
 from dflash_mlx.copying import Copier
-from dflash_mlx.width import Acceptance, Costs, FixedWidth, WidthRule, expected, load_costs, measure, save_costs
+from dflash_mlx.width import Costs, FixedWidth, WidthRule, load_costs, measure, save_costs
 
 MOST = 15
+
+
+def logit(p):
+    return math.log(p / (1 - p))
+
+
+def sigmoid(z):
+    return 1 / (1 + math.exp(-z))
 
 
 def stairs(w):
@@ -37,6 +47,13 @@ PROCESSES = {
     "good": lambda t, i: 0.9,
     "bad, then good": lambda t, i: 0.05 if t < 2000 else 0.9,
     "good, then bad": lambda t, i: 0.9 if t < 2000 else 0.05,
+}
+# What the drafter says it is sure of, by the true chance of a slot in this round.
+SURE = {
+    "of the truth": lambda c, chance: sigmoid(logit(c) + chance.gauss(0, 0.5)),
+    "of anything": lambda c, chance: chance.random(),
+    "of all": lambda c, chance: c**0.1,
+    "of the opposite": lambda c, chance: 1 - c,
 }
 SETTINGS = [(machine, process) for machine in MACHINES for process in PROCESSES]
 # Texts in which stretches of earlier text stand again: by tokens so far, the chance that one begins, and that it goes on.
@@ -69,29 +86,45 @@ class Simulation:
 
     caller: what the consumer takes for a token; only a plain pass after a plain one runs meanwhile.
     text: what is committed, after 300 tokens of prompt, where drafts may be copied from it.
+    sure: a drafter that says how sure it is; then a slot's chance differs from round to round round that of the process.
+    peek: what a peek takes.
     """
 
-    def __init__(self, machine, process, rule, seed, tokens=6000, noise=0.05, inject=0.02, caller=0.0, text=None):
+    def __init__(
+        self, machine, process, rule, seed, tokens=6000, noise=0.05, inject=0.02, caller=0.0, text=None, sure=None, peek=0.1
+    ):
         plain, draft, verify = machine
         chance, copier, ids = random.Random(seed), Copier(), text[:300] if text else []
         self.seconds, self.switching, self.tried, self.widths, pending, before = 0.0, 0.0, 0.0, [], 0, None
-        self.copied = []
+        self.copied, self.peeked, drafts = [], [], random.Random(seed + 1000)
         t, tokens = 0, len(text) - 300 if text else tokens
         while t < tokens:
             w = rule.choose(pending)
             c = rule.copy(w, copier.chances(MOST)) if text and copier.follow(ids) else 0
-            accepted, more, late = 0, False, 0.0
-            seconds = (verify(c) if c else draft + verify(w) if w else plain) * chance.uniform(1 - noise, 1 + noise)
+            accepted, more, late, confidence, peeked, drafted = 0, False, 0.0, None, False, bool(w and not c)
+            waits = False
+            at = [process(t, i) for i in range(MOST)] if drafted else ()
+            if sure and drafted:
+                luck = drafts.gauss(0, 1)
+                at = [sigmoid(logit(p) + 1.5 * luck + 1.5 * drafts.gauss(0, 1)) for p in at]
+                says = [sure(p, drafts) for p in at]
+                confidence, peeked = says if rule.asks else None, rule.peeks
+                w = rule.narrow(says) if peeked else w
+                # The loop times one round in 64 apart, with the same wait.
+                waits = peeked or len(self.widths) % 64 == 1
+            right = 0
+            while drafted and right < MOST and chance.random() < at[right]:
+                right += 1
+            passes = verify(c) if c else draft + verify(w) + peek * waits if drafted else plain
+            seconds = passes * chance.uniform(1 - noise, 1 + noise)
             if c:
                 rest = text[len(ids) :]
                 while accepted < min(c, len(rest)) and copier.draft(c)[accepted] == rest[accepted]:
                     accepted += 1
                 self.copied.append((c, accepted))
                 w, pending = c, pending + accepted + 1
-            elif w:
-                while accepted < w and chance.random() < process(t, accepted):
-                    accepted += 1
-                more = accepted == w < MOST and chance.random() < process(t, w)
+            elif drafted:
+                accepted, more = min(w, right), right > w
                 # What the drafter was not given while it was not used.
                 late, pending = max(pending - MOST, 0) * inject, accepted + 1
                 if getattr(rule, "_trying", False):
@@ -99,23 +132,25 @@ class Simulation:
             else:
                 pending += 1
             # A plain pass after a drafting round is not enqueued ahead.
-            late += 0.3 if not w and before else 0.0
+            kind = "peeked" if peeked else w
+            late += 0.3 if not drafted and not c and before else 0.0
             self.switching += late
-            if w == before == 0:
+            if kind == before == 0:
                 seconds = max(seconds - caller, 0.01 * plain)
             self.seconds += seconds + late + caller * (accepted + 1)
             if text:
                 ids += text[len(ids) : len(ids) + accepted + 1]
             t += accepted + 1
             self.widths.append(w)
-            rule.observe(w, accepted, more, seconds + late, w == before, bool(c))
-            before = w
+            self.peeked.append(peeked)
+            rule.observe(w, accepted, more, seconds + late, kind == before, bool(c), confidence, waits)
+            before = kind
 
 
-def rule_for(machine, off=1.0, plain_off=1.0):
-    """`off`, `plain_off`: how wrong the measured costs of drafting and of plain decoding are."""
+def rule_for(machine, off=1.0, plain_off=1.0, peek=0.1):
+    """`off`, `plain_off`: how wrong the measured costs of drafting and of plain decoding are; peek: the measured price."""
     plain, draft, verify = machine
-    costs = Costs(plain * plain_off, draft * off, 0.02, {w: verify(w) * off for w in range(1, 16)})
+    costs = Costs(plain * plain_off, draft * off, 0.02, {w: verify(w) * off for w in range(1, 16)}, peek)
     return WidthRule(MOST, Acceptance(MOST), costs, None)
 
 
@@ -297,9 +332,9 @@ def test_a_width_of_no_gain_is_tried_only_from_credit():
 
 def test_pending_rows_count_against_a_try():
     rule = WidthRule(MOST, Acceptance(MOST), Costs(1.0, 0.5, 0.1, {w: 1.0 for w in range(1, 16)}, _seen={0: (1.0, 2)}), None)
-    rule.acceptance.add(0, 15, False)
+    rule.acceptance.add(0, False)
     for _ in range(40):
-        rule.acceptance.add(0, 15, False)
+        rule.acceptance.add(0, False)
     rule.credit = 5.0
     assert rule.choose(pending=1000) == 0
     rule._rest = 0
@@ -335,6 +370,8 @@ class Fixed(FixedWidth):
 
 class Without:
     """A rule that is never asked for copies."""
+
+    asks = peeks = False
 
     def __init__(self, rule):
         self.choose, self.observe = rule.choose, rule.observe
@@ -384,7 +421,7 @@ def test_copied_drafts_take_no_width_that_would_be_compiled_for():
     costs = Costs(plain, draft, 0.02, {w: verify(w) for w in (1, 3)}, _seen={0: (1.0, 2)})
     rule = WidthRule(MOST, Acceptance(MOST), costs, None)
     for _ in range(40):
-        rule.acceptance.add(0, MOST, False)
+        rule.acceptance.add(0, False)
     taken = {rule.copy(0, [chance] * MOST) for chance in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)}
     assert taken <= {0, 1, 3, 7, 15} and len(taken) >= 4
 
@@ -449,41 +486,112 @@ def test_plain_decoding_is_timed_again_while_all_is_copied():
     text = list(range(300)) * 60
     rule = rule_for(MACHINES["flat"])
     for _ in range(40):
-        rule.acceptance.add(0, MOST, False)
+        rule.acceptance.add(0, False)
     run = copying(MACHINES["flat"], PROCESSES["hopeless"], rule, text)
     assert len(run.copied) > 300 and 4 <= run.widths[5:].count(0) < 0.04 * len(run.widths)
 
 
-# Acceptance
+# Peeking: widths by what the drafter is sure of
 
 
-def test_expected_tokens_are_the_accepted_ones_and_the_bonus():
-    assert expected([]) == [1.0]
-    assert expected([0.5, 0.5, 0.0]) == [1.0, 1.5, 1.75, 1.75]
+def peeking(machine, process, sure, rule=rule_for, seeds=range(11, 15), tokens=4000, **how):
+    """(seconds of all seeds, the runs)"""
+    rule = rule if callable(rule) else (lambda machine, rule=rule: rule)
+    runs = [Simulation(machine, process, rule(machine), seed, tokens=tokens, sure=SURE[sure], **how) for seed in seeds]
+    return sum(run.seconds for run in runs), runs
 
 
-def test_a_slot_is_judged_only_where_those_before_it_were_accepted():
-    seen = Acceptance(4)
-    seen.add(2, 4, False)
-    assert [counts[1] for counts in seen.counts] == [1, 1, 1, 0] and [counts[0] for counts in seen.counts] == [1, 1, 0, 0]
-    seen = Acceptance(4)
-    seen.add(2, 2, True)
-    # The drafted token after the verified ones can be compared with the bonus.
-    assert seen.counts[2] == [1, 1] and seen.counts[3] == [0, 0]
-    seen = Acceptance(2)
-    seen.add(2, 2, False)
-    assert seen.counts == [[1, 1], [1, 1]]
+def share_peeked(runs):
+    return sum(sum(run.peeked) for run in runs) / sum(len(run.peeked) for run in runs)
 
 
-def test_chances_follow_a_change_and_far_slots_lean_on_near_ones():
-    seen = Acceptance(3)
-    for _ in range(200):
-        seen.add(3, 3, False)
-    assert min(seen.chances()) > 0.95
-    for _ in range(60):
-        seen.add(0, 3, False)
-    first, second, third = seen.chances()
-    assert first < 0.3 and second < 0.99 and third > 0.9
+def best_fixed_of(machine, process, **how):
+    widths = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15)
+    return min(peeking(machine, process, "of all", lambda _, w=w: FixedWidth(w), **how)[0] for w in widths)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("process", ["hopeless", "fair", "good"])
+def test_whatever_the_drafter_says_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
+    rising = machine not in ("flat", "every row costs one") and process != "hopeless"
+    machine, process = MACHINES[machine], PROCESSES[process]
+    best = best_fixed_of(machine, process)
+    for sure in SURE:
+        seconds, runs = peeking(machine, process, sure)
+        assert seconds < 1.03 * best, sure
+        assert sum(run.switching for run in runs) < 0.02 * seconds, sure
+        if rising and sure in ("of the truth", "of the opposite"):
+            # On one of these the best fixed width is 0, and the rule must find out what peeking would make of drafting.
+            assert seconds < 0.97 * best or best == best_fixed_of(machine, PROCESSES["hopeless"]), sure
+
+
+def test_confidences_are_worth_a_tenth_where_rows_cost_and_the_drafter_knows():
+    for machine in ("quantized", "stairs"):
+        machine, process = MACHINES[machine], PROCESSES["fair"]
+        seconds, runs = peeking(machine, process, "of the truth")
+        assert 1.1 * seconds < best_fixed_of(machine, process) and share_peeked(runs) > 0.9
+
+
+@pytest.mark.parametrize("process", ["bad, then good", "good, then bad"])
+def test_a_drafter_that_changes_is_followed_while_peeking(process):
+    machine = MACHINES["quantized"]
+    seconds, _ = peeking(machine, PROCESSES[process], "of the truth", tokens=6000)
+    assert seconds < 0.97 * best_fixed_of(machine, PROCESSES[process], tokens=6000)
+
+
+def test_confidences_that_say_nothing_are_soon_left_alone():
+    for machine, process in (("quantized", "fair"), ("stairs", "fair"), ("flat", "good")):
+        assert share_peeked(peeking(MACHINES[machine], PROCESSES[process], "of anything")[1]) < 0.1, (machine, process)
+
+
+def test_where_rows_cost_nothing_no_round_is_peeked_at():
+    _, runs = peeking(MACHINES["flat"], PROCESSES["good"], "of the truth", lambda machine: rule_for(machine, peek=0.3), peek=0.3)
+    assert share_peeked(runs) < 0.03
+
+
+@pytest.mark.parametrize("measured", [0.0, 1.0, 3.0])
+def test_a_peeks_price_that_was_measured_wrong_is_corrected(measured):
+    # 1 ms is a tenth of a round: more than narrower passes save where rows cost little, less where they cost much.
+    machine = (6.0, 3.0, lambda w: 6.0 + 3 * w / 15)
+    rule = rule_for(machine, peek=measured)
+    peeking(machine, PROCESSES["fair"], "of the truth", rule, seeds=[3], tokens=8000, peek=1.0)
+    assert rule.costs.peek_s == pytest.approx(1.0, abs=0.45)
+
+
+def test_a_peek_that_costs_more_than_it_saves_is_given_up():
+    machine = (6.0, 3.0, lambda w: 6.0 + 3 * w / 15)
+    rule = rule_for(machine, peek=0.0)
+    first = peeking(machine, PROCESSES["fair"], "of the truth", rule, seeds=[3], tokens=3000, peek=2.0)[1]
+    then = peeking(machine, PROCESSES["fair"], "of the truth", rule, seeds=[4, 5], peek=2.0)[1]
+    assert sum(first[0].peeked) > 20 and share_peeked(then) < 0.05
+
+
+def test_a_round_that_is_peeked_at_may_verify_nothing():
+    machine = MACHINES["every row costs one, cheap drafter"]
+    _, runs = peeking(machine, PROCESSES["good"], "of the truth")
+    nothing = sum(w == 0 for run in runs for w, peeked in zip(run.widths, run.peeked, strict=True) if peeked)
+    assert nothing > 50
+
+
+def test_some_rounds_are_not_peeked_at_so_that_both_kinds_are_timed():
+    _, runs = peeking(MACHINES["quantized"], PROCESSES["fair"], "of the truth")
+    for run in runs:
+        drafted = [peeked for w, peeked in zip(run.widths, run.peeked, strict=True) if w or peeked][100:]
+        assert 0.02 < drafted.count(False) / len(drafted) < 0.06
+
+
+def test_what_confidences_are_worth_is_known_to_the_next_run():
+    rule = rule_for(MACHINES["quantized"])
+    peeking(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3])
+    later = WidthRule(MOST, rule.acceptance, rule.costs, None)
+    later.take_up(rule)
+    assert later.choose() > 0 and later.peeks
+    assert later.calibration.weights == rule.calibration.weights and later.calibration.weights is not rule.calibration.weights
+
+
+def test_without_confidences_nothing_is_peeked_at_and_the_slots_decide():
+    told = Simulation(MACHINES["quantized"], PROCESSES["fair"], rule_for(MACHINES["quantized"]), 3, tokens=2000)
+    assert not any(told.peeked) and sum(w > 0 for w in told.widths) > 300
 
 
 # Costs
@@ -513,8 +621,8 @@ def test_one_odd_round_moves_a_cost_little_and_many_move_it_all_the_way():
 class Machine:
     """Passes that take a set time on a clock of their own; the first of each kind compiles."""
 
-    def __init__(self, plain, draft, inject, verify, compiles=0.0):
-        self.now, self.calls, self.compiles = 0.0, [], compiles
+    def __init__(self, plain, draft, inject, verify, compiles=0.0, peek=0.0):
+        self.now, self.calls, self.compiles, self.peek = 0.0, [], compiles, peek
         self.costs = {"plain": plain, "draft": draft, "inject": inject}
         self.verify_cost = verify
 
@@ -528,6 +636,7 @@ class Machine:
             lambda: self.run("draft", self.costs["draft"]),
             lambda n: self.run(("inject", n), self.costs["inject"] * n),
             lambda w: self.run(w, self.verify_cost(w)),
+            lambda w, waits: self.run(("both", w, waits), self.costs["draft"] + self.verify_cost(w) + waits * self.peek),
             most,
             clock=lambda: self.now,
             **options,
@@ -550,10 +659,16 @@ def test_compiling_for_half_a_minute_a_shape_is_not_taken_for_a_cost():
     assert costs.verify_s == pytest.approx({w: 0.006 + 0.0005 * w for w in (1, 3, 7, 15)})
 
 
+def test_what_a_peek_adds_is_measured():
+    machine = Machine(0.003, 0.002, 0.0001, lambda w: 0.003 + 0.001 * w, compiles=0.02, peek=0.0004)
+    assert machine.measure(7).peek_s == pytest.approx(0.0004)
+    assert Machine(0.003, 0.002, 0.0001, lambda w: 0.003, peek=-0.001).measure(7).peek_s == 0.0
+
+
 def test_a_large_pair_is_measured_in_about_ten_passes():
     machine = Machine(0.4, 0.4, 0.003, lambda w: 0.1 + 0.1 * w)
     costs = machine.measure(15)
-    assert len(machine.calls) <= 10 and len(costs.verify_s) >= 2
+    assert len(machine.calls) <= 12 and len(costs.verify_s) >= 2
     assert costs.round(15) == pytest.approx(0.4 + 1.6)
 
 
@@ -567,7 +682,7 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-COSTS = Costs(0.5, 0.25, 0.125, {1: 0.5, 15: 2.0})
+COSTS = Costs(0.5, 0.25, 0.125, {1: 0.5, 15: 2.0}, 0.0625)
 
 
 def test_costs_are_kept_for_the_next_process(file):
@@ -576,6 +691,7 @@ def test_costs_are_kept_for_the_next_process(file):
     save_costs("b", Costs(1.0, 1.0, 1.0, {1: 1.0}))
     found = load_costs("a")
     assert (found.plain_s, found.draft_s, found.inject_s, found.verify_s) == (0.5, 0.25, 0.125, {1: 0.5, 15: 2.0})
+    assert found.peek_s == 0.0625
     assert load_costs("c") is None and [p.name for p in file.parent.iterdir()] == ["widths.json"]
 
 
@@ -612,12 +728,14 @@ def test_an_old_measurement_is_made_again(file, monkeypatch):
         "7",
         '{"a": 3}',
         '{"a": {}}',
-        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": []}}',
-        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {}}}',
-        '{"a": {"saved_at": NOW, "plain_s": -1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
-        '{"a": {"saved_at": NOW, "plain_s": NaN, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
-        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": "x", "inject_s": 1, "verify_s": {"1": 1}}}',
-        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"w": 1}}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": [], "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": -1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": NaN, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": "x", "inject_s": 1, "verify_s": {"1": 1}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"w": 1}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}, "peek_s": -1}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
     ],
 )
 def test_a_broken_file_is_measured_anew_and_rewritten(file, text):
@@ -694,3 +812,15 @@ def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
         "here; force with --block-size"
     )
     assert rule.reason({15: 30}, {15: 30}) == "drafts copied from the text in 30 rounds"
+
+
+def test_the_reason_says_that_the_drafters_confidence_chose_the_widths():
+    rule = WidthRule(15, Acceptance(15), Costs(1.0, 1.0, 0.0, {1: 2.0, 15: 8.0}), None)
+    rule._rate = 1.375
+    assert rule.reason({0: 20, 2: 30, 4: 10}, {}, {0: 10, 2: 30, 4: 10}) == (
+        "2.0 of 15 drafts verified on average, as many as the drafter was sure enough of: 1.38x plain decoding expected here"
+    )
+    # Rounds that were peeked at and verified nothing are not plain ones, and a few that were do not make it so.
+    assert rule.reason({0: 30, 4: 10}, {}, {0: 20}).startswith("0.0 of 15 drafts verified on average")
+    assert rule.reason({0: 90, 2: 10}, {}, {2: 10}).startswith("drafting off in 90 % of rounds")
+    assert rule.reason({4: 90, 2: 10}, {}, {2: 10}).startswith("4 of 15 drafts verified in most rounds")
