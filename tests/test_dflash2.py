@@ -446,6 +446,16 @@ def test_a_v1_checkpoint_under_a_dflash2_config_is_refused(pair):
         make_drafter(DrafterConfig.from_dict(data["config"]), weights, pair[0])
 
 
+def test_a_walk_is_as_sure_of_a_token_as_its_scores_are():
+    drafter, _ = random_drafter(raw_v2())
+    drafter.bind(None, lambda x: x @ mx.random.normal((H, V), key=mx.random.key(1)))
+    hidden, anchor = mx.random.normal((1, 4, H), key=mx.random.key(2)), mx.array([7])
+    _, scores = drafter.candidate_selector(hidden, *drafter.candidates(hidden), anchor)
+    scores = np.array(scores, dtype=np.float64)
+    sure = np.exp(scores - scores.max(-1, keepdims=True))
+    assert np.allclose(drafter.choose(hidden, anchor)[1], 1 / sure.sum(-1), atol=1e-5) and len(set(sure.sum(-1)[0])) == 4
+
+
 def test_codebooks_shorter_than_the_vocabulary_bound_the_candidates():
     drafter, _ = random_drafter(raw_v2(nested={"selector_vocab_size": 40}))
     drafter.bind(None, lambda x: mx.broadcast_to(mx.arange(V, dtype=mx.float32), (*x.shape[:2], V)))

@@ -158,6 +158,50 @@ def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it
     assert mx.allclose(mx.array(told[0]), expected, atol=1e-4).item()
 
 
+class Peeking(FixedWidth):
+    """Peeks at every round and verifies `narrowed` of its drafts."""
+
+    asks = peeks = True
+
+    def __init__(self, width, narrowed):
+        self.width, self.narrowed, self.told = width, narrowed, []
+
+    def copy(self, width, chances):
+        return 0
+
+    def narrow(self, confidence):
+        return self.narrowed
+
+    def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
+        self.told.append((width, len(confidence or ()), waited))
+
+
+@pytest.mark.parametrize("narrowed", [0, 2])
+def test_a_peeked_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, narrowed):
+    model, line, noisy = tiny
+    rule = Peeking(4, narrowed)
+    monkeypatch.setattr(generation, "width_rule", lambda *_: rule)
+    for nth in (2, 3, 5):
+        rule.told.clear()
+        with monkeypatch.context() as patch:
+            failing_pass(patch, nth)
+            got = run(model, noisy, PROMPT, 20, block_size=None)
+        assert ids_of(got) == line[:20] and got[-1].stats.peeked == got[-1].stats.widths == {narrowed: len(rule.told)}
+        assert set(rule.told) == {(narrowed, 4, True)}
+
+
+def test_a_round_that_is_peeked_at_reaches_over_no_row_where_the_cache_is_quantized(monkeypatch):
+    drafter = tiny_drafter(tiny_target(seed=4, head_dim=32))
+    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(1, 4))
+    for start in range(len(PROMPT) + 1, len(PROMPT) + 8):
+        options = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
+        expected = greedy_ids(drafter.target, PROMPT, 24, **options)
+        known = known_drafter(drafter.target, PROMPT + expected)
+        got = run(known.target, known, PROMPT, 24, block_size=None, **options)
+        assert ids_of(got) == expected, start
+        assert sum(got[-1].stats.peeked.values()) > 4
+
+
 def fresh_slots(model, drafter, ids):
     """The drafter's rows [1, N, H] for the block after `ids`, whose last one is the anchor, without any cache before it."""
     features = Target(model, drafter.config.target_layer_ids)(mx.array([ids[:-1]]))[1]
@@ -245,6 +289,23 @@ def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch,
     for _ in range(2):
         run(other.target, other, PROMPT, 9, block_size=None)
     assert calls == [1]
+
+
+def test_what_a_peek_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch, waits):
+    model, *_ = tiny
+    passes, counted = {}, []
+
+    def measure(plain, draft, inject, verify, both, most):
+        passes["both"] = both
+        return costs_module.Costs(1.0, 1.0, 1.0, {1: 1.0})
+
+    monkeypatch.setattr(costs_module, "measure", measure)
+    costs_module.measure_costs(model, tiny_drafter(model))
+    for second in (False, True, False):
+        before = waits["wait"]
+        passes["both"](3, second)
+        counted.append(waits["wait"] - before)
+    assert counted[1] == counted[0] + 1 == counted[2] + 1
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from dflash_mlx import width
-from dflash_mlx.chances import Acceptance
+from dflash_mlx.chances import Acceptance, expected
 from dflash_mlx.copying import Copier
 from dflash_mlx.width import Costs, FixedWidth, WidthRule, load_costs, measure, save_costs
 
@@ -571,6 +571,34 @@ def test_a_round_that_is_peeked_at_may_verify_nothing():
     _, runs = peeking(machine, PROCESSES["good"], "of the truth")
     nothing = sum(w == 0 for run in runs for w, peeked in zip(run.widths, run.peeked, strict=True) if peeked)
     assert nothing > 50
+
+
+def test_after_a_round_that_verified_nothing_drafting_goes_on_as_before():
+    rule = rule_for(MACHINES["quantized"])
+    peeking(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3])
+    seen = [counts[1] for counts in rule.acceptance.counts]
+    for _ in range(2):
+        rule.choose()
+        rule.observe(0, 0, False, 9.0, True, False, [0.1] * MOST, True)
+    assert rule.choose() > 0 and [counts[1] for counts in rule.acceptance.counts] == pytest.approx(seen, rel=0.05)
+
+
+def test_drafting_that_pays_only_with_peeking_is_taken_up():
+    # At any fixed width it loses.
+    machine, process = (6.0, 3.0, lambda w: 6.0 + 3.0 * w), PROCESSES["good"]
+    assert best_fixed_of(machine, process) == best_fixed_of(machine, PROCESSES["hopeless"])
+    seconds, runs = peeking(machine, process, "of the truth", tokens=8000)
+    assert seconds < 0.97 * 4 * 8000 * 6.0 and share_peeked(runs) > 0.3
+
+
+def test_slots_that_peeking_seldom_reaches_do_not_look_better_than_they_are():
+    machine, process, found = MACHINES["quantized"], PROCESSES["good"], []
+    for sure in ("of the truth", "of anything"):
+        rule = rule_for(machine)
+        rule.acceptance.FADE = 0.998
+        peeking(machine, process, sure, rule, seeds=[3], tokens=8000)
+        found.append(expected(rule.acceptance.chances())[MOST])
+    assert found[0] < 1.04 * found[1], found
 
 
 def test_some_rounds_are_not_peeked_at_so_that_both_kinds_are_timed():
