@@ -190,6 +190,37 @@ def test_a_peeked_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, na
         assert set(rule.told) == {(narrowed, 4, True)}
 
 
+@pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
+@pytest.mark.parametrize("where", ["narrow", "_hold", "_verify"])
+def test_an_interruption_at_a_peek_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
+    model, prompt = family(name), some_line(30)
+    line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
+    for nth in (1, 2, 9):
+        rule, calls = Peeking(4, 0 if where == "_hold" else 3), []
+        owner = rule if where == "narrow" else generation._Run
+        original = getattr(owner, where)
+
+        def interrupted(*args, calls=calls, original=original, nth=nth):
+            calls.append(1)
+            if len(calls) == nth:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        got, cache = [], make_prompt_cache(model, drafter)
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "width_rule", lambda *_, rule=rule: rule)
+            patch.setattr(owner, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                for r in dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, prompt_cache=cache):
+                    got.append(r.token)
+        assert got == line[: len(got)], (nth, where)
+        if not got:
+            continue
+        again = run(model, drafter, [line[len(got)]], 12, prompt_cache=cache)
+        fresh = run(model, drafter, prompt + line[: len(got) + 1], 12)
+        assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh), (nth, where)
+
+
 def test_a_round_that_is_peeked_at_reaches_over_no_row_where_the_cache_is_quantized(monkeypatch):
     drafter = tiny_drafter(tiny_target(seed=4, head_dim=32))
     monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(1, 4))
