@@ -294,16 +294,21 @@ def _force(launches: dict[str, int], variants: list[str]) -> None:
         return verdict
 
     choice._verdict = forced
-    launch = Kernel.__call__
+    prepared = Kernel.prepared
 
-    def counted(kernel: Kernel, *given, **options):
-        launches[kernel.name] = launches.get(kernel.name, 0) + 1
-        variant = " ".join([kernel.name, *(f"{name} {value}" for name, value in options["template"])])
-        if variant not in variants:
-            variants.append(variant)
-        return launch(kernel, *given, **options)
+    def counted(kernel: Kernel, **given):
+        launch = prepared(kernel, **given)
+        variant = " ".join([kernel.name, *(f"{name} {value}" for name, value in given["template"])])
 
-    Kernel.__call__ = counted
+        def run(**options):
+            launches[kernel.name] = launches.get(kernel.name, 0) + 1
+            if variant not in variants:
+                variants.append(variant)
+            return launch(**options)
+
+        return run
+
+    Kernel.prepared = counted
 
 
 def _trace(record: dict, save: Callable[[], None]) -> None:
@@ -313,13 +318,11 @@ def _trace(record: dict, save: Callable[[], None]) -> None:
     """
     from mlx_lm.models.cache import KVCache
 
-    def noted(owner, name: str) -> None:
-        inner = getattr(owner, name)
-
+    def noting(what: str, inner: Callable) -> Callable:
         def call(*given, **options):
-            arrays = [a for g in given for a in (g if isinstance(g, list | tuple) else [g]) if isinstance(a, mx.array)]
+            given_all = (*given, *options.values())
+            arrays = [a for g in given_all for a in (g if isinstance(g, list | tuple) else [g]) if isinstance(a, mx.array)]
             mx.eval(arrays)
-            what = given[0].name if owner is Kernel else f"{owner.__name__}.{name}"
             record["last"] = [*record.get("last", [])[-3:], f"{what} {[f'{a.dtype} {a.shape}' for a in arrays]}"]
             save()
             result = inner(*given, **options)
@@ -329,9 +332,14 @@ def _trace(record: dict, save: Callable[[], None]) -> None:
             save()
             return result
 
-        setattr(owner, name, call)
+        return call
 
-    for owner in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, nn.RMSNorm, nn.RoPE, Kernel):
+    def noted(owner, name: str) -> None:
+        setattr(owner, name, noting(f"{owner.__name__}.{name}", getattr(owner, name)))
+
+    prepared = Kernel.prepared
+    Kernel.prepared = lambda kernel, **given: noting(kernel.name, prepared(kernel, **given))
+    for owner in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, nn.RMSNorm, nn.RoPE):
         noted(owner, "__call__")
     noted(nn.QuantizedEmbedding, "as_linear")
     noted(KVCache, "update_and_fetch")

@@ -25,7 +25,7 @@ from .cache import Checkpoint, leaves
 from .errors import CacheError, TapError
 from .kernels import choice
 from .kernels.block_qmm import MAX_ROWS
-from .kernels.head_argmax import can_head_argmax, head_argmax
+from .kernels.head_argmax import head_argmax_plan
 from .kernels.layers import Handler, WatchedArray, attention_calls, kernel_calls
 
 
@@ -442,7 +442,8 @@ class Target:
         if self._head is None:
             self._head = self._find_head(hidden)
         weights = self._head_weights()
-        return head_argmax(hidden, *weights) if weights and can_head_argmax(hidden, *weights) else None
+        launch = head_argmax_plan(hidden, *weights) if weights else None
+        return launch(hidden, *weights[:3], weights[-1]) if launch else None
 
     def doubts(self, hidden: mx.array, margin: mx.array | None = None) -> list[mx.array]:
         """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32."""

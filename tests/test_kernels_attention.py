@@ -45,33 +45,39 @@ def wide(name, **changes):
 @pytest.fixture
 def everywhere(monkeypatch):
     """Our kernel runs wherever it can, no other does; a list of (rows, window, sinks, start, keys) of each launch."""
-    launched = []
-
-    def note(launch):
-        def noted(q, k, v, scale, causal, window, sinks, start):
-            launched.append((q.shape[2], window, sinks is not None, start, k.shape[2]))
-            return launch(q, k, v, scale, causal, window, sinks, start)
-
-        return noted
-
     monkeypatch.setattr(choice, "may_run", lambda: True)
     monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: kernel.name == "block_attention")
     monkeypatch.setattr(choice, "fastest", lambda candidates, shape: None)
-    monkeypatch.setattr(choice, "_memo", {})
-    monkeypatch.setattr(layers, "block_attention_kernel", note(layers.block_attention_kernel))
+    monkeypatch.setattr(choice, "_plans", {})
+    return noting(monkeypatch, block_attention.prepare)
+
+
+def noting(monkeypatch, prepare):
+    launched = []
+
+    def noted(shape, dtype, hk, scale, causal, window, has_sinks):
+        launch = prepare(shape, dtype, hk, scale, causal, window, has_sinks)
+
+        def run(q, k, v, sinks, start):
+            assert q.shape == shape and (sinks is not None) == has_sinks
+            launched.append((q.shape[2], window, has_sinks, start, k.shape[2]))
+            return launch(q, k, v, sinks, start)
+
+        return run
+
+    monkeypatch.setattr(block_attention, "prepare", noted)
     return launched
+
+
+def prepare_ops(shape, dtype, hk, scale, causal, window, has_sinks):
+    """MLX's own operations in the kernel's place."""
+    return lambda q, k, v, sinks, start: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
 
 
 @pytest.fixture
 def stand_in(everywhere, monkeypatch):
     """`everywhere`, MLX's own operations in the kernel's place."""
-
-    def launch(q, k, v, scale, causal, window, sinks, start):
-        everywhere.append((q.shape[2], window, sinks is not None, start, k.shape[2]))
-        return block_attention_ops(q, k, v, scale, causal, window, sinks, start)
-
-    monkeypatch.setattr(layers, "block_attention_kernel", launch)
-    return everywhere
+    return noting(monkeypatch, prepare_ops)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -95,7 +101,12 @@ def test_ids_are_plain_decodings_through_wrapped_windows(name, stand_in):
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_every_familys_ids_are_plain_decodings_and_one_row_goes_where_many_go(name, stand_in, monkeypatch):
     """Heads of any width, as if the kernel took them."""
-    monkeypatch.setattr(layers, "can_block_attention", lambda q, k, v, causal, window: q.shape[2] <= 16 and k.shape == v.shape)
+
+    def taken(q, k, v, scale, causal, window, sinks):
+        takes = q.shape[2] <= 16 and k.shape == v.shape
+        return takes and block_attention.prepare(q.shape, q.dtype, k.shape[1], scale, causal, window, sinks is not None)
+
+    monkeypatch.setattr(layers, "block_attention_plan", taken)
     model, prompt = family(name), some_line(21)
     want = greedy_ids(model, prompt, 40)
     assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
@@ -304,9 +315,9 @@ def test_layers_are_found_while_another_pass_holds_them(monkeypatch):
 
 def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
     asked = []
-    monkeypatch.setattr(choice, "_memo", {})
+    monkeypatch.setattr(choice, "_plans", {})
     monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: asked.append(shape) or False)
     for m, s in ((1, 20), (16, 300), (1, 5000)):
         q, k = mx.zeros((1, 4, m, 32)), mx.zeros((1, 2, s, 32))
-        assert not block_attention.can_block_attention(q, k, k)
-    assert asked == ["mlx.core.float32 HQ 4 HK 2 D 32"]
+        assert not block_attention.block_attention_plan(q, k, k, 0.2)
+    assert asked == ["mlx.core.float32 HQ 4 HK 2 D 32"] * 2  # for one row and for 16

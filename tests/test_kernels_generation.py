@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from dflash_mlx import load, load_drafter, stream_generate, taps
-from dflash_mlx.kernels import accept, block_attention, block_qmm, choice, head_argmax, layers
+from dflash_mlx.kernels import accept, block_attention, block_qmm, choice, head_argmax
+from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
 from dflash_mlx.kernels.choice import KernelError
 from dflash_mlx.taps import Target
@@ -24,30 +25,40 @@ def quantized():
     return model, tokenizer, load_drafter("tiny", model)
 
 
+def prepare_qmm(shape, dtype, n, group_size, bits):
+    return lambda x, *weights: block_qmm_ops(x, *weights, group_size, bits)
+
+
+def prepare_head(shape, dtype, v, quantized, softcap=None, biased=False):
+    return lambda x, w, scales, biases, bias=None: head_argmax.head_argmax_ops(x, w, scales, biases, *quantized, softcap, bias)
+
+
+def prepare_attention(shape, dtype, hk, scale, causal, window, has_sinks):
+    return lambda q, k, v, sinks=None, start=0: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
+
+
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """As if there were a GPU where our kernels are right and faster; a list of the rows of each product."""
     launched = []
 
-    def launch(x, *weights):
-        launched.append(x.size // x.shape[-1])
-        return block_qmm_ops(x, *weights)
+    def prepare(*about):
+        launch = prepare_qmm(*about)
+        return lambda x, *weights: launched.append(x.size // x.shape[-1]) or launch(x, *weights)
 
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
     monkeypatch.setattr(choice, "_known", {})
     monkeypatch.setattr(choice, "_off", {})
-    monkeypatch.setattr(choice, "_memo", {})
+    monkeypatch.setattr(choice, "_plans", {})
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     times = iter(range(10**6))
     monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer
-    monkeypatch.setattr(block_qmm, "block_qmm_kernel", launch)
-    monkeypatch.setattr(accept, "accept_kernel", accept.accept_ops)
-    monkeypatch.setattr(head_argmax, "head_argmax_kernel", head_argmax.head_argmax_ops)
+    monkeypatch.setattr(block_qmm, "prepare", prepare)
+    monkeypatch.setattr(accept, "prepare", lambda b, n: accept.accept_ops)
+    monkeypatch.setattr(head_argmax, "prepare", prepare_head)
     monkeypatch.setattr(block_attention, "TRIAL_KEYS", 64)
-    monkeypatch.setattr(block_attention, "block_attention_kernel", block_attention.block_attention_ops)
-    # The trials' own and the one in a target's passes.
-    monkeypatch.setattr(layers, "block_attention_kernel", lambda *args: block_attention.block_attention_kernel(*args))
+    monkeypatch.setattr(block_attention, "prepare", prepare_attention)
     return launched
 
 
@@ -79,9 +90,15 @@ def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantiz
 
 
 def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
-    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
     want = ids(quantized, 20)
+    assert gpu
+    gpu.clear()
+    # From the next pass on.
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    assert ids(quantized, 20) == want and not gpu
     monkeypatch.delenv("DFLASH_MLX_KERNELS")
+    assert ids(quantized, 20) == want and gpu
+    gpu.clear()
     monkeypatch.setattr(choice, "has_gpu", lambda: False)
     assert ids(quantized, 20) == want and not gpu
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
@@ -90,10 +107,10 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
 
 
 def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):
-    def broken(x, *weights):
+    def broken(*arrays):
         raise RuntimeError("Failed to compile kernel: a line\nand more")
 
-    monkeypatch.setattr(block_qmm, "block_qmm_kernel", broken)
+    monkeypatch.setattr(block_qmm, "prepare", lambda *about: broken)
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 30) == plain(quantized, 30)
     (record,) = caplog.records
@@ -107,15 +124,20 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
 ):
     """The n-th launch after the trials spoils its output."""
     module = {"block_qmm": block_qmm, "head_argmax": head_argmax, "block_attention": block_attention}[name]
-    sound, left = getattr(module, f"{name}_kernel"), [n]
+    prepare, left = module.prepare, [n]
 
-    def spoilt(*args):
-        out = sound(*args)
-        left[0] -= not in_trial[0]
-        if left[0] == 0:
-            nan = mx.array(float("nan"))
-            return (out[0], out[1] * nan) if isinstance(out, tuple) else out * nan
-        return out
+    def spoiling(*about):
+        sound = prepare(*about)
+
+        def spoilt(*arrays):
+            out = sound(*arrays)
+            left[0] -= not in_trial[0]
+            if left[0] == 0:
+                nan = mx.array(float("nan"))
+                return (out[0], out[1] * nan) if isinstance(out, tuple) else out * nan
+            return out
+
+        return spoilt
 
     in_trial, judge = [0], choice._judge
 
@@ -127,7 +149,7 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
             in_trial[0] -= 1
 
     monkeypatch.setattr(choice, "_judge", judged)
-    monkeypatch.setattr(module, f"{name}_kernel", spoilt)
+    monkeypatch.setattr(module, "prepare", spoiling)
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 40, block_size) == plain(quantized, 40)
     assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]

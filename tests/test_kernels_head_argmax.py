@@ -172,3 +172,11 @@ def test_the_dispatcher_norms_and_keeps_leading_axes(monkeypatch):
     ids, margin = head_argmax(x.reshape(2, 3, 64), *head, norm=(weight, 1e-6))
     want = head_argmax_ops(mx.fast.rms_norm(x, weight, 1e-6), *head)
     assert mx.array_equal(ids, want[0].reshape(2, 3)) and mx.array_equal(margin, want[1].reshape(2, 3))
+
+
+def test_the_launch_keeps_leading_axes():
+    x, head = made(100, 64, mx.float32, 4, rows=6)
+    with emulator.emulated():
+        flat, folded = head_argmax_kernel(x, *head), head_argmax_kernel(x.reshape(2, 3, 64), *head)
+    for a, b in zip(flat, folded, strict=True):
+        assert mx.array_equal(a.reshape(2, 3), b)

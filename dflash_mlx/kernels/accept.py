@@ -9,6 +9,8 @@ Knows arrays only. The bytes are few; what is saved is launches between two pass
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from . import choice
@@ -49,16 +51,24 @@ def accept_ops(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, m
 
 def accept_kernel(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Launch: one simd group a sequence. Shapes as in `accept`."""
-    b, n = draft.shape
-    accepted, bonus, committed = KERNEL(
-        [draft, target],
+    return prepare(*draft.shape)(draft, target)
+
+
+def prepare(b: int, n: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """`accept_kernel` for drafts [b, n]: what takes (draft, target), as often as one likes."""
+    launch = KERNEL.prepared(
         template=[],
         grid=(32 * b, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(b,), (b,), (b, n + 1)],
         output_dtypes=[mx.int32] * 3,
     )
-    return accepted, bonus, committed
+
+    def run(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        accepted, bonus, committed = launch(inputs=[draft, target])
+        return accepted, bonus, committed
+
+    return run
 
 
 def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -74,15 +84,18 @@ def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.ar
     """
     if target.shape != (draft.shape[0], draft.shape[1] + 1):
         raise ValueError(f"expected one target choice more than drafts; found {target.shape} for {draft.shape}")
+    # No pass of a target that uses kernels need have come before this call.
+    launch = choice.planned(_plan, *draft.shape, draft.dtype, target.dtype) if choice.may_run() else None
+    return launch(draft, target) if launch else accept_ops(draft, target)
+
+
+def _plan(b: int, n: int, dtype: mx.Dtype, target_dtype: mx.Dtype) -> Callable[..., tuple[mx.array, mx.array, mx.array]] | None:
+    """What `accept` hands (draft, target) of these shapes and types to; None: MLX's operations."""
     eligible = (
-        draft.size > 0  # an empty array has no buffer
-        and draft.dtype == mx.int32  # ids are compared as they are
-        and target.dtype == mx.int32
+        b * n > 0  # an empty array has no buffer
+        and dtype == target_dtype == mx.int32  # ids are compared as they are
     )
-    b, n = draft.shape
-    if eligible and choice.use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)):
-        return accept_kernel(draft, target)
-    return accept_ops(draft, target)
+    return prepare(b, n) if eligible and choice.use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)) else None
 
 
 def trials(b: int, n: int) -> list[choice.Trial]:
@@ -91,4 +104,5 @@ def trials(b: int, n: int) -> list[choice.Trial]:
     target = mx.random.randint(0, 100, (b, n + 1), dtype=mx.int32, key=keys[0])
     draft = mx.where(mx.random.uniform(shape=(b, n), key=keys[1]) < 0.8, target[:, :n], target[:, 1:])
     mx.eval(draft, target)
-    return [choice.Trial(lambda: accept_kernel(draft, target), lambda: accept_ops(draft, target), choice.same_ids)]
+    launch = prepare(b, n)
+    return [choice.Trial(lambda: launch(draft, target), lambda: accept_ops(draft, target), choice.same_ids)]

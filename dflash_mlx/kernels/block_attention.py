@@ -12,6 +12,9 @@ Knows arrays only; the keys and values may be slices of a longer cache and are n
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from . import choice
@@ -241,21 +244,19 @@ def block_attention_kernel(
 
     Shapes: as in `block_attention`.
     """
-    (b, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
+    launch = prepare(queries.shape, queries.dtype, keys.shape[1], scale, causal, window, sinks is not None)
+    return launch(queries, keys, values, sinks, start)
+
+
+def prepare(
+    shape: tuple[int, ...], dtype: mx.Dtype, hk: int, scale: float, causal: bool, window: int, has_sinks: bool
+) -> Callable[..., mx.array]:
+    """`block_attention_kernel` for queries of a shape, any number of keys: what takes (queries, keys, values, sinks, start)."""
+    b, hq, m, d = shape
     simdgroups, each = layout(hq // hk * row_tile(m), d)
-    first = max(start, start + s - m - window + 1 if window else start) // CHUNK
-    chunks = (start + s - 1) // CHUNK - first + 1
-    out, top, total = KERNEL(
-        [
-            mx.contiguous(queries),
-            keys,
-            values,
-            mx.array([scale], dtype=mx.float32),
-            mx.array([start], dtype=mx.int32),
-            mx.array([first], dtype=mx.int32),
-        ],
+    launch = KERNEL.prepared(
         template=[
-            ("T", queries.dtype),
+            ("T", dtype),
             ("D", d),
             ("ROWS", each),
             ("SIMDGROUPS", simdgroups),
@@ -263,20 +264,34 @@ def block_attention_kernel(
             ("CAUSAL", causal),
             ("WINDOW", window),
         ],
-        grid=(chunks * simdgroups * 32, b * hk, 1),
         threadgroup=(simdgroups * 32, 1, 1),
-        output_shapes=[(b, hq, m, chunks, d), (b, hq, m, chunks), (b, hq, m, chunks)],
         output_dtypes=[mx.float32] * 3,
     )
-    (y,) = REDUCE(
-        [out, top, total, mx.zeros((8,), dtype=mx.float32) if sinks is None else sinks],
-        template=[("T", queries.dtype), ("D", d), ("SINKS", sinks is not None)],
+    reduce = REDUCE.prepared(
+        template=[("T", dtype), ("D", d), ("SINKS", has_sinks)],
         grid=(32 * b * hq * m, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(b, hq, m, d)],
-        output_dtypes=[queries.dtype],
+        output_dtypes=[dtype],
     )
-    return y
+    scaled, no_sinks = mx.array([scale], dtype=mx.float32), mx.array([0] * 8, dtype=mx.float32)
+    zero = mx.array([0], dtype=mx.int32)
+
+    def run(queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None = None, start: int = 0) -> mx.array:
+        end = start + keys.shape[2]
+        first = max(start, end - m - window + 1 if window else start) // CHUNK
+        chunks = (end - 1) // CHUNK - first + 1
+        # Without a window both stay zero.
+        begin = mx.array([start], dtype=mx.int32) if start else zero
+        first_chunk = mx.array([first], dtype=mx.int32) if first else zero
+        out, top, total = launch(
+            inputs=[mx.contiguous(queries), keys, values, scaled, begin, first_chunk],
+            grid=(chunks * simdgroups * 32, b * hk, 1),
+            output_shapes=[(b, hq, m, chunks, d), (b, hq, m, chunks), (b, hq, m, chunks)],
+        )
+        return reduce(inputs=[out, top, total, no_sinks if sinks is None else sinks])[0]
+
+    return run
 
 
 def block_attention(
@@ -304,37 +319,64 @@ def block_attention(
     """
     if window and not causal:
         raise ValueError(f"expected causal=True with a window; found causal=False, window={window}. Leave one of them out.")
-    runs = can_block_attention(queries, keys, values, causal, window)
-    return (block_attention_kernel if runs else block_attention_ops)(queries, keys, values, scale, causal, window, sinks, start)
+    launch = block_attention_plan(queries, keys, values, scale, causal, window, sinks)
+    if launch:
+        return launch(queries, keys, values, sinks, start)
+    return block_attention_ops(queries, keys, values, scale, causal, window, sinks, start)
 
 
-def can_block_attention(queries: mx.array, keys: mx.array, values: mx.array, causal: bool = True, window: int = 0) -> bool:
-    """Whether `block_attention` of the same arguments is the kernel's: eligible, and chosen. For callers with a way of their own.
+def block_attention_plan(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    sinks: mx.array | None = None,
+) -> Callable[..., mx.array] | None:
+    """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start) to; None: MLX.
 
-    The answer is one for all row counts and lengths.
+    For callers with a way of their own. Whether it is None is one answer for all row counts and lengths.
     """
-    (_, hq, m, d), (_, hk, s, _) = queries.shape, keys.shape
-    if not (1 <= m <= min(MAX_ROWS, s) and queries.size >= 8):  # sums in registers; all rows among the keys; in device memory
-        return False
-    about = ("block_attention", queries.dtype, keys.dtype, values.dtype, hq, hk, d, values.shape == keys.shape, causal, window)
-    return choice.remembered(about, lambda: _runs(queries, keys, values, causal, window))
+    _, hk, s, _ = k_shape = keys.shape
+    if s < queries.shape[2] or values.shape != k_shape:  # all rows are among the keys
+        return None
+    has_sinks = sinks is not None
+    return choice.planned(
+        _plan, queries.shape, queries.dtype, hk, k_shape[3], keys.dtype, values.dtype, scale, causal, window, has_sinks
+    )
 
 
-def _runs(queries: mx.array, keys: mx.array, values: mx.array, causal: bool, window: int) -> bool:
-    """Whether the kernel attends with heads of these shapes here."""
-    (_, hq, _, d), hk, dtype = queries.shape, keys.shape[1], queries.dtype
+def _plan(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    hk: int,
+    k_dim: int,
+    k_dtype: mx.Dtype,
+    v_dtype: mx.Dtype,
+    scale: float,
+    causal: bool,
+    window: int,
+    has_sinks: bool,
+) -> Callable[..., mx.array] | None:
+    """`block_attention_plan` for arrays of these shapes and types."""
+    b, hq, m, d = shape
+    if not (1 <= m <= MAX_ROWS and math.prod(shape) >= 8):  # sums in registers; in device memory
+        return None
     eligible = (
         hq % hk == 0
         and d % 32 == 0  # lanes share a head's values evenly
-        and values.shape == keys.shape
+        and k_dim == d
         and dtype in TYPES
-        and keys.dtype == values.dtype == dtype  # MLX would promote
+        and k_dtype == v_dtype == dtype  # MLX would promote
         and d * dtype.size <= 512  # a tile of 32 keys fits threadgroup memory
         and layout(hq // hk * MAX_ROWS, d)[0] > 0  # outputs fit registers at any row count
     )
     length = min(TRIAL_KEYS, window + MAX_ROWS) if window else TRIAL_KEYS
-    shape = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
-    return eligible and choice.use(KERNEL, shape, lambda: trials(hq, hk, d, length, dtype, causal, window))
+    about = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
+    if eligible and choice.use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window)):
+        return prepare(shape, dtype, hk, scale, causal, window, has_sinks)
+    return None
 
 
 def trials(
@@ -349,7 +391,8 @@ def trials(
     same = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
 
     def one(m: int) -> choice.Trial:
-        a = (q[:, :, :m], k, v, d**-0.5, causal, window)
-        return choice.Trial(lambda: [block_attention_kernel(*a)], lambda: [block_attention_ops(*a)], same)
+        some, scale = q[:, :, :m], d**-0.5
+        launch = prepare(some.shape, dtype, hk, scale, causal, window, False)
+        return choice.Trial(lambda: [launch(some, k, v)], lambda: [block_attention_ops(some, k, v, scale, causal, window)], same)
 
     return [one(m) for m in rows]

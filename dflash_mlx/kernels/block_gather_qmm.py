@@ -10,6 +10,9 @@ the same expert. Knows arrays only.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from . import choice
@@ -123,35 +126,50 @@ def block_gather_qmm_ops(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array, group_size: int, bits: int
 ) -> mx.array:
     """The answer, in MLX's own operation. Shapes as in `block_gather_qmm`."""
-    share = indices.size // x.shape[0]
-    rows = mx.arange(indices.size, dtype=mx.uint32) // share
+    x = x.reshape(-1, 1, x.shape[-1])
+    rows = (mx.arange(indices.size, dtype=mx.uint32) // (indices.size // x.shape[0])).reshape(indices.shape)
     options = {"transpose": True, "group_size": group_size, "bits": bits}
-    return mx.gather_qmm(x[:, None], w, scales, biases, lhs_indices=rows, rhs_indices=indices, **options)[:, 0]
+    return mx.gather_qmm(x, w, scales, biases, lhs_indices=rows, rhs_indices=indices, **options)[..., 0, :]
 
 
 def block_gather_qmm_kernel(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array, group_size: int, bits: int
 ) -> mx.array:
     """Launch: a threadgroup for each pair and `COLUMNS * SIMDGROUPS` columns. Shapes as in `block_gather_qmm`."""
-    pairs, n = indices.size, w.shape[1]
+    return prepare(x.shape, x.dtype, w.shape, indices.shape, group_size, bits)(x, w, scales, biases, indices)
+
+
+def prepare(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    w_shape: tuple[int, ...],
+    indices_shape: tuple[int, ...],
+    group_size: int,
+    bits: int,
+) -> Callable[..., mx.array]:
+    """`block_gather_qmm_kernel` for arrays of these shapes: what takes (x, w, scales, biases, indices), as often as one likes."""
+    pairs, (e, n), flat = math.prod(indices_shape), w_shape[:2], (math.prod(shape[:-1]), shape[-1])
     groups = -(-n // (COLUMNS * SIMDGROUPS))
-    (y,) = KERNEL(
-        [x, w, scales, biases, indices],
+    launch = KERNEL.prepared(
         template=[
-            ("T", x.dtype),
+            ("T", dtype),
             ("BITS", bits),
             ("GROUP", group_size),
             # Rows of one expert in one pass over its weights: more where more are to be expected.
-            ("ROWS", 4 if 2 * pairs <= w.shape[0] else 8),
+            ("ROWS", 4 if 2 * pairs <= e else 8),
             ("COLS", COLUMNS),
             ("SIMDGROUPS", SIMDGROUPS),
         ],
         grid=(groups * SIMDGROUPS * 32, pairs, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=[(pairs, n)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(*indices_shape, n)],
+        output_dtypes=[dtype],
     )
-    return y
+
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, indices: mx.array) -> mx.array:
+        return launch(inputs=[mx.reshape(x, flat), w, scales, biases, mx.reshape(indices, (pairs,))])[0]
+
+    return run
 
 
 def block_gather_qmm(
@@ -160,36 +178,55 @@ def block_gather_qmm(
     """Products of rows with the experts that they chose.
 
     Shapes:
-      - x: [X, K]; indices: [P] integers, P a multiple of X: pair p belongs to row p // (P // X)
+      - x: [..., K], X rows; indices: [...] integers, P of them, a multiple of X: pair p belongs to row p // (P // X)
       - w: [E, N, K * bits / 32] uint32; scales, biases: [E, N, K / group_size]
     Returns:
-      - [P, N] in x's type
+      - [..., N] in x's type, its leading axes those of the indices
     Raises:
       ValueError: if P is not a multiple of X.
     """
-    if indices.size % x.shape[0]:
-        raise ValueError(f"expected a multiple of {x.shape[0]} rows in indices; found {indices.size}")
-    given, share = (x, w, scales, biases, indices, group_size, bits), indices.size // x.shape[0]
-    if not 0 < indices.size <= MAX_PAIRS:  # each pair looks through all of them
-        return block_gather_qmm_ops(*given)
-    about = ("block_gather_qmm", x.dtype, x.shape[1], w.shape, None if biases is None else scales.dtype, share, group_size, bits)
-    runs = choice.remembered(about, lambda: _runs(x, w, scales, biases, share, group_size, bits))
-    return (block_gather_qmm_kernel if runs else block_gather_qmm_ops)(*given)
+    if indices.size % (x.size // x.shape[-1]):
+        raise ValueError(f"expected a multiple of {x.size // x.shape[-1]} rows in indices; found {indices.size}")
+    launch = block_gather_qmm_plan(x, w, scales, biases, indices, group_size, bits)
+    if launch:
+        return launch(x, w, scales, biases, indices)
+    return block_gather_qmm_ops(x, w, scales, biases, indices, group_size, bits)
 
 
-def _runs(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, share: int, group_size: int, bits: int) -> bool:
-    """Whether the kernel computes products of these experts here."""
-    (e, n), k = w.shape[:2], x.shape[1]
+def block_gather_qmm_plan(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, indices: mx.array, group_size: int, bits: int
+) -> Callable[..., mx.array] | None:
+    """What `block_gather_qmm` of the same arguments hands (x, w, scales, biases, indices) to; None: MLX."""
+    if biases is None:  # not affine
+        return None
+    return choice.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
+
+
+def _plan(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    w_shape: tuple[int, ...],
+    scales_dtype: mx.Dtype,
+    indices_shape: tuple[int, ...],
+    group_size: int,
+    bits: int,
+) -> Callable[..., mx.array] | None:
+    """`block_gather_qmm_plan` for arrays of these shapes and types."""
+    pairs, (e, n), k = math.prod(indices_shape), w_shape[:2], shape[-1]
+    if not 0 < pairs <= MAX_PAIRS:  # each pair looks through all of them
+        return None
+    share = pairs // math.prod(shape[:-1])
     eligible = (
         bits in (4, 8)  # a word holds a whole number of weights
         and group_size in (32, 64, 128)  # a lane's values lie in one group
-        and x.dtype in TYPES
-        and scales.dtype == x.dtype  # MLX would promote
-        and biases is not None  # affine
-        and scales.size >= 8  # in device memory
+        and dtype in TYPES
+        and scales_dtype == dtype  # MLX would promote
+        and e * n * k // group_size >= 8  # the scales, so all weights, are in device memory
     )
-    shape = f"{x.dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
-    return eligible and choice.use(KERNEL, shape, lambda: trials(e, n, k, share, group_size, bits, x.dtype))
+    about = f"{dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
+    if eligible and choice.use(KERNEL, about, lambda: trials(e, n, k, share, group_size, bits, dtype)):
+        return prepare(shape, dtype, w_shape, indices_shape, group_size, bits)
+    return None
 
 
 def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[choice.Trial]:
@@ -203,8 +240,9 @@ def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype
     mx.eval(weights, x, indices)
 
     def one(rows: int) -> choice.Trial:
-        a = (x[:rows], *weights, indices[: rows * share], group_size, bits)
+        a = (x[:rows], *weights, indices[: rows * share])
+        launch = prepare((rows, k), dtype, (e, n), (rows * share,), group_size, bits)
         same = choice.same_floats(TOLERANCE[dtype])
-        return choice.Trial(lambda: [block_gather_qmm_kernel(*a)], lambda: [block_gather_qmm_ops(*a)], same)
+        return choice.Trial(lambda: [launch(*a)], lambda: [block_gather_qmm_ops(*a, group_size, bits)], same)
 
     return [one(rows) for rows in (1, 4, 8, 16)]

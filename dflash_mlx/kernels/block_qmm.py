@@ -19,6 +19,7 @@ Rows are 8 or 16 there, those beyond M the last one again; an output depends on 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -312,28 +313,42 @@ def block_qmm_kernel(
     Returns:
       - y: [..., N] in x's type
     """
-    k, n = x.shape[-1], w.shape[0]
-    rows = x.reshape(-1, k)
+    return prepare(x.shape, x.dtype, w.shape[0], group_size, bits, columns)(x, w, scales, biases)
+
+
+def prepare(
+    shape: tuple[int, ...], dtype: mx.Dtype, n: int, group_size: int, bits: int, columns: int | None = None
+) -> Callable[..., mx.array]:
+    """`block_qmm_kernel` for x [..., K] of a shape and a type: what takes (x, w, scales, biases), as often as one likes."""
+    rows = math.prod(shape[:-1])
     # Sums and unpacked weights stay in registers: 16 x 4 sums and 4 x 8 weights are near an Apple GPU's 128 a thread.
     # Not timed on a Mac. Results do not depend on it.
-    columns = columns or (2 if rows.shape[0] > 8 and not mx.cuda.is_available() else 4)
+    columns = columns or (2 if rows > 8 and not mx.cuda.is_available() else 4)
     groups = -(-n // (columns * SIMDGROUPS))
-    (y,) = KERNEL(
-        [rows, w, scales, biases],
+    launch = KERNEL.prepared(
         template=[
-            ("T", x.dtype),
+            ("T", dtype),
             ("BITS", bits),
             ("GROUP", group_size),
-            ("ROWS", row_tile(rows.shape[0])),
+            ("ROWS", row_tile(rows)),
             ("COLS", columns),
             ("SIMDGROUPS", SIMDGROUPS),
         ],
         grid=(groups * SIMDGROUPS * 32, 1, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=[(rows.shape[0], n)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(*shape[:-1], n)],
+        output_dtypes=[dtype],
     )
-    return y.reshape(*x.shape[:-1], n)
+    return _of_rows(launch, rows, shape[-1])
+
+
+def _of_rows(launch: Callable[..., list[mx.array]], rows: int, k: int) -> Callable[..., mx.array]:
+    """A launch whose text takes x [rows, K], for x [..., K]."""
+
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return launch(inputs=[mx.reshape(x, (rows, k)), w, scales, biases])[0]
+
+    return run
 
 
 def block_qmm_tiles_kernel(
@@ -350,8 +365,20 @@ def block_qmm_tiles_kernel(
 
     Shapes: as `block_qmm_kernel`; float16 or bfloat16.
     """
-    k, n = x.shape[-1], w.shape[0]
-    rows = x.reshape(-1, k)
+    return prepare_tiles(x.shape, x.dtype, w.shape[0], group_size, bits, columns, simdgroups)(x, w, scales, biases)
+
+
+def prepare_tiles(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    n: int,
+    group_size: int,
+    bits: int,
+    columns: int | None = None,
+    simdgroups: int | None = None,
+) -> Callable[..., mx.array]:
+    """`block_qmm_tiles_kernel`, prepared as `prepare` does."""
+    rows = math.prod(shape[:-1])
     words = group_size * bits // 128
     # More columns read x less often, fewer make more threadgroups; a lane's words and sums stay in registers, of which an Apple
     # GPU has 128 a thread. Not timed on a Mac. Results do not depend on it.
@@ -360,59 +387,71 @@ def block_qmm_tiles_kernel(
     # With few threadgroups, more threads in each keep an H100's memory busy. The sums' order depends on it: it may follow from
     # the matrix, not from the rows.
     simdgroups = simdgroups or (16 if n < 8192 and mx.cuda.is_available() else TILE_SIMDGROUPS)
-    (y,) = TILES(
-        [rows, w, scales, biases],
+    launch = TILES.prepared(
         template=[
-            ("T", x.dtype),
-            ("HALF", x.dtype == mx.float16),
+            ("T", dtype),
+            ("HALF", dtype == mx.float16),
             ("BITS", bits),
             ("GROUP", group_size),
-            ("ROWS", 8 if row_tile(rows.shape[0]) <= 8 else 16),
+            ("ROWS", 8 if row_tile(rows) <= 8 else 16),
             ("COLS", columns),
             ("SIMDGROUPS", simdgroups),
         ],
         grid=(-(-n // columns) * simdgroups * 32, 1, 1),
         threadgroup=(simdgroups * 32, 1, 1),
-        output_shapes=[(rows.shape[0], n)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(*shape[:-1], n)],
+        output_dtypes=[dtype],
     )
-    return y.reshape(*x.shape[:-1], n)
+    return _of_rows(launch, rows, shape[-1])
 
 
 def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
     """x times a quantized weight matrix, by the kernel where it is eligible and chosen, else by MLX.
 
-    For one weight matrix the choice, text included, is the same for all of 1..16 rows, so that rows agree bit for bit.
-
     Shapes: as `block_qmm_kernel`; any number of rows.
     """
-    if not 1 <= x.size // x.shape[-1] <= MAX_ROWS:  # the sums of all rows are in registers
-        return block_qmm_ops(x, w, scales, biases, group_size, bits)
-    about = ("block_qmm", x.dtype, x.shape[-1], w.shape, None if biases is None else scales.dtype, group_size, bits)
-    launch = choice.remembered(about, lambda: _launch(x, w, scales, biases, group_size, bits))
-    return launch(x, w, scales, biases, group_size, bits)
+    launch = block_qmm_plan(x, w, scales, biases, group_size, bits)
+    return launch(x, w, scales, biases) if launch else block_qmm_ops(x, w, scales, biases, group_size, bits)
 
 
-def _launch(
+def block_qmm_plan(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int
-) -> Callable[..., mx.array]:
-    """What computes 1..16 rows of this product here: a launcher, or MLX's own operation."""
-    n, k = w.shape[0], x.shape[-1]
+) -> Callable[..., mx.array] | None:
+    """What `block_qmm` of the same arguments hands (x, w, scales, biases) to; None: MLX. For callers with a way of their own.
+
+    For one weight matrix the choice, text included, is the same for all of 1..16 rows, so that rows agree bit for bit.
+    """
+    if biases is None:  # not affine
+        return None
+    return choice.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, group_size, bits)
+
+
+def _plan(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    w_shape: tuple[int, ...],
+    scales_dtype: mx.Dtype,
+    group_size: int,
+    bits: int,
+) -> Callable[..., mx.array] | None:
+    """`block_qmm_plan` for arrays of these shapes and types."""
+    if not 1 <= math.prod(shape[:-1]) <= MAX_ROWS:  # the sums of all rows are in registers
+        return None
+    n, k = w_shape[0], shape[-1]
     eligible = (
         bits in (4, 8)  # a word holds a whole number of weights
         and group_size in (32, 64, 128)  # a lane's values lie in one group
-        and x.dtype in TYPES
-        and scales.dtype == x.dtype  # MLX would promote; the kernel returns x's type
-        and biases is not None  # affine
-        and scales.size >= 8  # the weights are certainly in device memory
+        and dtype in TYPES
+        and scales_dtype == dtype  # MLX would promote; the kernel returns x's type
+        and n * k // group_size >= 8  # the scales, so all weights, are certainly in device memory
     )
     if not eligible:
-        return block_qmm_ops
-    launches = {KERNEL: block_qmm_kernel} | ({TILES: block_qmm_tiles_kernel} if x.dtype in TILE_TYPES else {})
-    made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, x.dtype)
-    shape = f"{x.dtype} {bits} bit group {group_size} N {n} K {k}"
-    kernel = choice.fastest({kernel: partial(made, launch) for kernel, launch in launches.items()}, shape)
-    return launches[kernel] if kernel else block_qmm_ops
+        return None
+    ways = {KERNEL: prepare} | ({TILES: prepare_tiles} if dtype in TILE_TYPES else {})
+    made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, dtype)
+    about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
+    kernel = choice.fastest({kernel: partial(made, way) for kernel, way in ways.items()}, about)
+    return ways[kernel](shape, dtype, n, group_size, bits) if kernel else None
 
 
 def trials(
@@ -421,10 +460,10 @@ def trials(
     group_size: int,
     bits: int,
     dtype: mx.Dtype,
-    launch: Callable = block_qmm_kernel,
+    way: Callable[..., Callable[..., mx.array]] = prepare,
     rows: tuple[int, ...] = (1, 2, 4, 8, 16),
 ) -> list[choice.Trial]:
-    """Comparisons of a launcher with MLX on made-up values of the real shape, at row counts that compile every text."""
+    """Comparisons of a text with MLX on made-up values of the real shape, at row counts that compile all of its forms."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first))
@@ -432,9 +471,9 @@ def trials(
     x = mx.random.normal((max(rows), k), dtype=dtype, key=keys[1])
     mx.eval(weights, x)
 
-    def calls(f, m: int):
-        turn = itertools.cycle(weights)
-        return lambda: [f(x[:m], *next(turn), group_size, bits)]
+    def one(m: int) -> choice.Trial:
+        some, turn, launch = x[:m], itertools.cycle(weights), way((m, k), dtype, n, group_size, bits)
+        ours, stock = lambda: [launch(some, *next(turn))], lambda: [block_qmm_ops(some, *next(turn), group_size, bits)]
+        return choice.Trial(ours, stock, choice.same_floats(TOLERANCE[dtype]))
 
-    same = choice.same_floats(TOLERANCE[dtype])
-    return [choice.Trial(calls(launch, m), calls(block_qmm_ops, m), same) for m in rows]
+    return [one(m) for m in rows]

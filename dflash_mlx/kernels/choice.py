@@ -30,7 +30,7 @@ import mlx.core as mx
 
 from ..errors import DFlashError
 from ..paths import cache_directory
-from .kernel import Kernel
+from .kernel import Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
 NAMES = ("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_argmax", "block_attention")
@@ -38,12 +38,14 @@ NAMES = ("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_arg
 T = TypeVar("T")
 
 _log = logging.getLogger("dflash_mlx.kernels")
-# This process's verdicts, and kernels switched off in it by name, with the reason. Asked at every product of every pass: the
-# key on disk, with the device and the text's hash, is made once.
+# This process's verdicts, and kernels switched off in it by name, with the reason.
 _known: dict[tuple[Kernel, str], Verdict] = {}
 _off: dict[str, str] = {}
-# (what may change an answer, who asks about what) -> the answer; see `remembered`.
-_memo: dict[tuple, Any] = {}
+# (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
+# being made meanwhile is kept in the old one, where nobody looks.
+_plans: dict[tuple, Any] = {}
+# What all plans rest on, as `may_run` saw it last.
+_ground: tuple | None = None
 _local = threading.local()
 
 
@@ -113,12 +115,18 @@ def _directory() -> Path:
 
 
 def may_run() -> bool:
-    """Whether any kernel may run here: the cheap question that comes before looking at a model's layers.
+    """Whether any kernel may run here: the cheap question that comes before a pass and before looking at a model's layers.
+
+    What was planned before DFLASH_MLX_KERNELS or the device changed is forgotten here, so once a pass.
 
     Raises:
       KernelError: if kernels were named and there is no GPU.
     """
-    wanted = asked()
+    global _ground
+    wanted, ground = asked(), (os.environ.get(VARIABLE), has_gpu(), maker())
+    if ground != _ground:
+        _forget()
+        _ground = ground
     return wanted != "off" and _gpu_for(wanted) and not set(NAMES) <= set(_off)
 
 
@@ -151,18 +159,23 @@ def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> boo
     return faster or wanted != "auto"
 
 
-def remembered(about: tuple, decide: Callable[[], T]) -> T:
-    """What `decide` answered, until DFLASH_MLX_KERNELS or the device changes or a kernel is switched off.
+def planned(decide: Callable[..., T], *about: Any) -> T:
+    """What `decide(*about)` answers, asked once: until a kernel is switched off, and until `may_run` sees other ground.
 
-    A pass asks at each of its products, hundreds of times: 1.3 us instead of 4 (x86, Python 3.11).
+    A pass asks at each of its products, hundreds of times. The answer may rest on `about` and on what is named above alone.
     """
-    key = (os.environ.get(VARIABLE), len(_off), has_gpu(), about)
-    if key not in _memo:
-        answer = decide()
-        # The question itself may have switched a kernel off.
-        _memo[os.environ.get(VARIABLE), len(_off), has_gpu(), about] = answer
-        return answer
-    return _memo[key]
+    plans, key = _plans, (decide, about)
+    try:
+        return plans[key]
+    except KeyError:
+        pass
+    plans[key] = plan = decide(*about)
+    return plan
+
+
+def _forget() -> None:
+    global _plans
+    _plans = {}
 
 
 def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
@@ -178,6 +191,7 @@ def switch_off(name: str, reason: str) -> None:
     """
     if name not in _off:
         _off[name] = reason
+        _forget()
         _log.warning("kernel %s is off: %s", name, reason)
 
 
@@ -185,6 +199,7 @@ def distrust(reason: str) -> None:
     """All kernels off for the rest of the process: one of those that ran is at fault, and which one is not known."""
     if set(NAMES) - set(_off):
         _off.update({name: reason for name in NAMES if name not in _off})
+        _forget()
         _log.warning("all kernels are off: %s", reason)
 
 

@@ -14,6 +14,9 @@ values of traffic where the head is V H / 2 bytes. `norm=` runs MLX's own before
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from . import choice
@@ -232,45 +235,61 @@ def head_argmax_kernel(
     Returns:
       - ids: [M] int32; margin: [M] float32, best logit less runner-up, NaN where a logit of the row is NaN
     """
-    m, v = x.shape[0], w.shape[0]
-    dense = scales is None
-    unused = mx.zeros((8,), dtype=x.dtype)
+    quantized = None if scales is None else (group_size, bits)
+    return prepare(x.shape, x.dtype, w.shape[0], quantized, softcap, logit_bias is not None)(x, w, scales, biases, logit_bias)
+
+
+def prepare(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    v: int,
+    quantized: tuple[int, int] | None,
+    softcap: float | None = None,
+    biased: bool = False,
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """`head_argmax_kernel` for x [..., H] of a shape, ids and margins as its leading axes.
+
+    Args:
+      quantized: (group size, bits), None where w is not.
+    Returns: what takes (x, w, scales, biases, logit_bias), None for those that it has not, as often as one likes.
+    """
+    flat = m, _ = math.prod(shape[:-1]), shape[-1]
+    group_size, bits = quantized or (64, 8)  # not quantized: two vectors of 4, as two words of 8 bit
     stripes = -(-v // (COLUMNS * SIMDGROUPS * STEPS))
-    best, second, ids = KERNEL(
-        [
-            x,
-            w,
-            unused if dense else scales,
-            unused if dense else biases,
-            unused if logit_bias is None else logit_bias,
-            mx.array([softcap or 0.0], dtype=mx.float32),
-        ],
+    launch = KERNEL.prepared(
         template=[
-            ("T", x.dtype),
-            ("DENSE", dense),
-            ("BITS", 8 if dense else bits),  # dense: two vectors of 4, as two words of 8 bit
+            ("T", dtype),
+            ("DENSE", quantized is None),
+            ("BITS", bits),
             ("GROUP", group_size),
             ("ROWS", row_tile(m)),
             ("COLS", COLUMNS),
             ("STEPS", STEPS),
             ("SIMDGROUPS", SIMDGROUPS),
             ("CAPPED", softcap is not None),
-            ("BIASED", logit_bias is not None),
+            ("BIASED", biased),
         ],
         grid=(stripes * SIMDGROUPS * 32, 1, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
         output_shapes=[(m, stripes)] * 3,
         output_dtypes=[mx.float32, mx.float32, mx.int32],
     )
-    chosen, margin = REDUCE(
-        [best, second, ids],
+    reduce = REDUCE.prepared(
         template=[],
         grid=(32 * m, 1, 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(m,), (m,)],
+        output_shapes=[shape[:-1]] * 2,
         output_dtypes=[mx.int32, mx.float32],
     )
-    return chosen, margin
+    unused, cap = mx.array([0] * 8, dtype=dtype), mx.array([softcap or 0.0], dtype=mx.float32)
+
+    def run(x, w, scales=None, biases=None, logit_bias=None):
+        given = [unused if a is None else a for a in (scales, biases, logit_bias)]
+        best, second, ids = launch(inputs=[mx.reshape(x, flat), w, *given, cap])
+        chosen, margin = reduce(inputs=[best, second, ids])
+        return chosen, margin
+
+    return run
 
 
 def head_argmax(
@@ -294,14 +313,13 @@ def head_argmax(
     """
     if norm is not None:
         x = mx.fast.rms_norm(x, *norm)
-    rows = x.reshape(-1, x.shape[-1])
-    given = (scales, biases, group_size, bits, softcap, logit_bias)
-    launch = head_argmax_kernel if can_head_argmax(x, w, *given) else head_argmax_ops
-    ids, margin = launch(rows, w, *given)
-    return ids.reshape(x.shape[:-1]), margin.reshape(x.shape[:-1])
+    launch = head_argmax_plan(x, w, scales, biases, group_size, bits, softcap, logit_bias)
+    if launch:
+        return launch(x, w, scales, biases, logit_bias)
+    return head_argmax_ops(x, w, scales, biases, group_size, bits, softcap, logit_bias)
 
 
-def can_head_argmax(
+def head_argmax_plan(
     x: mx.array,
     w: mx.array,
     scales: mx.array | None = None,
@@ -310,28 +328,46 @@ def can_head_argmax(
     bits: int = 4,
     softcap: float | None = None,
     logit_bias: mx.array | None = None,
-) -> bool:
-    """Whether `head_argmax` of the same arguments is the kernel's: eligible, and chosen. For callers with a way of their own."""
-    v, h = w.shape[0], x.shape[-1]
+) -> Callable[..., tuple[mx.array, mx.array]] | None:
+    """What `head_argmax` of the same arguments hands (x, w, scales, biases, logit_bias) to; None: MLX's operations.
+
+    For callers with a way of their own.
+    """
+    if scales is None:
+        quantized, type_of_weights = None, w.dtype
+    elif biases is None:  # not affine
+        return None
+    else:
+        quantized, type_of_weights = (group_size, bits), scales.dtype
+    biased = logit_bias is not None
+    return choice.planned(_plan, x.shape, x.dtype, w.shape[0], type_of_weights, quantized, softcap, biased)
+
+
+def _plan(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    v: int,
+    type_of_weights: mx.Dtype,
+    quantized: tuple[int, int] | None,
+    softcap: float | None,
+    biased: bool,
+) -> Callable[..., tuple[mx.array, mx.array]] | None:
+    """`head_argmax_plan` for arrays of these shapes and types."""
+    h = shape[-1]
     eligible = (
-        1 <= x.size // h <= MAX_ROWS  # sums in registers, and one lane a row
-        and x.dtype in TYPES
-        and x.size >= 8  # in device memory
+        1 <= math.prod(shape[:-1]) <= MAX_ROWS  # sums in registers, and one lane a row
+        and dtype in TYPES
+        and math.prod(shape) >= 8  # in device memory
         and h % 8 == 0  # two whole vectors of 4
-        and (
-            w.dtype == x.dtype  # MLX would promote
-            if scales is None
-            else (bits in (4, 8) and group_size in (32, 64, 128) and scales.dtype == x.dtype and biases is not None)
-        )
+        and type_of_weights == dtype  # MLX would promote
+        and (quantized is None or (quantized[0] in (32, 64, 128) and quantized[1] in (4, 8)))
         and v >= 8
     )
-    kind = "dense" if scales is None else f"{bits} bit group {group_size}"
-    shape = f"{x.dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if logit_bias is not None else ''}"
-
-    def made() -> list[choice.Trial]:
-        return trials(min(v, TRIAL_COLUMNS), h, x.dtype, None if scales is None else (group_size, bits))
-
-    return eligible and choice.use(KERNEL, shape, made)
+    kind = "dense" if quantized is None else f"{quantized[1]} bit group {quantized[0]}"
+    about = f"{dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if biased else ''}"
+    if eligible and choice.use(KERNEL, about, lambda: trials(min(v, TRIAL_COLUMNS), h, dtype, quantized)):
+        return prepare(shape, dtype, v, quantized, softcap, biased)
+    return None
 
 
 def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 4, 8, 16)) -> list[choice.Trial]:
@@ -347,8 +383,11 @@ def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, r
         logits = x @ w.T if quantized is None else block_qmm(x, *weights)
         return [mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1).astype(mx.int32)]
 
-    same = same_choices(dtype, h)
-    return [choice.Trial(lambda m=m: head_argmax_kernel(x[:m], *weights), lambda m=m: stock(x[:m]), same) for m in rows]
+    def one(m: int) -> choice.Trial:
+        some, launch = x[:m], prepare((m, h), dtype, v, quantized)
+        return choice.Trial(lambda: launch(some, *weights[:3]), lambda: stock(some), same_choices(dtype, h))
+
+    return [one(m) for m in rows]
 
 
 def same_choices(dtype: mx.Dtype, h: int):

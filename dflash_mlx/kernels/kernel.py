@@ -142,48 +142,37 @@ class Kernel:
     cuda_header: str | None = None
     row_contiguous: bool = True
 
-    def __call__(
-        self,
-        inputs: Sequence[mx.array],
-        *,
-        template: Sequence[tuple[str, Any]],
-        grid: Triple,
-        threadgroup: Triple,
-        output_shapes: Sequence[tuple[int, ...]],
-        output_dtypes: Sequence[mx.Dtype],
-        stream: Any = None,
-    ) -> list[mx.array]:
-        """Launch over `grid` threads, as `mx.fast.metal_kernel` counts them.
+    def __call__(self, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
+        """One launch, with the arguments of what `mx.fast.metal_kernel` makes."""
+        return self.prepared(**given)(inputs=list(inputs))
+
+    def prepared(self, *, threadgroup: Triple, grid: Triple | None = None, **given: Any) -> Callable[..., list[mx.array]]:
+        """A launch with these of its arguments, for many calls with the others, all by name.
 
         Raises:
-          ValueError: if the grid is not a multiple of the threadgroup (Metal would cut the last group, CUDA would not).
+          ValueError: if the grid is not a multiple of the threadgroup (Metal would cut the last group, CUDA would not). A grid
+            that is given later is the caller's to see to.
           RuntimeError: if there is no GPU.
         """
-        if any(n % t for n, t in zip(grid, threadgroup, strict=True)):
-            raise ValueError(f"expected a grid that is a multiple of the threadgroup; found {grid} and {threadgroup}")
-        given = {} if stream is None else {"stream": stream}
-        return self._made()(
-            inputs=list(inputs),
-            template=list(template),
-            grid=grid,
-            threadgroup=threadgroup,
-            output_shapes=list(output_shapes),
-            output_dtypes=list(output_dtypes),
-            **given,
-        )
+        if grid is not None:
+            if any(n % t for n, t in zip(grid, threadgroup, strict=True)):
+                raise ValueError(f"expected a grid that is a multiple of the threadgroup; found {grid} and {threadgroup}")
+            given["grid"] = grid
+        return functools.partial(_make(self, maker(), mx.cuda.is_available()), threadgroup=threadgroup, **given)
 
-    def _made(self) -> Callable[..., list[mx.array]]:
-        # The maker is part of the key: tests put an emulator in the place of mx.fast.metal_kernel.
-        return _make(self, mx.fast.cuda_kernel if mx.cuda.is_available() else mx.fast.metal_kernel, mx.cuda.is_available())
+
+def maker() -> Callable[..., Any]:
+    """What makes a launch of a text here. Tests put an emulator in its place."""
+    return mx.fast.cuda_kernel if mx.cuda.is_available() else mx.fast.metal_kernel
 
 
 @functools.lru_cache(maxsize=256)
-def _make(kernel: Kernel, maker: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
+def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
     header = kernel.header
     if cuda:
         own = header if kernel.cuda_header is None else kernel.cuda_header
         header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
-    return maker(
+    return make(
         name=f"dflash_{kernel.name}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),

@@ -17,9 +17,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from .block_attention import block_attention_kernel, can_block_attention
-from .block_gather_qmm import block_gather_qmm
-from .block_qmm import MAX_ROWS, block_qmm
+from .block_attention import block_attention_plan
+from .block_gather_qmm import block_gather_qmm_plan
+from .block_qmm import block_qmm_plan
 
 _ATTENTION = scaled_dot_product_attention.__name__
 
@@ -94,11 +94,11 @@ class Attention:
     def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
         self._foreign = self._foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
         laid = None if self._foreign else _laid(queries, keys, values, cache, mask)
-        if laid and isinstance(scale, int | float):
+        if laid and isinstance(scale, (int, float)):
             k, v, start, window = laid
-            if can_block_attention(queries, k, v, True, window):
+            if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
                 self.served = True
-                return block_attention_kernel(queries, k, v, scale, True, window, sinks, start)
+                return launch(queries, k, v, sinks, start)
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
@@ -155,10 +155,12 @@ def _linear(layer: nn.Module) -> Handler:
     """The product of a QuantizedLinear's call or a QuantizedEmbedding's as_linear, then the layer's own bias."""
 
     def handler(inner, args, kwargs):
-        (x,) = (*args, *kwargs.values())
-        if not 1 <= x.size // x.shape[-1] <= MAX_ROWS:
+        (x,) = args or kwargs.values()
+        w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
+        launch = block_qmm_plan(x, w, scales, biases, layer.group_size, layer.bits)
+        if launch is None:
             return inner(x)
-        y = block_qmm(x, layer["weight"], layer["scales"], layer["biases"], layer.group_size, layer.bits)
+        y = launch(x, w, scales, biases)
         return y + layer["bias"] if "bias" in layer else y
 
     return handler
@@ -169,17 +171,18 @@ def _switch(layer: nn.Module) -> Handler:
 
     def handler(inner, args, kwargs):
         x, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
-        if not _rows_fit(x, indices):
+        w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
+        launch = None
+        if _rows_fit(x.shape, indices.shape):
+            launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
+        if launch is None:
             return inner(*args, **kwargs)
-        rows = x.reshape(-1, x.shape[-1])
-        weights = (layer["weight"], layer["scales"], layer["biases"])
-        y = block_gather_qmm(rows, *weights, indices.reshape(-1), layer.group_size, layer.bits).reshape(*indices.shape, 1, -1)
+        y = mx.expand_dims(launch(x, w, scales, biases, indices), -2)
         return y + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else y
 
     return handler
 
 
-def _rows_fit(x: mx.array, indices: mx.array) -> bool:
-    """Whether the rows' leading axes are those of the indices, or those with one row for all k experts."""
-    lead = x.shape[:-2]
-    return x.shape[-2] == 1 and indices.size > 0 and lead in (indices.shape, (*indices.shape[:-1], 1))
+def _rows_fit(x: tuple[int, ...], indices: tuple[int, ...]) -> bool:
+    """Whether the rows' leading axes are those of the indices, or those with one row for all k experts. Takes shapes."""
+    return x[-2] == 1 and (x[:-2] == indices or x[:-2] == (*indices[:-1], 1))
