@@ -353,7 +353,7 @@ def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monk
     model, line, noisy = tiny
     monkeypatch.setattr(costs_module, "measure_costs", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
-    assert set(stats.widths) == {3} and stats.width_reason is None
+    assert set(stats.widths) == {3} and stats.width_reason is None and stats.peeked == {}
 
 
 def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair):
@@ -362,7 +362,7 @@ def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair
 
     options = {"sampler": Distribution(0.9), "acceptance": "rejection", "seed": 3, "block_size": None}
     runs = [run(model, drafter, "import os\n", 40, tokenizer, **options) for _ in range(2)]
-    assert ids_of(runs[0]) == ids_of(runs[1]) and set(runs[0][-1].stats.widths) == {7}
+    assert ids_of(runs[0]) == ids_of(runs[1]) and set(runs[0][-1].stats.widths) == {7} and runs[0][-1].stats.peeked == {}
 
 
 # Lean rounds
