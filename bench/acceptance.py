@@ -90,7 +90,7 @@ def table(rows: list[dict]) -> str:
 
 
 def markdown(result: dict) -> str:
-    """README's table, answers that loop left out, a row a kind: the real loop with its intervals, then figures of the greedy texts.
+    """README's table, answers that loop left out, a row a kind: the real loop with intervals, then figures of the greedy texts.
 
     A record with one greedy real block size gets walked blocks and baselines beside it; one with more gets the real loop's alone.
     """
