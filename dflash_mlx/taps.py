@@ -13,7 +13,7 @@ the attention of a pass over few rows through our kernels, where a GPU has shown
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from .errors import CacheError, TapError
 from .kernels import choice
 from .kernels.block_qmm import MAX_ROWS
 from .kernels.head_argmax import head_argmax_plan
-from .kernels.layers import Handler, WatchedArray, attention_calls, kernel_calls
+from .kernels.layers import Handler, Served, WatchedArray, attention_calls, kernel_calls
 
 
 class _Local(threading.local):
@@ -39,7 +39,7 @@ class _Local(threading.local):
 _made: dict[type, type] = {}
 _local = _Local()
 # The modules, by id, that each pass of any thread holds in their made classes.
-_held: dict[object, set[int]] = {}
+_held: dict[object, Collection[int]] = {}
 _lock = threading.Lock()
 
 
@@ -77,9 +77,7 @@ def _own_class(module: nn.Module) -> type:
     return cls.__base__ if _is_swapped(cls) else cls
 
 
-def _chain(outer: Handler, within: Handler | None) -> Handler:
-    if within is None:
-        return outer
+def _chain(outer: Handler, within: Handler) -> Handler:
     return lambda inner, args, kwargs: outer(lambda *a, **k: within(inner, a, k), args, kwargs)
 
 
@@ -94,15 +92,21 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
     A third item names another method than `__call__`.
     """
     before, me = _local.handlers, object()
-    keys = [(id(item[0]), item[2] if len(item) > 2 else "__call__") for item in handlers]
-    routed = {**before, **{k: _chain(item[1], before.get(k)) for k, item in zip(keys, handlers, strict=True)}}
+    routed, modules = dict(before), {}
+    for module, handler, *method in handlers:
+        key = (id(module), method[0] if method else "__call__")
+        routed[key] = _chain(handler, before[key]) if key in before else handler
+        modules[key[0]] = module
     try:
         with _lock:
-            _held[me] = {module for module, _ in keys}
-            for item in handlers:
-                cls = type(item[0])
-                if not _is_swapped(cls):
-                    _set(item[0], "__class__", _swapped(cls))
+            _held[me] = modules.keys()
+            for module in modules.values():
+                cls = type(module)
+                # Of hundreds of modules the classes are few: most are known here.
+                if made := _made.get(cls):
+                    _set(module, "__class__", made)
+                elif not _is_swapped(cls):
+                    _set(module, "__class__", _swapped(cls))
         _local.handlers = routed
         yield
     finally:
@@ -111,10 +115,11 @@ def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, H
             # Right for any part of the above that an interruption left undone.
             _held.pop(me, None)
             others = set().union(*_held.values())
-            for item in handlers:
-                module, cls = item[0], type(item[0])
-                if id(module) not in others and _is_swapped(cls):
-                    _set(module, "__class__", cls.__base__)
+            for key, module in modules.items():
+                cls = type(module)
+                own = cls.__base__
+                if _made.get(own) is cls and key not in others:
+                    _set(module, "__class__", own)
 
 
 class _Stop(BaseException):
@@ -241,7 +246,7 @@ class Target:
         # Modules that change an ArraysCache, from the first pass that had one.
         self._stateful: list[nn.Module] | None = None
         # Layers that kernels may serve, from the first pass of few rows on a GPU.
-        self._kernel_calls: list[tuple[nn.Module, Handler, str]] | None = None
+        self._kernel_calls: list[tuple[nn.Module, Served, str]] | None = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
@@ -350,13 +355,15 @@ class Target:
             return "It runs its layers piece by piece, never as a whole, so they have no output: no drafter can be fed with it."
         return "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
 
-    def _kernels(self, rows: int) -> list[tuple[nn.Module, Handler, str]]:
+    def _kernels(self, rows: int) -> list[tuple[nn.Module, Served, str]]:
         """How a pass over few rows, one included, calls the target's layers: row by row the same for any number."""
         if rows > MAX_ROWS or not choice.may_run():
             return []
         if self._kernel_calls is None:
             self._kernel_calls = kernel_calls(self.model, _own_class) + attention_calls(self.model, _own_class)
-        return self._kernel_calls
+        # A layer that was left to MLX is not routed again as long as what was planned holds.
+        plans = choice.plans()
+        return [call for call in self._kernel_calls if call[1].left is not plans]
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
         """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""
@@ -447,10 +454,10 @@ class Target:
 
     def doubts(self, hidden: mx.array, margin: mx.array | None = None) -> list[mx.array]:
         """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32."""
-        handlers = self._kernels(hidden.size // hidden.shape[-1])
-        # Attention is found in every model, also where no kernel serves it.
-        if margin is None and not any(getattr(handler, "served", True) for _, handler, _ in handlers):
-            return []
+        if margin is None:
+            few = hidden.size // hidden.shape[-1] <= MAX_ROWS and choice.may_run()
+            if not (few and any(handler.served for _, handler, _ in self._kernel_calls or ())):
+                return []
         wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
         if margin is not None:
             wrong = wrong | mx.any(mx.isnan(margin))

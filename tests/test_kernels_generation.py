@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import load, load_drafter, stream_generate, taps
 from dflash_mlx.kernels import accept, block_attention, block_qmm, choice, head_argmax
@@ -104,6 +105,37 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
     with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=block_qmm; found none"):
         ids(quantized, 20)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(quantized, gpu, monkeypatch, faster):
+    model = quantized[0]
+    if not faster:
+        monkeypatch.setattr(choice, "_median_s", lambda run: 1.0)
+    target = Target(model)
+    found = len(target._kernels(5))
+
+    def run():
+        gpu.clear()
+        hidden, _ = target(mx.array([[1, 2, 3, 4, 5]]), make_prompt_cache(model), kernels=True)
+        return len(target._kernels(5)), len(gpu) > 0, len(target.doubts(hidden)) > 0
+
+    run()  # trials launch too
+    assert run() == (found if faster else 0, faster, faster)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    assert len(target._kernels(5)) == found and run() == (found, True, True)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
+    run()
+    choice.switch_off("block_qmm", "a test")
+    assert len(target._kernels(5)) == found and run() == (len(model.layers) if faster else 0, False, True)
+
+
+@pytest.mark.parametrize("name", ["block_qmm", "block_attention", "accept"])
+def test_a_pass_is_doubted_where_some_kernel_serves_its_layers(quantized, gpu, monkeypatch, name):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", name)
+    target = Target(quantized[0])
+    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    assert len(target.doubts(hidden)) == (name != "accept")
 
 
 def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):

@@ -308,6 +308,20 @@ def test_passes_in_several_threads_each_get_their_own_taps():
     assert right == [10] * 4 and untouched(model)
 
 
+def test_a_pass_that_ends_leaves_modules_to_one_that_still_holds_them():
+    module, seen = nn.Linear(2, 2), []
+
+    def note(name):
+        return lambda inner, args, kwargs: seen.append(name) or inner(*args, **kwargs)
+
+    with taps_module._intercept([(module, note("outer"))]):
+        with taps_module._intercept([(module, note("inner"))]):
+            module(mx.ones((1, 2)))
+        module(mx.ones((1, 2)))
+    module(mx.ones((1, 2)))
+    assert seen == ["inner", "outer", "outer"] and type(module) is nn.Linear
+
+
 def test_an_interruption_at_any_line_before_the_pass_gives_the_classes_back():
     model = tiny_target()
     target = Target(model, (0, 2))

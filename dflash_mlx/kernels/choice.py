@@ -173,6 +173,11 @@ def planned(decide: Callable[..., T], *about: Any) -> T:
     return plan
 
 
+def plans() -> object:
+    """The same object as long as what was planned holds."""
+    return _plans
+
+
 def _forget() -> None:
     global _plans
     _plans = {}

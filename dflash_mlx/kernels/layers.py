@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from . import choice
 from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
@@ -55,7 +56,20 @@ class WindowMask(WatchedArray):
     window: int
 
 
-def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Handler, str]]:
+class Served:
+    """A handler of a module's call that a kernel may serve.
+
+    served: whether one ever did; left: `choice.plans()` when a call was left to MLX, until when routing it is of no use.
+    """
+
+    served = False
+    left: object = None
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+
+def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
 
     Not those that attend in another way: with capped scores, or by MLX's own function.
@@ -63,7 +77,7 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
     Args:
       class_of: a module's own class, where something may stand in its place.
     """
-    found: list[tuple[nn.Module, Handler, str]] = []
+    found: list[tuple[nn.Module, Served, str]] = []
     for _, module in model.named_modules():
         cls = class_of(module)
         call = cls.__call__ if callable(module) else None
@@ -73,14 +87,14 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
     return found
 
 
-class Attention:
+class Attention(Served):
     """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function.
 
-    The call is run from a copy in which the name is ours, so that nobody else's calls change. `served`: whether the kernel ran.
+    The call is run from a copy in which the name is ours, so that nobody else's calls change.
     """
 
     def __init__(self, module: nn.Module, call: FunctionType):
-        self.module, self.served = module, False
+        super().__init__(module)
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
         # kernel's.
         self._foreign = False
@@ -99,6 +113,7 @@ class Attention:
             if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
                 self.served = True
                 return launch(queries, k, v, sinks, start)
+            self.left = choice.plans()
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
@@ -133,54 +148,56 @@ def _laid(
     return keys, values, cache.offset - s, cache.max_size
 
 
-def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Handler, str]]:
+def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
     """(layer, handler, method) for each affine quantized layer: its products of 1..16 rows by the kernels.
 
     Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
     """
-    found: list[tuple[nn.Module, Handler, str]] = []
+    found: list[tuple[nn.Module, Served, str]] = []
     for _, module in model.named_modules():
         if getattr(module, "mode", "affine") != "affine" or module.get("biases") is None:
             continue
         if (cls := class_of(module)) is nn.QuantizedLinear:
-            found.append((module, _linear(module), "__call__"))
+            found.append((module, Linear(module), "__call__"))
         elif cls is nn.QuantizedEmbedding:
-            found.append((module, _linear(module), "as_linear"))
+            found.append((module, Linear(module), "as_linear"))
         elif cls.__name__ == "QuantizedSwitchLinear":
-            found.append((module, _switch(module), "__call__"))
+            found.append((module, Switch(module), "__call__"))
     return found
 
 
-def _linear(layer: nn.Module) -> Handler:
+class Linear(Served):
     """The product of a QuantizedLinear's call or a QuantizedEmbedding's as_linear, then the layer's own bias."""
 
-    def handler(inner, args, kwargs):
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()
+        layer = self.module
         w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
         launch = block_qmm_plan(x, w, scales, biases, layer.group_size, layer.bits)
         if launch is None:
+            self.left = choice.plans()
             return inner(x)
+        self.served = True
         y = launch(x, w, scales, biases)
         return y + layer["bias"] if "bias" in layer else y
 
-    return handler
 
-
-def _switch(layer: nn.Module) -> Handler:
+class Switch(Served):
     """QuantizedSwitchLinear's call. x: [..., 1 or k, 1, K], indices: [..., k], to [..., k, 1, N]."""
 
-    def handler(inner, args, kwargs):
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         x, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
+        layer = self.module
         w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
         launch = None
         if _rows_fit(x.shape, indices.shape):
             launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
         if launch is None:
+            self.left = choice.plans()
             return inner(*args, **kwargs)
+        self.served = True
         y = mx.expand_dims(launch(x, w, scales, biases, indices), -2)
         return y + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else y
-
-    return handler
 
 
 def _rows_fit(x: tuple[int, ...], indices: tuple[int, ...]) -> bool:
