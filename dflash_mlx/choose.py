@@ -13,6 +13,7 @@ import mlx.core as mx
 from .accept import accept_block, accept_match, accept_rejection
 from .drafter import Drafter
 from .errors import GenerationError
+from .kernels.choice import NotFiniteError
 from .sampling import Distribution, History, LogitsProcessor, Sampler, choose_seed, process, sample_at
 from .taps import Target
 from .verify import logprobs
@@ -88,15 +89,17 @@ class Chooser:
             mx.async_eval(drafts, hidden, features, context, doubts)
             n = drafted.shape[1]
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts), bool(doubts)
-        token, margin, block = None, None, drafted[:, : hidden.shape[1] - 1]
+        token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if self.sampler is None and (found := target.choices(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)
         elif block.shape[1]:
-            accepted, bonus = self._accept(block, logprobs(target, hidden), position)
+            rows = logprobs(target, hidden)
+            accepted, bonus = self._accept(block, rows, position)
         else:
-            accepted, bonus = None, self._choose(logprobs(target, hidden, target.logits)[:, 0], position)
-        doubts = target.doubts(hidden, margin)
+            rows = logprobs(target, hidden, target.logits)
+            accepted, bonus = None, self._choose(rows[:, 0], position)
+        doubts = target.doubts(hidden, margin, rows)
         if not block.shape[1]:
             token, parts = bonus, [bonus, *doubts]
         else:
@@ -136,7 +139,7 @@ class Chooser:
         ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
-            row = process(self.processors, self.history.array(), target.head(hidden[:, i : i + 1])[:, 0])
+            row = process(self.processors, self.history.array(), self._logits(target, hidden[:, i : i + 1])[:, 0])
             token = self._choose(row, position + i).item()
             rows.append(row[0])
             if i == width or token != ids[i]:
@@ -144,6 +147,16 @@ class Chooser:
             self.history.append(token)
         self.history.cut(n)
         return ids, i, token, rows.__getitem__, confidence
+
+    @staticmethod
+    def _logits(target: Target, hidden: mx.array) -> mx.array:
+        """`head` of sound states, before a processor sees it: again, without kernels, if one of them was at fault there."""
+        logits = target.head(hidden)
+        try:
+            target.check([doubt.item() for doubt in target.doubts(hidden, logits=logits)])
+        except NotFiniteError:
+            logits = target.head(hidden)
+        return logits
 
 
 class Rejecter(Chooser):

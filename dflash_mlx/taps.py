@@ -326,6 +326,8 @@ class Target:
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
+        for _, handler, _ in self._kernel_calls or ():
+            handler.served = False
         with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
@@ -452,15 +454,21 @@ class Target:
         launch = head_argmax_plan(hidden, *weights) if weights else None
         return launch(hidden, *weights[:3], weights[-1]) if launch else None
 
-    def doubts(self, hidden: mx.array, margin: mx.array | None = None) -> list[mx.array]:
-        """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32."""
-        if margin is None:
-            few = hidden.size // hidden.shape[-1] <= MAX_ROWS and choice.may_run()
-            if not (few and any(handler.served for _, handler, _ in self._kernel_calls or ())):
-                return []
+    def doubts(self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> list[mx.array]:
+        """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32.
+
+        Args:
+          hidden: of the last pass; margin: from `choices`, whose kernel ran then; logits: from `head`, normalised or not.
+        """
+        # Who switched kernels off meanwhile, in another thread say, did not undo this pass.
+        if margin is None and not any(handler.served for _, handler, _ in self._kernel_calls or ()):
+            return []
         wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
         if margin is not None:
-            wrong = wrong | mx.any(mx.isnan(margin))
+            wrong = wrong | ~mx.all(mx.isfinite(margin))
+        if logits is not None:
+            # One of minus infinity may be the model's own.
+            wrong = wrong | ~mx.all(mx.isfinite(mx.logsumexp(logits, axis=-1)))
         return [wrong.astype(mx.int32)[None]]
 
     @staticmethod

@@ -63,10 +63,10 @@ def gpu(monkeypatch, tmp_path):
     return launched
 
 
-def ids(quantized, n, block_size=8):
+def ids(quantized, n, block_size=8, **options):
     model, tokenizer, drafter = quantized
     # A fixed width: choosing one would measure passes first, which nobody reads.
-    steps = stream_generate(model, tokenizer, PROMPT, max_tokens=n, draft_model=drafter, block_size=block_size)
+    steps = stream_generate(model, tokenizer, PROMPT, max_tokens=n, draft_model=drafter, block_size=block_size, **options)
     return [r.token for r in steps]
 
 
@@ -127,7 +127,7 @@ def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
     run()
     choice.switch_off("block_qmm", "a test")
-    assert len(target._kernels(5)) == found and run() == (len(model.layers) if faster else 0, False, True)
+    assert len(target._kernels(5)) == found and run() == (len(model.layers) if faster else 0, False, faster)
 
 
 @pytest.mark.parametrize("name", ["block_qmm", "block_attention", "accept"])
@@ -149,29 +149,21 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quanti
     assert "kernel block_qmm is off: RuntimeError: Failed to compile kernel: a line (" in record.getMessage()
 
 
-@pytest.mark.parametrize("block_size", [8, 1])
-@pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5), ("block_attention", 40)])
-def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_answer_is_right(
-    quantized, gpu, monkeypatch, caplog, name, n, block_size
-):
-    """The n-th launch after the trials spoils its output."""
-    module = {"block_qmm": block_qmm, "head_argmax": head_argmax, "block_attention": block_attention}[name]
-    prepare, left = module.prepare, [n]
+def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
+    """Launches n to `last` after the trials spoil their outputs, of those that were prepared for `which`; what is left of n."""
+    prepare, left, in_trial, judge = module.prepare, [n], [0], choice._judge
 
     def spoiling(*about):
         sound = prepare(*about)
 
-        def spoilt(*arrays):
+        def run(*arrays):
             out = sound(*arrays)
-            left[0] -= not in_trial[0]
-            if left[0] == 0:
-                nan = mx.array(float("nan"))
-                return (out[0], out[1] * nan) if isinstance(out, tuple) else out * nan
+            left[0] -= which(*about) and not in_trial[0]
+            if which(*about) and n - (n if last is None else last) <= left[0] <= 0 and not in_trial[0]:
+                return (out[0], spoilt(out[1])) if isinstance(out, tuple) else spoilt(out)
             return out
 
-        return spoilt
-
-    in_trial, judge = [0], choice._judge
+        return run
 
     def judged(*args):
         in_trial[0] += 1
@@ -182,10 +174,46 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
 
     monkeypatch.setattr(choice, "_judge", judged)
     monkeypatch.setattr(module, "prepare", spoiling)
+    return left
+
+
+@pytest.mark.parametrize("block_size", [8, 1])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5), ("block_attention", 40)])
+def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_answer_is_right(
+    quantized, gpu, monkeypatch, caplog, name, n, value, block_size
+):
+    module = {"block_qmm": block_qmm, "head_argmax": head_argmax, "block_attention": block_attention}[name]
+    left = spoil(monkeypatch, module, n, lambda out: out * mx.array(float(value)))
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 40, block_size) == plain(quantized, 40)
     assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
     assert left[0] <= 0
+
+
+@pytest.mark.parametrize("block_size", [8, 1])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("options", [{}, {"logits_processors": [lambda tokens, logits: logits]}])
+def test_one_logit_that_is_not_finite_is_seen_where_the_head_is_a_product(
+    quantized, gpu, monkeypatch, caplog, options, value, block_size
+):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
+    v = Target(quantized[0]).vocabulary
+    heads = lambda shape, dtype, n, *_: n == v  # noqa: E731
+    left = spoil(monkeypatch, block_qmm, 6, lambda out: mx.where(mx.arange(v) == 7, mx.array(float(value)), out), heads, 1000)
+    with caplog.at_level(logging.WARNING):
+        assert ids(quantized, 40, block_size, **options) == plain(quantized, 40)
+    assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
+    assert left[0] <= 0
+
+
+def test_a_pass_with_kernels_is_doubted_also_where_they_were_switched_off_behind_it(quantized, gpu):
+    target = Target(quantized[0])
+    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    choice.distrust("another thread")
+    assert target.doubts(hidden)
+    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    assert not target.doubts(hidden)
 
 
 def test_the_head_alone_goes_through_its_kernel_and_calls_no_other_layer(quantized, gpu, monkeypatch):

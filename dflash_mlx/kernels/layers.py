@@ -59,7 +59,8 @@ class WindowMask(WatchedArray):
 class Served:
     """A handler of a module's call that a kernel may serve.
 
-    served: whether one ever did; left: `choice.plans()` when a call was left to MLX, until when routing it is of no use.
+    served: whether one did since the last pass began; left: `choice.plans()` when a call was left to MLX, until when routing it
+      is of no use.
     """
 
     served = False
