@@ -296,7 +296,8 @@ def load_costs(key: str) -> Costs | None:
         names = ("plain_s", "draft_s", "inject_s")
         costs = Costs(*(float(entry[name]) for name in names), verify_s, float(entry["peek_s"]), key=key)
         numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
-        return costs if verify_s and all(0 < n < 3600 for n in numbers) and 0 <= costs.peek_s < 3600 else None
+        right = verify_s and min(verify_s) > 0 and all(0 < n < 3600 for n in numbers) and 0 <= costs.peek_s < 3600
+        return costs if right else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 

@@ -762,6 +762,7 @@ def test_an_old_measurement_is_made_again(file, monkeypatch):
         '{"a": {"saved_at": NOW, "plain_s": NaN, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}, "peek_s": 0}}',
         '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": "x", "inject_s": 1, "verify_s": {"1": 1}, "peek_s": 0}}',
         '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"w": 1}, "peek_s": 0}}',
+        '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"-3": 1, "5": 1}, "peek_s": 0}}',
         '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}, "peek_s": -1}}',
         '{"a": {"saved_at": NOW, "plain_s": 1, "draft_s": 1, "inject_s": 1, "verify_s": {"1": 1}}}',
     ],
