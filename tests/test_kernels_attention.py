@@ -321,3 +321,15 @@ def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
         q, k = mx.zeros((1, 4, m, 32)), mx.zeros((1, 2, s, 32))
         assert not block_attention.block_attention_plan(q, k, k, 0.2)
     assert asked == ["mlx.core.float32 HQ 4 HK 2 D 32"] * 2  # for one row and for 16
+
+
+def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):
+    tried = []
+    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: tried.append((shape, trial())) or False)
+    monkeypatch.setattr(block_attention, "trials", lambda *about: about[-1])
+    q, k = mx.zeros((1, 4, 1, 32)), mx.zeros((1, 2, 20, 32))
+    for sinks in (None, mx.zeros((4,))):
+        block_attention.block_attention_plan(q, k, k, 0.2, True, 16, sinks)
+    about = "mlx.core.float32 HQ 4 HK 2 D 32 window 16"
+    assert tried == [(about, False), (f"{about} sinks", True)]

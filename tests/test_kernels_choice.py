@@ -277,10 +277,42 @@ def test_every_kernels_own_trials_pass_in_the_emulator():
             head_argmax.trials(200, 64, mx.float32, quantized, rows=(1, 16)),
             head_argmax.trials(200, 64, mx.float32, None, rows=(4,)),
             block_attention.trials(4, 2, 32, 64, mx.float32, True, 16, rows=(4,)),
+            block_attention.trials(4, 2, 32, 64, mx.float32, True, 0, True, rows=(4,)),
         ]
         for trials in made:
             for t in trials:
                 assert t.same(t.kernel(), t.stock()) is None
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_trials_compile_every_form_that_a_row_count_may_take(monkeypatch, sinks):
+    forms = set()
+
+    def noted(kernel, *, template, **_):
+        forms.add((kernel.name, *template))
+
+    monkeypatch.setattr(Kernel, "prepared", noted)
+
+    about_of = {
+        block_qmm: (lambda m: (m, 64), mx.float16, 40, 32, 4),
+        block_gather_qmm: (lambda m: (m, 64), mx.float16, (12, 16), lambda m: (2 * m,), 32, 4),
+        head_argmax: (lambda m: (m, 64), mx.float16, 200, (32, 4)),
+        block_attention: (lambda m: (1, 8, m, 32), mx.float16, 2, 0.2, True, 16, sinks),
+    }
+    trials_of = {
+        block_qmm: (40, 64, 32, 4, mx.float16),
+        block_gather_qmm: (12, 16, 64, 2, 32, 4, mx.float16),
+        head_argmax: (200, 64, mx.float16, (32, 4)),
+        block_attention: (8, 2, 32, 64, mx.float16, True, 16, sinks),
+    }
+    for module in about_of:
+        forms.clear()
+        for m in range(1, 17):
+            module.prepare(*(a(m) if callable(a) else a for a in about_of[module]))
+        may_be = set(forms)
+        forms.clear()
+        module.trials(*trials_of[module])
+        assert len(may_be) > 1 and may_be <= forms, module.__name__
 
 
 def use_all(monkeypatch, seen):

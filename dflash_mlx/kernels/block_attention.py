@@ -374,25 +374,36 @@ def _plan(
     )
     length = min(TRIAL_KEYS, window + MAX_ROWS) if window else TRIAL_KEYS
     about = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
-    if eligible and choice.use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window)):
+    about += " sinks" if has_sinks else ""
+    if eligible and choice.use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window, has_sinks)):
         return prepare(shape, dtype, hk, scale, causal, window, has_sinks)
     return None
 
 
 def trials(
-    hq: int, hk: int, d: int, s: int, dtype: mx.Dtype, causal: bool, window: int, rows=(1, 4, 8, 16)
+    hq: int,
+    hk: int,
+    d: int,
+    s: int,
+    dtype: mx.Dtype,
+    causal: bool,
+    window: int,
+    has_sinks: bool = False,
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16),
 ) -> list[choice.Trial]:
-    """Comparisons with MLX on made-up values, at several row counts."""
-    keys = mx.random.split(mx.random.key(0), 3)
+    """Comparisons with MLX on made-up values, at row counts that compile all forms of the text."""
+    keys = mx.random.split(mx.random.key(0), 4)
     s = max(s, max(rows))
     q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=keys[0])
-    k, v = (mx.random.normal((1, hk, s, d), dtype=dtype, key=key) for key in keys[1:])
-    mx.eval(q, k, v)
+    k, v = (mx.random.normal((1, hk, s, d), dtype=dtype, key=key) for key in keys[1:3])
+    sinks = mx.random.normal((hq,), dtype=dtype, key=keys[3]) if has_sinks else None
+    mx.eval(q, k, v, sinks)
     same = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
 
     def one(m: int) -> choice.Trial:
         some, scale = q[:, :, :m], d**-0.5
-        launch = prepare(some.shape, dtype, hk, scale, causal, window, False)
-        return choice.Trial(lambda: [launch(some, k, v)], lambda: [block_attention_ops(some, k, v, scale, causal, window)], same)
+        launch = prepare(some.shape, dtype, hk, scale, causal, window, has_sinks)
+        stock = lambda: [block_attention_ops(some, k, v, scale, causal, window, sinks)]  # noqa: E731
+        return choice.Trial(lambda: [launch(some, k, v, sinks, 0)], stock, same)
 
     return [one(m) for m in rows]

@@ -370,8 +370,9 @@ def _plan(
     return None
 
 
-def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 4, 8, 16)) -> list[choice.Trial]:
-    """Comparisons with MLX on made-up values; ids may differ where the margin is a rounding's."""
+def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 2, 4, 8, 16)) -> list[choice.Trial]:
+    """Comparisons with MLX on made-up values, at row counts that compile all forms of the text; ids may differ where the margin
+    is a rounding's."""
     keys = mx.random.split(mx.random.key(0), 2)
     w = mx.random.normal((v, h), dtype=dtype, key=keys[0])
     x = mx.random.normal((max(rows), h), dtype=dtype, key=keys[1])
