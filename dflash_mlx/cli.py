@@ -874,7 +874,7 @@ def _figures(result: dict[str, Any]) -> str:
         if (copied := result["sources"]["copy"])["rounds"]:
             lines.append(f"Copied from the text: {copied['accepted']} tokens in {copied['rounds']} of these rounds.")
     elif result["widths"]:
-        lines.append("Acceptance: nothing was drafted, so there is no tau.")
+        lines.append("Acceptance: no draft was verified, so there is no tau.")
     if result["width_reason"]:
         lines.append(f"Widths: {result['width_reason']}.")
     if result["seed"] is not None:

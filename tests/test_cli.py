@@ -15,6 +15,7 @@ import pytest
 from kit import with_template
 
 import dflash_mlx
+from dflash_mlx import cli
 from dflash_mlx.version import __version__
 
 DATA = Path(__file__).parent / "data"
@@ -67,6 +68,12 @@ def test_json_says_which_widths_were_taken_and_why():
     assert "one row here" in got["width_reason"] or "drafts verified" in got["width_reason"]
     fixed = json.loads(run("generate", *TINY, "--json", "-m", "24", "--block-size", "3").stdout)
     assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
+
+
+def test_where_peeks_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
+    figures = {"prompt_tokens": 2, "prompt_tps": 1.0, "generation_tokens": 3, "generation_tps": 1.0, "finish_reason": "stop"}
+    figures |= {"peak_memory_gb": 0.1, "tau": None, "widths": {0: 2}, "peeked": {0: 2}, "width_reason": None, "seed": None}
+    assert cli._figures(figures).endswith("Acceptance: no draft was verified, so there is no tau.")
 
 
 def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
