@@ -92,13 +92,16 @@ def table(rows: list[dict]) -> str:
 def markdown(result: dict) -> str:
     """README's table, answers that loop left out, a row a kind: the real loop with intervals, then figures of the greedy texts.
 
-    A record with one greedy real block size gets walked blocks and baselines beside it; one with more gets the real loop's alone.
+    A record of the real loop at one block size and temperature gets walked blocks and baselines beside it; one of more gets the
+    real loop's alone. A kind all of whose answers loop has a dash.
     """
     rows = {(r["series"], r["block_size"], r["temp"], r["kind"]): r for r in result["summary"] if not r["looped"]}
     kinds = [*dict.fromkeys(kind for *_, kind in rows if kind != "mean"), "mean"]
     real = sorted({(temp, K) for series, K, temp, _ in rows if series == "real"})
     if len(real) > 1:
         shown = [("real", K, temp, f"T {temp:g}, block {K}") for temp, K in real]
+    elif not real:
+        raise SystemExit("expected a record of the real loop; found none, or all answers loop. Leave out --real none.")
     else:
         ((temp, most),) = real
         walked = sorted({K for series, K, *_ in rows if series == "walk"} - {most})
@@ -107,12 +110,12 @@ def markdown(result: dict) -> str:
     head = ["kind", "answers", *(name for *_, name in shown)]
     lines = [f"| {' | '.join(head)} |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for kind in kinds:
-        found = [rows[(*key, kind)] for *key, _ in shown]
+        found = [rows.get((*key, kind), {}) for *key, _ in shown]
         counts = sorted({r["prompts"] for r, key in zip(found, shown, strict=True) if "prompts" in r and key[0] == "real"})
         cells = [kind, " to ".join(str(n) for n in counts[:: max(1, len(counts) - 1)])]
         for r, key in zip(found, shown, strict=True):
             interval = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r and key[0] == "real" else ""
-            cells.append(f"{r['tau']:.2f}{interval}")
+            cells.append(f"{r['tau']:.2f}{interval}" if r else "-")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -61,3 +61,13 @@ def test_the_table_in_readme_is_the_recorded_one(name):
     # The summary follows from the rounds, not from what somebody wrote beside them.
     assert acceptance.summary(result["records"]) == result["summary"]
     assert "| mean |" in table and len(table.splitlines()) == 7
+
+
+def test_a_kind_whose_answers_all_loop_has_a_dash_and_a_record_without_the_real_loop_no_table():
+    def record(kind, temp, looped=False, series="real"):
+        return {"kind": kind, "temp": temp, "looped": looped, "series": {series: {"3": [1, 2, 3]}}}
+
+    records = [record("a", 0.0), record("b", 0.0), record("a", 1.0), record("b", 1.0, looped=True)]
+    assert "| b | 1 | 2.33 (2.33 to 2.33) | - |" in acceptance.markdown({"summary": acceptance.summary(records)})
+    with pytest.raises(SystemExit, match="expected a record of the real loop; found none"):
+        acceptance.markdown({"summary": acceptance.summary([record("a", 0.0, series="walk")])})
