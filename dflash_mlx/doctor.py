@@ -88,7 +88,9 @@ def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
     try:
         return step()
     except (DFlashError, OSError, ValueError, RuntimeError) as error:
-        faults.append(" ".join(str(error).split()))
+        # Several steps may meet the same one.
+        if (text := " ".join(str(error).split())) not in faults:
+            faults.append(text)
         return None
 
 

@@ -63,6 +63,12 @@ def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
     assert "  used      block_qmm float16 N 8: right, 1.50 times as fast as stock MLX" in text
 
 
+def test_a_fault_that_several_steps_meet_is_said_once(monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qnm")
+    (fault,) = diagnose("tiny", "tiny", mx.float32)["faults"]
+    assert fault.startswith("expected DFLASH_MLX_KERNELS to be off, on or names among") and "found block_qnm" in fault
+
+
 def test_memory_grows_with_the_context_by_the_rows_of_the_caches():
     report = diagnose("tiny", "tiny", mx.float32, contexts=(1000, 3000))
     one, three = (report["memory"]["total_gb"][n] for n in ("1000", "3000"))
