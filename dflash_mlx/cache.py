@@ -142,17 +142,25 @@ class Checkpoint:
     rows: rows of the pass once it has ended; 0 before, and for ever if it was interrupted.
     replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the one module that changed the
       entry's arrays. Who ran the pass puts them here; they hold that module's inputs, a block's rows and no more.
+    whole: id(entry) -> its attributes, until the pass has ended: an interruption may come between an entry's keys and values.
     """
 
     length: int
     saved: list[Any]
     rows: int = 0
     replays: dict[int, list[Callable[[int], None]]] = field(default_factory=dict)
+    whole: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def ended(self, rows: int) -> None:
+        """The pass is enqueued, and so many of its rows may be kept. Lets go of arrays that it has replaced."""
+        self.rows = rows
+        self.whole.clear()
 
 
 def checkpoint(entries: Sequence[Any], length: int) -> Checkpoint:
     """Remember the entries as they are, holding `length` tokens. Cheap: references and numbers."""
-    return Checkpoint(length, [_save(entry) for entry in entries])
+    whole = {id(entry): dict(vars(entry)) for entry in leaves(entries) if type(entry) is not ArraysCache}
+    return Checkpoint(length, [_save(entry) for entry in entries], whole=whole)
 
 
 def _save(entry: Any) -> Any:
@@ -187,7 +195,11 @@ def _undo(entry: Any, saved: Any, point: Checkpoint, keep: int) -> None:
         for inner, inner_saved in zip(entry.caches, saved, strict=True):
             _undo(inner, inner_saved, point, 0 if replays and keep < point.rows else keep)
     elif type(entry) is not ArraysCache:
-        _cut_to(entry, saved, keep)
+        if not point.rows and (attributes := point.whole.get(id(entry))):
+            # What a pass writes into these arrays stands where no later row looks.
+            vars(entry).update(attributes)
+        else:
+            _cut_to(entry, saved, keep)
     elif keep == point.rows and keep:
         return
     else:

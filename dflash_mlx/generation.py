@@ -388,6 +388,8 @@ class _Run:
             chunk = feed[: min(self.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
                 _, features = self.target(mx.array([chunk]), pair.target)
+                # None of its rows can be kept alone.
+                self.point.ended(0)
                 features = self.pending.joined(features)
                 self.drafter.inject(features, pair.drafter, self.injected)
                 if self.quantization:

@@ -340,7 +340,7 @@ class Target:
                 f"{self._why_not_once(runs)}"
             )
         if point is not None:
-            point.rows = ids.shape[1]
+            point.ended(ids.shape[1])
         taps = [got[i][0] for i in self.layer_ids]
         if any(t.ndim != 3 for t in taps):
             odd = [f"layer {i} gives {list(t.shape)}" for i, t in zip(self.layer_ids, taps, strict=True) if t.ndim != 3]

@@ -37,7 +37,7 @@ def verify_block(
     if not drafted.shape[1]:
         # Plain decoding: one row is kept or undone as a whole, which needs no inputs of stateful modules.
         out = target(anchor[:, None], cache, kernels=True, eager=eager)
-        point.rows = 1
+        point.ended(1)
         return out
     with exact_windows(cache):
         return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache, point, kernels=True, eager=eager)

@@ -6,6 +6,7 @@ a wrong row is seen at 1e-2 and more.
 """
 
 import threading
+from contextlib import suppress
 
 import mlx.core as mx
 import pytest
@@ -177,6 +178,37 @@ def test_an_interrupted_pass_is_undone_in_every_entry(kind):
         layer.__class__ = before
         assert point.rows == 0
         rollback(cache, point, 21)
+    rows = [model(mx.array([[token]]), cache=cache)[0, -1] for token in line[21:]]
+    assert error(mx.stack(rows), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_interrupted_between_an_entrys_keys_and_values_is_undone(kind, monkeypatch):
+    model, line = family(KINDS[kind]), some_line(34)
+    expected = one_at_a_time(model, line, 21)
+    target, cache = Target(model, (0,)), mlx_lm_cache.make_prompt_cache(model)
+    target(mx.array([line[:21]]), cache)
+    concatenate, left = mx.concatenate, 0
+
+    def interrupted(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return concatenate(*args, **kwargs)
+
+    for rows in (1, 6):
+        for nth in range(1, 200):
+            point, left = checkpoint(cache, 21), nth
+            with monkeypatch.context() as patch:
+                patch.setattr(mx, "concatenate", interrupted)
+                with suppress(KeyboardInterrupt):
+                    verify_block(target, mx.array([1]), mx.array([[2] * (rows - 1)], dtype=mx.int32), cache, point)
+            rollback(cache, point, 21)
+            if point.rows:
+                break
+        # The last one met no interruption.
+        assert point.rows == rows and not point.whole
     rows = [model(mx.array([[token]]), cache=cache)[0, -1] for token in line[21:]]
     assert error(mx.stack(rows), expected) < TOLERANCE
 
