@@ -337,17 +337,7 @@ class FixedWidth:
         """As many copied ids where the first is more likely right than not."""
         return self.width if chances[0] > 0.5 else 0
 
-    def observe(
-        self,
-        width: int,
-        accepted: int,
-        more: bool,
-        seconds: float,
-        usual: bool,
-        copied: bool = False,
-        confidence: Sequence[float] | None = None,
-        waited: bool = False,
-    ) -> None:
+    def observe(self, *_: object, **__: object) -> None:
         pass
 
     def reason(self, *rounds: Mapping[int, int]) -> str | None:
