@@ -247,6 +247,12 @@ class Target:
         self._stateful: list[nn.Module] | None = None
         # Layers that kernels may serve, from the first pass of few rows on a GPU.
         self._kernel_calls: list[tuple[nn.Module, Served, str]] | None = None
+        # Rows of a pass -> what the kernels' plans rested on, and which of those layers are routed.
+        self._routed: dict[int, tuple[object, list[tuple[nn.Module, Served, str]]]] = {}
+        # Whether a kernel runs in the last pass if that was a compiled one, whose calls nobody sees.
+        self.replayed = False
+        # Runs a pass over a block in place of this target's own where it can: see `compiled`.
+        self.blocks: Callable[..., tuple[mx.array, mx.array] | None] | None = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
@@ -326,11 +332,14 @@ class Target:
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
+        self.replayed = False
         for _, handler, _ in self._kernel_calls or ():
-            handler.served = False
+            handler.served = handler.left = False
         with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
+        if kernels:
+            self._not_again(ids.size)
         self.logits = _array(out) if ids.size == 1 else None
         if len(final) != 1 or any(len(outputs) != 1 for outputs in got.values()):
             runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
@@ -363,9 +372,16 @@ class Target:
             return []
         if self._kernel_calls is None:
             self._kernel_calls = kernel_calls(self.model, _own_class) + attention_calls(self.model, _own_class)
-        # A layer that was left to MLX is not routed again as long as what was planned holds.
         plans = choice.plans()
-        return [call for call in self._kernel_calls if call[1].left is not plans]
+        if self._routed.get(rows, (None,))[0] is not plans:
+            self._routed[rows] = (plans, self._kernel_calls)
+        return self._routed[rows][1]
+
+    def _not_again(self, rows: int) -> None:
+        """After a pass: layers that it left to MLX are not routed for as many rows, as long as what was planned holds."""
+        plans, calls = self._routed.get(rows, (None, ()))
+        if plans is choice.plans() and any(handler.left for _, handler, _ in calls):
+            self._routed[rows] = (plans, [call for call in calls if call[1].served or not call[1].left])
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
         """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""
@@ -461,7 +477,7 @@ class Target:
           hidden: of the last pass; margin: from `choices`, whose kernel ran then; logits: from `head`, normalised or not.
         """
         # Who switched kernels off meanwhile, in another thread say, did not undo this pass.
-        if margin is None and not any(handler.served for _, handler, _ in self._kernel_calls or ()):
+        if margin is None and not self.served:
             return []
         wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
         if margin is not None:
@@ -470,6 +486,11 @@ class Target:
             # One of minus infinity may be the model's own.
             wrong = wrong | ~mx.all(mx.isfinite(mx.logsumexp(logits, axis=-1)))
         return [wrong.astype(mx.int32)[None]]
+
+    @property
+    def served(self) -> bool:
+        """Whether one of our kernels runs in the last pass, or has run in `head` since."""
+        return self.replayed or any(handler.served for _, handler, _ in self._kernel_calls or ())
 
     @staticmethod
     def check(doubts: list[int]) -> None:

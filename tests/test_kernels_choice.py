@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 sys.path.insert(0, str(Path(__file__).parent / "msl"))
 import emulator
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, few_rows, head_argmax
 from dflash_mlx.kernels.choice import KernelError, Trial
 from dflash_mlx.kernels.kernel import Kernel
 from dflash_mlx.kernels.layers import attention_calls, kernel_calls
@@ -79,7 +79,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
 
 def test_every_kernel_can_be_named():
     named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_qmm, head_argmax)}
-    assert named | {block_qmm.TILES.name} == set(choice.NAMES)
+    forms = {few_rows.PRODUCTS.name, few_rows.FOLDED.name}
+    assert named | {block_qmm.TILES.name} | forms == set(choice.NAMES)
 
 
 def test_right_and_faster_is_used_and_tried_once(gpu, fresh):
@@ -108,7 +109,8 @@ def test_right_but_slower_is_not_used_unless_asked_for(gpu, monkeypatch):
 
 def test_on_cuda_a_kernel_runs_only_when_asked_for(gpu, monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    assert not choice.may_run() and not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+    assert choice.use(few_rows.PRODUCTS, "s", trial())  # nothing to compile
     for value in ("on", "accept"):
         monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
         assert choice.may_run() and choice.use(KERNEL, "s", trial())

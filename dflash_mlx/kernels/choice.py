@@ -1,6 +1,7 @@
 """Which kernels run: what the user said, and what this machine has shown.
 
-    DFLASH_MLX_KERNELS   unset     on Metal a kernel runs where a trial on this GPU found it right and faster; the verdict is kept
+    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the verdict is kept. On CUDA
+                                   only the forms that need no compiling (see `few_rows`)
                          off       none
                          on        all that are eligible, faster or not
                          a,b       these, faster or not; no others
@@ -30,16 +31,20 @@ import mlx.core as mx
 
 from ..errors import DFlashError
 from ..paths import cache_directory
-from .kernel import Kernel, maker
+from .kernel import Form, Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
-NAMES = ("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_argmax", "block_attention")
+NAMES = (
+    *("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
+    # These are MLX's own operations, put together otherwise.
+    *("row_products", "folded_attention"),
+)
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dflash_mlx.kernels")
 # This process's verdicts, and kernels switched off in it by name, with the reason.
-_known: dict[tuple[Kernel, str], Verdict] = {}
+_known: dict[tuple[Kernel | Form, str], Verdict] = {}
 _off: dict[str, str] = {}
 # (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
 # being made meanwhile is kept in the old one, where nobody looks.
@@ -132,14 +137,13 @@ def may_run() -> bool:
 
 def _gpu_for(wanted: str | frozenset[str]) -> bool:
     if has_gpu():
-        # MLX compiles a custom CUDA kernel anew in every process, some 2 s each: longer than most answers take.
-        return wanted != "auto" or not mx.cuda.is_available()
+        return True
     if isinstance(wanted, frozenset):
         raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
     return False
 
 
-def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
+def use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
     """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
 
     Args:
@@ -151,6 +155,8 @@ def use(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> boo
     wanted = asked()
     if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
         return False
+    if wanted == "auto" and mx.cuda.is_available() and not kernel.at_once:
+        return False  # to compile it takes longer than most answers do
     faster = kernel.name not in _off and _verdict(kernel, shape, trial).use
     if reason := _off.get(kernel.name):  # the trial may have put it there
         if wanted == "auto":
@@ -231,8 +237,8 @@ def _load() -> dict[str, dict]:
         return {}
 
 
-def _key(kernel: Kernel, shape: str) -> str:
-    text = hashlib.sha256((kernel.header + kernel.source).encode()).hexdigest()[:12]
+def _key(kernel: Kernel | Form, shape: str) -> str:
+    text = hashlib.sha256(kernel.text.encode()).hexdigest()[:12]
     return f"{_machine()}{kernel.name} {text} {shape}"
 
 
@@ -247,7 +253,7 @@ def _keep(key: str, verdict: Verdict) -> None:
         _log.warning("verdicts are not kept: %s", e)
 
 
-def _verdict(kernel: Kernel, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+def _verdict(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
     """The verdict of this process, of an earlier one on this machine, or of a trial now."""
     if known := _known.get((kernel, shape)):
         return known

@@ -142,6 +142,14 @@ class Kernel:
     cuda_header: str | None = None
     row_contiguous: bool = True
 
+    # MLX compiles a custom CUDA kernel anew in every process, some 2 s each.
+    at_once = False
+
+    @property
+    def text(self) -> str:
+        """What a verdict is about."""
+        return self.header + self.source
+
     def __call__(self, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
         """One launch, with the arguments of what `mx.fast.metal_kernel` makes."""
         return self.prepared(**given)(inputs=list(inputs))
@@ -159,6 +167,19 @@ class Kernel:
                 raise ValueError(f"expected a grid that is a multiple of the threadgroup; found {grid} and {threadgroup}")
             given["grid"] = grid
         return functools.partial(_make(self, maker(), mx.cuda.is_available()), threadgroup=threadgroup, **given)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Another way to say an operation in MLX's own, chosen as kernels are.
+
+    text: changed when the way is, so that its verdicts are new.
+    """
+
+    name: str
+    text: str = "1"
+    # Nothing is compiled.
+    at_once = True
 
 
 def maker() -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
-block_attention.
+block_attention; and on CUDA, those of few rows through other operations of MLX's (see `few_rows`).
 
-Knows MLX's `QuantizedLinear`, the head that a `QuantizedEmbedding` is in tied models, by its name and call mlx-lm's
-`QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given. Knows no
-family, and not how a call is intercepted: taps.py does that, for the length of a pass.
+Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
+call mlx-lm's `QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given.
+Knows no family, and not how a call is intercepted: taps.py does that, for the length of a pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import choice
+from . import few_rows
 from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
@@ -59,15 +59,29 @@ class WindowMask(WatchedArray):
 class Served:
     """A handler of a module's call that a kernel may serve.
 
-    served: whether one did since the last pass began; left: `choice.plans()` when a call was left to MLX, until when routing it
-      is of no use.
+    Since the last pass began:
+    served: whether a kernel of ours did; left: whether a call was left to MLX as it is, as all will be at this number of rows.
     """
 
-    served = False
-    left: object = None
+    served = left = False
 
     def __init__(self, module: nn.Module):
         self.module = module
+
+
+class _Masks:
+    """The mask of a pass as `folded_attention` takes it, made once for all layers that are given the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, tuple, mx.array] | None = None
+
+    def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
+        """`folded_mask` of the same arguments."""
+        # An array is known by identity.
+        about = (mask if isinstance(mask, str) else None, *about)
+        if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
+            self._last = (mask, about, few_rows.folded_mask(mask, *about[1:]))
+        return self._last[2]
 
 
 def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
@@ -79,12 +93,13 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
       class_of: a module's own class, where something may stand in its place.
     """
     found: list[tuple[nn.Module, Served, str]] = []
+    masks = _Masks()
     for _, module in model.named_modules():
         cls = class_of(module)
         call = cls.__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(_ATTENTION) is scaled_dot_product_attention:
             if _ATTENTION in call.__code__.co_names:
-                found.append((module, Attention(module, call), "__call__"))
+                found.append((module, Attention(module, call, masks), "__call__"))
     return found
 
 
@@ -94,8 +109,9 @@ class Attention(Served):
     The call is run from a copy in which the name is ours, so that nobody else's calls change.
     """
 
-    def __init__(self, module: nn.Module, call: FunctionType):
+    def __init__(self, module: nn.Module, call: FunctionType, masks: _Masks):
         super().__init__(module)
+        self._masks = masks
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
         # kernel's.
         self._foreign = False
@@ -109,12 +125,17 @@ class Attention(Served):
     def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
         self._foreign = self._foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
         laid = None if self._foreign else _laid(queries, keys, values, cache, mask)
-        if laid and isinstance(scale, (int, float)):
+        said = isinstance(scale, (int, float))
+        if laid and said:
             k, v, start, window = laid
             if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
                 self.served = True
                 return launch(queries, k, v, sinks, start)
-            self.left = choice.plans()
+        if said and sinks is None and isinstance(keys, mx.array):
+            if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask):
+                m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+                return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
+        self.left = laid is not None
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
@@ -150,12 +171,15 @@ def _laid(
 
 
 def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
-    """(layer, handler, method) for each affine quantized layer: its products of 1..16 rows by the kernels.
+    """(layer, handler, method) for each affine quantized layer, on CUDA for those not quantized too: its products of 1..16 rows.
 
     Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
     """
     found: list[tuple[nn.Module, Served, str]] = []
+    dense = {nn.Linear: "__call__", nn.Embedding: "as_linear"} if few_rows.here() else {}
     for _, module in model.named_modules():
+        if method := dense.get(class_of(module)):
+            found.append((module, Dense(module), method))
         if getattr(module, "mode", "affine") != "affine" or module.get("biases") is None:
             continue
         if (cls := class_of(module)) is nn.QuantizedLinear:
@@ -176,10 +200,24 @@ class Linear(Served):
         w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
         launch = block_qmm_plan(x, w, scales, biases, layer.group_size, layer.bits)
         if launch is None:
-            self.left = choice.plans()
+            self.left = True
             return inner(x)
         self.served = True
         y = launch(x, w, scales, biases)
+        return y + layer["bias"] if "bias" in layer else y
+
+
+class Dense(Served):
+    """The product of a Linear's call or an Embedding's as_linear, then the layer's own bias."""
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        (x,) = args or kwargs.values()
+        layer = self.module
+        launch = few_rows.row_products_plan(x, layer["weight"])
+        if launch is None:
+            self.left = True
+            return inner(x)
+        y = launch(x, layer["weight"])
         return y + layer["bias"] if "bias" in layer else y
 
 
@@ -194,7 +232,7 @@ class Switch(Served):
         if _rows_fit(x.shape, indices.shape):
             launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
         if launch is None:
-            self.left = choice.plans()
+            self.left = True
             return inner(*args, **kwargs)
         self.served = True
         y = mx.expand_dims(launch(x, w, scales, biases, indices), -2)

@@ -1,0 +1,150 @@
+"""Products and attention of a block's few rows, said in the operations of MLX that CUDA runs with least ado.
+
+MLX's CUDA build records operations as graphs and updates a graph that it has seen. A product of several rows is cuBLAS's, whose
+kernels on an H100 come in clusters, and a graph with those is made anew each time; a product of one row is a kernel of MLX's
+own. Attention of 4 rows and more, without cuDNN, is some ten operations.
+
+    row_products       x[M, K] times W[N, K]     M products of a matrix and a vector: each row is computed as if it were alone
+    folded_attention   Q[HQ, M, D], K, V[HK]     the HQ / HK heads that share keys, and the rows, as rows of one product; the
+                                                 mask comes with it, made once a pass
+
+A 16-row pass of SmolLM2-135M in bfloat16 took 12.0 ms, 10.1 with the first, 9.7 with the second, 8.0 with both (H100, mlx
+0.32.4, without cuDNN; bench/results/few-rows-smollm2-bf16-H100.json, by hand, not yet by this code). Weights are read M
+times, so large ones gain nothing: like a kernel, each runs where a trial on the machine found it right and faster. Neither needs
+compiling.
+
+Knows nothing of layers, caches or passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from . import choice
+from .block_qmm import MAX_ROWS, TOLERANCE, TRIAL_BYTES, TRIAL_COLUMNS, TYPES
+from .kernel import Form
+
+PRODUCTS = Form("row_products")
+FOLDED = Form("folded_attention")
+# MLX has a kernel on CUDA for the attention of up to 3 rows.
+LEAST_ATTENTION_ROWS = 4
+TRIAL_KEYS = 512
+
+Launch = Callable[..., mx.array]
+
+
+def here() -> bool:
+    """Whether either can be of use: on a GPU whose backend is CUDA."""
+    return mx.cuda.is_available() and choice.has_gpu()
+
+
+def row_products(x: mx.array, w: mx.array) -> mx.array:
+    """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M."""
+    _, m, k = x.shape
+    return mx.matmul(w, mx.reshape(x, (m, k, 1))).reshape(1, m, w.shape[0])
+
+
+def row_products_plan(x: mx.array, w: mx.array) -> Launch | None:
+    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..16 rows of a matrix."""
+    return choice.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
+
+
+def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...], w_dtype: mx.Dtype) -> Launch | None:
+    if not (here() and len(shape) == 3 and shape[0] == 1 and 2 <= shape[1] <= MAX_ROWS and dtype == w_dtype and dtype in TYPES):
+        return None
+    n, k = w_shape
+    trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype)
+    return row_products if choice.use(PRODUCTS, f"{dtype} N {n} K {k}", trial) else None
+
+
+def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[choice.Trial]:
+    """Comparisons with MLX's product, over as many matrices as a cache does not hold."""
+    keys = mx.random.split(mx.random.key(0), 2)
+    first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
+    weights = [first, *(first + 0 for _ in range(min(15, TRIAL_BYTES // first.nbytes)))]
+    x = mx.random.normal((1, max(rows), k), dtype=dtype, key=keys[1])
+    mx.eval(weights, x)
+
+    def one(m: int) -> choice.Trial:
+        some, turn = x[:, :m], itertools.cycle(weights)
+        ours, stock = lambda: [row_products(some, next(turn))], lambda: [some @ next(turn).T]
+        return choice.Trial(ours, stock, choice.same_floats(TOLERANCE[dtype]))
+
+    return [one(m) for m in rows]
+
+
+def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dtype) -> mx.array:
+    """A mask as `folded_attention` takes it.
+
+    Args:
+      mask: "causal", the m rows being the last of s; or an array [m, s], leading axes of 1 allowed: True where a key is seen, or
+        floats to add.
+      shared: query heads that share one of keys.
+    Returns: [shared * m, s], to add to scores.
+    """
+    if isinstance(mask, str):
+        mask = mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]
+    mask = mx.reshape(mask, (m, s))
+    added = mx.where(mask, mx.array(0, dtype), mx.array(-math.inf, dtype)) if mask.dtype == mx.bool_ else mask.astype(dtype)
+    return mx.concatenate([added] * shared) if shared > 1 else added
+
+
+def folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale: float) -> mx.array:
+    """Attention in three operations.
+
+    Shapes:
+      - queries: [1, HQ, M, D]; keys: [1, HK, S, D]; values: [1, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]
+    Returns:
+      - [1, HQ, M, E]
+    """
+    _, hq, m, d = queries.shape
+    hk = keys.shape[1]
+    folded = mx.reshape(queries, (1, hk, hq // hk * m, d))
+    scores = mx.addmm(mask, folded, keys.swapaxes(-1, -2), alpha=scale)
+    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(1, hq, m, values.shape[3])
+
+
+def folded_attention_plan(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> Launch | None:
+    """What to hand (queries, keys, values, folded mask) to; None: MLX."""
+    s = keys.shape[2]
+    if mask is None or isinstance(mask, mx.array) and (mask.size != queries.shape[2] * s or mask.shape[-1] != s):
+        return None
+    types = (queries.dtype, keys.dtype, values.dtype)
+    return choice.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale)
+
+
+def _attention(shape: tuple[int, ...], hk: int, e: int, types: tuple[mx.Dtype, ...], scale: float) -> Launch | None:
+    b, hq, m, d = shape
+    if not (here() and b == 1 and LEAST_ATTENTION_ROWS <= m <= MAX_ROWS and hq % hk == 0):
+        return None
+    if len(set(types)) > 1 or types[0] not in TYPES:
+        return None
+    about = f"{types[0]} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}"
+    if not choice.use(FOLDED, about, functools.partial(attention_trials, hq, hk, d, e, types[0])):
+        return None
+    return functools.partial(folded_attention, scale=scale)
+
+
+def attention_trials(hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, rows: tuple[int, ...] = (4, 16)) -> list[choice.Trial]:
+    """Comparisons with MLX's attention, causal, 512 keys; the mask is made beforehand, as a pass makes it once for its layers."""
+    key = mx.random.split(mx.random.key(0), 3)
+    q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=key[0])
+    k = mx.random.normal((1, hk, TRIAL_KEYS, d), dtype=dtype, key=key[1])
+    v = mx.random.normal((1, hk, TRIAL_KEYS, e), dtype=dtype, key=key[2])
+    mx.eval(q, k, v)
+    same, scale = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]), d**-0.5
+
+    def one(m: int) -> choice.Trial:
+        some, mask = q[:, :, :m], folded_mask("causal", m, TRIAL_KEYS, hq // hk, dtype)
+        mx.eval(mask)
+        stock = lambda: [mx.fast.scaled_dot_product_attention(some, k, v, scale=scale, mask="causal")]  # noqa: E731
+        return choice.Trial(lambda: [folded_attention(some, k, v, mask, scale)], stock, same)
+
+    return [one(m) for m in rows]

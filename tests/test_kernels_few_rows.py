@@ -1,0 +1,188 @@
+"""Products and attention of few rows by other operations of MLX's: what they compute, when they run, and whole generations."""
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import FAMILIES, OTHERS, family, known_drafter, some_line
+from kit import greedy_ids, run
+from mlx_lm.models.cache import make_prompt_cache
+
+from dflash_mlx.cache import checkpoint, rollback
+from dflash_mlx.kernels import choice, few_rows, layers
+from dflash_mlx.kernels.few_rows import folded_attention, folded_mask, row_products
+from dflash_mlx.taps import Target
+from dflash_mlx.verify import verify_block
+
+FORMS = {"row_products", "folded_attention"}
+
+
+@pytest.fixture
+def cuda(monkeypatch, tmp_path):
+    """As if the CPU were a CUDA GPU, on which both forms are faster; the names of those that ran, in their order."""
+    ran = []
+
+    def noted(name):
+        form = getattr(few_rows, name)
+        return lambda *args, **kwargs: ran.append(name) or form(*args, **kwargs)
+
+    for name in FORMS:
+        monkeypatch.setattr(few_rows, name, noted(name))
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_off", {})
+    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(few_rows, "TRIAL_KEYS", 40)
+    monkeypatch.setattr(few_rows, "TRIAL_BYTES", 1)
+    times = iter(range(10**6))
+    monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer
+    return ran
+
+
+def normal(*shape, seed=0, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (7, 33), (576, 192), (64, 1536)])
+@pytest.mark.parametrize("m", [2, 5, 16])
+def test_a_product_is_mlxs_and_its_rows_are_those_of_one_row(n, k, m):
+    x, w = normal(1, m, k), normal(n, k, seed=1)
+    y = row_products(x, w)
+    assert y.shape == (1, m, n)
+    assert mx.allclose(y, x @ w.T, rtol=1e-5, atol=1e-4)
+    for i in range(m):
+        assert mx.array_equal(y[:, i : i + 1], row_products(x[:, i : i + 1], w))
+
+
+MASKS = {
+    "causal": lambda m, s: ("causal", mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]),
+    "window": lambda m, s: (lambda b: (b, b))(
+        (mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]) & (mx.arange(s)[None] > mx.arange(s - m, s)[:, None] - 6)
+    ),
+    "buffer": lambda m, s: (lambda b: (b[None, None], b))(mx.arange(s)[None] <= mx.arange(3, 3 + m)[:, None]),
+    "added": lambda m, s: (lambda b: (mx.where(b, normal(m, s, seed=9), -math.inf), b))(
+        mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("hq, hk, d, e, m, s", [(4, 4, 32, 32, 4, 20), (9, 3, 64, 64, 16, 33), (8, 1, 16, 24, 7, 40)])
+def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s):
+    q, k, v = normal(1, hq, m, d), normal(1, hk, s, d, seed=1), normal(1, hk, s, e, seed=2)
+    mask, seen = MASKS[kind](m, s)
+    got = folded_attention(q, k, v, folded_mask(mask, m, s, hq // hk, q.dtype), 0.3)
+    keys, values = (mx.repeat(a, hq // hk, axis=1) for a in (k, v))
+    scores = 0.3 * q @ keys.swapaxes(-1, -2) + (mask if kind == "added" else mx.where(seen, 0, -math.inf))
+    assert got.shape == (1, hq, m, e)
+    assert mx.allclose(got, mx.softmax(scores, axis=-1) @ values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
+    few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype))
+    few_rows.folded_attention_plan(*(normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))), 0.2, "causal")
+    assert {v.kernel for v in choice.verdicts() if v.use and v.reason.startswith("right")} == FORMS
+    choice._known.clear()
+    choice._file().unlink()
+    choice._forget()
+    monkeypatch.setattr(few_rows, "row_products", lambda x, w: row_products(x, w) * 1.2)
+    monkeypatch.setattr(few_rows, "folded_attention", lambda q, k, v, mask, scale: folded_attention(q, k, v, mask, 2 * scale))
+    assert few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype)) is None
+    given = [normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))]
+    assert few_rows.folded_attention_plan(*given, 0.2, "causal") is None
+    assert [v.reason[:24] for v in choice.verdicts()] == ["differs from stock MLX b"] * 2
+
+
+@pytest.mark.parametrize(
+    "x, w",
+    [((1, 1, 32), (8, 32)), ((1, 17, 32), (8, 32)), ((2, 4, 32), (8, 32)), ((4, 32), (8, 32))],
+    ids=["one row", "17 rows", "two texts", "no batch"],
+)
+def test_products_that_are_left_to_mlx(cuda, x, w):
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
+    assert few_rows.row_products_plan(normal(*x), normal(*w)) is None
+    assert few_rows.row_products_plan(normal(1, 4, 32, dtype=mx.float16), normal(8, 32)) is None
+
+
+def attention_plan(b=1, hq=4, hk=2, m=5, s=12, d=32, mask="causal", scale=0.2, kv=mx.float32):
+    return few_rows.folded_attention_plan(
+        normal(b, hq, m, d), normal(b, hk, s, d, dtype=kv), normal(b, hk, s, d, dtype=kv), scale, mask
+    )
+
+
+def test_attention_that_is_left_to_mlx(cuda):
+    assert attention_plan() and attention_plan(mask=mx.ones((1, 1, 5, 12), dtype=mx.bool_)) and attention_plan(hq=2)
+    given = [{"b": 2}, {"m": 3}, {"m": 17, "s": 20}, {"mask": None}, {"kv": mx.float16}, {"hq": 3}]
+    # A mask of another shape: broadcast over rows, one for each head, for fewer keys.
+    given += [{"mask": mx.ones(shape, dtype=mx.bool_)} for shape in ((1, 12), (1, 4, 5, 12), (12, 5))]
+    assert [g for g in given if attention_plan(**g)] == []
+
+
+def test_they_run_unasked_on_cuda_and_nowhere_else(cuda, monkeypatch):
+    assert choice.may_run() and few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
+    for value, runs in {"off": False, "accept": False, "row_products": True, "on": True}.items():
+        monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
+        choice.may_run()
+        assert bool(few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))) is runs, value
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    choice._forget()
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+
+
+def test_slower_ones_do_not_run(cuda, monkeypatch):
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(choice, "_median_s", lambda run: next(times))
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+
+
+def test_a_pass_is_served_by_them_without_doubts_and_what_is_left_to_mlx_is_not_routed_again(cuda):
+    model = family("llama")
+    target, entries = Target(model, (1,)), make_prompt_cache(model)
+    target(mx.array([some_line(20)]), entries)
+    n = len(model.layers)
+    # Those of the layers, and the head, which the model itself runs.
+    products = n * sum(type(m) is nn.Linear for _, m in model.layers[0].named_modules()) + 1
+    for rows, expected in {1: (0, 0), 2: (products, 0), 5: (products, n)}.items():
+        for tried in (False, True):
+            cuda.clear()
+            point = checkpoint(entries, 20)
+            hidden, _ = verify_block(target, mx.array([3]), mx.zeros((1, rows - 1), dtype=mx.int32), entries, point)
+            mx.eval(hidden)
+            rollback(entries, point, 20)
+            if tried:
+                assert (cuda.count("row_products"), cuda.count("folded_attention")) == expected
+            assert target.doubts(hidden) == []
+        kinds = [type(handler).__name__ for _, handler, _ in target._kernels(rows)]
+        # The embedding of a model that is not tied is never the head: nobody called it, so it stays.
+        assert kinds.count("Attention") == expected[1] and kinds.count("Dense") - expected[0] in (0, 1)
+
+
+def test_the_mask_is_made_once_a_pass(cuda, monkeypatch):
+    model = family("llama")
+    target, entries = Target(model), make_prompt_cache(model)
+    target(mx.array([some_line(20)]), entries)
+    target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
+    made = []
+    monkeypatch.setattr(few_rows, "folded_mask", lambda *about: made.append(about[:3]) or folded_mask(*about))
+    for _ in range(2):
+        target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
+    assert made == [("causal", 4, 28), ("causal", 4, 32)]
+    masks, (one, other) = layers._Masks(), (mx.ones((4, 9), dtype=mx.bool_) for _ in range(2))
+    got = [masks.folded(mask, 4, 9, 2, mx.float32) for mask in (one, one, other, one)]
+    assert got[0] is got[1] and len(made) == 5
+
+
+QUICK = ("llama", "gemma3", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in (*FAMILIES, *OTHERS)])
+def test_ids_are_plain_decodings(name, cuda):
+    model, prompt = family(name), some_line(21)
+    want = greedy_ids(model, prompt, 40)
+    assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
+    assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
