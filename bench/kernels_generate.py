@@ -5,8 +5,9 @@
     python bench/kernels_generate.py MODE TOKENS ...                 one such run; MODE as DFLASH_MLX_KERNELS, "off" first
 
 Runs at several numbers of rows a pass go side by side, so their seconds are not to be compared: 7, up to where stock MLX's CUDA
-kernels for quantized products are ready-made; 8, from where on it compiles others; and 8 with cuDNN's attention, which MLX takes
-unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only the variants that run are compiled.
+kernels for quantized products are ready-made, and 8, from where on it compiles others; then an eighth of the tokens at 8 with
+cuDNN's attention, which MLX takes unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only
+the variants that run are compiled.
 
 A run that dies is run again in three ways at once: with every operation evaluated as it comes, which names the one that dies;
 without CUDA graphs; and with a core dump, in which the device's kernel is named. One with kernels also with each kernel alone.
@@ -74,6 +75,10 @@ class Job:
     def name(self) -> str:
         return f"{self.mode}, {self.setting}{f', {self.way}' if self.way else ''}"
 
+    def share(self, tokens: int) -> int:
+        """How many of so many tokens this run writes."""
+        return max(1, tokens // 8) if self.cudnn else tokens
+
     def environment(self, folder: Path) -> dict[str, str]:
         own = {choice.VARIABLE: self.mode, CUDNN: str(int(self.cudnn))}
         if self.way == "without graphs":
@@ -112,7 +117,7 @@ def compare(
             runs.update({job.name: {"error": f"not run: the {total:.0f} s were over"} for job in jobs})
         else:
             with ThreadPoolExecutor(max(len(jobs), 1)) as pool:
-                ended = pool.map(lambda job: _apart(job, tokens, arguments, limit, Path(folder)), jobs)
+                ended = pool.map(lambda job: _apart(job, job.share(tokens), arguments, limit, Path(folder)), jobs)
                 for job, run in zip(jobs, ended, strict=True):
                     if job.mode != "off" and "error" not in run and not run["launches"]:
                         run["error"] = "no kernel ran: is there a GPU that MLX sees?"
@@ -122,11 +127,14 @@ def compare(
         return [job for job in jobs if "error" not in runs[job.name]]
 
     with tempfile.TemporaryDirectory() as folder:
-        stock = [Job("off", n) for n in rows] + [Job("off", rows[-1], cudnn=True)] * mx.cuda.is_available()
-        # Where stock MLX dies, there is nothing to compare with.
-        ours = [replace(job, mode=mode) for job in together(stock) for mode in only or ["on"]]
-        together(ours)
-        dead = [job for job in (*stock, *ours) if runs[job.name].get("died")]
+        every: list[Job] = []
+        # With cuDNN last: it makes a plan for each new length, a tenth of a second each.
+        for stock in ([Job("off", n) for n in rows], [Job("off", rows[-1], cudnn=True)] * mx.cuda.is_available()):
+            # Where stock MLX dies, there is nothing to compare with.
+            ours = [replace(job, mode=mode) for job in together(stock) for mode in only or ["on"]]
+            together(ours)
+            every += [*stock, *ours]
+        dead = [job for job in every if runs[job.name].get("died")]
         # One of each mode: what is found out about it holds for the others or is asked in a run of its own.
         first = list({job.mode: job for job in reversed(dead)}.values())
         again = [replace(job, way=way) for job in first for way in WAYS]

@@ -99,7 +99,7 @@ class Processes:
     """Stands in for subprocess.run: which jobs die, and what each process was given."""
 
     def __init__(self, monkeypatch, dies=(), cuda=True):
-        self.dies, self.asked, self.found = dies, [], []
+        self.dies, self.asked, self.found, self.tokens = dies, [], [], []
         monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
         monkeypatch.setattr(subprocess, "run", self)
         monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
@@ -112,6 +112,7 @@ class Processes:
         way = "core dump" if "CUDA_COREDUMP_FILE" in env else way
         job = kernels_generate.Job(mode, rows, cudnn, way)
         self.asked.append(job)
+        self.tokens.append(int(command[3]))
         # What MLX compiled in runs before is there; what it compiles now lies in this run's own folder.
         compiled = Path(env["MLX_PTX_CACHE_DIR"])
         self.found.append({file.name for file in compiled.iterdir()})
@@ -138,14 +139,15 @@ def test_sizes_run_side_by_side_without_kernels_and_then_with_them(monkeypatch, 
     processes, kept = Processes(monkeypatch), []
     runs = compare(kept.append, only=["accept", "block_qmm"])
     settings = ["7 rows", "8 rows", "8 rows, cuDNN"]
-    assert list(runs) == [f"{mode}, {s}" for mode in ("off",) for s in settings] + [
-        f"{mode}, {s}" for s in settings for mode in ("accept", "block_qmm")
-    ]
-    assert [len(names & {"off-7.ptx", "off-8.ptx"}) for names in processes.found[3:]] == [2] * 6
+    ours = [[f"{mode}, {s}" for mode in ("accept", "block_qmm")] for s in settings]
+    assert list(runs) == ["off, 7 rows", "off, 8 rows", *ours[0], *ours[1], "off, 8 rows, cuDNN", *ours[2]]
+    assert [len(names & {"off-7.ptx", "off-8.ptx"}) for names in processes.found[2:]] == [2] * 7
+    # cuDNN's plans take long.
+    assert processes.tokens == [2000] * 6 + [250] * 3
     assert {job.way for job in processes.asked} == {""} and "died" not in capsys.readouterr().out
     assert [name for name, r in runs.items() if kernels_generate.wrong(r)] == [f"block_qmm, {s}" for s in settings]
     assert runs["block_qmm, 7 rows"]["error"] == "no kernel ran: is there a GPU that MLX sees?"  # nothing was compared
-    assert len(kept) == 2 and "answers" not in kept[-1]["off, 7 rows"]
+    assert len(kept) == 4 and "answers" not in kept[-1]["off, 7 rows"]
     Processes(monkeypatch, cuda=False)
     assert list(compare(rows=[5])) == ["off, 5 rows", "on, 5 rows"]
 
