@@ -120,6 +120,11 @@ def markdown(result: dict) -> str:
     return "\n".join(lines)
 
 
+def share(asked: list, part: int, of: int) -> list:
+    """Every `of`-th, one place further each time, so that a part has all of the kinds that take turns in the list."""
+    return [one for i, one in enumerate(asked) if (i + i // of) % of == part]
+
+
 def measure(args: argparse.Namespace) -> dict:
     """Run the prompts of this part."""
     from mlx_lm.sample_utils import make_sampler
@@ -149,7 +154,7 @@ def measure(args: argparse.Namespace) -> dict:
             asked.append(one)
     # Mixed, so that a run that ends early has the same share of each kind.
     held = {kind: min(n, args.limit or n) for kind, n in counts.items()}
-    asked = sorted(asked, key=lambda one: one["number"] / held[one["kind"]])[part::of]
+    asked = share(sorted(asked, key=lambda one: one["number"] / held[one["kind"]]), part, of)
 
     records, begun, tokens = [], time.monotonic(), 0
     for temp in args.temp:

@@ -21,6 +21,15 @@ def test_summary_counts_rounds_slots_and_their_mean():
     assert got["low"] < got["tau"] < got["high"]
 
 
+@pytest.mark.parametrize("of", [1, 4, 7, 12])
+def test_parts_have_all_kinds_and_together_every_text(of):
+    asked = [(n, kind) for n in range(25) for kind in ("chat", "code", "maths", "rewrite")]
+    parts = [acceptance.share(asked, part, of) for part in range(of)]
+    assert sorted(one for part in parts for one in part) == asked
+    assert all(len({kind for _, kind in part}) == 4 for part in parts)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 2
+
+
 def test_the_mean_over_kinds_weighs_kinds_alike_and_loops_stand_apart():
     def record(kind, counts, looped=False):
         return {"kind": kind, "temp": 0.0, "looped": looped, "series": {"walk": {"3": counts}}}
