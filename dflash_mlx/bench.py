@@ -49,7 +49,7 @@ from .taps import Target
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
 # What of the environment changes the speed of both sides or of ours.
-SWITCHES = ("MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32", "DFLASH_MLX_KERNELS")
+SWITCHES = ("MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32", "DFLASH_MLX_KERNELS", "DFLASH_MLX_COMPILE")
 _WARM_UP_TOKENS = 64
 # Tokens after which the width rule should have settled.
 _EARLY = 64

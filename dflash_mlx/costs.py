@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from .cache import checkpoint, rollback
 from .chances import Acceptance
 from .choose import pack_drafts
+from .compiled import asked, attach
 from .drafter import Drafter
 from .taps import Target
 from .verify import logprobs, verify_block
@@ -37,7 +38,7 @@ def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
 
 def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
     """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
-    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__)
+    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__, asked())
     costs = load_costs(key)
     if costs is None:
         with mx.stream(stream):
@@ -47,7 +48,7 @@ def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
 
 
 def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
-    target = Target(model, drafter.config.target_layer_ids)
+    target = attach(Target(model, drafter.config.target_layer_ids), drafter)
     entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
     _, features = target(mx.zeros((1, 32), dtype=mx.int32), entries)
     mx.eval(features)

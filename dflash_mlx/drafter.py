@@ -149,8 +149,9 @@ class Attention(nn.Module):
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
         k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
-        held = cache.offset - start
-        k, v = k[:, :, held:], v[:, :, held:]
+        if cache.offset is not start:
+            held = cache.offset - start
+            k, v = k[:, :, held:], v[:, :, held:]
         if self.window is None:
             k, v = cache.update_and_fetch(k, v)
             cache.trim(K)
@@ -161,7 +162,11 @@ class Attention(nn.Module):
             v = mx.concatenate([values, v[:, :, new:]], axis=2)
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
-        mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
+        if hasattr(cache, "block_mask"):
+            # A trace's: keys are a buffer, of which not all is seen (see `compiled`).
+            mask = cache.block_mask(context.shape[1], K, self.causal)
+        else:
+            mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
 
@@ -222,6 +227,8 @@ class Drafter(nn.Module):
         self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
+        # Runs `mask_rows` in this drafter's place where it can: see `compiled`.
+        self.replays: Callable[..., mx.array | None] | None = None
         # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
         self.stated_thinking: tuple[bool, str] | None = None
 
@@ -297,6 +304,12 @@ class Drafter(nn.Module):
         """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
+        if self.replays and (hidden := self.replays(ids, features, cache, start)) is not None:
+            return hidden
+        return self.mask_rows(ids, features, cache, start)
+
+    def mask_rows(self, ids: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
+        """`slots` of a block that is given as its ids [B, K]."""
         hidden = self(self._embed(ids), features, cache, start)
         # Slot 0 is the anchor itself: its row predicts nothing.
         return hidden[:, 1:]

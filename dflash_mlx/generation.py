@@ -41,6 +41,7 @@ from .checks import (
     warn_of_overflow,
 )
 from .choose import Chooser, Outcome, make_chooser, pack_drafts, unpack_drafts
+from .compiled import attach
 from .copying import Copier, make_copier
 from .costs import width_rule
 from .drafter import Drafter
@@ -179,7 +180,7 @@ def stream_generate(
     ids = encode(tokenizer, prompt)
     if not ids:
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    target = Target(model, draft_model.config.target_layer_ids)
+    target = attach(Target(model, draft_model.config.target_layer_ids), draft_model)
     check_ids(ids, target)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
@@ -315,7 +316,7 @@ class _Flight:
     anchor: [1]; drafted: [1, N], of which N >= width; source: who drafted them; ahead: enqueued before the pass in front of
     it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
-    context: the drafter's cache entries after this round's drafter pass; doubtful: one of our kernels ran in it.
+    context: what undoes passes of the drafter after this round's (see `_slid`); doubtful: one of our kernels ran in it.
     seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was waited for; then told: its ids and how
     sure the drafter is of each; peeked: these chose the width.
     """
@@ -344,7 +345,7 @@ class _Run:
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
         drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending as features
 
-    rows: n + 1; injected: m + 1; context: the drafter's cache entries at `injected`; point: undoes the last target pass.
+    rows: n + 1; injected: m + 1; context: the drafter's sliding entries at `injected`; point: undoes the last target pass.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class _Run:
         self.target = target
         self.rows, self.injected = pair.rows, pair.rows - pair.pending
         self.pending = _Rows(pair.features)
-        self.context = [entry.state for entry in pair.drafter]
+        self.context = _slid(pair.drafter)
         self.point = checkpoint(pair.target, pair.rows)
         # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
@@ -398,7 +399,7 @@ class _Run:
                 mx.clear_cache()
             pair.ids = pair.ids[: self.rows] + chunk
             feed, done = feed[len(chunk) :], self.rows + len(chunk)
-            context = [entry.state for entry in pair.drafter]
+            context = _slid(pair.drafter)
             self._move(done, done, _Rows(), context, checkpoint(pair.target, done))
             self.progress(self._prompt_rows - len(feed), self._prompt_rows)
         pair.ids = pair.ids[: self.rows] + feed
@@ -472,11 +473,12 @@ class _Run:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
         # Where the drafter did not run its entries are as they were; each `state` is two operations of the device.
-        context = [entry.state for entry in pair.drafter] if source == "drafter" else self.context
+        context = [entry.state for entry in pair.drafter] if source == "drafter" else []
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
         token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1, sure)
         if not width:
             self._enqueue(self._states)
+        context = _slid(pair.drafter) if source == "drafter" else self.context
         return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)
 
     def again(self, flight: _Flight, ahead: _Flight | None) -> _Flight:
@@ -560,7 +562,7 @@ class _Run:
                 self.quantization.apply(pair)
             for entry, state in zip(pair.drafter, self.context, strict=True):
                 # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
-                if isinstance(entry, mlx_lm_cache.KVCache):
+                if state is None:
                     entry.trim(max(entry.offset - self.injected, 0))
                 else:
                     entry.state = state
@@ -572,13 +574,18 @@ class _Run:
 
     def _hold(self) -> None:
         """What was pending is in the drafter's cache."""
-        context = [entry.state for entry in self.pair.drafter]
-        mx.async_eval(context)
-        self._move(self.rows, self.rows, _Rows(), context, self.point)
+        mx.async_eval([entry.state for entry in self.pair.drafter])
+        self._move(self.rows, self.rows, _Rows(), _slid(self.pair.drafter), self.point)
 
     def _move(self, rows: int, injected: int, pending: _Rows, context: list[Any], point: Checkpoint) -> None:
         # One statement, so that an interruption falls before or after it.
         self.rows, self.injected, self.pending, self.context, self.point = rows, injected, pending, context, point
+
+
+def _slid(drafter: list[Any]) -> list[Any]:
+    """The arrays that undo a drafter's pass in its sliding entries. Of the others, None, rows are cut, and their arrays are not
+    held: MLX would copy what it writes in place."""
+    return [None if isinstance(entry, mlx_lm_cache.KVCache) else entry.state for entry in drafter]
 
 
 class _Rows:

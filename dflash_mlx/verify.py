@@ -39,8 +39,11 @@ def verify_block(
         out = target(anchor[:, None], cache, kernels=True, eager=eager)
         point.ended(1)
         return out
+    block = mx.concatenate([anchor[:, None], drafted], axis=1)
+    if target.blocks and (out := target.blocks(target, block, cache, point)):
+        return out
     with exact_windows(cache):
-        return target(mx.concatenate([anchor[:, None], drafted], axis=1), cache, point, kernels=True, eager=eager)
+        return target(block, cache, point, kernels=True, eager=eager)
 
 
 def logprobs(target: Target, hidden: mx.array, logits: mx.array | None = None) -> mx.array:

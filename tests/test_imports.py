@@ -27,6 +27,7 @@ ORDER = (
     "builtin",
     "published",
     "taps",
+    "compiled",
     "loading",
     "verify",
     "accept",
