@@ -11,9 +11,9 @@ key and value buffers of the cache, how many rows they hold as an array, and a m
     buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written behind the rows held; block row j sees what
              held          block      capacity       stands up to its own place. What stands behind it is never seen.
 
-Capacities come in few sizes, so that few are traced. Only targets whose every entry is a plain `KVCache` are tried, and
-each pair of width and capacity is compared with the ordinary pass, on copies, before it is used. Whatever a model does that
-cannot be traced (Python numbers made of the offset, entries that are looked into) leaves that model uncompiled.
+Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
+width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
+traced (Python numbers made of the offset, entries that are looked into) leaves that model uncompiled.
 
 Knows targets and their KV caches; knows nothing of drafts, acceptance or the loop.
 """
@@ -42,12 +42,10 @@ from .taps import Target
 VARIABLE = "DFLASH_MLX_COMPILE"
 # MLX has a kernel on CUDA for the attention of up to 3 rows, which takes no mask over a buffer.
 FEWEST_ROWS = 4
-# Passes of one width and capacity after which it is traced: a trace and its trial cost some eager passes.
-_VISITS = 3
 # Traces that are kept, some hundred kilobytes each, by width and capacity.
 _KEPT = 32
-# Least step of capacities, in rows.
-_STEP = 512
+# Least step of capacities, in rows: a trace takes as long as some ordinary passes.
+_STEP = 1024
 # What the two passes may differ by, in units of the type's precision and of the norm of what is compared: roundings of a few
 # dozen layers. A row that is seen and should not be, or the other way round, is off by far more.
 _ROUNDINGS = {mx.float32: 1000, mx.float16: 32, mx.bfloat16: 16}
@@ -105,7 +103,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def capacity_for(rows: int) -> int:
-    """Rows of the buffers that hold so many: few sizes, an eighth to a quarter apart beyond 4096."""
+    """Rows of the buffers that hold so many: few sizes, an eighth to a quarter apart beyond 8192."""
     step = _STEP
     while rows > 8 * step:
         step *= 2
@@ -176,9 +174,10 @@ class Replays:
         self._forget()
 
     def _forget(self) -> None:
-        # (shape, capacity, type, stream) -> visits so far, False if the ordinary pass is to be run, or the compiled one and
-        # whether kernels run in it.
-        self._known: dict[tuple, int | bool | tuple[Callable[..., Any], bool]] = {}
+        # (shape, capacity, type, stream) -> the compiled pass, None if the ordinary one is to be run.
+        self._known: dict[tuple, Callable[..., Any] | None] = {}
+        # Shape -> whether kernels run in it; capacities; at which a pass was right.
+        self._right: tuple[dict[tuple, bool], set[int]] = ({}, set())
         # Width, the last number of a shape -> whether it was faster.
         self._faster: dict[int, bool] = {}
         self._plans = choice.plans()
@@ -204,27 +203,32 @@ class Replays:
             self._forget()
         capacity = capacity_for(max(length + writes, *(entry.keys.shape[2] for entry in cache)))
         key = (shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
-        known = self._known.get(key, 0)
-        if known is not False and not isinstance(known, tuple):
-            self._known[key] = known = known + 1
-            if known >= _VISITS or self.always:
-                self._known[key] = known = self._tried(arrays, cache, length, capacity, shape, keeps)
-                while len(self._known) > _KEPT:
-                    del self._known[next(iter(self._known))]
-        if not isinstance(known, tuple):
+        if key not in self._known:
+            # What a model makes of the one does not depend on the other.
+            known = shape in self._right[0] and capacity in self._right[1]
+            run = mx.compile(functools.partial(_traceable, self._eager))
+            self._known[key] = run if known or self._try(run, arrays, cache, length, capacity, shape, keeps) else None
+            while len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
+        if (run := self._known[key]) is None:
             return None
-        run, served = known
         for entry in cache:
             _widen(entry, capacity)
         out = _replay(run, arrays, cache, length, keeps)
         self.passes += 1
-        return out, served
+        return out, self._right[0][shape]
 
-    def _tried(
-        self, arrays: Sequence[mx.array], cache: Sequence[KVCache], length: int, capacity: int, shape: tuple[int, ...], keeps: int
-    ) -> tuple[Callable[..., Any], bool] | bool:
-        """Trace the pass at this width and capacity and compare it with the ordinary one, both on copies of the cache."""
-        run = mx.compile(functools.partial(_traceable, self._eager))
+    def _try(
+        self,
+        run: Callable[..., Any],
+        arrays: Sequence[mx.array],
+        cache: Sequence[KVCache],
+        length: int,
+        capacity: int,
+        shape: tuple[int, ...],
+        keeps: int,
+    ) -> bool:
+        """Whether the compiled pass is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
         plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
         for entry in ours:
             _widen(entry, capacity)
@@ -250,9 +254,9 @@ class Replays:
             return False
         if not self.always and shape[-1] not in self._faster:
             self._faster[shape[-1]] = _least_s(compiled, ours, keeps) < _FASTER * _least_s(eager, plain, keeps)
-            if not self._faster[shape[-1]]:
-                return False
-        return run, served
+        self._right[0][shape] = served
+        self._right[1].add(capacity)
+        return self._faster.get(shape[-1], True)
 
 
 class Blocks(Replays):

@@ -126,20 +126,20 @@ def test_buffers_are_written_in_place():
 
 
 def test_capacities_are_few_and_little_too_large():
-    assert [capacity_for(n) for n in (1, 512, 513, 4096, 4097, 100_000)] == [512, 512, 1024, 4096, 5120, 114_688]
+    assert [capacity_for(n) for n in (1, 1024, 1025, 8192, 8193, 100_000)] == [1024, 1024, 2048, 8192, 10_240, 114_688]
     sizes = {capacity_for(n) for n in range(1, 40_000)}
-    assert len(sizes) == 21 and all(capacity_for(n) - n < max(512, n / 4) for n in range(1, 40_000, 37))
+    assert len(sizes) == 17 and all(capacity_for(n) - n < max(1024, n / 4) for n in range(1, 40_000, 37))
 
 
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(forced, pair, block_size):
     model, tokenizer, drafter = pair
-    prompt = tokenizer.encode("def test_") * 150
-    n = 560 - len(prompt)
+    prompt = tokenizer.encode("def test_") * 320
+    n = 1065 - len(prompt)
     assert 60 < n < 120
     out = list(run(model, drafter, prompt, n, tokenizer, block_size=block_size))
     assert ids_of(out) == greedy_ids(model, prompt, n)
-    assert {key[1] for key in drafter._replays[0]._known if key[0] == (block_size,)} == {512, 1024}
+    assert {key[1] for key in drafter._replays[0]._known if key[0] == (block_size,)} == {1024, 2048}
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "cohere"])
@@ -208,6 +208,9 @@ def test_a_pass_that_would_differ_is_not_used(caplog):
 
     model.layers[2].self_attn.__class__ = Unmasked
     caches = [filled(model, ours), filled(model, ours)]
+    before = [mx.array(entry.values) for entry in caches[0]]
+    assert ours.blocks(ours, mx.array([BLOCK]), caches[0], checkpoint(caches[0], 7)) is None
+    assert all(mx.array_equal(a, entry.values) and entry.offset == 7 for a, entry in zip(before, caches[0], strict=True))
     found = [verify(ours, caches[0])[0] for _ in range(2)]
     expected = [verify(Target(model, (0, 2)), caches[1])[0] for _ in range(2)]
     assert ours.blocks.passes == 0 and all(map(near, found, expected))
@@ -223,7 +226,7 @@ def test_a_difference_in_the_rows_of_a_cache_alone_is_found(part, rows, monkeypa
 
     def wrong(self, keys, values):
         out = write(self, keys, values)
-        off = mx.zeros((512, 1))
+        off = mx.zeros((1024, 1))
         off[rows] = 0.01
         setattr(self, part, getattr(self, part) + off)
         return out
@@ -412,31 +415,41 @@ def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
     assert len({tuple(line) for line in lines}) == 3
 
 
-def test_a_width_is_traced_when_it_has_come_several_times_and_kept_where_it_is_faster(monkeypatch):
+def test_a_drafter_whose_weights_were_changed_drafts_with_the_new_ones(monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
+    before = rounds_of(run(model, drafter, PROMPT, 30))
+    monkeypatch.setenv(compiled.VARIABLE, "on")
+    assert rounds_of(run(model, drafter, PROMPT, 30)) == before
+    drafter.layers[1].mlp.up_proj.weight = -2 * drafter.layers[1].mlp.up_proj.weight
+    after = rounds_of(run(model, drafter, PROMPT, 30))
+    monkeypatch.setenv(compiled.VARIABLE, "off")
+    assert after == rounds_of(run(model, drafter, PROMPT, 30)) != before
+
+
+def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     model, asked = tiny_target(), []
     ours = blocks_of(model, always=False)
-    seconds = {4: (1.0, 2.0), 5: (2.0, 1.0)}
-
-    def least(run, entries, w):
-        asked.append(w)
-        return seconds[w][asked.count(w) - 1]
-
-    monkeypatch.setattr(compiled, "_least_s", least)
+    # Of two seconds the first is the compiled pass's.
+    seconds = {4: [1.0, 2.0], 5: [2.0, 1.0], 6: [1.0, 2.0]}
+    monkeypatch.setattr(compiled, "_least_s", lambda run, entries, w: (asked.append(w), seconds[w].pop(0))[1])
+    compare, compared = compiled._compared, []
+    monkeypatch.setattr(compiled, "_compared", lambda *args: (compared.append(args[3][0].keys.shape[2]), compare(*args))[1])
     cache = filled(model, ours)
-    passes = []
-    for block in [BLOCK, BLOCK[:4]] * 5:
+
+    def passes(*widths):
         before = ours.blocks.passes
-        rollback(cache, verify(ours, cache, block)[2], len(PROMPT))
-        passes.append(ours.blocks.passes - before)
-    # The first of the two seconds is the compiled pass's: 4 rows are faster, 5 are not.
-    assert passes[::2] == [0] * 5 and passes[1::2] == [0, 0, 1, 1, 1] and sorted(asked) == [4, 4, 5, 5]
-    # Nor are 5 rows tried again at another capacity; 4 are used there, once they are right.
+        for w in widths:
+            rollback(cache, verify(ours, cache, [*BLOCK, 2][:w])[2], len(PROMPT))
+        return ours.blocks.passes - before
+
+    assert passes(5, 4, 6) == 2 and passes(5, 5, 4, 4, 6) == 3
+    assert asked == [5, 5, 4, 4, 6, 6] and compared == [1024] * 3
+    # At another capacity, one comparison for all widths that were right before; 5 rows are not tried again.
     for entry in cache:
-        compiled._widen(entry, 1024)
-    for block in [BLOCK, BLOCK[:4]] * 3:
-        rollback(cache, verify(ours, cache, block)[2], len(PROMPT))
-    assert [key[:2] for key in ours.blocks._known] == [((5,), 512), ((4,), 512), ((4,), 1024)]
-    assert ours.blocks.passes == 4 and len(asked) == 4
+        compiled._widen(entry, 2048)
+    assert passes(5, 4, 6, 4) == 3 and compared == [1024] * 3 + [2048] and len(asked) == 6
+    assert [key[:2] for key in ours.blocks._known] == [((5,), 1024), ((4,), 1024), ((6,), 1024), ((4,), 2048), ((6,), 2048)]
 
 
 def test_a_trial_times_passes_that_start_where_the_block_does_and_end(waits):
@@ -471,9 +484,9 @@ def test_buffers_of_different_lengths_are_made_equal():
     model = tiny_target()
     ours = blocks_of(model)
     cache, other = filled(model, ours), filled(model, ours)
-    compiled._widen(cache[1], 600)
+    compiled._widen(cache[1], 1100)
     assert near(verify(ours, cache)[0], verify(Target(model, (0, 2)), other)[0])
-    assert ours.blocks.passes == 1 and {entry.keys.shape[2] for entry in cache} == {1024}
+    assert ours.blocks.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}
 
 
 def test_a_replay_in_which_a_kernel_runs_is_doubted_and_traced_anew_without_it(monkeypatch):
