@@ -1,5 +1,5 @@
-"""Target passes over blocks that are put together once and replayed: where a model is small, the host takes longer over a pass
-than the GPU does.
+"""Passes over blocks, the target's and the drafter's, that are put together once and replayed: where a model is small, the host
+takes longer over a pass than the GPU does.
 
     DFLASH_MLX_COMPILE   unset, off   no pass is compiled
                          auto         on CUDA, the widths at which a trial on this machine found it faster
@@ -9,13 +9,14 @@ than the GPU does.
 key and value buffers of the cache, how many rows they hold as an array, and a mask over the buffers:
 
     buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written behind the rows held; block row j sees what
-             held          block      capacity       stands up to its own place. What stands behind it is never seen.
+             held          block      capacity       stands up to its own place. What stands behind has weight zero; it must be
+                                                     finite, which rows that were rolled back are unless float16 overflowed.
 
 Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
 width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
 traced (Python numbers made of the offset, entries that are looked into) leaves that model uncompiled.
 
-Knows targets and their KV caches; knows nothing of drafts, acceptance or the loop.
+Knows both models and their KV caches; knows nothing of acceptance or the loop.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class Replays:
             off = _compared(expected, found, plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers
             self.refused = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
-            _log.info("%s is not compiled: %s", self.name, self.refused)
+            _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, self.refused)
             return False
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
         if not off <= allowed:

@@ -190,7 +190,7 @@ def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
 
     model.layers[1].self_attn.__class__ = Counting
     cache = filled(model, ours)
-    with caplog.at_level(logging.INFO, logger="dflash_mlx.compiled"):
+    with caplog.at_level(logging.WARNING, logger="dflash_mlx.compiled"):
         for rows in (5, 5, 4):
             verify(ours, cache, BLOCK[:rows])
     assert ours.blocks.passes == 0 and sum(traced) == 1
