@@ -48,7 +48,7 @@ def normal(*shape, seed=0, dtype=mx.float32):
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (7, 33), (576, 192), (64, 1536)])
-@pytest.mark.parametrize("m", [2, 5, 16])
+@pytest.mark.parametrize("m", [2, 5, 16, 32])
 def test_a_product_is_mlxs_and_its_rows_are_those_of_one_row(n, k, m):
     x, w = normal(1, m, k), normal(n, k, seed=1)
     y = row_products(x, w)
@@ -100,8 +100,8 @@ def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     "x, w",
-    [((1, 1, 32), (8, 32)), ((1, 17, 32), (8, 32)), ((2, 4, 32), (8, 32)), ((4, 32), (8, 32))],
-    ids=["one row", "17 rows", "two texts", "no batch"],
+    [((1, 1, 32), (8, 32)), ((1, 33, 32), (8, 32)), ((2, 4, 32), (8, 32)), ((4, 32), (8, 32))],
+    ids=["one row", "33 rows", "two texts", "no batch"],
 )
 def test_products_that_are_left_to_mlx(cuda, x, w):
     assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))

@@ -31,6 +31,8 @@ from .kernel import Form
 
 PRODUCTS = Form("row_products")
 FOLDED = Form("folded_attention")
+# A drafter's keys are those of a block and of as many new rows.
+MOST_PRODUCT_ROWS = 2 * MAX_ROWS
 # MLX has a kernel on CUDA for the attention of up to 3 rows.
 LEAST_ATTENTION_ROWS = 4
 TRIAL_KEYS = 512
@@ -50,19 +52,20 @@ def row_products(x: mx.array, w: mx.array) -> mx.array:
 
 
 def row_products_plan(x: mx.array, w: mx.array) -> Launch | None:
-    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..16 rows of a matrix."""
+    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..32 rows of a matrix."""
     return choice.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
 
 
 def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...], w_dtype: mx.Dtype) -> Launch | None:
-    if not (here() and len(shape) == 3 and shape[0] == 1 and 2 <= shape[1] <= MAX_ROWS and dtype == w_dtype and dtype in TYPES):
+    few = len(shape) == 3 and shape[0] == 1 and 2 <= shape[1] <= MOST_PRODUCT_ROWS
+    if not (here() and few and dtype == w_dtype and dtype in TYPES):
         return None
     n, k = w_shape
     trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype)
     return row_products if choice.use(PRODUCTS, f"{dtype} N {n} K {k}", trial) else None
 
 
-def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[choice.Trial]:
+def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16, 32)) -> list[choice.Trial]:
     """Comparisons with MLX's product, over as many matrices as a cache does not hold."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
