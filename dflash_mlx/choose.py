@@ -81,7 +81,7 @@ class Chooser:
         Shapes:
           - hidden: [1, N + 1, H]; drafted, sure: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
-          and raises NotFiniteError if one of our kernels was at fault; whether one ran at all.
+          and raises NotFiniteError if one of our kernels or a replay was at fault; whether one ran at all.
         """
         if self.processors:
             doubts = target.doubts(hidden)
@@ -153,7 +153,7 @@ class Chooser:
         """`head` of sound states, before a processor sees it: again, without kernels, if one of them was at fault there."""
         logits = target.head(hidden)
         try:
-            target.check([doubt.item() for doubt in target.doubts(hidden, logits=logits)])
+            target.check([doubt.item() for doubt in target.doubts(hidden, logits=logits)], head=True)
         except NotFiniteError:
             logits = target.head(hidden)
         return logits

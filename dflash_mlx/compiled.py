@@ -9,8 +9,10 @@ takes longer over a pass than the GPU does.
 key and value buffers of the cache, how many rows they hold as an array, and a mask over the buffers:
 
     buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written behind the rows held; block row j sees what
-             held          block      capacity       stands up to its own place. What stands behind has weight zero; it must be
-                                                     finite, which rows that were rolled back are unless float16 overflowed.
+             held          block      capacity       stands up to its own place. What stands behind has weight zero.
+
+A weight of zero hides what is finite, and a draft that was rolled back may have overflowed float16. So a replay of the target is
+always doubted (`Target.doubts`): one that gives a value that is not finite is the last, and its pass runs again as ever.
 
 Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
 width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
@@ -168,8 +170,8 @@ class Replays:
     passes: replays so far.
     """
 
-    def __init__(self, name: str, eager: Pass, parts: list[Any], always: bool, served: Callable[[], bool] = lambda: False):
-        self.name, self._eager, self.parts, self.always, self._served = name, eager, parts, always, served
+    def __init__(self, name: str, eager: Pass, parts: list[Any], always: bool):
+        self.name, self._eager, self.parts, self.always = name, eager, parts, always
         self.refused: str | None = None
         self.passes = 0
         self._forget()
@@ -177,16 +179,21 @@ class Replays:
     def _forget(self) -> None:
         # (shape, capacity, type, stream) -> the compiled pass, None if the ordinary one is to be run.
         self._known: dict[tuple, Callable[..., Any] | None] = {}
-        # Shape -> whether kernels run in it; capacities; at which a pass was right.
-        self._right: tuple[dict[tuple, bool], set[int]] = ({}, set())
+        # Shapes, capacities at which a pass was right.
+        self._right: tuple[set[tuple], set[int]] = (set(), set())
         # Width, the last number of a shape -> whether it was faster.
         self._faster: dict[int, bool] = {}
         self._plans = choice.plans()
 
+    def refuse(self, reason: str) -> None:
+        """No replays any more, with one line in the log: loud where they were asked for."""
+        self.refused = reason
+        _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
+
     def replay(
         self, arrays: Sequence[mx.array], cache: Sequence[Any], shape: tuple[int, ...], writes: int, keeps: int
-    ) -> tuple[tuple[mx.array, ...], bool] | None:
-        """One pass over a batch of one, and whether kernels run in it. None: run the ordinary one; nothing has happened then.
+    ) -> tuple[mx.array, ...] | None:
+        """One pass over a batch of one. None: run the ordinary one; nothing has happened then.
 
         Args:
           arrays: of shapes that `shape` stands for; writes: rows that the pass writes; keeps: those by which the offset grows.
@@ -217,7 +224,7 @@ class Replays:
             _widen(entry, capacity)
         out = _replay(run, arrays, cache, length, keeps)
         self.passes += 1
-        return out, self._right[0][shape]
+        return out
 
     def _try(
         self,
@@ -242,11 +249,9 @@ class Replays:
 
         expected = eager()
         try:
-            found, served = compiled(), self._served()
-            off = _compared(expected, found, plain, ours, length)
+            off = _compared(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers
-            self.refused = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
-            _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, self.refused)
+            self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return False
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
         if not off <= allowed:
@@ -255,7 +260,7 @@ class Replays:
             return False
         if not self.always and shape[-1] not in self._faster:
             self._faster[shape[-1]] = _least_s(compiled, ours, keeps) < _FASTER * _least_s(eager, plain, keeps)
-        self._right[0][shape] = served
+        self._right[0].add(shape)
         self._right[1].add(capacity)
         return self._faster.get(shape[-1], True)
 
@@ -266,9 +271,7 @@ class Blocks(Replays):
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
         # Not the caller's: what its handlers note while they are traced is nothing to its own passes.
         target = Target(model, layer_ids)
-        super().__init__(
-            target.family, lambda arrays, entries, _: target(*arrays, entries, kernels=True), parts, always, lambda: target.served
-        )
+        super().__init__(target.family, lambda arrays, entries, _: target(*arrays, entries, kernels=True), parts, always)
 
     def __call__(
         self, target: Target, ids: mx.array, cache: Sequence[Any], point: Checkpoint
@@ -279,12 +282,10 @@ class Blocks(Replays):
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
         """
         w = ids.shape[1]
-        done = self.replay([ids], cache, (w,), w, w) if w >= FEWEST_ROWS else None
-        if done is None:
-            return None
-        out, served = done
-        point.ended(w)
-        target.logits, target.replayed = None, served
+        out = self.replay([ids], cache, (w,), w, w) if w >= FEWEST_ROWS else None
+        if out is not None:
+            point.ended(w)
+            target.logits, target.replayed = None, True
         return out
 
 
@@ -306,8 +307,8 @@ class Drafts(Replays):
         if cache[0].offset != start:
             return None
         S, K = features.shape[1], ids.shape[1]
-        done = self.replay([ids, features], cache, (S, K), S + K, S)
-        return None if done is None else done[0][0]
+        out = self.replay([ids, features], cache, (S, K), S + K, S)
+        return None if out is None else out[0]
 
 
 def _traceable(

@@ -284,7 +284,7 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
             try:
                 ids, accepted, bonus, row_logprobs, confidence = run.read(flight)
             except NotFiniteError:
-                # One of our kernels was at fault. They are off now: the pass runs once more without them.
+                # A replay or one of our kernels was at fault. They are off now: the pass runs once more without them.
                 flight = run.again(flight, ahead)
                 continue
             if flight.width:

@@ -249,7 +249,7 @@ class Target:
         self._kernel_calls: list[tuple[nn.Module, Served, str]] | None = None
         # Rows of a pass -> what the kernels' plans rested on, and which of those layers are routed.
         self._routed: dict[int, tuple[object, list[tuple[nn.Module, Served, str]]]] = {}
-        # Whether a kernel runs in the last pass if that was a compiled one, whose calls nobody sees.
+        # Whether the last pass was a compiled one, whose calls nobody sees.
         self.replayed = False
         # Runs a pass over a block in place of this target's own where it can: see `compiled`.
         self.blocks: Callable[..., tuple[mx.array, mx.array] | None] | None = None
@@ -471,13 +471,13 @@ class Target:
         return launch(hidden, *weights[:3], weights[-1]) if launch else None
 
     def doubts(self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> list[mx.array]:
-        """What a caller reads with its other numbers, to hand to `check`: nothing where no kernel ran, else one [1] int32.
+        """What a caller reads with its other numbers, to hand to `check`: nothing after a pass of MLX's own, else one [1] int32.
 
         Args:
           hidden: of the last pass; margin: from `choices`, whose kernel ran then; logits: from `head`, normalised or not.
         """
         # Who switched kernels off meanwhile, in another thread say, did not undo this pass.
-        if margin is None and not self.served:
+        if margin is None and not self.doubtful:
             return []
         wrong = ~mx.isfinite(hidden.astype(mx.float32).sum())
         if margin is not None:
@@ -488,15 +488,23 @@ class Target:
         return [wrong.astype(mx.int32)[None]]
 
     @property
-    def served(self) -> bool:
-        """Whether one of our kernels runs in the last pass, or has run in `head` since."""
+    def doubtful(self) -> bool:
+        """Whether the last pass was a replay (see `compiled`), or a kernel of ours ran in it or in `head` since."""
         return self.replayed or any(handler.served for _, handler, _ in self._kernel_calls or ())
 
-    @staticmethod
-    def check(doubts: list[int]) -> None:
-        """Raises: NotFiniteError where a value of `doubts` says so; all kernels are off then, with one line in the log."""
+    def check(self, doubts: list[int], head: bool = False) -> None:
+        """Switch off what may be at fault, with one line in the log: replays of this target if there were any, then all kernels.
+
+        Args:
+          doubts: what `doubts` gave; head: its states were known to be sound, so it is about `head`.
+        Raises:
+          NotFiniteError: where one of them says so. The pass is to be run again.
+        """
         if any(doubts):
-            choice.distrust("a pass gave a value that is not finite")
+            if self.blocks and self.blocks.passes and not self.blocks.refused and not head:
+                self.blocks.refuse("a pass gave a value that is not finite")
+            else:
+                choice.distrust("a pass gave a value that is not finite")
             raise choice.NotFiniteError
 
     def _find_head(self, hidden: mx.array) -> tuple[nn.Module, str, str] | tuple[()]:
