@@ -86,7 +86,7 @@ _set = object.__setattr__
 
 
 @contextmanager
-def _intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Handler, str]]) -> Iterator[None]:
+def intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Handler, str]]) -> Iterator[None]:
     """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost.
 
     A third item names another method than `__call__`.
@@ -182,10 +182,10 @@ def _recorder(module: nn.Module, point: Checkpoint, rows: int) -> Handler:
 
                 return linear
 
-            with _intercept([(m, give(id(m))) for m in linears]):
+            with intercept([(m, give(id(m))) for m in linears]):
                 inner(*(_first_rows(a, rows, n) for a in args), **{k: _first_rows(a, rows, n) for k, a in kwargs.items()})
 
-        with _intercept([(m, keep(id(m))) for m in linears]):
+        with intercept([(m, keep(id(m))) for m in linears]):
             out = inner(*args, **kwargs)
         for entry in _given(args, kwargs):
             point.replays.setdefault(id(entry), []).append(replay)
@@ -335,7 +335,7 @@ class Target:
         self.replayed = False
         for _, handler, _ in self._kernel_calls or ():
             handler.served = handler.left = False
-        with _intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
+        with intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
         if kernels:
@@ -391,7 +391,7 @@ class Target:
             return self._find_stateful(cache)
         if point is None:
             return nullcontext()
-        return _intercept([(module, _recorder(module, point, rows)) for module in self._stateful])
+        return intercept([(module, _recorder(module, point, rows)) for module in self._stateful])
 
     @contextmanager
     def _find_stateful(self, cache: Sequence[Any]) -> Iterator[None]:
@@ -429,7 +429,7 @@ class Target:
             return handler
 
         modules = {id(m): m for _, m in self.model.named_modules() if m is not self.model}
-        with _intercept([(m, watch(m)) for m in modules.values()]):
+        with intercept([(m, watch(m)) for m in modules.values()]):
             yield
         for key in states:
             charge(key)
@@ -448,7 +448,7 @@ class Target:
             raise _Stop(args[0] if args else next(iter(kwargs.values())))
 
         try:
-            with _intercept([(self.layers[0], stop)]):
+            with intercept([(self.layers[0], stop)]):
                 self.model(ids)
         except _Stop as reached:
             return reached.args[0]
@@ -561,7 +561,7 @@ class Target:
         def skip(inner, args, kwargs):
             return hidden
 
-        with _intercept([*handlers, (self.backbone, skip)]):
+        with intercept([*handlers, (self.backbone, skip)]):
             return _array(self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32)))
 
     def matrix(self, hidden: mx.array) -> mx.array:

@@ -20,7 +20,7 @@ from dflash_mlx.cache import checkpoint, exact_windows
 from dflash_mlx.kernels import block_attention, choice, layers
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.layers import attention_calls
-from dflash_mlx.taps import Target, _intercept
+from dflash_mlx.taps import Target, intercept
 from dflash_mlx.verify import verify_block
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
@@ -175,7 +175,7 @@ def attended(cache, m=3, filled=20, mask="causal", module=None, **options):
     ours, theirs = cache, copy.deepcopy(cache)
     options = {"mask": mask(ours) if callable(mask) else mask, **options}
     b = options.pop("b", 1)
-    with _intercept(attention_calls(module)):
+    with intercept(attention_calls(module)):
         got = module(*rows(m, b, seed=2), ours, **options)
     return got, module(*rows(m, b, seed=2), theirs, **options)  # new arrays: mlx-lm scales quantized attention's in place
 
@@ -250,7 +250,7 @@ def test_keys_that_are_not_the_caches_are_left_to_mlx(stand_in):
 def test_a_layer_that_was_given_a_foreign_mask_stays_with_mlx_for_one_row_too(stand_in):
     module, cache = Attend(), KVCache()
     calls = attention_calls(module)
-    with _intercept(calls):
+    with intercept(calls):
         module(*rows(1), cache)
         assert len(stand_in) == 1
         module(*rows(3), cache, mx.ones((3, 4), dtype=mx.bool_))
@@ -295,7 +295,7 @@ def test_nobody_elses_calls_change(stand_in):
     module = importlib.import_module("mlx_lm.models.llama")
     model, other = wide("llama"), wide("llama")
     call = type(model.layers[0].self_attn).__call__
-    with _intercept(attention_calls(model)):
+    with intercept(attention_calls(model)):
         other(mx.array([[1, 2]]), cache=make_prompt_cache(other))
         assert not stand_in and module.scaled_dot_product_attention is scaled_dot_product_attention
         model(mx.array([[1, 2]]), cache=make_prompt_cache(model))
@@ -309,7 +309,7 @@ def test_layers_are_found_while_another_pass_holds_them(monkeypatch):
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: path.endswith("o_proj"))
     held = [(m, lambda inner, args, kwargs: inner(*args, **kwargs)) for _, m in model.named_modules()]
     monkeypatch.setattr(choice, "may_run", lambda: True)
-    with _intercept(held):
+    with intercept(held):
         assert len(Target(model)._kernels(1)) == 2 * len(model.layers)
 
 

@@ -21,7 +21,7 @@ from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_
 from dflash_mlx.kernels.choice import KernelError, Trial
 from dflash_mlx.kernels.kernel import Kernel
 from dflash_mlx.kernels.layers import attention_calls, kernel_calls
-from dflash_mlx.taps import Target, _intercept
+from dflash_mlx.taps import Target, intercept
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
 KERNEL = Kernel("accept", ("x",), ("y",), "y[0] = x[0];")
@@ -362,7 +362,7 @@ def test_a_models_layers_run_through_the_kernels_for_one_pass(net, rows, monkeyp
     use_all(monkeypatch, seen)
     calls = kernel_calls(net)
     assert len(calls) == 5
-    with emulator.emulated(), _intercept(calls):
+    with emulator.emulated(), intercept(calls):
         got = net(x, indices)
         mx.eval(got)
     assert classes(net) == before
@@ -467,7 +467,7 @@ def test_a_kernels_call_goes_through_few_python_functions(ready):
     """What a call costs the host, counted: a time would depend on the machine. A linear layer once took 15, and 6 us (x86)."""
     most = {"block_qmm": 5, "block_gather_qmm": 6, "block_attention": 7}
     for name, calls, call in layer_calls():
-        with _intercept(calls):
+        with intercept(calls):
             call()
             ready.clear()
             assert len(python_calls(call)) <= most[name]
@@ -485,7 +485,7 @@ def test_a_layers_plan_follows_its_arrays_and_its_input(ready, monkeypatch):
         layer.weight, layer.scales, layer.biases = mx.quantize(mx.ones((n, 64)).astype(dtype), group_size, bits)
         layer.group_size, layer.bits = group_size, bits
 
-    with _intercept(kernel_calls(layer)):
+    with intercept(kernel_calls(layer)):
         for rows, options in ((3, {}), (3, {}), (5, {}), (3, {"n": 40}), (3, {"bits": 8}), (3, {"group_size": 64})):
             put(**options)
             n, group_size, bits = ({"n": 96, "group_size": 32, "bits": 4} | options).values()
@@ -503,7 +503,7 @@ def test_a_layers_plan_follows_its_arrays_and_its_input(ready, monkeypatch):
 
 def test_distrust_acts_in_the_middle_of_a_pass(ready):
     for name, calls, call in layer_calls():
-        with _intercept(calls):
+        with intercept(calls):
             call()
             assert ready[0] == name
             ready.clear()
@@ -517,7 +517,7 @@ def test_distrust_acts_in_the_middle_of_a_pass(ready):
 def test_rows_that_are_not_an_experts_are_left_to_mlx(ready):
     _, calls, _ = list(layer_calls())[1]
     layer, indices = calls[0][0], mx.zeros((1, 5, 2), dtype=mx.uint32)
-    with _intercept(calls):
+    with intercept(calls):
         for lead, taken in (((1, 5, 1, 1), True), ((1, 5, 2, 1), True), ((1, 5, 1, 2), False), ((5, 1, 1), False)):
             x = mx.ones((*lead, 64))
             got = layer(x, indices)

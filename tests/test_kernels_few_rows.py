@@ -9,6 +9,7 @@ from families import FAMILIES, OTHERS, family, known_drafter, some_line
 from kit import greedy_ids, run
 from mlx_lm.models.cache import make_prompt_cache
 
+from dflash_mlx import stream_generate
 from dflash_mlx.cache import checkpoint, rollback
 from dflash_mlx.kernels import choice, few_rows, layers
 from dflash_mlx.kernels.few_rows import folded_attention, folded_mask, row_products
@@ -186,3 +187,28 @@ def test_ids_are_plain_decodings(name, cuda):
     want = greedy_ids(model, prompt, 40)
     assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
     assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
+
+
+def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def area(width, height):")
+    want = greedy_ids(model, prompt, 60)
+    for _ in range(2):
+        cuda.clear()
+        out = list(stream_generate(model, tokenizer, prompt, 60, drafter, block_size=8))
+        assert [r.token for r in out] == want
+        rounds = out[-1].stats.rounds
+    # The second answer's traces are there: what is called are passes over few rows, plain ones, and those of drafts not yet traced.
+    blocks, drafts = drafter._replays
+    assert blocks.passes >= 2 * sum(r.width > 3 for r in rounds) > 10 and drafts.passes > 10
+    assert cuda.count("folded_attention") == 0
+    cuda.clear()
+    hidden = drafter.mask_rows(mx.zeros((1, 8), dtype=mx.int32), normal(1, 2, drafter.fc.weight.shape[1]), drafter.make_cache(), 0)
+    assert not cuda  # outside of a trace a drafter's products are MLX's
+    mx.eval(hidden)
+    traced = []
+    monkeypatch.setattr(few_rows, "row_products", lambda x, w: traced.append(w.shape) or row_products(x, w))
+    choice._forget()
+    list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
+    assert drafter.layers[0].mlp.down_proj.weight.shape in traced

@@ -314,8 +314,8 @@ def test_a_pass_that_ends_leaves_modules_to_one_that_still_holds_them():
     def note(name):
         return lambda inner, args, kwargs: seen.append(name) or inner(*args, **kwargs)
 
-    with taps_module._intercept([(module, note("outer"))]):
-        with taps_module._intercept([(module, note("inner"))]):
+    with taps_module.intercept([(module, note("outer"))]):
+        with taps_module.intercept([(module, note("inner"))]):
             module(mx.ones((1, 2)))
         module(mx.ones((1, 2)))
     module(mx.ones((1, 2)))
@@ -325,7 +325,7 @@ def test_a_pass_that_ends_leaves_modules_to_one_that_still_holds_them():
 def test_an_interruption_at_any_line_before_the_pass_gives_the_classes_back():
     model = tiny_target()
     target = Target(model, (0, 2))
-    lines, start = inspect.getsourcelines(taps_module._intercept.__wrapped__)
+    lines, start = inspect.getsourcelines(taps_module.intercept.__wrapped__)
     last = next(i for i, line in enumerate(lines) if line.strip() == "yield")
     # Not at the `with` itself: a tracer can raise where it is left and skip the release, a signal cannot.
     entry = {start + i for i, line in enumerate(lines[: last + 1]) if not line.strip().startswith("with")}
@@ -335,7 +335,7 @@ def test_an_interruption_at_any_line_before_the_pass_gives_the_classes_back():
         def trace(frame, event, arg, left=left):
             if frame.f_code.co_filename != taps_module.__file__:
                 return None
-            if frame.f_code.co_name == "_intercept" and event == "line" and frame.f_lineno in entry:
+            if frame.f_code.co_name == "intercept" and event == "line" and frame.f_lineno in entry:
                 left[0] -= 1
                 if not left[0]:
                     raise KeyboardInterrupt
