@@ -41,6 +41,15 @@ def check_ids(ids: list[int], target: Target) -> None:
         )
 
 
+def check_draft_model(draft_model: Any) -> None:
+    """Refuse what is no model, such as a path or, in mlx-lm's order of arguments, a size."""
+    if draft_model is not None and not isinstance(draft_model, nn.Module):
+        raise GenerationError(
+            f"expected draft_model as load_drafter or load returns it; found {draft_model!r}. Load it first; other arguments go "
+            "by name."
+        )
+
+
 def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int | None:
     """The block size that was asked for, checked; None: any."""
     if num_draft_tokens is not None:

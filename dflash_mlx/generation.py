@@ -34,6 +34,7 @@ from .cache import (
 from .checks import (
     block_size_of,
     check_context,
+    check_draft_model,
     check_ids,
     check_kv_quantization,
     check_template,
@@ -69,18 +70,25 @@ def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, ma
     it. It remembers committed ids, so a later call passes new tokens only, as in mlx-lm.
 
     Raises:
-      CacheError: if the target has a cache kind that cannot be rolled back, or with a DFlash drafter max_kv_size is given for a
-        target that makes its own caches (mlx-lm would ignore it).
+      CacheError: if the target has a cache kind that cannot be rolled back, if max_kv_size is given for a target that makes its
+        own caches (mlx-lm would ignore it), or if it is too small for a block.
     """
-    target = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
-    if draft_model is None:
-        return target
-    if not isinstance(draft_model, Drafter):
-        return target + mlx_lm_cache.make_prompt_cache(draft_model, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):
         raise CacheError(
             f"expected no max_kv_size; found {max_kv_size}. {family(model)} sizes its caches itself, so the number "
             "would have no effect: leave it out."
+        )
+    target = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
+    if draft_model is None:
+        return target
+    check_draft_model(draft_model)
+    if not isinstance(draft_model, Drafter):
+        return target + mlx_lm_cache.make_prompt_cache(draft_model, max_kv_size)
+    kept = max((entry.keep for entry in target if isinstance(entry, mlx_lm_cache.RotatingKVCache)), default=0)
+    if max_kv_size is not None and max_kv_size <= kept:
+        raise CacheError(
+            f"expected max_kv_size of at least {kept + 1} with a drafter; found {max_kv_size}. mlx-lm keeps the first {kept} "
+            "rows always: no other would fit."
         )
     check_rollback(target, family(model))
     return PairCache.make(target, draft_model.make_cache())
@@ -148,6 +156,13 @@ def stream_generate(
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    check_draft_model(draft_model)
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    if max_kv_size is not None and prompt_cache is not None:
+        raise GenerationError(
+            f"expected max_kv_size or prompt_cache; found both. Pass max_kv_size = {max_kv_size} to make_prompt_cache instead."
+        )
     if not isinstance(draft_model, Drafter):
         if acceptance != "match":
             raise GenerationError(f"expected a DFlash drafter for acceptance; found {acceptance!r} without one. Leave it out.")
@@ -155,16 +170,10 @@ def stream_generate(
             raise GenerationError("expected a DFlash drafter for copy; found True without one. Leave it out.")
         given |= {"sampler": sampler, "logits_processors": logits_processors, "prompt_cache": prompt_cache}
         return _mlx_lm(model, tokenizer, prompt, max_tokens, draft_model, stream, block_size, seed, logprobs, given)
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if input_embeddings is not None:
         raise GenerationError(
             "expected no input_embeddings with a DFlash drafter; they were given. The drafter needs token ids: pass a prompt, or "
             "run without a drafter."
-        )
-    if max_kv_size is not None and prompt_cache is not None:
-        raise GenerationError(
-            f"expected max_kv_size or prompt_cache; found both. Pass max_kv_size = {max_kv_size} to make_prompt_cache instead."
         )
     if draft_model.target is not model:
         raise PairError(
@@ -179,16 +188,16 @@ def stream_generate(
     block_size = block_size_of(draft_model, block_size, num_draft_tokens)
     ids = encode(tokenizer, prompt)
     if not ids:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+        raise ValueError(_NOTHING_TO_RUN)
     target = attach(Target(model, draft_model.config.target_layer_ids), draft_model)
     check_ids(ids, target)
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model, draft_model, max_kv_size)
-    elif not is_pair_cache(prompt_cache) and all(entry.empty() for entry in prompt_cache):
-        # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place.
-        check_rollback(prompt_cache, target.family)
-        prompt_cache[:] = PairCache.make(list(prompt_cache), draft_model.make_cache())
-    pair = PairCache.read(prompt_cache)
+    entries = prompt_cache
+    if entries is None:
+        entries = make_prompt_cache(model, draft_model, max_kv_size)
+    elif not is_pair_cache(entries) and all(entry.empty() for entry in entries):
+        check_rollback(entries, target.family)
+        entries = PairCache.make(list(entries), draft_model.make_cache())
+    pair = PairCache.read(entries)
     n_target = len(mlx_lm_cache.make_prompt_cache(model))
     if len(pair.drafter) != len(draft_model.layers) or len(pair.target) != n_target:
         raise CacheError(
@@ -211,6 +220,9 @@ def stream_generate(
         rule = FixedWidth((block_size or draft_model.config.block_size) - 1)
     copier = make_copier(copy, acceptance, block_size)
     stats = GenerationStats(block_size or draft_model.config.block_size, keep_rounds, rule=rule)
+    if prompt_cache is not None and prompt_cache is not entries:
+        # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place, now that nothing was refused.
+        prompt_cache[:] = entries
     run = _Run(
         target,
         draft_model,
@@ -249,6 +261,8 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
     return text
 
 
+# mlx-lm's words.
+_NOTHING_TO_RUN = "Either input_embeddings or prompt (or both) must be provided."
 # One step: (token, log-probabilities [V], whether the drafter proposed it).
 Step = tuple[int, mx.array, bool]
 # Kinds of entries that hold what two passes of one row did apart.
@@ -682,8 +696,20 @@ def _mlx_lm(
         raise GenerationError(
             f"expected no seed with an mlx-lm draft model; found {seed}. Its draws depend on what was drafted: leave it out."
         )
+    unheard = [name for name in ("max_kv_size", "prompt_progress_callback") if draft_model is not None and name in options]
+    if unheard:
+        raise GenerationError(
+            f"expected no {' or '.join(unheard)} with an mlx-lm draft model; found it. mlx-lm would drop it: leave it out."
+        )
+    if "max_kv_size" in options:
+        make_prompt_cache(model, None, options["max_kv_size"])
+    if bits := options.get("kv_bits"):
+        quantization = KVQuantization(bits, options.get("kv_group_size", 64), 0)
+        check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, options.get("max_kv_size")))
     cache, pair = options["prompt_cache"], None
     ids = encode(tokenizer, prompt)
+    if not ids and options.get("input_embeddings") is None:
+        raise ValueError(_NOTHING_TO_RUN)
     anchor: list[int] = []
     if cache is not None and is_pair_cache(cache):
         if draft_model is not None:
@@ -704,10 +730,10 @@ def _mlx_lm(
     prompt = mx.array(anchor + ids) if ids else mx.array(ids)
     if seed is not None:
         choose_seed(seed)
-    if draft_model is None and options["sampler"] is not None:
+    if draft_model is None and options["sampler"] is not None and not isinstance(options["sampler"], KeyedSampler):
         embeddings = options.get("input_embeddings")
-        entries = pair.target if pair else cache or []
-        held = next((entry.offset for entry in entries if hasattr(entry, "offset")), 0)
+        # Entries of a recurrence alone do not say how many rows they have seen: there, a text that goes on begins at 0 again.
+        held = pair.rows if pair else next((e.offset for e in leaves(cache or []) if hasattr(e, "offset")), 0)
         start = held + max(prompt.size, 0 if embeddings is None else len(embeddings))
         options = {**options, "sampler": KeyedSampler(options["sampler"], choose_seed(seed), start)}
     steps = mlx_lm_stream_generate(

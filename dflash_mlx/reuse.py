@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
 from .cache import PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
 from .generation import GenerationResponse, make_prompt_cache, stream_generate
-from .sampling import LogitsProcessor
+from .sampling import KeyedSampler, LogitsProcessor, choose_seed
 
 
 class PromptStore(LRUPromptCache):
@@ -125,6 +125,10 @@ def open_turn(
                 store.insert_cache(key, prompt[:length], copy.deepcopy(entries), cache_type=kind)
             until, filling = len(prompt), False
             processors = [_after(prompt[:at], processor) for processor in logits_processors] or None
+            if draft_model is None and options.get("sampler"):
+                # By its place in the whole prompt, which entries of a recurrence alone do not know.
+                seed = choose_seed(options.pop("seed", None))
+                options["sampler"] = KeyedSampler(options["sampler"], seed, len(prompt))
             steps = stream_generate(model, tokenizer, prompt[at:], logits_processors=processors, **common, **options)
             with closing(steps):
                 for response in steps:

@@ -297,6 +297,40 @@ def test_a_run_that_was_never_started_leaves_a_list_with_its_drafter(pair):
     assert PairCache.read(cache).ids == before
 
 
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"prompt": []}, {"prompt": ""}])
+def test_a_call_without_the_drafter_that_is_refused_leaves_the_list_as_it_was(pair, wrong):
+    model, tokenizer, drafter = pair
+    cache = make_prompt_cache(model, drafter)
+    first = [r.token for r in dflash_mlx.stream_generate(model, tokenizer, "import os", 5, drafter, prompt_cache=cache)]
+    held = list(cache)
+    with pytest.raises(ValueError, match="must be"):
+        list(dflash_mlx.stream_generate(model, tokenizer, **{"prompt": "x", "max_tokens": 3, "prompt_cache": cache, **wrong}))
+    assert len(cache) == len(held) and all(a is b for a, b in zip(cache, held, strict=True))
+    after = tokenizer.encode("\nimport")
+    got = [r.token for r in dflash_mlx.stream_generate(model, tokenizer, after, 6, prompt_cache=cache)]
+    assert got == greedy_ids(model, [*tokenizer.encode("import os"), *first, *after], 6)
+
+
+def test_a_refused_call_adds_nothing_to_a_fresh_list(pair):
+    model, tokenizer, drafter = pair
+    cache = mlx_lm_cache.make_prompt_cache(model)
+    held = list(cache)
+    for wrong in ({"seed": -1, "sampler": make_sampler(1.0)}, {"acceptance": "rejection"}, {"prompt": [10**6]}):
+        with pytest.raises(dflash_mlx.errors.DFlashError):
+            dflash_mlx.stream_generate(
+                model, tokenizer, **{"prompt": "x", "max_tokens": 3, "draft_model": drafter, "prompt_cache": cache, **wrong}
+            )
+        assert len(cache) == len(held) and all(a is b for a, b in zip(cache, held, strict=True))
+
+
+@pytest.mark.parametrize("wrong", ["tiny", 512])
+def test_what_is_no_model_is_refused_by_name(pair, wrong):
+    model, tokenizer, _ = pair
+    for call in (lambda: make_prompt_cache(model, wrong), lambda: dflash_mlx.stream_generate(model, tokenizer, "x", 3, wrong)):
+        with pytest.raises(dflash_mlx.errors.GenerationError, match=f"expected draft_model as load_drafter .*found {wrong!r}"):
+            call()
+
+
 def test_a_plain_list_without_a_drafter_is_mlx_lms(pair):
     model, tokenizer, _ = pair
     cache = make_prompt_cache(model)

@@ -10,6 +10,7 @@ from kit import grow, ids_of, letters, rounds_of, run, tiny_target
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.cache import PairCache
 from dflash_mlx.drafter import Drafter
 from dflash_mlx.reuse import PromptStore, open_turn
@@ -264,6 +265,37 @@ def _check(cells, pair):
         assert ids_of(got) == expected, (row, quality, block, reused)
         if quality == "oracle" and block == 16:
             assert got[-1].stats.tau == 16
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "rwkv7", "falcon_h1", "deepseek_v32", "qwen3_next"])
+def test_a_seeds_text_is_the_same_where_entries_do_not_know_their_rows(name):
+    model, prompt = family(name), some_line(8)
+    options = {"sampler": make_sampler(1.0), "seed": 3}
+    want = ids_of(list(stream_generate(model, letters(), prompt, 12, **options)))
+    for drafter in (None, known_drafter(model, [*prompt, *want], "noisy", block=4)):
+        turn = open_turn(
+            model,
+            letters(),
+            prompt,
+            PromptStore(6),
+            "m",
+            draft_model=drafter,
+            checkpoints=[(7, "user")],
+            max_tokens=12,
+            **options,
+        )
+        assert ids_of(list(turn.responses)) == want, drafter
+    # A second turn over a list that a drafter was used with, without it and with it.
+    texts = []
+    for with_drafter in (True, False):
+        drafter = known_drafter(model, [*prompt, *want], "noisy", block=4)
+        cache = make_prompt_cache(model, drafter)
+        first = ids_of(list(stream_generate(model, letters(), prompt, 4, drafter, prompt_cache=cache, block_size=4)))
+        given = {"draft_model": drafter, "block_size": 4} if with_drafter else {}
+        texts.append(
+            [first, ids_of(list(stream_generate(model, letters(), some_line(5), 8, prompt_cache=cache, **given, **options)))]
+        )
+    assert texts[0] == texts[1]
 
 
 def test_a_seeds_text_is_the_same_with_any_drafter_block_and_cache(pair):
