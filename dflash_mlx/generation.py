@@ -125,7 +125,8 @@ def stream_generate(
     Args beyond mlx-lm's:
       draft_model: what `load_drafter` returned for this model object. None runs mlx-lm's own loop; an ordinary mlx-lm model
         is passed through to mlx-lm's speculative decoding.
-      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone.
+      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone. One whose entries
+        are recurrences alone (Mamba) does not know how long its text is: without a drafter, `seed` counts from 0 again there.
       block_size: slots drafted and verified in every round, the anchor included; 1: no drafting. `num_draft_tokens` is the same
         less one. None: the drafter config's slots are drafted, and how many of them are verified, or whether to draft at all, is
         chosen round by round by what passes cost on this machine (measured once, in about a second) and what was accepted.
