@@ -63,6 +63,9 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
+_PLAIN = "No --draft-model: plain decoding."
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -150,6 +153,10 @@ def generate(
         if prompt is not None:
             raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt-file")
         prompt = _file_text(prompt_file)
+    elif prompt is not None and prompt != "-":
+        prompt = _utf8(os.fsencode(prompt), "for --prompt")
+    if system is not None:
+        system = _utf8(os.fsencode(system), "for --system")
     if prompt == "-":
         prompt = _standard_input()
     if prompt == "":
@@ -159,8 +166,10 @@ def generate(
         from mlx_lm.sample_utils import make_sampler
 
         from . import builtin, loading
+        from .chat import Settings
         from .generation import stream_generate
         from .sampling import choose_seed
+        from .taps import Target
 
         if prompt is None:
             pair = builtin.BUILTIN_PAIRS.get(model or builtin.DEFAULT_PAIR)
@@ -179,6 +188,9 @@ def generate(
         with _status(f"Loading {target} ..."):
             lm, tokenizer = loading.load(target, dtype=type_, revision=revision, trust_remote_code=trust_remote_code)
             draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+        if draft is None:
+            _say(_PLAIN)
+        Settings(top_k=top_k or 0).check_pair(Target(lm).vocabulary, None)
         if draft and block_size and block_size > draft.config.block_size:
             _say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
         ids = _encode_prompt(tokenizer, prompt, system, raw, thinking)
@@ -716,7 +728,6 @@ def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str |
     if model is None:
         return builtin.DEFAULT_PAIR, builtin.DEFAULT_PAIR
     if draft_model is None:
-        _say("No --draft-model: plain decoding.")
         return model, None
     if draft_model != "auto":
         return model, draft_model
@@ -749,6 +760,8 @@ def _load_pair(
             target, dtype=getattr(mx, dtype.value) if dtype else None, revision=revision, trust_remote_code=trust_remote_code
         )
         draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+    if draft is None:
+        _say(_PLAIN)
     return target, drafter, lm, tokenizer, draft
 
 

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -138,6 +139,39 @@ def test_the_prompt_comes_from_standard_input_unchanged():
 def test_standard_input_that_is_not_utf_8_is_refused():
     done = subprocess.run([*COMMAND, "generate", *TINY, "-p", "-", "-m", "2"], input=b"a\xffb", capture_output=True, timeout=120)
     assert done.returncode == 1 and b"expected UTF-8 text on standard input; found byte 0xff at 1" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_an_argument_that_is_not_utf_8_is_refused(option):
+    rest = ["-p", "x"] if option == "--system" else []
+    command = [*COMMAND, "generate", *TINY, *rest, option, b"a\xff\xfe", "-m", "2"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert f"Error: expected UTF-8 text for {option}; found byte 0xff at 1. Convert it first.\n".encode() == done.stderr
+
+
+def test_top_k_beyond_the_vocabulary_is_refused_before_anything_is_generated():
+    done = run("generate", *TINY, "-p", "x", "-m", "2", "--temp", "1", "--top-k", "1536")
+    assert done.returncode == 1 and not done.stdout
+    assert "Error: expected top_k below 1536, the target's vocabulary; found 1536." in done.stderr
+
+
+def test_a_target_that_is_not_there_is_not_said_to_decode_plainly():
+    for command in (["generate", "-p", "x"], ["chat"]):
+        done = run(*command, "--model", "./nope", stdin="")
+        assert done.returncode == 1 and "Error: " in done.stderr and "plain decoding" not in done.stderr, done.stderr
+
+
+def test_ctrl_c_before_a_command_has_begun_ends_quietly(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n")
+    command = [sys.executable, "-m", "dflash_mlx", "-h"]
+    done = subprocess.run(command, capture_output=True, timeout=20, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 130 and not done.stderr, done.stderr
+
+
+def test_the_installed_script_is_what_python_m_runs():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"dflash-mlx": "dflash_mlx.__main__:main"}
 
 
 def test_a_quantized_cache_gives_the_text_of_plain_decoding():

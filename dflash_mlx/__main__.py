@@ -1,0 +1,15 @@
+"""`python -m dflash_mlx` and the script `dflash-mlx`: the command line, whose own imports may be interrupted too."""
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends with exit status 130 and no traceback, also before a command has begun."""
+    try:
+        from .cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
