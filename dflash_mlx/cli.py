@@ -190,7 +190,8 @@ def generate(
             draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
         if draft is None:
             _say(_PLAIN)
-        Settings(top_k=top_k or 0).check_pair(Target(lm).vocabulary, None)
+        if top_k:
+            Settings(top_k=top_k).check_pair(Target(lm).vocabulary, None)
         if draft and block_size and block_size > draft.config.block_size:
             _say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
         ids = _encode_prompt(tokenizer, prompt, system, raw, thinking)
