@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cache import KVQuantization
 from .drafter import Drafter
-from .errors import GenerationError
+from .errors import CacheError, GenerationError
 from .taps import Target, family
 from .text import prompt_thinking
 
@@ -47,6 +47,19 @@ def check_draft_model(draft_model: Any) -> None:
         raise GenerationError(
             f"expected draft_model as load_drafter or load returns it; found {draft_model!r}. Load it first; other arguments go "
             "by name."
+        )
+
+
+def check_window(model: nn.Module, max_kv_size: int | None) -> None:
+    """Refuse a window for a target that makes its own caches: mlx-lm would ignore it.
+
+    Raises:
+      CacheError: names the target.
+    """
+    if max_kv_size is not None and hasattr(model, "make_cache"):
+        raise CacheError(
+            f"expected no max_kv_size; found {max_kv_size}. {family(model)} sizes its caches itself, so the number "
+            "would have no effect: leave it out."
         )
 
 

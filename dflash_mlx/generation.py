@@ -38,6 +38,7 @@ from .checks import (
     check_ids,
     check_kv_quantization,
     check_template,
+    check_window,
     encode,
     warn_of_overflow,
 )
@@ -73,11 +74,7 @@ def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, ma
       CacheError: if the target has a cache kind that cannot be rolled back, if max_kv_size is given for a target that makes its
         own caches (mlx-lm would ignore it), or if it is too small for a block.
     """
-    if max_kv_size is not None and hasattr(model, "make_cache"):
-        raise CacheError(
-            f"expected no max_kv_size; found {max_kv_size}. {family(model)} sizes its caches itself, so the number "
-            "would have no effect: leave it out."
-        )
+    check_window(model, max_kv_size)
     target = mlx_lm_cache.make_prompt_cache(model, max_kv_size)
     if draft_model is None:
         return target
@@ -207,12 +204,7 @@ def stream_generate(
         )
     check_context(target, draft_model, len(pair.ids) + len(ids), max_tokens)
     check_template(draft_model, tokenizer, ids)
-    quantization = None
-    if kv_bits is not None:
-        # mlx-lm's defaults.
-        start = DEFAULT_QUANTIZED_KV_START if quantized_kv_start is None else quantized_kv_start
-        quantization = KVQuantization(kv_bits, kv_group_size or 64, start)
-        check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, max_kv_size))
+    quantization = _quantization(model, given)
     chooser = make_chooser(sampler, logits_processors or (), seed, acceptance, ids)
     if block_size is None and acceptance == "match":
         rule: FixedWidth | WidthRule = width_rule(model, draft_model, stream)
@@ -678,6 +670,21 @@ def _respond(
                 return
 
 
+def _quantization(model: nn.Module, options: dict[str, Any]) -> KVQuantization | None:
+    """What `kv_bits` and the options beside it ask for, tried; None: nothing.
+
+    Raises:
+      GenerationError: mlx-lm cannot run this target with it.
+    """
+    if (bits := options.get("kv_bits")) is None:
+        return None
+    # mlx-lm's defaults.
+    start = options.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
+    quantization = KVQuantization(bits, options.get("kv_group_size") or 64, start)
+    check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, options.get("max_kv_size")))
+    return quantization
+
+
 def _mlx_lm(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
@@ -702,11 +709,8 @@ def _mlx_lm(
         raise GenerationError(
             f"expected no {' or '.join(unheard)} with an mlx-lm draft model; found it. mlx-lm would drop it: leave it out."
         )
-    if "max_kv_size" in options:
-        make_prompt_cache(model, None, options["max_kv_size"])
-    if bits := options.get("kv_bits"):
-        quantization = KVQuantization(bits, options.get("kv_group_size", 64), 0)
-        check_kv_quantization(model, quantization, mlx_lm_cache.make_prompt_cache(model, options.get("max_kv_size")))
+    check_window(model, options.get("max_kv_size"))
+    _quantization(model, options)
     cache, pair = options["prompt_cache"], None
     ids = encode(tokenizer, prompt)
     if not ids and options.get("input_embeddings") is None:
