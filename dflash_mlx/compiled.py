@@ -371,7 +371,7 @@ def _compared(
         a, b = a.astype(mx.float32), b.astype(mx.float32)
         shares.append(mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30))
     # One that is not a number is largest.
-    return max((share for share in mx.stack(shares).tolist()), key=lambda share: (share != share, share))
+    return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))
 
 
 def _least_s(run: Callable[[], Sequence[mx.array]], entries: Sequence[KVCache], w: int) -> float:
