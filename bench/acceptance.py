@@ -213,6 +213,7 @@ def measure(args: argparse.Namespace) -> dict:
             print(f"{len(records)} {one['kind']} temp {temp:g}: {records[-1]['rounds_agree']}", file=sys.stderr)
     return {
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "merge", "part")},
+        "drafter_sha256": drafter.digest(),
         "device": str(mx.default_device()),
         "mlx": mx.__version__,
         "seconds": round(time.monotonic() - begun, 1),
@@ -247,6 +248,8 @@ def main() -> None:
         p.error("--out is needed")
     if args.merge:
         parts = [json.loads(Path(name).read_text()) for name in args.merge]
+        if len(drafters := sorted({str(part.get("drafter_sha256")) for part in parts})) > 1:
+            p.error(f"expected parts of one drafter; found {', '.join(drafters)}. Run those of another one anew.")
         result = parts[0] | {"records": [r for part in parts for r in part["records"]]}
         result |= {"seconds": max(part["seconds"] for part in parts), "tokens": sum(part["tokens"] for part in parts)}
     else:

@@ -118,6 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({**row, "less_argmax": difference(found[method], found["argmax"])})
     return {
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "drafter_sha256": drafter.digest(),
         "device": str(mx.default_device()),
         "mlx": mx.__version__,
         "rows": rows,

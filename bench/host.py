@@ -123,7 +123,7 @@ def main() -> None:
     K = args.block_size or drafter.config.block_size
     result = measure(model, tokenizer, drafter, prompt, K, args.tokens, args.repeats)
     record = {"what": "bench/host.py", "model": args.model, "machine": bench.machine(), "versions": bench.versions()}
-    record |= {"weights": bench.weights_of(model), "result": result}
+    record |= {"weights": bench.weights_of(model), "drafter_sha256": drafter.digest(), "result": result}
     ms = result["ms_a_round"]
     print(f"{args.model} ({record['weights']['dtype']}) on {record['machine']['chip']}, block {K}, {result['rounds']} rounds")
     print(f"loop {ms['loop']:.3f} ms a round; its passes {ms['passes_with_waits']:.3f} ms with one wait a round: ", end="")

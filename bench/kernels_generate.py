@@ -239,6 +239,7 @@ def generate(
     if not kernel_calls(model):
         nn.quantize(model, 32, bits)
     drafter = load_drafter(pair, model)
+    record["drafter_sha256"] = drafter.digest()
     if trace:
         _trace(record, save)
 

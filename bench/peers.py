@@ -31,6 +31,7 @@ import mlx.core as mx
 
 from dflash_mlx import bench, load
 from dflash_mlx.builtin import BUILTIN_PAIRS, builtin_path
+from dflash_mlx.checkpoint import inspect_checkpoint
 
 HERE = Path(__file__).resolve().parent
 # What pip installs for a side; None: this environment has it.
@@ -78,7 +79,8 @@ def written_drafter(name: str, source: str, folder: Path) -> str:
     """A drafter as a directory in the number type of this machine, made once; no peer reads a quantized one, so it is dense."""
     from dflash_mlx.conversion import load_dense_drafter
 
-    done = folder / f"{name}-drafter-{machine_dtype()}"
+    # An earlier drafter of that name is another one.
+    done = folder / f"{name}-drafter-{inspect_checkpoint(source).digest()}-{machine_dtype()}"
     if not (done / "config.json").exists():
         config, dense = load_dense_drafter(source)
         done.mkdir(parents=True, exist_ok=True)
@@ -215,6 +217,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     record = {
         "what": "bench/peers.py",
         "pair": args.pair,
+        "drafter_sha256": inspect_checkpoint(drafter).digest(),
         "machine": bench.machine(),
         "versions": {},
         "settings": {"max_tokens": args.max_tokens, "trials": args.trials, "dtype": bench.weights_of(model)["dtype"]}

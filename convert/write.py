@@ -6,7 +6,6 @@ What a killed process could not remove is removed by the next conversion to the 
 """
 
 import glob
-import hashlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.checkpoint import Checkpoint
+from dflash_mlx.checkpoint import Checkpoint, sha256_of
 from dflash_mlx.errors import ConversionError
 
 from .finite import is_finite
@@ -215,8 +214,4 @@ def _tag_infinities(value):
 
 def file_record(file: Path) -> dict:
     """{"bytes": ..., "sha256": ...} of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of([file])}

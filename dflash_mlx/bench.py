@@ -178,6 +178,7 @@ class Bench:
             "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
             "model": names[0],
             "draft_model": names[1],
+            "drafter_sha256": drafter and drafter.digest(),
             "weights": weights_of(model),
             "settings": json.loads(json.dumps(asdict(plan)))
             | {"kinds": list(kinds), "prompts": self.prompts.source, "digest": self.prompts.digest()},
@@ -627,6 +628,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     lines = ["A: " + header(a), "B: " + header(b), ""]
     pairs = [(f"settings {k}", a["settings"].get(k), b["settings"].get(k)) for k in a["settings"]]
     pairs += [(f"weights {k}", a["weights"].get(k), b["weights"].get(k)) for k in a["weights"]]
+    pairs += [("drafter_sha256", *(record.get("drafter_sha256", "not recorded") for record in (a, b)))]
     pairs += [(k, a["versions"].get(k), b["versions"].get(k)) for k in {**a["versions"], **b["versions"]}]
     pairs += [("machine", a["machine"]["chip"], b["machine"]["chip"]), ("ended", a["ended"], b["ended"])]
     lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y]

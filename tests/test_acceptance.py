@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import TINY_DRAFTER_SHA256
 
 PATH = Path(__file__).resolve().parents[1] / "bench" / "acceptance.py"
 spec = importlib.util.spec_from_file_location("acceptance", PATH)
@@ -53,12 +54,19 @@ def test_walking_replays_the_real_rounds_of_the_built_in_pair(tmp_path, monkeypa
     acceptance.main()
     result = json.loads(out.read_text())
     assert result["walk_equals_real"] == {"compared": 4, "equal": 4}
+    assert result["drafter_sha256"] == TINY_DRAFTER_SHA256
     taus = {(r["series"], r["block_size"], r["temp"]): r["tau"] for r in result["summary"] if r["kind"] == "mean"}
     assert taus["real", 8, 0.0] > taus["zeroed", 8, 0.0]
     assert "tau (95 %)" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--merge", str(out), str(out), "--out", str(tmp_path / "two.json")])
     acceptance.main()
     assert len(json.loads((tmp_path / "two.json").read_text())["records"]) == 8
+    # A part by another drafter.
+    (tmp_path / "other.json").write_text(json.dumps({**result, "drafter_sha256": "0" * 16}))
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--merge", str(out), str(tmp_path / "other.json"), "--out", str(out)])
+    with pytest.raises(SystemExit):
+        acceptance.main()
+    assert "expected parts of one drafter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["smollm2-acceptance", "smollm2-acceptance-blocks"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from kit import Oracle, ids_of, letters, run, tiny_drafter, tiny_target
+from kit import TINY_DRAFTER_SHA256, Oracle, ids_of, letters, run, tiny_drafter, tiny_target
 
 from dflash_mlx.drafter import Drafter
 from dflash_mlx.sampling import Distribution
@@ -79,7 +79,9 @@ def test_every_method_is_measured_on_the_built_in_pair(rules, tmp_path, monkeypa
     given = ["--model", "tiny", "--draft-model", "tiny", "--prompts", str(prompts), "--limit", "2"]
     monkeypatch.setattr(sys, "argv", ["acceptance_rules.py", *given, "--max-tokens", "24", "--temp", "0.7", "--out", str(out)])
     rules.main()
-    rows = json.loads(out.read_text())["rows"]
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert result["drafter_sha256"] == TINY_DRAFTER_SHA256
     assert [(r["method"], r["prompts"], r["keeps_seed"]) for r in rows] == [
         *[("argmax", 2, True), ("shared", 2, True), ("rejection", 2, False), ("block", 2, False)]
     ]

@@ -48,6 +48,7 @@ def test_a_record_holds_every_pair_of_the_plan_and_both_sides_said_the_same(reco
     assert record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
     assert record["versions"]["mlx"] == mx.__version__ and not bench.faults(record)
     assert record["environment"]["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
+    assert record["drafter_sha256"] == kit.TINY_DRAFTER_SHA256
     assert json.loads(json.dumps(record)) == record
 
 
@@ -244,7 +245,12 @@ def test_two_records_beside_each_other(record):
     shown = bench.compare(record, other)
     assert f"differs: mlx: A {mx.__version__}, B 0.99" in shown and "differs: settings max_tokens: A 12, B 77" in shown
     assert all(" 2.00 " in line for line in shown.splitlines() if line.startswith(("copy", "function", "all")))
-    assert shown.count("\ncopy") == 2
+    assert shown.count("\ncopy") == 2 and "drafter_sha256" not in shown
+    other["drafter_sha256"] = "0" * 16
+    assert f"differs: drafter_sha256: A {kit.TINY_DRAFTER_SHA256}, B {'0' * 16}" in bench.compare(record, other)
+    del other["drafter_sha256"]  # as of records made before there was one
+    assert f"differs: drafter_sha256: A not recorded, B {kit.TINY_DRAFTER_SHA256}" in bench.compare(other, record)
+    assert "drafter_sha256" not in bench.compare(other, other)
     other["summary"] = []
     assert "No cell is in both." in bench.compare(record, other)
 

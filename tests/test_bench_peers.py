@@ -1,6 +1,7 @@
 """bench/peers.py: sides in processes of their own, by turns, with the same text."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,6 +11,7 @@ import kit
 import mlx.core as mx
 import mlx_lm
 import pytest
+from dflash_mlx.conversion import convert, load_drafter_weights
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 spec = importlib.util.spec_from_file_location("peers", BENCH / "peers.py")
@@ -54,8 +56,6 @@ def test_the_first_layers_of_a_target_are_a_model_of_their_own(pair, tmp_path):
 
 
 def test_a_quantized_drafter_is_written_out_with_the_same_numbers(tmp_path):
-    from dflash_mlx.conversion import convert, load_drafter_weights
-
     source = str(kit.TINY / "drafter")
     convert(source, str(tmp_path / "q"), quantize=True, q_bits=4, q_group_size=32)
     config, dense = load_drafter_weights(peers.written_drafter("one", str(tmp_path / "q"), tmp_path))
@@ -66,6 +66,18 @@ def test_a_quantized_drafter_is_written_out_with_the_same_numbers(tmp_path):
     assert mx.array_equal(dense[f"{name}.weight"], mx.dequantize(*parts, group_size=32, bits=4).astype(mx.float32))
     _, plain = load_drafter_weights(peers.written_drafter("two", source, tmp_path))
     assert set(plain) == set(dense) and mx.array_equal(plain["norm.weight"], load_drafter_weights(source)[1]["norm.weight"])
+
+
+def test_another_drafter_of_the_same_name_is_written_out_anew(tmp_path):
+    raw, weights = load_drafter_weights(str(kit.TINY / "drafter"))
+    before = peers.written_drafter("one", str(kit.TINY / "drafter"), tmp_path)
+    weights["norm.weight"] = weights["norm.weight"] * 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(tmp_path / "other" / "model.safetensors"), weights)
+    after = peers.written_drafter("one", str(tmp_path / "other"), tmp_path)
+    assert mx.array_equal(load_drafter_weights(after)[1]["norm.weight"], weights["norm.weight"].astype(mx.float32))
+    assert peers.written_drafter("one", str(kit.TINY / "drafter"), tmp_path) == before != after
 
 
 def options(tmp_path, *sides, **changes):
@@ -79,6 +91,7 @@ def test_every_side_answers_in_its_own_process_and_one_that_cannot_is_left_out(t
     checkout.mkdir()
     record = peers.measure(options(tmp_path, "mlx-lm", "z-lab", "ours", "mlx-lm-draft", z_lab=checkout))
     assert record["ended"] == "complete" and set(record["failed"]) == {"z-lab"}
+    assert record["drafter_sha256"] == kit.TINY_DRAFTER_SHA256
     assert "No module named 'dflash'" in record["failed"]["z-lab"]
     assert [r["side"] for r in record["runs"]] == ["mlx-lm", "ours", "mlx-lm-draft"] * 2 + ["mlx-lm-draft", "ours", "mlx-lm"] * 2
     assert all(r["equal"] for r in record["runs"]) and record["versions"]["ours"]["mlx"] == mx.__version__

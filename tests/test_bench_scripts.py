@@ -2,12 +2,14 @@
 
 import importlib.util
 import io
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from kit import TINY_DRAFTER_SHA256
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -135,6 +137,15 @@ def test_the_passes_made_again_are_those_of_the_loop(pair, K):
     got = host.measure(model, tokenizer, drafter, tokenizer.encode("def test_"), K, tokens=24, repeats=1)
     assert got["block_size"] == K and got["rounds"] >= 24 // K and set(got["ms_a_round"]) == set(got["spread_ms"])
     assert got["host_share"] == pytest.approx(1 - got["ms_a_round"]["passes_with_waits"] / got["ms_a_round"]["loop"])
+
+
+def test_the_record_of_host_time_says_what_it_was_measured_with(monkeypatch, tmp_path, capsys):
+    given = ["--model", "tiny", "--tokens", "8", "--repeats", "1", "--out", str(tmp_path / "h.json")]
+    monkeypatch.setattr(sys, "argv", ["host.py", *given])
+    host.main()
+    record = json.loads((tmp_path / "h.json").read_text())
+    assert record["drafter_sha256"] == TINY_DRAFTER_SHA256 and record["weights"]["dtype"] == "float32"
+    assert "host share" in capsys.readouterr().out
 
 
 def test_passes_that_are_not_those_of_the_loop_are_noticed(pair):

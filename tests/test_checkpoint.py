@@ -1,5 +1,6 @@
 """Headers, indexes, links, the hub: what is found without loading data, and the sentence for each fault."""
 
+import hashlib
 import json
 import os
 from types import SimpleNamespace
@@ -21,6 +22,16 @@ def test_a_single_file_gives_names_shapes_and_types_unread(tmp_path):
         "c": ("I32", (), 4),
     }
     assert found.kind == "safetensors" and found.files == ("model.safetensors",)
+
+
+def test_a_digest_is_of_the_weight_files_alone_in_the_order_of_their_names(tmp_path):
+    before = inspect_checkpoint(shards(tmp_path / "a")).digest()
+    files = sorted((tmp_path / "a").glob("*.safetensors"))
+    assert before == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**SOME_CONFIG, "more": 1}))
+    assert inspect_checkpoint(tmp_path / "a").digest() == before
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"\x40")
+    assert inspect_checkpoint(tmp_path / "a").digest() != before
 
 
 def test_shards_are_read_with_and_without_an_index(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from kit import TINY
+from kit import TINY, TINY_DRAFTER_SHA256
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 import kernels
@@ -63,6 +63,7 @@ def run(monkeypatch, tmp_path, mode, **options):
 
 def test_a_run_says_which_kernels_ran_and_whether_ids_are_those_without(gpu, monkeypatch, tmp_path):
     off = run(monkeypatch, tmp_path, "off")
+    assert off["drafter_sha256"] == TINY_DRAFTER_SHA256
     assert off["tokens"] == 40 and not off["launches"] and off == json.loads((tmp_path / "off.json").read_text())
     for mode in ("block_qmm", "accept", "block_attention"):
         on = run(monkeypatch, tmp_path, mode)
