@@ -479,7 +479,7 @@ class _Run:
     ) -> _Flight:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
-        # Where the drafter did not run its entries are as they were; each `state` is two operations of the device.
+        # Where the drafter did not run its entries are as they were: nothing of them is new.
         context = [entry.state for entry in pair.drafter] if source == "drafter" else []
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
         token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1, sure)

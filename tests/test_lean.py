@@ -404,8 +404,8 @@ def test_a_plain_stretch_waits_once_a_token_and_evaluates_nothing_else(tiny, wai
     assert {b - a for a, b in zip(at[:-2], at[1:-1], strict=True)} == {1}
 
 
-def test_a_plain_stretch_does_not_cut_the_caches_to_what_they_hold(tiny, monkeypatch):
-    """Each `state` is two operations of the device an entry, and nobody asks for it between two plain tokens."""
+def test_a_plain_stretch_leaves_the_drafters_cache_alone(tiny, monkeypatch):
+    """Nothing of it is new between two plain tokens: nobody asks for a `state` to evaluate."""
     model, *_ = tiny
     asked = []
     for kind in (KVCache, RotatingKVCache):
