@@ -54,7 +54,9 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(choice, "_plans", {})
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     times = iter(range(10**6))
-    monkeypatch.setattr(choice, "_median_s", lambda run: next(times))  # stock is timed after ours: it takes longer
+    monkeypatch.setattr(
+        choice, "_medians_s", lambda *runs: [next(times) for _ in runs]
+    )  # stock is timed after ours: it takes longer
     monkeypatch.setattr(block_qmm, "prepare", prepare)
     monkeypatch.setattr(accept, "prepare", lambda b, n: accept.accept_ops)
     monkeypatch.setattr(head_argmax, "prepare", prepare_head)
@@ -111,7 +113,7 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
 def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(quantized, gpu, monkeypatch, faster):
     model = quantized[0]
     if not faster:
-        monkeypatch.setattr(choice, "_median_s", lambda run: 1.0)
+        monkeypatch.setattr(choice, "_medians_s", lambda *runs: [1.0, 1.0])
     target = Target(model)
     found = len(target._kernels(5))
 

@@ -312,7 +312,7 @@ def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdi
                 mx.eval(ours, theirs)
                 if wrong := t.same(ours, theirs):
                     return Verdict(name, shape, False, wrong)
-            kernel_s, stock_s = sum(_median_s(t.kernel) for t in trials), sum(_median_s(t.stock) for t in trials)
+            kernel_s, stock_s = (sum(times) for times in zip(*(_medians_s(t.kernel, t.stock) for t in trials), strict=True))
     except Exception as e:  # a text that does not compile or launch comes as any of several types
         return Verdict(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
     faster = kernel_s < stock_s
@@ -327,14 +327,18 @@ def _stream() -> mx.Stream:
     return _local.stream
 
 
-def _median_s(run: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> float:
-    """Seconds of one call: the median over samples of `calls` calls evaluated together."""
-    times = []
+def _medians_s(*runs: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> list[float]:
+    """Seconds of one call of each: the median over samples of `calls` calls evaluated together.
+
+    By turns, because a machine is now faster, now slower.
+    """
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(samples):
-        begin = time.perf_counter()
-        mx.eval([run() for _ in range(calls)])
-        times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times)
+        for run, into in zip(runs, times, strict=True):
+            begin = time.perf_counter()
+            mx.eval([run() for _ in range(calls)])
+            into.append((time.perf_counter() - begin) / calls)
+    return [statistics.median(into) for into in times]
 
 
 def same_floats(tolerance: float) -> Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]:
