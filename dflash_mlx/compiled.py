@@ -26,11 +26,12 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,9 +40,10 @@ from mlx_lm.models.cache import KVCache
 from .cache import Checkpoint
 from .drafter import Drafter
 from .errors import DFlashError
+from .joints import Call, joint_calls
 from .kernels import choice
-from .kernels.layers import Dense, kernel_calls
-from .taps import Target, intercept
+from .kernels.layers import BufferMask, Dense, kernel_calls
+from .taps import Target, family, intercept
 
 VARIABLE = "DFLASH_MLX_COMPILE"
 # MLX has a kernel on CUDA for the attention of up to 3 rows, which takes no mask over a buffer.
@@ -114,29 +116,47 @@ def capacity_for(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class _Traced:
-    """Stands for a cache entry while a pass is traced: its buffers and its offset are inputs of the compiled function.
+class _Place(NamedTuple):
+    """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
 
-    places: what the entries of one trace share, by name and number of rows.
+    Shapes:
+      - offset, block: [1] int32, rows held and the position of the block's first row (behind new context rows, of a drafter)
+      - rows: [1, 1, n, 1] int32, the positions of all rows that the pass writes
+      - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
     """
 
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, places: dict[tuple, mx.array]):
-        self.keys, self.values, self.offset, self._places = keys, values, offset, places
+    offset: mx.array
+    block: mx.array
+    rows: mx.array
+    seen: mx.array
+    added: mx.array
 
-    def _place(self, name: str, rows: int, make: Callable[[], mx.array]) -> mx.array:
-        if (name, rows) not in self._places:
-            self._places[name, rows] = make()
-        return self._places[name, rows]
+    @classmethod
+    def of(cls, length: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
+        """columns: [capacity], 0, 1, ..."""
+        # Made outside of the trace, by operations that need no compiling.
+        rows = mx.arange(length, length + context + K, dtype=mx.int32)
+        seen = columns <= rows[context:, None]
+        added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
+        at = [mx.array([n], dtype=mx.int32) for n in (length, length + context)]
+        return cls(*at, rows[None, None, :, None], seen, added)
 
-    def _rows(self, n: int) -> mx.array:
-        """[n] positions from the offset on."""
-        return self._place("rows", n, lambda: self.offset + mx.arange(n))
+
+class _Traced:
+    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs."""
+
+    def __init__(self, keys: mx.array, values: mx.array, place: _Place):
+        self.keys, self.values, self.offset, self._place = keys, values, place.offset, place
+
+    @property
+    def block_offset(self) -> mx.array:
+        """[1]: where a drafter's block begins, behind the new context rows."""
+        return self._place.block
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [1, heads, n, D] rows at the offset. Hands out the whole buffers [1, heads, capacity, D]."""
-        at = self._place("at", keys.shape[2], lambda: self._rows(keys.shape[2])[None, None, :, None])
-        self.keys = mx.put_along_axis(self.keys, at, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, at, values, axis=2)
+        self.keys = mx.put_along_axis(self.keys, self._place.rows, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, self._place.rows, values, axis=2)
         return self.keys, self.values
 
     def trim(self, n: int) -> None:
@@ -144,18 +164,15 @@ class _Traced:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """bool [N, capacity], True: seen. As mlx-lm's caches make it."""
-        rows, columns = self._rows(N)[:, None], mx.arange(self.keys.shape[2])[None]
-        mask = columns <= rows
-        return mask if window_size is None else mask & (rows < columns + window_size)
+        place = self._place
+        if window_size is None:
+            return BufferMask.of(place.seen, place.added)
+        columns = mx.arange(self.keys.shape[2])[None]
+        return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
 
-    def block_mask(self, context: int, K: int, causal: bool) -> mx.array:
-        """bool [K, capacity] or [1, capacity]: what a drafter's block sees that stands behind `context` rows of this pass."""
-
-        def make() -> mx.array:
-            rows = self._rows(context + K)[context:] if causal else self._rows(context + K)[-1:]
-            return mx.arange(self.keys.shape[2])[None] <= rows[:, None]
-
-        return self._place("causal" if causal else "block", K, make)
+    def block_mask(self, causal: bool) -> mx.array:
+        """bool [K, capacity] or [1, capacity]: what a drafter's block sees."""
+        return self._place.seen if causal else self._place.seen[-1:]
 
 
 # (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for `_Traced` ones.
@@ -165,14 +182,22 @@ Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.ar
 class Replays:
     """The compiled forms of one pass, by shape (numbers of rows) and capacity.
 
+    eager: the ordinary pass, which a trace is compared with.
+    traced: joints -> the pass that is traced, with these calls of layers in place of their own.
+    model: what the pass runs; parts: what its traces take for constant.
     always: whether a pass is used that is right, faster or not.
-    parts: what the traces took for constant.
     refused: why this model cannot be compiled, if so.
     passes: replays so far.
     """
 
-    def __init__(self, name: str, eager: Pass, parts: list[Any], always: bool):
-        self.name, self._eager, self.parts, self.always = name, eager, parts, always
+    def __init__(
+        self, name: str, eager: Pass, traced: Callable[[list[Call]], Pass], model: nn.Module, parts: list[Any], always: bool
+    ):
+        self.name, self._eager, self._traced, self.parts, self.always = name, eager, traced, parts, always
+        # Whoever is held by the model must not hold it.
+        self._model = weakref.ref(model)
+        # What is traced, from the first trial on.
+        self._pass: Pass | None = None
         self.refused: str | None = None
         self.passes = 0
         self._forget()
@@ -184,6 +209,8 @@ class Replays:
         self._right: tuple[set[tuple], set[int]] = (set(), set())
         # Width, the last number of a shape -> whether it was faster.
         self._faster: dict[int, bool] = {}
+        # Capacity -> the numbers of its rows.
+        self._columns: dict[int, mx.array] = {}
         self._plans = choice.plans()
 
     def refuse(self, reason: str) -> None:
@@ -192,14 +219,16 @@ class Replays:
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def replay(
-        self, arrays: Sequence[mx.array], cache: Sequence[Any], shape: tuple[int, ...], writes: int, keeps: int
+        self, arrays: Sequence[mx.array], cache: Sequence[Any], context: int, K: int, keeps: int
     ) -> tuple[mx.array, ...] | None:
         """One pass over a batch of one. None: run the ordinary one; nothing has happened then.
 
         Args:
-          arrays: of shapes that `shape` stands for; writes: rows that the pass writes; keeps: those by which the offset grows.
+          context, K: rows that the pass writes, K of them its block's; what shapes the arrays have follows from these.
+          keeps: rows by which the offset grows.
         """
-        if self.refused or self._faster.get(shape[-1]) is False or arrays[0].shape[0] != 1:
+        shape = (context, K)
+        if self.refused or self._faster.get(K) is False or arrays[0].shape[0] != 1:
             return None
         if any(type(entry) is not KVCache or entry.keys is None for entry in cache):
             return None
@@ -210,34 +239,40 @@ class Replays:
         if self._plans is not choice.plans():
             # A kernel was switched off, or switched on.
             self._forget()
-        capacity = capacity_for(max(length + writes, *(entry.keys.shape[2] for entry in cache)))
+        capacity = capacity_for(max(length + context + K, *(entry.keys.shape[2] for entry in cache)))
+        if capacity not in self._columns:
+            self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
+            mx.eval(self._columns[capacity])
+        place = _Place.of(length, context, K, self._columns[capacity], cache[0].keys.dtype)
         key = (shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
         if key not in self._known:
             # What a model makes of the one does not depend on the other.
             known = shape in self._right[0] and capacity in self._right[1]
-            run = mx.compile(functools.partial(_traceable, self._eager))
-            self._known[key] = run if known or self._try(run, arrays, cache, length, capacity, shape, keeps) else None
+            self._known[key] = self._compiled() if known else self._tried(arrays, cache, place, length, capacity, shape, keeps)
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         if (run := self._known[key]) is None:
             return None
         for entry in cache:
             _widen(entry, capacity)
-        out = _replay(run, arrays, cache, length, keeps)
+        out = _replay(run, arrays, cache, place, length + keeps)
         self.passes += 1
         return out
 
-    def _try(
+    def _compiled(self) -> Callable[..., Any]:
+        return mx.compile(functools.partial(_traceable, self._pass))
+
+    def _tried(
         self,
-        run: Callable[..., Any],
         arrays: Sequence[mx.array],
         cache: Sequence[KVCache],
+        place: _Place,
         length: int,
         capacity: int,
-        shape: tuple[int, ...],
+        shape: tuple[int, int],
         keeps: int,
-    ) -> bool:
-        """Whether the compiled pass is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
+    ) -> Callable[..., Any] | None:
+        """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
         plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
         for entry in ours:
             _widen(entry, capacity)
@@ -246,33 +281,40 @@ class Replays:
             return self._eager(arrays, plain, length)
 
         def compiled() -> tuple[mx.array, ...]:
-            return _replay(run, arrays, ours, length, keeps)
+            return _replay(run, arrays, ours, place, length + keeps)
 
-        expected = eager()
+        if self._pass is None:
+            spare = [_copied(entry) for entry in cache]
+            self._pass = self._traced(joint_calls(self._model(), lambda: self._eager(arrays, spare, length)))
+        run, expected = self._compiled(), eager()
         try:
             off = _compared(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
-            return False
+            return None
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
         if not off <= allowed:
             found = f"off by {off:.2g} of its norm, {allowed:.2g} allowed"
-            _log.warning("a compiled pass of %s over %s rows is not used: it is %s", self.name, shape, found)
-            return False
+            _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, sum(shape), found)
+            return None
         if not self.always and shape[-1] not in self._faster:
             self._faster[shape[-1]] = _least_s(compiled, ours, keeps) < _FASTER * _least_s(eager, plain, keeps)
         self._right[0].add(shape)
         self._right[1].add(capacity)
-        return self._faster.get(shape[-1], True)
+        return run if self._faster.get(shape[-1], True) else None
 
 
 class Blocks(Replays):
     """A target's passes over blocks of 4 rows and more: what `Target.blocks` is."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
-        # Not the caller's: what its handlers note while they are traced is nothing to its own passes.
-        target = Target(model, layer_ids)
-        super().__init__(target.family, lambda arrays, entries, _: target(*arrays, entries, kernels=True), parts, always)
+        def passes(joints: list[Call]) -> Pass:
+            # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
+            target = Target(model, layer_ids)
+            target.joints = joints
+            return lambda arrays, entries, _: target(*arrays, entries, kernels=True)
+
+        super().__init__(family(model), passes([]), passes, model, parts, always)
 
     def __call__(
         self, target: Target, ids: mx.array, cache: Sequence[Any], point: Checkpoint
@@ -283,7 +325,7 @@ class Blocks(Replays):
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
         """
         w = ids.shape[1]
-        out = self.replay([ids], cache, (w,), w, w) if w >= FEWEST_ROWS else None
+        out = self.replay([ids], cache, 0, w, w) if w >= FEWEST_ROWS else None
         if out is not None:
             point.ended(w)
             target.logits, target.replayed = None, True
@@ -297,48 +339,49 @@ class Drafts(Replays):
         # The drafter holds this.
         held = weakref.ref(drafter)
 
-        def eager(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
-            (ids, features), drafter = arrays, held()
-            calls = [call for call in kernel_calls(drafter) if isinstance(call[1], Dense)] if choice.may_run() else []
-            # Nobody doubts a drafter: only MLX's own operations.
-            with intercept(calls):
-                return (drafter.mask_rows(ids, features, entries, start),)
+        def passes(joints: list[Call]) -> Pass:
+            def run(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
+                (ids, features), drafter = arrays, held()
+                calls = [call for call in kernel_calls(drafter) if isinstance(call[1], Dense)] if choice.may_run() else []
+                # Nobody doubts a drafter: only MLX's own operations.
+                with intercept([*calls, *joints]):
+                    return (drafter.mask_rows(ids, features, entries, start),)
 
-        super().__init__("the drafter", eager, parts, always)
+            return run
+
+        super().__init__("the drafter", passes([]), passes, drafter, parts, always)
 
     def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
         """`Drafter.mask_rows`, replayed; None: run that instead. Traced once for each number of new context rows."""
         if cache[0].offset != start:
             return None
-        S, K = features.shape[1], ids.shape[1]
-        out = self.replay([ids, features], cache, (S, K), S + K, S)
+        out = self.replay([ids, features], cache, features.shape[1], ids.shape[1], features.shape[1])
         return None if out is None else out[0]
 
 
 def _traceable(
-    eager: Pass, arrays: list[mx.array], offset: mx.array, keys: list[mx.array], values: list[mx.array]
+    run: Pass, arrays: list[mx.array], place: Sequence[mx.array], keys: list[mx.array], values: list[mx.array]
 ) -> tuple[tuple[mx.array, ...], list[mx.array], list[mx.array]]:
     """A pass as a function of arrays alone.
 
     Shapes:
-      - offset: [1] int32; keys, values: a layer [1, heads, capacity, D]
+      - place: as `_Place`; keys, values: a layer [1, heads, capacity, D]
     Returns: what the pass gives, and the buffers with its rows.
     """
-    places: dict[tuple, mx.array] = {}
-    entries = [_Traced(k, v, offset, places) for k, v in zip(keys, values, strict=True)]
-    out = eager(arrays, entries, offset)
+    place = _Place(*place)
+    entries = [_Traced(k, v, place) for k, v in zip(keys, values, strict=True)]
+    out = run(arrays, entries, place.offset)
     return tuple(out), [entry.keys for entry in entries], [entry.values for entry in entries]
 
 
 def _replay(
-    run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[KVCache], length: int, keeps: int
+    run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[KVCache], place: _Place, end: int
 ) -> tuple[mx.array, ...]:
     """One call of the compiled function. The entries then hold its buffers alone, so that MLX writes them in place."""
-    offset = mx.array([length], dtype=mx.int32)
-    out, keys, values = run(list(arrays), offset, [e.keys for e in cache], [e.values for e in cache])
+    out, keys, values = run(list(arrays), list(place), [e.keys for e in cache], [e.values for e in cache])
     for entry, k, v in zip(cache, keys, values, strict=True):
         # At once, as far as an interruption can see.
-        vars(entry).update(keys=k, values=v, offset=length + keeps)
+        vars(entry).update(keys=k, values=v, offset=end)
     return out
 
 

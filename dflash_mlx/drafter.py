@@ -145,7 +145,9 @@ class Attention(nn.Module):
         Returns: [B, K, H]. The cache then holds context rows only: block keys and values serve this pass alone.
         """
         B, K, _ = x.shape
-        end = start + context.shape[1]
+        # A trace's place is an array, and its keys are a buffer, of which not all is seen (see `compiled`).
+        traced = hasattr(cache, "block_mask")
+        end = cache.block_offset if traced else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
         k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
@@ -162,11 +164,7 @@ class Attention(nn.Module):
             v = mx.concatenate([values, v[:, :, new:]], axis=2)
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
-        if hasattr(cache, "block_mask"):
-            # A trace's: keys are a buffer, of which not all is seen (see `compiled`).
-            mask = cache.block_mask(context.shape[1], K, self.causal)
-        else:
-            mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
+        mask = cache.block_mask(self.causal) if traced else block_mask(K, k.shape[2] - K, self.causal, self.window)
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
 

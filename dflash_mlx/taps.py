@@ -71,7 +71,7 @@ def _is_swapped(cls: type) -> bool:
     return _made.get(cls.__base__) is cls
 
 
-def _own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     """A module's class, also while a pass of some thread holds it in a made one."""
     cls = type(module)
     return cls.__base__ if _is_swapped(cls) else cls
@@ -251,6 +251,8 @@ class Target:
         self._routed: dict[int, tuple[object, list[tuple[nn.Module, Served, str]]]] = {}
         # Whether the last pass was a compiled one, whose calls nobody sees.
         self.replayed = False
+        # Calls of layers that go another way in passes of few rows, before any kernel: see `joints`.
+        self.joints: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass over a block in place of this target's own where it can: see `compiled`.
         self.blocks: Callable[..., tuple[mx.array, mx.array] | None] | None = None
         # Where the head is, once it was looked for: see `_find_head`.
@@ -335,7 +337,8 @@ class Target:
         self.replayed = False
         for _, handler, _ in self._kernel_calls or ():
             handler.served = handler.left = False
-        with intercept([*(self._kernels(ids.size) if kernels else []), *handlers]), self._states(cache, point, ids.shape[1]):
+        routed = [*self._kernels(ids.size), *self.joints] if kernels else []
+        with intercept([*routed, *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
         if kernels:
@@ -371,7 +374,7 @@ class Target:
         if rows > MAX_ROWS or not choice.may_run():
             return []
         if self._kernel_calls is None:
-            self._kernel_calls = kernel_calls(self.model, _own_class) + attention_calls(self.model, _own_class)
+            self._kernel_calls = kernel_calls(self.model, own_class) + attention_calls(self.model, own_class)
         plans = choice.plans()
         if self._routed.get(rows, (None,))[0] is not plans:
             self._routed[rows] = (plans, self._kernel_calls)

@@ -95,7 +95,8 @@ def test_a_row_that_was_rolled_back_is_never_seen_again():
 @pytest.mark.parametrize("window", [None, 3, 100])
 def test_the_mask_over_a_buffer_is_mlx_lms_and_hides_what_is_behind(window):
     buffer = mx.zeros((1, 1, 20, 2))
-    mask = compiled._Traced(buffer, buffer, mx.array([7]), {}).make_mask(5, window_size=window)
+    place = compiled._Place.of(7, 0, 5, mx.arange(20), mx.float16)
+    mask = compiled._Traced(buffer, buffer, place).make_mask(5, window_size=window)
     assert mx.array_equal(mask[:, :12], create_causal_mask(5, 7, window)) and not mask[:, 12:].any()
 
 
@@ -141,7 +142,7 @@ def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(fo
     assert 60 < n < 120
     out = list(run(model, drafter, prompt, n, tokenizer, block_size=block_size))
     assert ids_of(out) == greedy_ids(model, prompt, n)
-    assert {key[1] for key in drafter._replays[0]._known if key[0] == (block_size,)} == {1024, 2048}
+    assert {key[1] for key in drafter._replays[0]._known if key[0] == (0, block_size)} == {1024, 2048}
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "cohere"])
@@ -273,11 +274,11 @@ def test_an_interruption_between_the_entries_of_a_replay_leaves_the_cache_usable
     cache = make_prompt_cache(model, drafter)
     got, replay = [], compiled._replay
 
-    def stopped(run, arrays, entries, length, keeps):
+    def stopped(run, arrays, entries, place, end):
         before = [dict(vars(entry)) for entry in entries]
-        out = replay(run, arrays, entries, length, keeps)
+        out = replay(run, arrays, entries, place, end)
         # A trial's copies are not in the cache.
-        if length > 20 and entries[0] is cache[0]:
+        if end > 28 and entries[0] is cache[0]:
             for entry, attributes in zip(entries[after:], before[after:], strict=True):
                 vars(entry).update(attributes)
             raise KeyboardInterrupt
@@ -451,7 +452,8 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     for entry in cache:
         compiled._widen(entry, 2048)
     assert passes(5, 4, 6, 4) == 3 and compared == [1024] * 3 + [2048] and len(asked) == 6
-    assert [key[:2] for key in ours.blocks._known] == [((5,), 1024), ((4,), 1024), ((6,), 1024), ((4,), 2048), ((6,), 2048)]
+    sizes = [(5, 1024), (4, 1024), (6, 1024), (4, 2048), (6, 2048)]
+    assert [key[:2] for key in ours.blocks._known] == [((0, w), size) for w, size in sizes]
 
 
 def test_a_trial_times_passes_that_start_where_the_block_does_and_end(waits):
@@ -583,7 +585,7 @@ def test_traces_that_are_kept_are_few(monkeypatch):
     cache = filled(model, ours)
     for w in range(4, 12):
         rollback(cache, verify(ours, cache, list(range(w)))[2], len(PROMPT))
-    assert [key[0] for key in ours.blocks._known] == [(9,), (10,), (11,)] and ours.blocks.passes == 8
+    assert [key[0] for key in ours.blocks._known] == [(0, 9), (0, 10), (0, 11)] and ours.blocks.passes == 8
 
 
 def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(forced, monkeypatch):

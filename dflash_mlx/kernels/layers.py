@@ -56,6 +56,18 @@ class WindowMask(WatchedArray):
     window: int
 
 
+class BufferMask(WatchedArray):
+    """A mask [N, S] over a buffer of S keys, True: seen, and the same as floats to add, where somebody has made them."""
+
+    added: mx.array
+
+    @classmethod
+    def of(cls, seen: mx.array, added: mx.array) -> BufferMask:
+        mask = cls(seen)
+        mask.added = added
+        return mask
+
+
 class Served:
     """A handler of a module's call that a kernel may serve.
 
@@ -80,7 +92,8 @@ class _Masks:
         # An array is known by identity.
         about = (mask if isinstance(mask, str) else None, *about)
         if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
-            self._last = (mask, about, few_rows.folded_mask(mask, *about[1:]))
+            made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
+            self._last = (mask, about, few_rows.folded_mask(made, *about[1:]))
         return self._last[2]
 
 
