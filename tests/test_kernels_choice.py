@@ -478,6 +478,16 @@ def test_a_kernels_call_goes_through_few_python_functions(ready):
     assert len(python_calls(lambda: head_argmax.head_argmax_plan(x, w)(x, w))) <= 4
 
 
+def test_a_layer_says_that_a_kernel_served_its_call(ready):
+    """Else nobody would look at whether the pass is finite."""
+    for name, calls, call in layer_calls():
+        ((_, handler, _),) = calls
+        with intercept(calls):
+            assert not handler.served
+            call()
+        assert ready.count(name) and handler.served and not handler.left, name
+
+
 def test_a_layers_plan_follows_its_arrays_and_its_input(ready, monkeypatch):
     layer, made, prepare = nn.QuantizedLinear(64, 96, False, 32, 4), [], block_qmm.prepare
     monkeypatch.setattr(block_qmm, "prepare", lambda *about: made.append(about) or prepare(*about))
