@@ -27,6 +27,7 @@ ORDER = (
     "builtin",
     "published",
     "taps",
+    "joints",
     "compiled",
     "loading",
     "verify",
