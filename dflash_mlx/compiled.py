@@ -188,7 +188,10 @@ class Replays:
     always: whether a pass is used that is right, faster or not.
     refused: why this model cannot be compiled, if so.
     passes: replays so far.
+    kernels: what may serve a joint product, as `kernel_calls`.
     """
+
+    kernels = staticmethod(kernel_calls)
 
     def __init__(
         self, name: str, eager: Pass, traced: Callable[[list[Call]], Pass], model: nn.Module, parts: list[Any], always: bool
@@ -285,7 +288,8 @@ class Replays:
 
         if self._pass is None:
             spare = [_copied(entry) for entry in cache]
-            self._pass = self._traced(joint_calls(self._model(), lambda: self._eager(arrays, spare, length)))
+            noted = joint_calls(self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels)
+            self._pass = self._traced(noted)
         run, expected = self._compiled(), eager()
         try:
             off = _compared(expected, compiled(), plain, ours, length)
@@ -332,8 +336,15 @@ class Blocks(Replays):
         return out
 
 
+def _stock_calls(model: nn.Module) -> list[tuple]:
+    """Those of `kernel_calls` that are MLX's own operations: nobody doubts a drafter."""
+    return [call for call in kernel_calls(model) if isinstance(call[1], Dense)]
+
+
 class Drafts(Replays):
     """A drafter's passes: what `Drafter.replays` is."""
+
+    kernels = staticmethod(_stock_calls)
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
         # The drafter holds this.
@@ -342,9 +353,7 @@ class Drafts(Replays):
         def passes(joints: list[Call]) -> Pass:
             def run(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
                 (ids, features), drafter = arrays, held()
-                calls = [call for call in kernel_calls(drafter) if isinstance(call[1], Dense)] if choice.may_run() else []
-                # Nobody doubts a drafter: only MLX's own operations.
-                with intercept([*calls, *joints]):
+                with intercept([*(_stock_calls(drafter) if choice.may_run() else []), *joints]):
                     return (drafter.mask_rows(ids, features, entries, start),)
 
             return run

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .kernels.layers import kernel_calls
-from .taps import intercept, own_class
+from .taps import own_class
 
 # Weights of one product. Copies are dear and save little where reading them takes longer than three launches.
 MOST_BYTES = 8 << 20
@@ -25,8 +25,15 @@ _ARRAYS = ("weight", "scales", "biases", "bias")
 Call = tuple[nn.Module, Callable[[Callable[..., Any], tuple, dict], Any]]
 
 
-def joint_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
-    """The layers that one pass of the model, `run`, gives the same array, and what serves them instead. Nothing is evaluated."""
+def joint_calls(
+    model: nn.Module, run: Callable[[list[Call]], Any], kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls
+) -> list[Call]:
+    """The layers that one pass of the model gives the same array, and what serves them instead. Nothing is evaluated.
+
+    Args:
+      run: the pass, with these calls of layers in place of their own and of what kernels make of them.
+      kernels: what may serve a joint product, as `kernel_calls` gives it.
+    """
     given: dict[int, tuple[mx.array, list[nn.Module]]] = {}
     calls: list[int] = []
 
@@ -40,14 +47,15 @@ def joint_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
 
         return module, handler
 
-    with intercept([note(module) for _, module in model.named_modules() if own_class(module) in (nn.Linear, nn.QuantizedLinear)]):
-        run()
+    run([note(module) for _, module in model.named_modules() if own_class(module) in (nn.Linear, nn.QuantizedLinear)])
     groups: dict[tuple, list[nn.Module]] = {}
     for key, (_, modules) in given.items():
         for module in modules:
             if calls.count(id(module)) == 1:
                 groups.setdefault((key, *_form(module)), []).append(module)
-    return [call for group in groups.values() if len(group) > 1 and _bytes(group) <= MOST_BYTES for call in _joined(group)]
+    return [
+        call for group in groups.values() if len(group) > 1 and _bytes(group) <= MOST_BYTES for call in _joined(group, kernels)
+    ]
 
 
 def _form(layer: nn.Module) -> tuple:
@@ -60,7 +68,7 @@ def _bytes(layers: Sequence[nn.Module]) -> int:
     return sum(layer[name].nbytes for layer in layers for name in _ARRAYS if layer.get(name) is not None)
 
 
-def _joined(layers: Sequence[nn.Module]) -> list[Call]:
+def _joined(layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]]) -> list[Call]:
     """A handler for each of some layers: the first that is called makes the product of all."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
     whole = own_class(first).__new__(own_class(first))
@@ -71,11 +79,11 @@ def _joined(layers: Sequence[nn.Module]) -> list[Call]:
     for name in names:
         whole[name] = mx.concatenate([layer[name] for layer in layers])
     mx.eval(whole.parameters())
-    served = [handler for _, handler, _ in kernel_calls(whole)]
     last: list[mx.array] = []
 
     def product(x: mx.array) -> mx.array:
-        return served[0](whole, (x,), {}) if served else whole(x)
+        calls = kernels(whole)
+        return calls[0][1](whole, (x,), {}) if calls else whole(x)
 
     def part(begin: int, end: int) -> Callable[[Callable[..., Any], tuple, dict], Any]:
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

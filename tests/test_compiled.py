@@ -21,7 +21,7 @@ from dflash_mlx.cache import PairCache, checkpoint, rollback, trim_prompt_cache
 from dflash_mlx.compiled import Blocks, CompileError, Drafts, attach, capacity_for
 from dflash_mlx.kernels import choice
 from dflash_mlx.kernels.choice import NotFiniteError
-from dflash_mlx.kernels.layers import Served
+from dflash_mlx.kernels.layers import Linear, Served
 from dflash_mlx.taps import Target
 from dflash_mlx.verify import verify_block
 
@@ -428,6 +428,17 @@ def test_a_drafter_whose_weights_were_changed_drafts_with_the_new_ones(monkeypat
     after = rounds_of(run(model, drafter, PROMPT, 30))
     monkeypatch.setenv(compiled.VARIABLE, "off")
     assert after == rounds_of(run(model, drafter, PROMPT, 30)) != before
+
+
+def test_no_kernel_of_ours_serves_a_drafter_whose_passes_nobody_doubts(forced, monkeypatch):
+    model = tiny_target(hidden=32)
+    drafter = tiny_drafter(model, intermediate_size=64, layer_types=None, sliding_window=None)
+    for layer in drafter.layers:
+        nn.quantize(layer, 32, 4)
+    served, call = [], Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, *args: served.append(self.module) or call(self, *args))
+    run(model, drafter, PROMPT, 30)
+    assert drafter._replays[1].passes and not served
 
 
 def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):

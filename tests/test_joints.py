@@ -27,6 +27,14 @@ class Layers(nn.Module):
         return mx.concatenate([a, b, self.c(h), self.d(x=h), self.e(h), self.e(x)], axis=-1)
 
 
+def found_in(model, x, **options):
+    def run(calls):
+        with intercept(calls):
+            model(x)
+
+    return joint_calls(model, run, **options)
+
+
 def names(model, calls):
     by_id = {id(module): name for name, module in model.named_modules()}
     return [by_id[id(module)] for module, _ in calls]
@@ -49,7 +57,7 @@ def products(monkeypatch):
 def test_layers_of_one_array_are_one_product_with_the_values_of_each(bits, biases, monkeypatch):
     model, x = Layers(bits, biases), mx.random.normal((1, 5, 64))
     expected = model(x)
-    calls = joint_calls(model, lambda: model(x))
+    calls = found_in(model, x)
     # `e` is called twice; layers with a bias and without are two products.
     assert names(model, calls) == (["a", "b"] if biases[0] == biases[1] else []) + ["c", "d"]
     made = products(monkeypatch)
@@ -69,7 +77,7 @@ def test_layers_of_one_array_are_one_product_with_the_values_of_each(bits, biase
 
 def test_a_layer_that_is_given_another_array_than_the_last_makes_its_own_product():
     model, x, y = Layers(), mx.random.normal((1, 3, 64)), mx.random.normal((1, 3, 64))
-    calls = joint_calls(model, lambda: model(x))
+    calls = found_in(model, x)
     with intercept(calls):
         a, b, again = model.a(x), model.b(y), model.a(y)
     assert all(mx.array_equal(got, layer(given)) for got, layer, given in ((a, model.a, x), (b, model.b, y), (again, model.a, y)))
@@ -78,20 +86,20 @@ def test_a_layer_that_is_given_another_array_than_the_last_makes_its_own_product
 def test_large_layers_and_layers_of_different_kinds_are_left_apart(monkeypatch):
     model, x = Layers(), mx.random.normal((1, 3, 64))
     monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4)
-    assert names(model, joint_calls(model, lambda: model(x))) == ["a", "b"]
+    assert names(model, found_in(model, x)) == ["a", "b"]
     monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4 - 1)
-    assert joint_calls(model, lambda: model(x)) == []
+    assert found_in(model, x) == []
     monkeypatch.undo()
     model.b = model.b.to_quantized(64, 4)
-    assert names(model, joint_calls(model, lambda: model(x))) == ["c", "d"]
+    assert names(model, found_in(model, x)) == ["c", "d"]
     model = Layers(bits=4)
     model.d = nn.Linear(64, 64).to_quantized(64, 4)
-    assert names(model, joint_calls(model, lambda: model(x))) == ["a", "b"]
+    assert names(model, found_in(model, x)) == ["a", "b"]
 
 
 def test_a_transformers_projections_are_found_by_what_they_are_given():
     model = tiny_target(layers=2)
-    calls = joint_calls(model, lambda: model(mx.array([[1, 2, 3]])))
+    calls = found_in(model, mx.array([[1, 2, 3]]))
     found = [name.removeprefix("model.layers.") for name in names(model, calls)]
     attention, mlp = [f"self_attn.{n}_proj" for n in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
     assert found == [f"{i}.{name}" for i in range(2) for name in attention + mlp]
@@ -101,7 +109,7 @@ def test_a_transformers_projections_are_found_by_what_they_are_given():
 def test_a_pass_of_any_family_is_the_same_with_its_joints(name):
     model, ids = family(name), mx.array([[5, 9, 33, 7, 12]])
     expected = model(ids)
-    calls = joint_calls(model, lambda: model(ids))
+    calls = found_in(model, ids)
     with intercept(calls):
         found = model(ids)
     assert (mx.abs(found - expected).max() <= 1e-5 * mx.abs(expected).max()).item() and (calls or name == "phi3")

@@ -214,3 +214,7 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
     choice._forget()
     list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
     assert drafter.fc.weight.shape in traced and model.layers[0].mlp.down_proj.weight.shape in traced
+    # So are the products of layers that are given the same array.
+    for attention, names in ((model.layers[0].self_attn, "qkv"), (drafter.layers[0].self_attn, "kv")):
+        weights = [attention[f"{name}_proj"].weight for name in names]
+        assert (sum(w.shape[0] for w in weights), weights[0].shape[1]) in traced
