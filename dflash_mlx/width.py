@@ -217,48 +217,56 @@ def measure(
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """Time passes; each function runs one to its end. Short ones are repeated and the fastest counts.
+    """Time passes by turns, because a machine is now faster, now slower; each function runs one to its end. The fastest counts.
 
     Args:
       draft, verify: one block; inject: that many rows, of which plain decoding gathers many.
       both: draft and verify a width with one wait, or (True) with a second one in between, at which the drafter's confidences
-        are read. By turns.
+        are read.
       most: the largest width, block_size - 1.
       budget_s: once it is spent, without each pass's first run, no wider block is measured; two always are. The widths between
-        are measured only while all runs together took no longer.
+        are measured only while all runs together took no longer. What is left goes to more turns.
     """
     began, spent = clock(), 0.0
+    runs: dict[Any, Callable[[], object]] = {}
+    times: dict[Any, list[float]] = {}
 
-    def fastest(run: Callable[[], object]) -> float:
-        """The first run may compile for seconds or minutes, so there is always a second."""
+    def once(name: object) -> float:
         nonlocal spent
-        times: list[float] = []
-        while len(times) < 2 or (sum(times[1:]) < budget_s / 12 and len(times) < 9):
-            start = clock()
-            run()
-            times.append(max(clock() - start, 1e-9))
-        spent += sum(times[1:])
-        return min(times)
+        start = clock()
+        runs[name]()
+        took = max(clock() - start, 1e-9)
+        # The first run may compile, for seconds or minutes.
+        spent += took if name in times else 0.0
+        times.setdefault(name, []).append(took)
+        return took
 
-    plain_s, draft_s = fastest(plain), fastest(draft)
-    inject_s = fastest(lambda: inject(32)) / 32
-    if 32 * inject_s < budget_s / 50:
-        inject_s = min(inject_s, fastest(lambda: inject(256)) / 256)
-    verify_s: dict[int, float] = {}
-    first = _first(most)
+    def begin(name: object, run: Callable[[], object]) -> float:
+        runs[name] = run
+        return min(once(name), once(name))
+
+    begin("plain", plain)
+    begin("draft", draft)
+    if begin(("inject", 32), lambda: inject(32)) < budget_s / 50:
+        begin(("inject", 256), lambda: inject(256))
+    first, widths = _first(most), []
     for width in [*first, *(w for w in range(1, most) if w not in first)]:
-        if len(verify_s) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
+        if len(widths) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
             break
-        verify_s[width] = fastest(lambda width=width: verify(width))
-    width, times = first[len(verify_s) > 2], ([], [])
-    while len(times[0]) < 2 or (sum(times[0]) < budget_s / 6 and len(times[0]) < 9):
-        for waits in (False, True):
-            start = clock()
-            both(width, waits)
-            times[waits].append(clock() - start)
-        if spent > budget_s and len(times[0]) == 1:
-            break
-    return Costs(plain_s, draft_s, inject_s, verify_s, max(min(times[1]) - min(times[0]), 0.0), clock() - began)
+        begin(width, lambda width=width: verify(width))
+        widths.append(width)
+    some = first[len(widths) > 2]
+    runs.update({("both", waits): lambda waits=waits: both(some, waits) for waits in (False, True)})
+    for _ in range(1 + (spent <= budget_s)):
+        once(("both", False))
+        once(("both", True))
+    while spent < budget_s and len(times["plain"]) < 9:
+        for name in runs:
+            once(name)
+    least = {name: min(took) for name, took in times.items()}
+    inject_s = min(took / name[1] for name, took in least.items() if isinstance(name, tuple) and name[0] == "inject")
+    peek_s = max(least["both", True] - least["both", False], 0.0)
+    return Costs(least["plain"], least["draft"], inject_s, {w: least[w] for w in widths}, peek_s, clock() - began)
 
 
 def _first(most: int) -> list[int]:

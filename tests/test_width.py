@@ -687,6 +687,16 @@ def test_compiling_for_half_a_minute_a_shape_is_not_taken_for_a_cost():
     assert costs.verify_s == pytest.approx({w: 0.006 + 0.0005 * w for w in (1, 3, 7, 15)})
 
 
+def test_a_machine_that_is_slower_at_times_is_measured_right():
+    class Moody(Machine):
+        def run(self, name, seconds):
+            super().run(name, seconds * (2.5 if int(self.now / 0.15) % 2 else 1))
+
+    costs = Moody(0.0045, 0.0018, 0.0001, lambda w: 0.006 + 0.0001 * w).measure(15)
+    assert (costs.plain_s, costs.draft_s) == pytest.approx((0.0045, 0.0018))
+    assert costs.verify_s == pytest.approx({w: 0.006 + 0.0001 * w for w in range(1, 16)})
+
+
 def test_what_a_peek_adds_is_measured():
     machine = Machine(0.003, 0.002, 0.0001, lambda w: 0.003 + 0.001 * w, compiles=0.02, peek=0.0004)
     assert machine.measure(7).peek_s == pytest.approx(0.0004)
