@@ -46,8 +46,8 @@ from .kernels.layers import BufferMask, Dense, kernel_calls
 from .taps import Target, family, intercept
 
 VARIABLE = "DFLASH_MLX_COMPILE"
-# MLX has a kernel on CUDA for the attention of up to 3 rows, which takes no mask over a buffer.
-FEWEST_ROWS = 4
+# Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
+ROWS = 4
 # Traces that are kept, some hundred kilobytes each, by width and capacity.
 _KEPT = 32
 # Least step of capacities, in rows: a trace takes as long as some ordinary passes.
@@ -120,8 +120,8 @@ class _Place(NamedTuple):
     """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
 
     Shapes:
-      - offset, block: [1] int32, rows held and the position of the block's first row (behind new context rows, of a drafter)
-      - rows: [1, 1, n, 1] int32, the positions of all rows that the pass writes
+      - offset, block: [1] int32, the positions of the pass's first row and of its block's (behind new context rows, of a drafter)
+      - rows: [1, 1, n, 1] int32, where all rows of the pass are written
       - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
     """
 
@@ -132,13 +132,14 @@ class _Place(NamedTuple):
     added: mx.array
 
     @classmethod
-    def of(cls, length: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
-        """columns: [capacity], 0, 1, ..."""
-        # Made outside of the trace, by operations that need no compiling.
-        rows = mx.arange(length, length + context + K, dtype=mx.int32)
-        seen = columns <= rows[context:, None]
+    def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
+        """Behind `length` rows. spare: rows in front of the new ones that mean nothing; columns: [capacity], 0, 1, ..."""
+        # Made outside of the trace, by operations that need no compiling. The last row of a buffer is nobody's.
+        own = range(length, length + context + K)
+        rows = mx.array([columns.size - 1] * spare + [*own], dtype=mx.int32)
+        seen = columns <= rows[spare + context :, None]
         added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
-        at = [mx.array([n], dtype=mx.int32) for n in (length, length + context)]
+        at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context)]
         return cls(*at, rows[None, None, :, None], seen, added)
 
 
@@ -222,15 +223,24 @@ class Replays:
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def replay(
-        self, arrays: Sequence[mx.array], cache: Sequence[Any], context: int, K: int, keeps: int
+        self,
+        arrays: Sequence[mx.array],
+        filled: Sequence[mx.array],
+        cache: Sequence[Any],
+        spare: int,
+        context: int,
+        K: int,
+        keeps: int,
     ) -> tuple[mx.array, ...] | None:
         """One pass over a batch of one. None: run the ordinary one; nothing has happened then.
 
         Args:
-          context, K: rows that the pass writes, K of them its block's; what shapes the arrays have follows from these.
+          arrays: what the ordinary pass is given; filled: the same with `spare` rows in front and others behind that mean
+            nothing, so that few shapes are traced. What the pass gives may have as many rows more behind.
+          context, K: rows of the pass behind `spare`, K of them its block's; the arrays' shapes follow from these.
           keeps: rows by which the offset grows.
         """
-        shape = (context, K)
+        shape = (spare + context, K)
         if self.refused or self._faster.get(K) is False or arrays[0].shape[0] != 1:
             return None
         if any(type(entry) is not KVCache or entry.keys is None for entry in cache):
@@ -242,23 +252,24 @@ class Replays:
         if self._plans is not choice.plans():
             # A kernel was switched off, or switched on.
             self._forget()
-        capacity = capacity_for(max(length + context + K, *(entry.keys.shape[2] for entry in cache)))
+        capacity = capacity_for(max(length + context + K + 1, *(entry.keys.shape[2] for entry in cache)))
         if capacity not in self._columns:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])
-        place = _Place.of(length, context, K, self._columns[capacity], cache[0].keys.dtype)
+        place = _Place.of(length, spare, context, K, self._columns[capacity], cache[0].keys.dtype)
         key = (shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
         if key not in self._known:
             # What a model makes of the one does not depend on the other.
             known = shape in self._right[0] and capacity in self._right[1]
-            self._known[key] = self._compiled() if known else self._tried(arrays, cache, place, length, capacity, shape, keeps)
+            tried = functools.partial(self._tried, arrays, filled, cache, place, length, capacity, shape, keeps)
+            self._known[key] = self._compiled() if known else tried()
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         if (run := self._known[key]) is None:
             return None
         for entry in cache:
             _widen(entry, capacity)
-        out = _replay(run, arrays, cache, place, length + keeps)
+        out = _replay(run, filled, cache, place, length + keeps)
         self.passes += 1
         return out
 
@@ -268,6 +279,7 @@ class Replays:
     def _tried(
         self,
         arrays: Sequence[mx.array],
+        filled: Sequence[mx.array],
         cache: Sequence[KVCache],
         place: _Place,
         length: int,
@@ -284,7 +296,7 @@ class Replays:
             return self._eager(arrays, plain, length)
 
         def compiled() -> tuple[mx.array, ...]:
-            return _replay(run, arrays, ours, place, length + keeps)
+            return _replay(run, filled, ours, place, length + keeps)
 
         if self._pass is None:
             spare = [_copied(entry) for entry in cache]
@@ -302,14 +314,15 @@ class Replays:
             _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, sum(shape), found)
             return None
         if not self.always and shape[-1] not in self._faster:
-            self._faster[shape[-1]] = _least_s(compiled, ours, keeps) < _FASTER * _least_s(eager, plain, keeps)
+            ours_s, plain_s = _least_s([(compiled, ours), (eager, plain)], keeps)
+            self._faster[shape[-1]] = ours_s < _FASTER * plain_s
         self._right[0].add(shape)
         self._right[1].add(capacity)
         return run if self._faster.get(shape[-1], True) else None
 
 
 class Blocks(Replays):
-    """A target's passes over blocks of 4 rows and more: what `Target.blocks` is."""
+    """A target's passes over blocks of 2 rows and more: what `Target.blocks` is."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
         def passes(joints: list[Call]) -> Pass:
@@ -329,11 +342,16 @@ class Blocks(Replays):
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
         """
         w = ids.shape[1]
-        out = self.replay([ids], cache, 0, w, w) if w >= FEWEST_ROWS else None
-        if out is not None:
-            point.ended(w)
-            target.logits, target.replayed = None, True
-        return out
+        if w < 2:
+            return None
+        more = -w % ROWS
+        filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids
+        if (out := self.replay([ids], [filled], cache, 0, 0, w + more, w)) is None:
+            return None
+        point.ended(w)
+        target.logits, target.replayed = None, True
+        hidden, features = out
+        return (hidden[:, :w], features[:, :w]) if more else out
 
 
 def _stock_calls(model: nn.Module) -> list[tuple]:
@@ -361,10 +379,13 @@ class Drafts(Replays):
         super().__init__("the drafter", passes([]), passes, drafter, parts, always)
 
     def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, replayed; None: run that instead. Traced once for each number of new context rows."""
-        if cache[0].offset != start:
+        """`Drafter.mask_rows`, replayed; None: run that instead. Of up to as many new context rows as the block has."""
+        S, K = features.shape[1], ids.shape[1]
+        if cache[0].offset != start or S > K:
             return None
-        out = self.replay([ids, features], cache, features.shape[1], ids.shape[1], features.shape[1])
+        # In front, where all rows behind keep their places to one another.
+        rows = mx.pad(features, [(0, 0), (K - S, 0), (0, 0)]) if S < K else features
+        out = self.replay([ids, features], [ids, rows], cache, K - S, S, K, S)
         return None if out is None else out[0]
 
 
@@ -420,19 +441,20 @@ def _compared(
             pairs += [(a.keys[:, :, cut], b.keys[:, :, cut]), (a.values[:, :, cut], b.values[:, :, cut])]
     shares = []
     for a, b in pairs:
-        a, b = a.astype(mx.float32), b.astype(mx.float32)
+        a, b = a.astype(mx.float32), b[:, : a.shape[1]].astype(mx.float32)
         shares.append(mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30))
     # One that is not a number is largest.
     return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))
 
 
-def _least_s(run: Callable[[], Sequence[mx.array]], entries: Sequence[KVCache], w: int) -> float:
-    """Seconds of one pass that is waited for, the least of four; the first is not counted."""
-    seconds = []
+def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[KVCache]]], keeps: int) -> list[float]:
+    """Seconds of passes that are waited for, each with its cache: the least of four, by turns; the first is not counted."""
+    seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(5):
-        for entry in entries:
-            entry.trim(w)
-        began = time.perf_counter()
-        mx.eval(run())
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+        for (run, entries), into in zip(passes, seconds, strict=True):
+            for entry in entries:
+                entry.trim(keeps)
+            began = time.perf_counter()
+            mx.eval(run())
+            into.append(time.perf_counter() - began)
+    return [min(into[1:]) for into in seconds]
