@@ -52,7 +52,7 @@ def row_products(x: mx.array, w: mx.array) -> mx.array:
 
 
 def row_products_plan(x: mx.array, w: mx.array) -> Launch | None:
-    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..32 rows of a matrix."""
+    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..16 rows of a matrix, one for more."""
     return choice.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
 
 
@@ -61,11 +61,13 @@ def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...],
     if not (here() and few and dtype == w_dtype and dtype in TYPES):
         return None
     n, k = w_shape
-    trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype)
-    return row_products if choice.use(PRODUCTS, f"{dtype} N {n} K {k}", trial) else None
+    block = shape[1] <= MAX_ROWS
+    about = f"{dtype} N {n} K {k}" + ("" if block else " for a drafter's keys")
+    trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype, (2, 8, 16) if block else (24, 32))
+    return row_products if choice.use(PRODUCTS, about, trial) else None
 
 
-def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16, 32)) -> list[choice.Trial]:
+def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[choice.Trial]:
     """Comparisons with MLX's product, over as many matrices as a cache does not hold."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
