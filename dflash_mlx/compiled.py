@@ -1,15 +1,18 @@
 """Passes over blocks, the target's and the drafter's, that are put together once and replayed: where a model is small, the host
 takes longer over a pass than the GPU does.
 
-    DFLASH_MLX_COMPILE   unset, off   no pass is compiled
-                         auto         on CUDA, the widths at which a trial on this machine found it faster
-                         on           all that can be, faster or not, on any device
+    DFLASH_MLX_COMPILE   unset, auto   on CUDA, the widths at which a trial on this machine found it faster; elsewhere none
+                         off           no pass
+                         on            all that can be, faster or not, on any device
 
 `mx.compile` takes Python's numbers for constants and traces anew for every new shape. So a compiled pass is given the whole
-key and value buffers of the cache, how many rows they hold as an array, and a mask over the buffers:
+key and value buffers of the cache, and where it stands as arrays: places to write to, and a mask over the buffers.
 
     buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written behind the rows held; block row j sees what
              held          block      capacity       stands up to its own place. What stands behind has weight zero.
+
+Rows without meaning fill up what is shorter than a traced shape. In a trace, layers that are given the same array are one
+product (see `joints`).
 
 A weight of zero hides what is finite, and a draft that was rolled back may have overflowed float16. So a replay of the target is
 always doubted (`Target.doubts`): one that gives a value that is not finite is the last, and its pass runs again as ever.
@@ -71,7 +74,7 @@ def asked() -> str:
     Raises:
       CompileError: if it says anything else.
     """
-    value = os.environ.get(VARIABLE, "").strip().lower() or "off"
+    value = os.environ.get(VARIABLE, "").strip().lower() or "auto"
     if value not in ("off", "auto", "on"):
         raise CompileError(f"expected {VARIABLE} to be off, auto or on; found {value!r}. Correct the variable.")
     return value
