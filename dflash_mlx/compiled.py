@@ -45,6 +45,7 @@ from .drafter import Drafter
 from .errors import DFlashError
 from .joints import Call, joint_calls
 from .kernels import choice
+from .kernels.few_rows import folded_attention_plan, folded_mask
 from .kernels.layers import BufferMask, Dense, kernel_calls
 from .taps import Target, family, intercept
 
@@ -136,12 +137,16 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
-        """Behind `length` rows. spare: rows in front of the new ones that mean nothing; columns: [capacity], 0, 1, ..."""
-        # Made outside of the trace, by operations that need no compiling. The last row of a buffer is nobody's.
-        own = range(length, length + context + K)
-        rows = mx.array([columns.size - 1] * spare + [*own], dtype=mx.int32)
-        seen = columns <= rows[spare + context :, None]
+        """Behind `length` rows. spare: rows in front of the new ones that mean nothing, and are written behind them; columns:
+        [capacity], 0, 1, ..."""
+        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array of the host's
+        # by a page fault, some hundred microseconds.
+        end = length + context + K
+        rows = mx.arange(length, end, dtype=mx.int32)
+        seen = columns <= rows[context:, None]
         added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
+        if spare:
+            rows = mx.concatenate([mx.arange(end, end + spare, dtype=mx.int32), rows])
         at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context)]
         return cls(*at, rows[None, None, :, None], seen, added)
 
@@ -174,9 +179,17 @@ class _Traced:
         columns = mx.arange(self.keys.shape[2])[None]
         return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
 
-    def block_mask(self, causal: bool) -> mx.array:
-        """bool [K, capacity] or [1, capacity]: what a drafter's block sees."""
-        return self._place.seen if causal else self._place.seen[-1:]
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, causal: bool) -> mx.array:
+        """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
+        place, or all to the whole block."""
+        seen, added = self._place.seen, self._place.added
+        plan = folded_attention_plan(queries, keys, values, scale, seen) if choice.may_run() else None
+        if plan is None:
+            mask = seen if causal else seen[-1:]
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        shared = queries.shape[1] // keys.shape[1]
+        mask = folded_mask(added, *added.shape, shared, added.dtype) if causal else added[-1:]
+        return plan(queries, keys, values, mask)
 
 
 # (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for `_Traced` ones.
@@ -255,7 +268,7 @@ class Replays:
         if self._plans is not choice.plans():
             # A kernel was switched off, or switched on.
             self._forget()
-        capacity = capacity_for(max(length + context + K + 1, *(entry.keys.shape[2] for entry in cache)))
+        capacity = capacity_for(max(length + spare + context + K, *(entry.keys.shape[2] for entry in cache)))
         if capacity not in self._columns:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])

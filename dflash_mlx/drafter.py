@@ -146,7 +146,7 @@ class Attention(nn.Module):
         """
         B, K, _ = x.shape
         # A trace's place is an array, and its keys are a buffer, of which not all is seen (see `compiled`).
-        traced = hasattr(cache, "block_mask")
+        traced = hasattr(cache, "attend")
         end = cache.block_offset if traced else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
@@ -164,8 +164,11 @@ class Attention(nn.Module):
             v = mx.concatenate([values, v[:, :, new:]], axis=2)
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
-        mask = cache.block_mask(self.causal) if traced else block_mask(K, k.shape[2] - K, self.causal, self.window)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        if traced:
+            out = cache.attend(q, k, v, self.scale, self.causal)
+        else:
+            mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
+            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import FAMILIES, OTHERS, family, known_drafter, some_line
-from kit import greedy_ids, run
+from kit import greedy_ids, rounds_of, run, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import stream_generate
@@ -209,8 +209,10 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
     features = normal(1, 2, drafter.fc.weight.shape[1])
     mx.eval(drafter.mask_rows(mx.zeros((1, 8), dtype=mx.int32), features, drafter.make_cache(), 0))
     assert not cuda  # outside of a trace a drafter's products are MLX's
-    traced = []
+    traced, masks = [], []
     monkeypatch.setattr(few_rows, "row_products", lambda x, w: traced.append(w.shape) or row_products(x, w))
+    folded = lambda q, k, v, mask, scale: masks.append(mask.shape) or folded_attention(q, k, v, mask, scale)  # noqa: E731
+    monkeypatch.setattr(few_rows, "folded_attention", folded)
     choice._forget()
     list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
     assert drafter.fc.weight.shape in traced and model.layers[0].mlp.down_proj.weight.shape in traced
@@ -218,3 +220,15 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
     for attention, names in ((model.layers[0].self_attn, "qkv"), (drafter.layers[0].self_attn, "kv")):
         weights = [attention[f"{name}_proj"].weight for name in names]
         assert (sum(w.shape[0] for w in weights), weights[0].shape[1]) in traced
+    # A drafter's block sees all of itself: one row of the mask is for all.
+    assert not drafter.layers[0].self_attn.causal
+    assert {shape[0] for shape in masks} == {1, 8 * model.args.num_attention_heads // model.args.num_key_value_heads}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_replayed_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
+    expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._replays[1].passes > 5
