@@ -361,6 +361,8 @@ class Blocks(Replays):
         if w < 2:
             return None
         more = -w % ROWS
+        if target.positions is not None and cache[0].offset + w + more > target.positions:
+            more = 0
         filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids
         if (out := self.replay([ids], [filled], cache, 0, 0, w + more, w)) is None:
             return None

@@ -434,6 +434,8 @@ class _Run:
         return self._cut(self.rule.copy(width, self.copier.chances(self.stats.block_size - 1)))
 
     def _cut(self, width: int) -> int:
+        if self.target.positions is not None:
+            width = max(min(width, self.target.positions - self.rows - 1), 0)
         # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
         return self.quantization.cut(self.rows, width) if self.quantization else width
 

@@ -244,6 +244,9 @@ class Target:
         # As they are now: a walk over them takes 0.6 ms of a model of 30 layers.
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self.backbone = self._owner()
+        # Rows of a learned table of positions, as GPT-2 has one: what stands behind it in memory may be no number, and a block
+        # that reaches there is spoilt whole.
+        self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
         # What the model itself returned for the last pass if that was over one row, [1, 1, V]: `head` need not run.
         self.logits: mx.array | None = None
         # Modules that change an ArraysCache, from the first pass that had one.

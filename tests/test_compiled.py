@@ -201,6 +201,20 @@ def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
         attach(Target(model, (0, 2)), drafter)
 
 
+@pytest.mark.parametrize("value", ["off", "on"])
+@pytest.mark.parametrize("block", [6, 16])
+def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
+    monkeypatch.setenv(compiled.VARIABLE, value)
+    model = family("gpt2")
+    table, model.args.n_positions = model.model.wpe.weight, 48
+    # What stands in memory behind the table would show: it is no number.
+    model.model.wpe.weight = mx.where(mx.arange(len(table))[:, None] < 48, table, math.nan)[:48]
+    want = greedy_ids(model, PROMPT, 48 - len(PROMPT))
+    drafter = known_drafter(model, PROMPT + want, "noisy", block=block)
+    assert ids_of(run(model, drafter, PROMPT, len(want))) == want
+    assert value == "off" or drafter._replays[0].passes > 5 and not drafter._replays[0].refused
+
+
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "afm7"])
 def test_what_cannot_be_compiled_runs_as_ever(name, forced):
     model = family(name)
