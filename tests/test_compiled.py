@@ -210,8 +210,9 @@ def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
     # What stands in memory behind the table would show: it is no number.
     model.model.wpe.weight = mx.where(mx.arange(len(table))[:, None] < 48, table, math.nan)[:48]
     want = greedy_ids(model, PROMPT, 48 - len(PROMPT))
-    drafter = known_drafter(model, PROMPT + want, "noisy", block=block)
-    assert ids_of(run(model, drafter, PROMPT, len(want))) == want
+    for quality in ("noisy", "hopeless"):
+        drafter = known_drafter(model, PROMPT + want, quality, block=block)
+        assert ids_of(run(model, drafter, PROMPT, len(want))) == want
     assert value == "off" or drafter._replays[0].passes > 5 and not drafter._replays[0].refused
 
 
