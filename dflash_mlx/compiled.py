@@ -20,6 +20,8 @@ always doubted (`Target.doubts`): one that gives a value that is not finite is t
 Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
 width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
 traced (Python numbers made of the offset, entries that are looked into) leaves that model uncompiled.
+Weights are constants of a trace: one put in another's place, as adapters are, runs from the next answer on; one changed in place
+(`weight *= 2`) is not noticed.
 
 Knows both models and their KV caches; knows nothing of acceptance or the loop.
 """
