@@ -195,9 +195,11 @@ class Costs:
             return
         if not usual and not copied:
             return
-        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts.
+        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts. Of the
+        # drafter's, one that took far longer, as where something is compiled, is believed by and by: there may be no next one.
         if n < 3:
-            ratio = min(ratio, seen) if n else seen
+            slow = width and not copied and seen > 2 * ratio
+            ratio = 2 * ratio if slow else min(ratio, seen) if n else seen
         else:
             ratio += max(1 / (n + 1), 0.1) * (min(max(seen, ratio / 2), ratio * 2) - ratio)
         table[width] = (ratio, n + 1)
@@ -384,7 +386,9 @@ class WidthRule:
         self._rate = 0.0
 
     def take_up(self, other: WidthRule) -> None:
-        """Go on with what another run of the same pair has learned of the drafter's confidences."""
+        """Go on with what another run of the same pair has learned of the drafter's confidences, and has saved for tries: answers
+        may be shorter than it takes to save for one."""
+        self.credit, self.share = other.credit, other.share
         self.calibration.weights = list(other.calibration.weights)
         self._peeked, self._fixed, self._asked = other._peeked, list(other._fixed), other._asked
 
@@ -532,6 +536,8 @@ class WidthRule:
         if self.costs is None:
             return
         drafted = bool(width) or waited
+        # A try is charged what it was allowed for: one round that took far longer, as the first ones may, is soon corrected.
+        expected_s = self.costs.round(width)
         if drafted and not copied and waited != self._peeking:
             self.costs.reprice(width, seconds, waited)
         else:
@@ -551,7 +557,7 @@ class WidthRule:
                 self._judge(confidence, accepted, more, waited)
             if self._trying:
                 # What the drafter was given late is not lost: that is its context.
-                lost = min(seconds, self.costs.round(width)) - (accepted + 1) * self.costs.plain()
+                lost = min(seconds, expected_s) - (accepted + 1) * self.costs.plain()
                 self.credit -= lost
                 if self.last == 0 or lost <= 0:
                     self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE

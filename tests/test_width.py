@@ -8,9 +8,11 @@ import math
 import os
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from dflash_mlx import costs as costs_of_pairs
 from dflash_mlx import width
 from dflash_mlx.chances import Acceptance, expected
 from dflash_mlx.copying import Copier
@@ -217,6 +219,42 @@ def test_a_plain_pass_that_was_measured_wrong_is_seen_first(off):
     run = Simulation((plain, draft, verify), PROCESSES["fair"], rule, 3, tokens=300)
     assert run.widths[:2] == [0, 0] and run.seconds < 1.2 * 300 * plain
     assert set(run.widths[-200:]) == {0}
+
+
+def answers(monkeypatch, machine, process, n, tokens=128, slow=1.0, seed=1):
+    """Answers of one drafter, each with a rule of its own; the first four rounds that verify drafts take `slow` times as long."""
+    costs, (plain, draft, verify), rounds = rule_for(machine).costs, machine, []
+    drafter = SimpleNamespace(config=SimpleNamespace(block_size=MOST + 1))
+    monkeypatch.setattr(costs_of_pairs, "measured_costs", lambda *_: costs)
+
+    def slow_at_first(w):
+        rounds.append(w)
+        return verify(w) * (slow if len(rounds) <= 4 else 1)
+
+    for i in range(n):
+        rule = costs_of_pairs.width_rule(None, drafter, None)
+        yield Simulation((plain, draft, slow_at_first), process, rule, 1000 * seed + i, tokens=tokens)
+
+
+# As an H100 with a small model: rows cost next to nothing, a round costs 1.6 plain passes; with a quantized one, 2 to 2.2.
+HOST_BOUND = {16: (4.6, 1.7, lambda w: 5.9 + 0.2 * w / 15), 4: (5.0, 2.4, lambda w: 7.5 + 1.3 * w / 15)}
+
+
+@pytest.mark.parametrize("slow", [3, 10, 50])
+@pytest.mark.parametrize("bits", HOST_BOUND)
+@pytest.mark.parametrize("seed", range(3))
+def test_short_answers_do_not_stay_plain_because_the_first_rounds_were_slow(seed, bits, slow, monkeypatch):
+    machine, process = HOST_BOUND[bits], PROCESSES["fair"]
+    runs = list(answers(monkeypatch, machine, process, 40, slow=slow, seed=seed))
+    assert sum(any(run.widths) for run in runs[10:]) == 30
+    assert sum(run.seconds for run in runs[10:]) < 1.06 * 30 * best_fixed(machine, process, tokens=128, seeds=range(9))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_tries_in_short_answers_cost_less_than_one_percent_too(machine, monkeypatch):
+    runs = list(answers(monkeypatch, MACHINES[machine], PROCESSES["hopeless"], 150, seed=5))
+    assert any(any(run.widths) for run in runs[75:])
+    assert sum(run.seconds for run in runs[1:]) < 1.01 * sum(len(run.widths) for run in runs[1:]) * MACHINES[machine][0]
 
 
 def test_plain_decoding_is_timed_again_while_drafting_gains_little():
