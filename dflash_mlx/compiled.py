@@ -54,6 +54,8 @@ from .taps import Target, family, intercept
 VARIABLE = "DFLASH_MLX_COMPILE"
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
 ROWS = 4
+# A drafter's new context rows, in blocks: after copied drafts it is given more than one block's.
+MOST_BLOCKS = 4
 # Traces that are kept, some hundred kilobytes each, by width and capacity.
 _KEPT = 32
 # Least step of capacities, in rows: a trace takes as long as some ordinary passes.
@@ -399,13 +401,14 @@ class Drafts(Replays):
         super().__init__("the drafter", passes([]), passes, drafter, parts, always)
 
     def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, replayed; None: run that instead. Of up to as many new context rows as the block has."""
+        """`Drafter.mask_rows`, replayed; None: run that instead. New context rows are filled up to one block's or a few."""
         S, K = features.shape[1], ids.shape[1]
-        if cache[0].offset != start or S > K:
+        if cache[0].offset != start or S > MOST_BLOCKS * K:
             return None
         # In front, where all rows behind keep their places to one another.
-        rows = mx.pad(features, [(0, 0), (K - S, 0), (0, 0)]) if S < K else features
-        out = self.replay([ids, features], [ids, rows], cache, K - S, S, K, S)
+        spare = -S % K
+        rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features
+        out = self.replay([ids, features], [ids, rows], cache, spare, S, K, S)
         return None if out is None else out[0]
 
 
