@@ -245,7 +245,8 @@ class Drafter(nn.Module):
         self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
         own = finish_head(self.config, self.lm_head, self.lm_head, "the drafter's own head") if "lm_head" in self else None
         self._head = own or head
-        self._target = target
+        # Not one of its modules: quantizing the drafter is nothing to the target.
+        vars(self)["_target"] = target
         return self
 
     @property

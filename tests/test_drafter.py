@@ -3,6 +3,7 @@
 import math
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from kit import flat, raw_config, tiny_drafter, tiny_target
@@ -385,6 +386,15 @@ def test_parameter_names_are_the_published_tensor_names():
     expected = {"fc.weight": [24, 48], "hidden_norm.weight": [24], "norm.weight": [24]}
     expected |= {f"layers.{n}.{name}": shape for n in range(2) for name, shape in layer.items()}
     assert {name: list(value.shape) for name, value in flat(drafter).items()} == expected
+
+
+def test_the_borrowed_target_is_no_module_of_the_drafter():
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    assert drafter.target is model and not {id(m) for m in model.modules()} & {id(m) for m in drafter.modules()}
+    nn.quantize(drafter, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[1] % 32 == 0)
+    assert not any(isinstance(m, nn.QuantizedLinear) for m in model.modules())
+    assert any(isinstance(m, nn.QuantizedLinear) for m in drafter.modules())
 
 
 def test_the_borrowed_target_is_no_parameter_of_the_drafter():
