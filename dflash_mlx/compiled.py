@@ -128,13 +128,15 @@ class _Place(NamedTuple):
     """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
 
     Shapes:
-      - offset, block: [1] int32, the positions of the pass's first row and of its block's (behind new context rows, of a drafter)
+      - offset, block, end: [1] int32, the positions of the pass's first row, of its block's (behind new context rows, of a
+        drafter), and behind the block
       - rows: [1, 1, n, 1] int32, where all rows of the pass are written
       - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
     """
 
     offset: mx.array
     block: mx.array
+    end: mx.array
     rows: mx.array
     seen: mx.array
     added: mx.array
@@ -151,7 +153,7 @@ class _Place(NamedTuple):
         added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
         if spare:
             rows = mx.concatenate([mx.arange(end, end + spare, dtype=mx.int32), rows])
-        at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context)]
+        at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context, end)]
         return cls(*at, rows[None, None, :, None], seen, added)
 
 
@@ -179,7 +181,7 @@ class _Traced:
         """bool [N, capacity], True: seen. As mlx-lm's caches make it."""
         place = self._place
         if window_size is None:
-            return BufferMask.of(place.seen, place.added)
+            return BufferMask.of(place.seen, place.added, place.end)
         columns = mx.arange(self.keys.shape[2])[None]
         return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
 

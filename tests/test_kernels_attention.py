@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import BASE, FAMILIES, OTHERS, family, known_drafter, some_line, varied
-from kit import greedy_ids, run
+from kit import greedy_ids, ids_of, run
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
@@ -58,10 +58,10 @@ def noting(monkeypatch, prepare):
     def noted(shape, dtype, hk, scale, causal, window, has_sinks):
         launch = prepare(shape, dtype, hk, scale, causal, window, has_sinks)
 
-        def run(q, k, v, sinks, start):
+        def run(q, k, v, sinks, start, held=None):
             assert q.shape == shape and (sinks is not None) == has_sinks
-            launched.append((q.shape[2], window, has_sinks, start, k.shape[2]))
-            return launch(q, k, v, sinks, start)
+            launched.append((q.shape[2], window, has_sinks, start, k.shape[2] if held is None else "a buffer"))
+            return launch(q, k, v, sinks, start, held)
 
         return run
 
@@ -71,7 +71,16 @@ def noting(monkeypatch, prepare):
 
 def prepare_ops(shape, dtype, hk, scale, causal, window, has_sinks):
     """MLX's own operations in the kernel's place."""
-    return lambda q, k, v, sinks, start: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
+
+    def run(q, k, v, sinks, start, held):
+        if held is None:
+            return block_attention_ops(q, k, v, scale, causal, window, sinks, start)
+        # Of a buffer, a mask hides what is behind the rows held.
+        rows = held - shape[2] + mx.arange(shape[2])
+        mask = mx.arange(k.shape[2])[None] <= rows[:, None]
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+
+    return run
 
 
 @pytest.fixture
@@ -333,3 +342,18 @@ def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):
         block_attention.block_attention_plan(q, k, k, 0.2, True, 16, sinks)
     about = "mlx.core.float32 HQ 4 HK 2 D 32 window 16"
     assert tried == [(about, False), (f"{about} sinks", True)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_replayed_passes_hand_the_kernel_whole_buffers(name, stand_in, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    model, prompt = wide(name), [5, 9, 33, 7, 12]
+    want = greedy_ids(model, prompt, 40)
+    drafter = known_drafter(model, [*prompt, *want], "noisy", block=6)
+    stand_in.clear()
+    assert ids_of(run(model, drafter, prompt, 40, block_size=6)) == want
+    blocks = drafter._replays[0]
+    assert blocks.passes > 5
+    # Once a layer of the one trace: 6 rows are filled up to 8. The ordinary pass that it was compared with has 6.
+    assert [launch for launch in stand_in if launch[4] == "a buffer"] == [(8, 0, False, 0, "a buffer")] * len(model.layers)
+    assert sum(launch[0] == 6 for launch in stand_in) >= len(model.layers)

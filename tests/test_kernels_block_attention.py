@@ -1,5 +1,6 @@
 """block_attention's texts against float64, and every row count against one row, in the emulator."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -109,6 +110,19 @@ def test_a_dropped_key_outside_the_window_does_not_change_a_bit():
         whole = block_attention_kernel(q, k, v, 0.2, window=64)
         for start in (40, 222):
             assert mx.array_equal(block_attention_kernel(q, k[:, :, start:], v[:, :, start:], 0.2, window=64, start=start), whole)
+
+
+@pytest.mark.parametrize("s", [5, 31, 32, 33, 255, 256, 257])
+def test_of_a_buffer_only_the_keys_held_are_seen(s):
+    q, k, v = made(s, hq=4, hk=2, m=5)
+    # What stands behind is no number, within the last chunk and beyond it.
+    behind = mx.full((1, 2, 270, k.shape[3]), math.nan, dtype=k.dtype)
+    buffers, held = [mx.concatenate([a, behind], axis=2) for a in (k, v)], mx.array([s], dtype=mx.int32)
+    sinks = mx.array([3.0, -1.0, 0.5, 20.0])
+    with emulator.emulated():
+        for options in ({}, {"sinks": sinks}, {"causal": False}):
+            want = block_attention_kernel(q, k, v, 0.2, **options)
+            assert mx.array_equal(block_attention_kernel(q, *buffers, 0.2, **options, held=held), want)
 
 
 def test_sinks_and_a_drafters_full_block():

@@ -35,7 +35,7 @@ def prepare_head(shape, dtype, v, quantized, softcap=None, biased=False):
 
 
 def prepare_attention(shape, dtype, hk, scale, causal, window, has_sinks):
-    return lambda q, k, v, sinks=None, start=0: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
+    return lambda q, k, v, sinks=None, start=0, held=None: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
 
 
 @pytest.fixture

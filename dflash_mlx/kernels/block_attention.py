@@ -32,7 +32,7 @@ MAX_HELD = 48
 _SOURCE = """
     constexpr int STRIDE = D + 4;
     constexpr int PARTS = D / 32;
-    const int M = queries_shape[2], S = keys_shape[2];
+    const int M = queries_shape[2], S = held[0] > 0 ? held[0] : keys_shape[2];
     const int HK = keys_shape[1], HQ = queries_shape[1];
     const int REP = HQ / HK, R = REP * M;
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
@@ -192,7 +192,7 @@ _REDUCE_SOURCE = """
 
 KERNEL = Kernel(
     "block_attention",
-    inputs=("queries", "keys", "values", "scale", "start", "first_chunk"),
+    inputs=("queries", "keys", "values", "scale", "start", "first_chunk", "held"),
     outputs=("chunk_out", "chunk_top", "chunk_total"),
     source=_SOURCE,
     row_contiguous=False,
@@ -239,19 +239,22 @@ def block_attention_kernel(
     window: int = 0,
     sinks: mx.array | None = None,
     start: int = 0,
+    held: mx.array | None = None,
 ) -> mx.array:
     """Two launches: a threadgroup for each KV head and chunk of keys, then a simd group for each row.
 
     Shapes: as in `block_attention`.
+    Args:
+      held: [1] int32, how many of the keys there are, where the arrays are buffers of more; then without a window.
     """
     launch = prepare(queries.shape, queries.dtype, keys.shape[1], scale, causal, window, sinks is not None)
-    return launch(queries, keys, values, sinks, start)
+    return launch(queries, keys, values, sinks, start, held)
 
 
 def prepare(
     shape: tuple[int, ...], dtype: mx.Dtype, hk: int, scale: float, causal: bool, window: int, has_sinks: bool
 ) -> Callable[..., mx.array]:
-    """`block_attention_kernel` for queries of a shape, any number of keys: what takes (queries, keys, values, sinks, start)."""
+    """`block_attention_kernel` for queries of a shape, any number of keys, taking (queries, keys, values, sinks, start, held)."""
     b, hq, m, d = shape
     simdgroups, each = layout(hq // hk * row_tile(m), d)
     launch = KERNEL.prepared(
@@ -277,7 +280,14 @@ def prepare(
     scaled, no_sinks = mx.array([scale], dtype=mx.float32), mx.array([0] * 8, dtype=mx.float32)
     zero = mx.array([0], dtype=mx.int32)
 
-    def run(queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None = None, start: int = 0) -> mx.array:
+    def run(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        sinks: mx.array | None = None,
+        start: int = 0,
+        held: mx.array | None = None,
+    ) -> mx.array:
         end = start + keys.shape[2]
         first = max(start, end - m - window + 1 if window else start) // CHUNK
         chunks = (end - 1) // CHUNK - first + 1
@@ -285,7 +295,7 @@ def prepare(
         begin = mx.array([start], dtype=mx.int32) if start else zero
         first_chunk = mx.array([first], dtype=mx.int32) if first else zero
         out, top, total = launch(
-            inputs=[mx.contiguous(queries), keys, values, scaled, begin, first_chunk],
+            inputs=[mx.contiguous(queries), keys, values, scaled, begin, first_chunk, zero if held is None else held],
             grid=(chunks * simdgroups * 32, b * hk, 1),
             output_shapes=[(b, hq, m, chunks, d), (b, hq, m, chunks), (b, hq, m, chunks)],
         )
@@ -334,7 +344,7 @@ def block_attention_plan(
     window: int = 0,
     sinks: mx.array | None = None,
 ) -> Callable[..., mx.array] | None:
-    """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start) to; None: MLX.
+    """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start, held) to; None: MLX.
 
     For callers with a way of their own. Whether it is None is one answer for all row counts and lengths.
     """

@@ -57,14 +57,18 @@ class WindowMask(WatchedArray):
 
 
 class BufferMask(WatchedArray):
-    """A mask [N, S] over a buffer of S keys, True: seen, and the same as floats to add, where somebody has made them."""
+    """A mask [N, S] over a buffer of S keys, True: seen, for the last N of the keys that it holds, each seeing all up to its own.
+
+    added: the same as floats to add; end: [1] int32, how many keys that is.
+    """
 
     added: mx.array
+    end: mx.array
 
     @classmethod
-    def of(cls, seen: mx.array, added: mx.array) -> BufferMask:
+    def of(cls, seen: mx.array, added: mx.array, end: mx.array) -> BufferMask:
         mask = cls(seen)
-        mask.added = added
+        mask.added, mask.end = added, end
         return mask
 
 
@@ -136,14 +140,18 @@ class Attention(Served):
         return self._call(self.module, *args, **kwargs)
 
     def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
-        self._foreign = self._foreign or isinstance(mask, mx.array) and not _is_window(mask, cache)
-        laid = None if self._foreign else _laid(queries, keys, values, cache, mask)
+        # A trace's: the cache's whole buffers (see `compiled`).
+        buffer = isinstance(mask, BufferMask) and not mask.changed and keys is cache.keys and values is cache.values
+        self._foreign = self._foreign or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
+        laid = None
+        if not self._foreign:
+            laid = (keys, values, 0, 0) if buffer else _laid(queries, keys, values, cache, mask)
         said = isinstance(scale, (int, float))
         if laid and said:
             k, v, start, window = laid
             if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
                 self.served = True
-                return launch(queries, k, v, sinks, start)
+                return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if said and sinks is None and isinstance(keys, mx.array):
             if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask):
                 m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
