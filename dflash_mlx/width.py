@@ -370,6 +370,8 @@ class WidthRule:
         self.credit: float | None = None
         # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
         self.last, self._trying, self._rest = 0, 0, 0
+        # Whether plain rounds save for tries.
+        self._saves = True
         # Rounds of width 0 since plain decoding was last looked at.
         self._plain = 0
         # Chances to copy that were declined since one was taken, and after how many what was seen of copying is forgotten.
@@ -435,9 +437,12 @@ class WidthRule:
         least = max(gains) / 2 if max(gains) > _LEAVE - 1 else -1.0
         hopeful = [w for w in range(1, self.most + 1) if gains[w - 1] >= least]
         loss, best = min((rounds_s[w - 1] + inject_s - tokens[w] * plain_s, w) for w in hopeful)
-        self._trying = int(self.credit >= loss)
-        self._rest = 0 if self._trying else _REST
-        return best if self._trying else 0
+        if self.credit < loss:
+            # Where rows that pend are too dear for a try, as in a long text, no more is saved: many would follow at once.
+            self._rest, self._saves = _REST, self.credit < loss - inject_s + _FIRST_TRY_TOKENS * plain_s
+            return 0
+        self._trying, self._saves = 1, True
+        return best
 
     @property
     def asks(self) -> bool:
@@ -562,7 +567,7 @@ class WidthRule:
                 if self.last == 0 or lost <= 0:
                     self.share = max(self.share / 2, _TRY_SHARE / 4) if lost > 0 else _TRY_SHARE
         else:
-            self.credit += self.share * self.costs.plain()
+            self.credit += self._saves * self.share * self.costs.plain()
             self._rest, self._plain = max(self._rest - 1, 0), self._plain + 1
         # After a round that was peeked at and verified nothing, drafting goes on.
         self.last = width or int(drafted)

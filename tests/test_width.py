@@ -257,6 +257,15 @@ def test_tries_in_short_answers_cost_less_than_one_percent_too(machine, monkeypa
     assert sum(run.seconds for run in runs[1:]) < 1.01 * sum(len(run.widths) for run in runs[1:]) * MACHINES[machine][0]
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_after_a_long_plain_text_tries_in_the_next_answer_are_few(machine):
+    # Where rows that pend are dear no try is paid for within it, and what is saved grows.
+    machine, rule = MACHINES[machine], rule_for(MACHINES[machine])
+    Simulation(machine, PROCESSES["hopeless"], rule, 2, tokens=20000)
+    then = Simulation(machine, PROCESSES["hopeless"], rule, 3, tokens=100)
+    assert then.seconds < 1.2 * 100 * machine[0]
+
+
 def test_plain_decoding_is_timed_again_while_drafting_gains_little():
     plain, draft, verify = MACHINES["quantized"]
     run = Simulation((plain, draft, verify), PROCESSES["fair"], rule_for((plain, draft, verify)), 3)
