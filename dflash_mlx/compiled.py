@@ -54,6 +54,8 @@ from .taps import Target, family, intercept
 VARIABLE = "DFLASH_MLX_COMPILE"
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
 ROWS = 4
+# Columns of a quantized product that MLX's kernels for several rows on CUDA take; any other number goes by a slower one.
+TILE = 128
 # A drafter's new context rows, in blocks: after copied drafts it is given more than one block's.
 MOST_BLOCKS = 4
 # Traces that are kept, some hundred kilobytes each, by width and capacity.
@@ -322,7 +324,8 @@ class Replays:
 
         if self._pass is None:
             spare = [_copied(entry) for entry in cache]
-            noted = joint_calls(self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels)
+            columns = TILE if mx.cuda.is_available() else 1
+            noted = joint_calls(self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns)
             self._pass = self._traced(noted)
         run, expected = self._compiled(), eager()
         try:

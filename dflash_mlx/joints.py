@@ -3,7 +3,9 @@
     q, k, v = Wq x, Wk x, Wv x      one product of [Wq; Wk; Wv], of which each layer's call takes its columns
 
 Which layers these are is seen in a pass: no family's names are known. Their weights are copied, so only those of small layers are
-joined. Knows MLX's `Linear` and `QuantizedLinear`; knows nothing of caches or of tracing.
+joined. Quantized weights may be filled up with rows of zeros, to a number of columns that a kernel takes.
+
+Knows MLX's `Linear` and `QuantizedLinear`; knows nothing of caches or of tracing.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ Call = tuple[nn.Module, Callable[[Callable[..., Any], tuple, dict], Any]]
 
 
 def joint_calls(
-    model: nn.Module, run: Callable[[list[Call]], Any], kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls
+    model: nn.Module,
+    run: Callable[[list[Call]], Any],
+    kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls,
+    columns: int = 1,
 ) -> list[Call]:
     """The layers that one pass of the model gives the same array, and what serves them instead. Nothing is evaluated.
 
     Args:
       run: the pass, with these calls of layers in place of their own and of what kernels make of them.
       kernels: what may serve a joint product, as `kernel_calls` gives it.
+      columns: quantized products have a multiple of so many, those of one layer too.
     """
     given: dict[int, tuple[mx.array, list[nn.Module]]] = {}
     calls: list[int] = []
@@ -53,9 +59,9 @@ def joint_calls(
         for module in modules:
             if calls.count(id(module)) == 1:
                 groups.setdefault((key, *_form(module)), []).append(module)
-    return [
-        call for group in groups.values() if len(group) > 1 and _bytes(group) <= MOST_BYTES for call in _joined(group, kernels)
-    ]
+    small = [group for group in groups.values() if _bytes(group) <= MOST_BYTES]
+    filled = [(group, _missing(group, columns)) for group in small]
+    return [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows)]
 
 
 def _form(layer: nn.Module) -> tuple:
@@ -68,7 +74,13 @@ def _bytes(layers: Sequence[nn.Module]) -> int:
     return sum(layer[name].nbytes for layer in layers for name in _ARRAYS if layer.get(name) is not None)
 
 
-def _joined(layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]]) -> list[Call]:
+def _missing(layers: Sequence[nn.Module], columns: int) -> int:
+    """Rows of zeros that their joint weights need."""
+    quantized = own_class(layers[0]) is nn.QuantizedLinear
+    return -sum(layer["weight"].shape[0] for layer in layers) % columns if quantized else 0
+
+
+def _joined(layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]], missing: int) -> list[Call]:
     """A handler for each of some layers: the first that is called makes the product of all."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
     whole = own_class(first).__new__(own_class(first))
@@ -77,7 +89,8 @@ def _joined(layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence
         if hasattr(first, name):
             setattr(whole, name, getattr(first, name))
     for name in names:
-        whole[name] = mx.concatenate([layer[name] for layer in layers])
+        zeros = mx.zeros((missing, *first[name].shape[1:]), dtype=first[name].dtype)
+        whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
     mx.eval(whole.parameters())
     last: list[mx.array] = []
 

@@ -474,6 +474,22 @@ def test_a_drafter_whose_weights_were_changed_drafts_with_the_new_ones(monkeypat
     assert after == rounds_of(run(model, drafter, PROMPT, 30)) != before
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(cuda, forced, monkeypatch):
+    model = tiny_target(hidden=32)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear) and m.weight.shape[1] % 32 == 0)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    columns, call = [], nn.QuantizedLinear.__call__
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", lambda self, x: (columns.append(len(self["weight"])), call(self, x))[1])
+    ours, plain = blocks_of(model), Target(model, (0, 2))
+    caches = [filled(model, plain), filled(model, ours)]
+    rollback(caches[1], verify(ours, caches[1])[2], 7)
+    columns.clear()
+    ours.blocks._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
+    assert columns and (all(n % compiled.TILE == 0 for n in columns) == cuda)
+    assert near(verify(ours, caches[1])[0], verify(plain, caches[0])[0]) and ours.blocks.passes == 2
+
+
 def test_no_kernel_of_ours_serves_a_drafter_whose_passes_nobody_doubts(forced, monkeypatch):
     model = tiny_target(hidden=32)
     drafter = tiny_drafter(model, intermediate_size=64, layer_types=None, sliding_window=None)

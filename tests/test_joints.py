@@ -75,6 +75,31 @@ def test_layers_of_one_array_are_one_product_with_the_values_of_each(bits, biase
             assert mx.allclose(model(x), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("biases", [(False, False), (True, True)])
+def test_quantized_products_are_filled_up_to_a_number_of_columns(bits, biases, monkeypatch):
+    model, x = Layers(bits, biases), mx.random.normal((1, 5, 64))
+    expected = model(x)
+    assert names(model, found_in(model, x, columns=32)) == ["a", "b", "c", "d"]
+    calls = found_in(model, x, columns=64)
+    made = products(monkeypatch)
+    with intercept(calls):
+        assert mx.allclose(model(x), expected, rtol=0, atol=1e-5)
+    # 96 columns are filled up; `e` has 64, and is called twice.
+    assert made == ([128, 128, 64, 64] if bits else [96, 96, 64, 64])
+    # Layers that share nothing: each by itself, where its columns are not enough.
+    alone = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    if bits:
+        nn.quantize(alone, 32, bits)
+    calls = found_in(alone, x, columns=64)
+    assert names(alone, calls) == (["layers.0"] if bits else [])
+    expected = alone(x)
+    made.clear()
+    with intercept(calls):
+        assert mx.allclose(alone(x), expected, rtol=0, atol=1e-5)
+    assert made == ([128, 64] if bits else [96, 64])
+
+
 def test_a_layer_that_is_given_another_array_than_the_last_makes_its_own_product():
     model, x, y = Layers(), mx.random.normal((1, 3, 64)), mx.random.normal((1, 3, 64))
     calls = found_in(model, x)
