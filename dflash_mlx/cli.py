@@ -723,6 +723,12 @@ def _only_ours_on_stdout() -> Iterator[Any]:
 
 def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
     """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
+    from . import compiled
+    from .kernels import choice
+
+    # What the environment asks for and is not known is said before anything is loaded.
+    compiled.asked()
+    choice.asked()
     from . import builtin
     from .published import published_drafter
 

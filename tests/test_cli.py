@@ -51,6 +51,15 @@ def test_version_is_the_packages():
     assert run("--version").stdout.strip() == f"dflash-mlx {__version__}"
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("variable", ["DFLASH_MLX_COMPILE", "DFLASH_MLX_KERNELS"])
+def test_a_switch_that_is_not_known_is_said_before_anything_is_loaded(command, variable):
+    more = ["-p", "Hi"] if command == "generate" else []
+    done = run(command, "--model", "/nowhere", *more, stdin="", env={variable: "perhaps"})
+    assert done.returncode == 1 and not done.stdout
+    assert re.fullmatch(rf"Error: expected {variable} to be off, .*; found '?perhaps'?. Correct the variable.\n", done.stderr)
+
+
 def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance():
     done = run("generate", *TINY, "-m", "24")
     assert done.returncode == 0, done.stderr
