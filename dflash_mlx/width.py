@@ -166,9 +166,9 @@ class Costs:
         if not width or self._seen.get(width, (1.0, 0))[1] < 3:
             return
         beyond = seconds - self.round(width) - self.peek_s if waited else self.round(width) - seconds
-        # It is small: no round moves it far.
-        most, self._priced = 0.1 * seconds, self._priced + 1
-        self.peek_s = max(self.peek_s + max(1 / (self._priced + 4), 0.05) * min(max(beyond, -most), most), 0.0)
+        # No round moves it far: there are few, and an odd one counts for many.
+        most, self._priced = seconds / 4, self._priced + 1
+        self.peek_s = max(self.peek_s + max(1 / (self._priced + 2), 0.05) * min(max(beyond, -most), most), 0.0)
 
     def refine(self, width: int, seconds: float, usual: bool = True, copied: bool = False, waited: bool = False) -> None:
         """Follow what a round took: a running mean in which one odd round counts for little.
@@ -388,11 +388,12 @@ class WidthRule:
         self._rate = 0.0
 
     def take_up(self, other: WidthRule) -> None:
-        """Go on with what another run of the same pair has learned of the drafter's confidences, and has saved for tries: answers
-        may be shorter than it takes to save for one."""
+        """Go on with what another run of the same pair has learned of the drafter's confidences, has saved for tries, and has
+        counted: answers may be shorter than it takes to save for a try, or to come to a round that is not peeked at."""
         self.credit, self.share = other.credit, other.share
         self.calibration.weights = list(other.calibration.weights)
         self._peeked, self._fixed, self._asked = other._peeked, list(other._fixed), other._asked
+        self._drafted = other._drafted
 
     @property
     def ready(self) -> bool:

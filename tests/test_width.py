@@ -221,7 +221,7 @@ def test_a_plain_pass_that_was_measured_wrong_is_seen_first(off):
     assert set(run.widths[-200:]) == {0}
 
 
-def answers(monkeypatch, machine, process, n, tokens=128, slow=1.0, seed=1):
+def answers(monkeypatch, machine, process, n, tokens=128, slow=1.0, seed=1, **how):
     """Answers of one drafter, each with a rule of its own; the first four rounds that verify drafts take `slow` times as long."""
     costs, (plain, draft, verify), rounds = rule_for(machine).costs, machine, []
     drafter = SimpleNamespace(config=SimpleNamespace(block_size=MOST + 1))
@@ -233,7 +233,7 @@ def answers(monkeypatch, machine, process, n, tokens=128, slow=1.0, seed=1):
 
     for i in range(n):
         rule = costs_of_pairs.width_rule(None, drafter, None)
-        yield Simulation((plain, draft, slow_at_first), process, rule, 1000 * seed + i, tokens=tokens)
+        yield Simulation((plain, draft, slow_at_first), process, rule, 1000 * seed + i, tokens=tokens, **how)
 
 
 # As an H100 with a small model: rows cost next to nothing, a round costs 1.6 plain passes; with a quantized one, 2 to 2.2.
@@ -611,6 +611,20 @@ def test_a_peek_that_costs_more_than_it_saves_is_given_up():
     first = peeking(machine, PROCESSES["fair"], "of the truth", rule, seeds=[3], tokens=3000, peek=2.0)[1]
     then = peeking(machine, PROCESSES["fair"], "of the truth", rule, seeds=[4, 5], peek=2.0)[1]
     assert sum(first[0].peeked) > 20 and share_peeked(then) < 0.05
+
+
+@pytest.mark.parametrize("tokens", [40, 128])
+@pytest.mark.parametrize("machine", ["quantized", "stairs"])
+def test_a_peek_that_costs_too_much_is_given_up_in_short_answers_too(machine, tokens, monkeypatch):
+    # The price was measured as 0.1 ms.
+    how = {"sure": SURE["of the truth"], "peek": 5.0}
+    runs = list(answers(monkeypatch, MACHINES[machine], PROCESSES["good"], 60, tokens, **how))
+    assert any(any(run.peeked) for run in runs[:10]) and share_peeked(runs[45:]) < 0.05
+
+
+def test_a_peeks_price_that_was_measured_too_high_is_corrected_soon():
+    rule = rule_for(MACHINES["quantized"], peek=5.0)
+    assert share_peeked(peeking(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3], peek=0.1)[1]) > 0.5
 
 
 def test_a_round_that_is_peeked_at_may_verify_nothing():
