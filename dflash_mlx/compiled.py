@@ -87,6 +87,16 @@ def asked() -> str:
     return value
 
 
+def may_replay() -> bool:
+    """Whether passes may be replayed here.
+
+    Raises:
+      CompileError: as `asked`.
+    """
+    wanted = asked()
+    return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and choice.has_gpu()
+
+
 def attach(target: Target, drafter: Drafter) -> Target:
     """Let this target's blocks and the drafter's passes be replayed. Traces are kept with the drafter, as long as both models'
     parts are the same.
@@ -94,12 +104,11 @@ def attach(target: Target, drafter: Drafter) -> Target:
     Raises:
       CompileError: as `asked`.
     """
-    wanted = asked()
-    if wanted == "off" or wanted == "auto" and not (mx.cuda.is_available() and choice.has_gpu()):
+    if not may_replay():
         drafter.replays = None
         return target
     blocks, drafts = getattr(drafter, "_replays", None) or (None, None)
-    always, parts, own = wanted == "on", _parts(target.model), _parts(drafter)
+    always, parts, own = asked() == "on", _parts(target.model), _parts(drafter)
     # By identity: an adapter loaded since is another array.
     if blocks is None or blocks.always != always or not _same(blocks.parts, parts) or not _same(drafts.parts, own):
         blocks, drafts = Blocks(target.model, target.layer_ids, parts, always), Drafts(drafter, own, always)
@@ -240,6 +249,15 @@ class Replays:
         # Capacity -> the numbers of its rows.
         self._columns: dict[int, mx.array] = {}
         self._plans = choice.plans()
+
+    def findings(self) -> dict[str, Any]:
+        """Plain values: whose passes, why there are none if so, how many there were, and by rows of a block whether faster."""
+        return {
+            "name": self.name,
+            "refused": self.refused,
+            "passes": self.passes,
+            "faster": {str(rows): faster for rows, faster in self._faster.items()},
+        }
 
     def refuse(self, reason: str) -> None:
         """No replays any more, with one line in the log: loud where they were asked for."""

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
+from . import compiled
 from .builtin import BUILTIN_PAIRS, builtin_path
 from .cache import check_rollback, checkpoint, leaves, rollback
 from .checkpoint import inspect_checkpoint
@@ -46,7 +47,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, faults,
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, replays, faults,
     suspicions.
     """
     dtype = dtype or default_dtype()
@@ -80,6 +81,7 @@ def diagnose(
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)
+    report["replays"] = _attempt(faults, lambda: _replays(draft))
     return report
 
 
@@ -105,6 +107,12 @@ def _kernels() -> dict[str, Any]:
     asked = choice.asked()
     wanted = asked if isinstance(asked, str) else ",".join(sorted(asked))
     return {"asked": wanted, "gpu": choice.has_gpu(), "verdicts": [asdict(verdict) for verdict in choice.verdicts()]}
+
+
+def _replays(draft: Any) -> dict[str, Any]:
+    """Whether passes may be replayed, and what came of it with this pair in this process."""
+    found = getattr(draft, "_replays", None) or ()
+    return {"asked": compiled.asked(), "here": compiled.may_replay(), "found": [replays.findings() for replays in found]}
 
 
 def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
@@ -347,6 +355,8 @@ def render(report: Mapping[str, Any]) -> str:
         )
     if kernels := report.get("kernels"):
         lines += _kernel_lines(kernels)
+    if replays := report.get("replays"):
+        lines += _replay_lines(replays)
     lines += [f"suspicion   {text}" for text in report["suspicions"]]
     lines += [f"fault       {text}" for text in report["faults"]]
     return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()
@@ -361,6 +371,19 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
         for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
     ]
     return [f"kernels     {choice.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
+
+
+def _replay_lines(replays: Mapping[str, Any]) -> list[str]:
+    """One line for each of the two models."""
+    if not replays["here"]:
+        why = f"{compiled.VARIABLE} is off" if replays["asked"] == "off" else "unasked on CUDA alone"
+        return [f"replays     none: {why}"]
+    lines = [f"replays     {compiled.VARIABLE} {replays['asked']}"]
+    for found in replays["found"]:
+        widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
+        text = f"none: {found['refused']}" if found["refused"] else f"{found['passes']} passes{f'; {widths}' if widths else ''}"
+        lines.append(f"  {found['name']}: {text}")
+    return lines
 
 
 def _ranges(numbers: Sequence[int]) -> str:
