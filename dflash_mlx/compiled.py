@@ -340,15 +340,17 @@ class Replays:
         def compiled() -> tuple[mx.array, ...]:
             return _replay(run, filled, ours, place, length + keeps)
 
-        if self._pass is None:
-            spare = [_copied(entry) for entry in cache]
-            columns = TILE if mx.cuda.is_available() else 1
-            noted = joint_calls(self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns)
-            self._pass = self._traced(noted)
-        run, expected = self._compiled(), eager()
+        expected = eager()
         try:
+            if self._pass is None:
+                spare, columns = [_copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
+                noted = joint_calls(
+                    self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns
+                )
+                self._pass = self._traced(noted)
+            run = self._compiled()
             off = _compared(expected, compiled(), plain, ours, length)
-        except Exception as e:  # whatever a model's code makes of arrays where it had numbers
+        except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for joint weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return None
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps

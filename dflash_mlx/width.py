@@ -195,10 +195,10 @@ class Costs:
             return
         if not usual and not copied:
             return
-        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts. Of the
-        # drafter's, one that took far longer, as where something is compiled, is believed by and by: there may be no next one.
+        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts. Of those
+        # with drafts, one that took far longer, as where something is compiled, is believed by and by: there may be no next one.
         if n < 3:
-            slow = width and not copied and seen > 2 * ratio
+            slow = width and seen > 2 * ratio
             ratio = 2 * ratio if slow else min(ratio, seen) if n else seen
         else:
             ratio += max(1 / (n + 1), 0.1) * (min(max(seen, ratio / 2), ratio * 2) - ratio)
@@ -393,7 +393,7 @@ class WidthRule:
         self.credit, self.share = other.credit, other.share
         self.calibration.weights = list(other.calibration.weights)
         self._peeked, self._fixed, self._asked = other._peeked, list(other._fixed), other._asked
-        self._drafted = other._drafted
+        self._drafted, self._declined, self._patience = other._drafted, other._declined, other._patience
 
     @property
     def ready(self) -> bool:

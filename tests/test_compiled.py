@@ -244,6 +244,18 @@ def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["llama is not compiled"]
 
 
+def test_where_there_is_no_memory_for_joint_weights_passes_are_ordinary_ones(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("[malloc] Unable to allocate 8388608 bytes.")
+
+    monkeypatch.setattr(compiled, "joint_calls", fails)
+    model = tiny_target()
+    plain, ours = Target(model, (0, 2)), blocks_of(model)
+    for _ in range(2):
+        assert near(verify(ours, filled(model, ours))[0], verify(plain, filled(model, plain))[0])
+    assert ours.blocks.passes == 0 and ours.blocks.refused.startswith("RuntimeError: [malloc]") and len(caplog.records) == 1
+
+
 def test_a_pass_that_would_differ_is_not_used(caplog):
     """Attention that looks at what it is handed as if it were the rows held: a trace hands out whole buffers."""
     model = tiny_target()
