@@ -63,9 +63,6 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-_PLAIN = "No --draft-model: plain decoding."
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -165,7 +162,7 @@ def generate(
     with _only_ours_on_stdout() as stdout:
         from mlx_lm.sample_utils import make_sampler
 
-        from . import builtin, loading
+        from . import builtin
         from .chat import Settings
         from .generation import stream_generate
         from .sampling import choose_seed
@@ -177,19 +174,9 @@ def generate(
                 raise typer.BadParameter("give -p TEXT, or -p - to read standard input", param_hint="--prompt")
             prompt = pair.prompt
             _say(f"No prompt given; using {prompt!r}.")
-        target, drafter = _choose_pair(model, draft_model)
-        if show_drafts and drafter is None:
+        if show_drafts and model is not None and draft_model is None:
             raise DFlashError("expected a drafter for --show-drafts; found none. Give --draft-model, or leave both out.")
-        _check_revision(revision, target, drafter)
-        import mlx.core as mx
-
-        type_ = getattr(mx, dtype.value) if dtype else None
-        builtin.builtin_path(target, "target", say=_say)
-        with _status(f"Loading {target} ..."):
-            lm, tokenizer = loading.load(target, dtype=type_, revision=revision, trust_remote_code=trust_remote_code)
-            draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
-        if draft is None:
-            _say(_PLAIN)
+        target, drafter, lm, tokenizer, draft = _load_pair(model, draft_model, dtype, revision, trust_remote_code)
         if top_k:
             Settings(top_k=top_k).check_pair(Target(lm).vocabulary, None)
         if draft and block_size and block_size > draft.config.block_size:
@@ -723,12 +710,6 @@ def _only_ours_on_stdout() -> Iterator[Any]:
 
 def _choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
     """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
-    from . import compiled
-    from .kernels import choice
-
-    # What the environment asks for and is not known is said before anything is loaded.
-    compiled.asked()
-    choice.asked()
     from . import builtin
     from .published import published_drafter
 
@@ -757,8 +738,12 @@ def _load_pair(
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
     import mlx.core as mx
 
-    from . import builtin, loading
+    from . import builtin, compiled, loading
+    from .kernels import choice
 
+    # What the environment asks for and is not known is said before anything is loaded.
+    compiled.asked()
+    choice.asked()
     target, drafter = _choose_pair(model, draft_model)
     _check_revision(revision, target, drafter)
     builtin.builtin_path(target, "target", say=_say)
@@ -768,7 +753,7 @@ def _load_pair(
         )
         draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
     if draft is None:
-        _say(_PLAIN)
+        _say("No --draft-model: plain decoding.")
     return target, drafter, lm, tokenizer, draft
 
 
