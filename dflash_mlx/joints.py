@@ -10,13 +10,14 @@ Knows MLX's `Linear` and `QuantizedLinear`; knows nothing of caches or of tracin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kernels.layers import kernel_calls
+from .kernels.layers import Handler, kernel_calls
 from .taps import own_class
 
 # Weights of one product. Copies are dear and save little where reading them takes longer than three launches.
@@ -24,7 +25,7 @@ MOST_BYTES = 8 << 20
 _ARRAYS = ("weight", "scales", "biases", "bias")
 
 # (a layer, its handler), as `intercept` takes them.
-Call = tuple[nn.Module, Callable[[Callable[..., Any], tuple, dict], Any]]
+Call = tuple[nn.Module, Handler]
 
 
 def joint_calls(
@@ -41,14 +42,14 @@ def joint_calls(
       columns: quantized products have a multiple of so many, those of one layer too.
     """
     given: dict[int, tuple[mx.array, list[nn.Module]]] = {}
-    calls: list[int] = []
+    calls: Counter[int] = Counter()
 
     def note(module: nn.Module) -> Call:
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             # The array is held: no other is known by its address meanwhile.
             given.setdefault(id(x), (x, []))[1].append(module)
-            calls.append(id(module))
+            calls[id(module)] += 1
             return inner(*args, **kwargs)
 
         return module, handler
@@ -57,7 +58,7 @@ def joint_calls(
     groups: dict[tuple, list[nn.Module]] = {}
     for key, (_, modules) in given.items():
         for module in modules:
-            if calls.count(id(module)) == 1:
+            if calls[id(module)] == 1:
                 groups.setdefault((key, *_form(module)), []).append(module)
     small = [group for group in groups.values() if _bytes(group) <= MOST_BYTES]
     filled = [(group, _missing(group, columns)) for group in small]
@@ -98,7 +99,7 @@ def _joined(layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence
         calls = kernels(whole)
         return calls[0][1](whole, (x,), {}) if calls else whole(x)
 
-    def part(begin: int, end: int) -> Callable[[Callable[..., Any], tuple, dict], Any]:
+    def part(begin: int, end: int) -> Handler:
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             if not last or last[0] is not x:
