@@ -152,6 +152,15 @@ class _Place(NamedTuple):
     seen: mx.array
     added: mx.array
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the pass in front of its block, rows of the block."""
+        return self.rows.size - len(self.seen), len(self.seen)
+
+    @property
+    def capacity(self) -> int:
+        return self.seen.shape[1]
+
     @classmethod
     def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
         """Behind `length` rows. spare: rows in front of the new ones that mean nothing, and are written behind them; columns:
@@ -244,7 +253,7 @@ class Replays:
         self._known: dict[tuple, Callable[..., Any] | None] = {}
         # Shapes, capacities at which a pass was right.
         self._right: tuple[set[tuple], set[int]] = (set(), set())
-        # Width, the last number of a shape -> whether it was faster.
+        # Rows of a block -> whether it was faster.
         self._faster: dict[int, bool] = {}
         # Capacity -> the numbers of its rows.
         self._columns: dict[int, mx.array] = {}
@@ -282,7 +291,6 @@ class Replays:
           context, K: rows of the pass behind `spare`, K of them its block's; the arrays' shapes follow from these.
           keeps: rows by which the offset grows.
         """
-        shape = (spare + context, K)
         if self.refused or self._faster.get(K) is False or arrays[0].shape[0] != 1:
             return None
         if any(type(entry) is not KVCache or entry.keys is None for entry in cache):
@@ -299,12 +307,11 @@ class Replays:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])
         place = _Place.of(length, spare, context, K, self._columns[capacity], cache[0].keys.dtype)
-        key = (shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
+        key = (place.shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
         if key not in self._known:
             # What a model makes of the one does not depend on the other.
-            known = shape in self._right[0] and capacity in self._right[1]
-            tried = functools.partial(self._tried, arrays, filled, cache, place, length, capacity, shape, keeps)
-            self._known[key] = self._compiled() if known else tried()
+            known = place.shape in self._right[0] and capacity in self._right[1]
+            self._known[key] = self._compiled() if known else self._tried(arrays, filled, cache, place, length, keeps)
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         if (run := self._known[key]) is None:
@@ -325,14 +332,12 @@ class Replays:
         cache: Sequence[KVCache],
         place: _Place,
         length: int,
-        capacity: int,
-        shape: tuple[int, int],
         keeps: int,
     ) -> Callable[..., Any] | None:
         """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
         plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
         for entry in ours:
-            _widen(entry, capacity)
+            _widen(entry, place.capacity)
 
         def eager() -> tuple[mx.array, ...]:
             return self._eager(arrays, plain, length)
@@ -356,14 +361,15 @@ class Replays:
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
         if not off <= allowed:
             found = f"off by {off:.2g} of its norm, {allowed:.2g} allowed"
-            _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, sum(shape), found)
+            _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, place.rows.size, found)
             return None
-        if not self.always and shape[-1] not in self._faster:
+        _, K = place.shape
+        if not self.always and K not in self._faster:
             ours_s, plain_s = _least_s([(compiled, ours), (eager, plain)], keeps)
-            self._faster[shape[-1]] = ours_s < _FASTER * plain_s
-        self._right[0].add(shape)
-        self._right[1].add(capacity)
-        return run if self._faster.get(shape[-1], True) else None
+            self._faster[K] = ours_s < _FASTER * plain_s
+        self._right[0].add(place.shape)
+        self._right[1].add(place.capacity)
+        return run if self._faster.get(K, True) else None
 
 
 class Blocks(Replays):
