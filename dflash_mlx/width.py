@@ -249,8 +249,10 @@ def measure(
 
     begin("plain", plain)
     begin("draft", draft)
+    pending = [32]
     if begin(("inject", 32), lambda: inject(32)) < budget_s / 50:
         begin(("inject", 256), lambda: inject(256))
+        pending.append(256)
     first, widths = _first(most), []
     for width in [*first, *(w for w in range(1, most) if w not in first)]:
         if len(widths) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
@@ -266,7 +268,7 @@ def measure(
         for name in runs:
             once(name)
     least = {name: min(took) for name, took in times.items()}
-    inject_s = min(took / name[1] for name, took in least.items() if isinstance(name, tuple) and name[0] == "inject")
+    inject_s = min(least["inject", n] / n for n in pending)
     peek_s = max(least["both", True] - least["both", False], 0.0)
     return Costs(least["plain"], least["draft"], inject_s, {w: least[w] for w in widths}, peek_s, clock() - began)
 
