@@ -249,11 +249,12 @@ class Replays:
         self._forget()
 
     def _forget(self) -> None:
-        # (shape, capacity, type, stream) -> the compiled pass, None if the ordinary one is to be run.
+        # (shape, capacity, type, stream, rows that were asked for: 1, or the shape's) -> the compiled pass, None if the ordinary
+        # one is to be run.
         self._known: dict[tuple, Callable[..., Any] | None] = {}
-        # Shapes, capacities at which a pass was right.
+        # Shapes with the rows asked for, capacities at which a pass was right.
         self._right: tuple[set[tuple], set[int]] = (set(), set())
-        # Rows of a block -> whether it was faster.
+        # Rows of a block, 1 for a single one -> whether it was faster.
         self._faster: dict[int, bool] = {}
         # Capacity -> the numbers of its rows.
         self._columns: dict[int, mx.array] = {}
@@ -273,6 +274,10 @@ class Replays:
         self.refused = reason
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
+    def serves(self, rows: int) -> bool:
+        """Whether blocks of so many rows are replayed, as far as is known."""
+        return not self.refused and self._faster.get(rows, True)
+
     def replay(
         self,
         arrays: Sequence[mx.array],
@@ -291,7 +296,8 @@ class Replays:
           context, K: rows of the pass behind `spare`, K of them its block's; the arrays' shapes follow from these.
           keeps: rows by which the offset grows.
         """
-        if self.refused or self._faster.get(K) is False or arrays[0].shape[0] != 1:
+        rows = 1 if arrays[0].shape[1] == 1 else K
+        if not self.serves(rows) or arrays[0].shape[0] != 1:
             return None
         if any(type(entry) is not KVCache or entry.keys is None for entry in cache):
             return None
@@ -307,11 +313,11 @@ class Replays:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])
         place = _Place.of(length, spare, context, K, self._columns[capacity], cache[0].keys.dtype)
-        key = (place.shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())))
+        key = (place.shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())), rows)
         if key not in self._known:
             # What a model makes of the one does not depend on the other.
-            known = place.shape in self._right[0] and capacity in self._right[1]
-            self._known[key] = self._compiled() if known else self._tried(arrays, filled, cache, place, length, keeps)
+            known = (place.shape, rows) in self._right[0] and capacity in self._right[1]
+            self._known[key] = self._compiled(key) if known else self._tried(arrays, filled, cache, place, length, keeps, key)
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         if (run := self._known[key]) is None:
@@ -322,8 +328,10 @@ class Replays:
         self.passes += 1
         return out
 
-    def _compiled(self) -> Callable[..., Any]:
-        return mx.compile(functools.partial(_traceable, self._pass))
+    def _compiled(self, key: tuple) -> Callable[..., Any]:
+        # One row and a filled-up block share a trace: they differ in what they are compared with.
+        shared = next((run for other, run in self._known.items() if run and other[:-1] == key[:-1]), None)
+        return shared or mx.compile(functools.partial(_traceable, self._pass))
 
     def _tried(
         self,
@@ -333,6 +341,7 @@ class Replays:
         place: _Place,
         length: int,
         keeps: int,
+        key: tuple,
     ) -> Callable[..., Any] | None:
         """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
         plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
@@ -353,7 +362,7 @@ class Replays:
                     self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns
                 )
                 self._pass = self._traced(noted)
-            run = self._compiled()
+            run = self._compiled(key)
             off = _compared(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for joint weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
@@ -363,17 +372,17 @@ class Replays:
             found = f"off by {off:.2g} of its norm, {allowed:.2g} allowed"
             _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, place.rows.size, found)
             return None
-        _, K = place.shape
-        if not self.always and K not in self._faster:
+        rows = key[-1]
+        if not self.always and rows not in self._faster:
             ours_s, plain_s = _least_s([(compiled, ours), (eager, plain)], keeps)
-            self._faster[K] = ours_s < _FASTER * plain_s
-        self._right[0].add(place.shape)
+            self._faster[rows] = ours_s < _FASTER * plain_s
+        self._right[0].add((place.shape, rows))
         self._right[1].add(place.capacity)
-        return run if self._faster.get(K, True) else None
+        return run if self._faster.get(rows, True) else None
 
 
 class Blocks(Replays):
-    """A target's passes over blocks of 2 rows and more: what `Target.blocks` is."""
+    """A target's passes over blocks, single rows included: what `Target.blocks` is."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
         def passes(joints: list[Call]) -> Pass:
@@ -393,8 +402,6 @@ class Blocks(Replays):
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
         """
         w = ids.shape[1]
-        if w < 2:
-            return None
         more = -w % ROWS
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
@@ -434,8 +441,12 @@ class Drafts(Replays):
     def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
         """`Drafter.mask_rows`, replayed; None: run that instead. New context rows are filled up to one block's or a few."""
         S, K = features.shape[1], ids.shape[1]
-        if cache[0].offset != start or S > MOST_BLOCKS * K:
+        if cache[0].offset != start:
             return None
+        if S > MOST_BLOCKS * K and self.serves(K):
+            # Context that plain decoding gathered. Keys and values do not ask for its attention, whose length would be a new one.
+            self._model().inject(features[:, : S - K], cache, start)
+            features, start, S = features[:, S - K :], start + S - K, K
         # In front, where all rows behind keep their places to one another.
         spare = -S % K
         rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features

@@ -222,7 +222,8 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
         assert (sum(w.shape[0] for w in weights), weights[0].shape[1]) in traced
     # A drafter's block sees all of itself: one row of the mask is for all.
     assert not drafter.layers[0].self_attn.causal
-    assert {shape[0] for shape in masks} == {1, 8 * model.args.num_attention_heads // model.args.num_key_value_heads}
+    shared = model.args.num_attention_heads // model.args.num_key_value_heads
+    assert {shape[0] for shape in masks} == {1, 4 * shared, 8 * shared}
 
 
 @pytest.mark.parametrize("causal", [False, True])
