@@ -40,14 +40,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cache import Checkpoint
 from .drafter import Drafter
 from .errors import DFlashError
 from .joints import Call, joint_calls
 from .kernels import choice
-from .kernels.few_rows import folded_attention_plan, folded_mask
+from .kernels.few_rows import allow_cudnn, folded_attention_plan, folded_mask
 from .kernels.layers import BufferMask, Dense, kernel_calls
 from .taps import Target, family, intercept
 
@@ -95,6 +95,16 @@ def may_replay() -> bool:
     """
     wanted = asked()
     return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and choice.has_gpu()
+
+
+def prepare(model: nn.Module, drafter: Drafter) -> None:
+    """What must be said before the first attention of the process, if it is to hold.
+
+    Raises:
+      CompileError: as `asked`.
+    """
+    if may_replay() and all(type(entry) is KVCache for entry in (*make_prompt_cache(model), *drafter.make_cache())):
+        allow_cudnn()
 
 
 def attach(target: Target, drafter: Drafter) -> Target:
@@ -209,9 +219,9 @@ class _Traced:
         """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
         place, or all to the whole block."""
         seen, added = self._place.seen, self._place.added
-        plan = folded_attention_plan(queries, keys, values, scale, seen) if choice.may_run() else None
+        plan = folded_attention_plan(queries, keys, values, scale, seen, True) if choice.may_run() else None
         if plan is None:
-            mask = seen if causal else seen[-1:]
+            mask = added if causal else added[-1:]
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
         shared = queries.shape[1] // keys.shape[1]
         mask = folded_mask(added, *added.shape, shared, added.dtype) if causal else added[-1:]

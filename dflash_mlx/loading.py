@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from .builtin import builtin_path
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
+from .compiled import prepare
 from .config import DrafterConfig
 from .drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .errors import CheckpointError, ConfigError, PairError, TapError
@@ -147,6 +148,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     target = Target(model)
     drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
+    prepare(model, drafter)
     check_pair(config, target, drafter)
     quantize_to_match(drafter, weights, {"quantization": config.quantization}, "the drafter")
     expected = {name: value.shape for name, value in _flat(drafter)}

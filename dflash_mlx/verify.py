@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,6 @@ import mlx.core as mx
 
 from .cache import Checkpoint, exact_windows
 from .taps import Target
-
-# MLX's CUDA build asks cuDNN for a new plan whenever several rows meet a context length for the first time, and a verify pass
-# meets a new one each round: 84 ms a pass of 16 rows, 13 at a known length, 14 without cuDNN (SmolLM2-135M, H200, mlx 0.32.4).
-# MLX reads this at its first attention; elsewhere it says nothing.
-os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
 
 
 def verify_block(

@@ -160,7 +160,7 @@ def test_the_converter_is_installed_inside_the_package_only():
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("1", "1")])
 def test_verify_passes_go_without_a_cudnn_plan_for_each_length_unless_the_user_says_otherwise(given, seen):
-    asked = "import os, dflash_mlx.verify; print(os.environ['MLX_CUDA_USE_CUDNN_SDPA'])"
+    asked = "import os, dflash_mlx.generation; print(os.environ['MLX_CUDA_USE_CUDNN_SDPA'])"
     name = "MLX_CUDA_USE_CUDNN_SDPA"
     env = {k: v for k, v in os.environ.items() if k != name} | ({name: given} if given else {})
     run = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)

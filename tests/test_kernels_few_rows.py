@@ -1,6 +1,7 @@
 """Products and attention of few rows by other operations of MLX's: what they compute, when they run, and whole generations."""
 
 import math
+import os
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,8 +10,10 @@ from families import FAMILIES, OTHERS, family, known_drafter, some_line
 from kit import greedy_ids, rounds_of, run, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache
 
+import dflash_mlx
 from dflash_mlx import stream_generate
 from dflash_mlx.cache import checkpoint, rollback
+from dflash_mlx.compiled import prepare
 from dflash_mlx.kernels import choice, few_rows, layers
 from dflash_mlx.kernels.few_rows import folded_attention, folded_mask, row_products
 from dflash_mlx.taps import Target
@@ -233,3 +236,74 @@ def test_a_replayed_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
     expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._replays[1].passes > 5
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+@pytest.mark.parametrize("replays", ["auto", "off"])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_cudnn_is_asked_where_all_blocks_are_replayed_unless_the_user_says_otherwise(given, replays, sliding, cuda, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", replays)
+    monkeypatch.setenv(few_rows.CUDNN, given or "0")
+    monkeypatch.setattr(few_rows, "_left_to_us", given is None)
+    model, layers = tiny_target(), {} if sliding else {"layer_types": None, "sliding_window": None}
+    prepare(model, tiny_drafter(model, **layers))
+    expected = given or ("1" if replays == "auto" and not sliding else "0")
+    assert os.environ[few_rows.CUDNN] == expected
+
+
+def test_a_loaded_pair_says_so_before_its_first_attention(cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "0")
+    monkeypatch.setattr(few_rows, "_left_to_us", True)
+    seen, attend = [], mx.fast.scaled_dot_product_attention
+
+    def noting(*args, **kwargs):
+        seen.append(os.environ[few_rows.CUDNN])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
+    model, _ = dflash_mlx.load("tiny")
+    dflash_mlx.load_drafter("tiny", model)
+    assert seen and set(seen) == {"1"}
+
+
+def test_with_cudnn_blocks_over_a_buffer_are_its_own_and_others_never(cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "1")
+
+    def plan(m, dtype=mx.bfloat16, d=64, buffer=False):
+        keys = normal(1, 2, 40, d, dtype=dtype)
+        mask = mx.zeros((m, 40), dtype=dtype) if buffer else "causal"
+        return few_rows.folded_attention_plan(normal(1, 4, m, d, dtype=dtype), keys, keys, 1.0, mask, buffer)
+
+    assert plan(4, buffer=True) is None and plan(16, buffer=True) is None
+    # Any other number of keys would be planned for anew. MLX asks its kernel for up to 3 rows only where cuDNN does not run.
+    assert plan(2) and plan(16) and not choice._known
+    # cuDNN does not run these: a trial says.
+    for other in ({"dtype": mx.float32}, {"d": 136}, {"d": 60}):
+        assert plan(4, **other) and plan(4, buffer=True, **other) and plan(2, **other) is None
+    assert len(choice._known) == 3
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    choice.may_run()
+    assert plan(16) is None
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
+    monkeypatch.setenv(few_rows.CUDNN, "0")
+    choice._forget()
+    assert plan(4, buffer=True) and plan(2) is None
+
+
+def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "row_products")
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def area(width, height):")
+    drafter._replays = None
+    seen, attend = [], mx.fast.scaled_dot_product_attention
+
+    def noting(queries, keys, values, scale, mask=None, **kwargs):
+        seen.append((keys.shape[2], getattr(mask, "dtype", mask)))
+        return attend(queries, keys, values, scale=scale, mask=mask, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
+    out = list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
+    assert [r.token for r in out] == greedy_ids(model, prompt, 20)
+    buffered = {mask for length, mask in seen if length == 1024}
+    assert buffered == {mx.float32}

@@ -152,17 +152,28 @@ def use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]])
     Raises:
       KernelError: if the user asked for this kernel and it cannot run or is wrong.
     """
-    wanted = asked()
-    if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
+    if not _wanted(kernel):
         return False
-    if wanted == "auto" and mx.cuda.is_available() and not kernel.at_once:
-        return False  # to compile it takes longer than most answers do
+    wanted = asked()
     faster = kernel.name not in _off and _verdict(kernel, shape, trial).use
     if reason := _off.get(kernel.name):  # the trial may have put it there
         if wanted == "auto":
             return False
         raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {reason}. Unset the variable.")
     return faster or wanted != "auto"
+
+
+def _wanted(kernel: Kernel | Form) -> bool:
+    wanted = asked()
+    if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
+        return False
+    # To compile it takes longer than most answers do.
+    return wanted != "auto" or not mx.cuda.is_available() or kernel.at_once
+
+
+def allowed(form: Form) -> bool:
+    """Whether one that needs no trial runs."""
+    return _wanted(form) and form.name not in _off
 
 
 def planned(decide: Callable[..., T], *about: Any) -> T:

@@ -153,10 +153,12 @@ class Attention(Served):
                 self.served = True
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if said and sinks is None and isinstance(keys, mx.array):
-            if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask):
+            if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask, buffer):
                 m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
                 return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
         self.left = laid is not None
+        # MLX would make floats of it in each layer.
+        mask = mask.added if buffer else mask
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
