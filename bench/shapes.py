@@ -30,7 +30,7 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx import bench, stream_generate
+from dflash_mlx import bench, compiled, stream_generate
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.drafter import Drafter
 from dflash_mlx.taps import Target
@@ -201,6 +201,7 @@ def planned_drafter(config: dict[str, Any], model: nn.Module, line: Line) -> Pla
     drafter.eval()
     mx.eval(drafter.parameters())
     object.__setattr__(drafter, "line", line)
+    compiled.prepare(model, drafter)
     return drafter.bind(target.embed, target.head, model)
 
 
