@@ -24,6 +24,7 @@ import mlx.nn as nn
 from dflash_mlx import bench, load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.cache import PairCache, checkpoint, rollback
+from dflash_mlx.compiled import attach
 from dflash_mlx.costs import measure_costs
 from dflash_mlx.loading import default_dtype
 from dflash_mlx.taps import Target
@@ -38,7 +39,8 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
       rounds: `stats.rounds` of a run at one block size that answered `prompt` with `ids`.
       waits: evaluate every round before the next one is put together.
     """
-    target = Target(model, drafter.config.target_layer_ids)
+    # Replayed where the loop's are.
+    target = attach(Target(model, drafter.config.target_layer_ids), drafter)
     pair = PairCache.read(make_prompt_cache(model, drafter))
     _, features = target(mx.array([prompt]), pair.target)
     # As after the loop's prefill: the drafter holds all context rows but the last.
