@@ -412,6 +412,9 @@ class Blocks(Replays):
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
         """
         w = ids.shape[1]
+        if w == 1 and not self._right[0]:
+            # The first token does not wait for a trial, nor does who never drafts.
+            return None
         more = -w % ROWS
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
