@@ -1,14 +1,21 @@
-"""Layers that a pass gives the same array, served by one product: which these are, and that each gets what is its own."""
+"""Layers that a pass gives the same array, served by one product: which these are, and that each gets what is its own; and
+rotations of such a product's columns."""
+
+import gc
+import io
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import family
-from kit import tiny_target
+from kit import tiny_qwen3, tiny_target
+from mlx_lm.models import rope_utils
+from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_mlx import joints
+from dflash_mlx import compiled, joints
+from dflash_mlx.cache import checkpoint
 from dflash_mlx.joints import joint_calls
-from dflash_mlx.taps import intercept
+from dflash_mlx.taps import Target, intercept
 
 
 class Layers(nn.Module):
@@ -125,7 +132,7 @@ def test_large_layers_and_layers_of_different_kinds_are_left_apart(monkeypatch):
 def test_a_transformers_projections_are_found_by_what_they_are_given():
     model = tiny_target(layers=2)
     calls = found_in(model, mx.array([[1, 2, 3]]))
-    found = [name.removeprefix("model.layers.") for name in names(model, calls)]
+    found = [name.removeprefix("model.layers.") for name in names(model, calls) if not name.endswith("rope")]
     attention, mlp = [f"self_attn.{n}_proj" for n in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
     assert found == [f"{i}.{name}" for i in range(2) for name in attention + mlp]
 
@@ -138,3 +145,216 @@ def test_a_pass_of_any_family_is_the_same_with_its_joints(name):
     with intercept(calls):
         found = model(ids)
     assert (mx.abs(found - expected).max() <= 1e-5 * mx.abs(expected).max()).item() and (calls or name == "phi3")
+
+
+class Heads(nn.Module):
+    """Queries of 4 heads of 8, keys of 2 and values of 4, and what `body` makes of them."""
+
+    def __init__(self, body, rope=None):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(24, n, bias=False) for n in (32, 16, 32))
+        # A module without arrays is as false as an empty dict.
+        self.rope = nn.RoPE(8) if rope is None else rope
+        self.other, self._body = nn.RoPE(8, base=100.0), body
+
+    def __call__(self, x):
+        return self._body(self, self.q(x), self.k(x), self.v(x))
+
+
+def heads(a, D=8):
+    return a.reshape(*a.shape[:2], -1, D).transpose(0, 2, 1, 3)
+
+
+def rotations(monkeypatch):
+    """A list that every rotation is written into: its number of heads."""
+    made, rope = [], mx.fast.rope
+    monkeypatch.setattr(mx.fast, "rope", lambda x, *args, **kwargs: (made.append(x.shape[1]), rope(x, *args, **kwargs))[1])
+    return made
+
+
+def rotated_by(made, model, x=None):
+    """The rotations' numbers of heads of one pass, whose values are those of one in which products alone are joint."""
+    x = mx.random.normal((2, 5, 24)) if x is None else x
+    calls = found_in(model, x)
+    with intercept([call for call in calls if isinstance(call[0], nn.Linear)]):
+        expected = model(x)
+    made.clear()
+    with intercept(calls):
+        found = model(x)
+    assert calls and all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    return made
+
+
+def changed(a, when):
+    """Heads that are another array's from some moment on, though the object is the same."""
+    if when == "columns":
+        a += 1
+    a = a.reshape(*a.shape[:2], -1, 8)
+    if when == "split":
+        a[..., 0] = 3
+    a = a.transpose(0, 2, 1, 3)
+    if when == "turned":
+        a *= 2
+    return a
+
+
+TOGETHER = {
+    "queries, keys": lambda m, q, k, v: (m.rope(heads(q), offset=300), m.rope(heads(k), offset=300)),
+    "keys, queries": lambda m, q, k, v: (m.rope(heads(k), offset=7), m.rope(heads(q), offset=7)),
+    "not side by side": lambda m, q, k, v: (m.rope(heads(v), 7), m.rope(heads(q), 7)),
+    "no offset": lambda m, q, k, v: (m.rope(heads(q)), m.rope(heads(k))),
+    "all three": lambda m, q, k, v: (m.rope(heads(q)), m.rope(heads(k)), m.rope(heads(v)), v),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_heads_of_one_product_are_rotated_once(name, monkeypatch):
+    assert rotated_by(rotations(monkeypatch), Heads(TOGETHER[name])) == [10]
+
+
+def test_an_offset_that_is_an_array_is_known_by_its_identity(monkeypatch):
+    made, one, same = rotations(monkeypatch), mx.array([3, 9]), mx.array([3, 9])
+    assert rotated_by(made, Heads(lambda m, q, k, v: (m.rope(heads(q), offset=one), m.rope(heads(k), offset=one)))) == [10]
+    assert rotated_by(made, Heads(lambda m, q, k, v: (m.rope(heads(q), offset=one), m.rope(heads(k), offset=same)))) == [10, 10]
+
+
+# Each rotation that is asked for is made: of all heads where only the arguments differ, else of those that were given.
+APART = {
+    "offsets": ([10, 10], lambda m, q, k, v: (m.rope(heads(q), offset=3), m.rope(heads(k), offset=4))),
+    "no offset and one": ([10, 10], lambda m, q, k, v: (m.rope(heads(q)), m.rope(heads(k), 4))),
+    "rotations": ([10, 10], lambda m, q, k, v: (m.rope(heads(q)), m.other(heads(k)))),
+    "three calls": ([10, 10, 10], lambda m, q, k, v: (m.rope(heads(q), 3), m.rope(heads(q), 4), m.rope(heads(k), 3))),
+    "sizes of heads": ([10, 5, 2], lambda m, q, k, v: (m.rope(heads(q)), m.rope(heads(k, 16)), m.rope(heads(q, 32)))),
+    "heads that begin between others": ([2, 1], lambda m, q, k, v: (m.rope(heads(q, 32)), m.rope(heads(v, 32)))),
+    "norms between": ([4, 2], lambda m, q, k, v: tuple(m.rope(mx.fast.rms_norm(heads(a), None, 1e-5)) for a in (q, k))),
+    "sums between": ([4, 10], lambda m, q, k, v: (m.rope(heads(q + q)), m.rope(heads(k)))),
+    "sums of heads": ([4, 10], lambda m, q, k, v: (m.rope(heads(q) + 1), m.rope(heads(k)))),
+    "rows and heads mixed": ([5, 10], lambda m, q, k, v: (m.rope(q.reshape(2, 4, 5, 8).transpose(0, 2, 1, 3)), m.rope(heads(k)))),
+    "split again": ([2, 10], lambda m, q, k, v: (m.rope(heads(heads(q).reshape(2, 4, 40), 20)), m.rope(heads(k)))),
+    "split elsewhere": (
+        [2, 10],
+        lambda m, q, k, v: (m.rope(heads(q).reshape(2, 4, 2, 20).transpose(0, 2, 1, 3)), m.rope(heads(k))),
+    ),
+    "not turned": ([5, 10], lambda m, q, k, v: (m.rope(q.reshape(2, 5, 4, 8)), m.rope(heads(k)))),
+    "turned twice": ([5, 10], lambda m, q, k, v: (m.rope(heads(q).transpose(0, 2, 1, 3)), m.rope(heads(k)))),
+    "turned otherwise": ([2, 10], lambda m, q, k, v: (m.rope(k.reshape(2, 5, 2, 8).transpose(2, 0, 1, 3)), m.rope(heads(q)))),
+    "three axes": ([5, 5], lambda m, q, k, v: (m.rope(q), m.rope(k.transpose(0, 1, 2)))),
+    "changed columns": ([4, 10], lambda m, q, k, v: (m.rope(changed(q, "columns")), m.rope(heads(k)))),
+    "changed after the split": ([4, 10], lambda m, q, k, v: (m.rope(changed(q, "split")), m.rope(heads(k)))),
+    "changed heads": ([4, 10], lambda m, q, k, v: (m.rope(changed(q, "turned")), m.rope(heads(k)))),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_heads_that_are_another_matter_are_rotated_apart(name, monkeypatch):
+    numbers, body = APART[name]
+    assert rotated_by(rotations(monkeypatch), Heads(body)) == numbers
+
+
+def test_products_of_four_axes_are_not_taken_for_heads(monkeypatch):
+    model = Heads(lambda m, q, k, v: (m.rope(q.transpose(0, 2, 1, 3)), m.rope(k.transpose(0, 2, 1, 3))), nn.RoPE(16))
+    assert rotated_by(rotations(monkeypatch), model, mx.random.normal((2, 5, 3, 24))) == [3, 3]
+
+
+class Shared(nn.Module):
+    """Two layers with one rotation, which the second also calls for queries and keys of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope, kept = nn.RoPE(8), []
+
+        def first(m, q, k, v):
+            kept[:] = q, k
+            return m.rope(heads(q), offset=3), m.rope(heads(k), offset=3)
+
+        def second(m, q, k, v):
+            pairs = [(q, 3), (kept[1], 3), (kept[0], 3), (k, 3)]
+            return tuple(m.rope(heads(a), offset=offset) for a, offset in pairs)
+
+        self.layers = [Heads(first, self.rope), Heads(second, self.rope)]
+
+    def __call__(self, x):
+        out = self.layers[0](x)
+        return (*out, *self.layers[1](mx.concatenate(out, axis=1)[:, :3].reshape(2, 5, 24)))
+
+
+def test_layers_that_share_a_rotation_get_what_is_their_own(monkeypatch):
+    # The first product's is known when the second layer asks for it.
+    assert rotated_by(rotations(monkeypatch), Shared()) == [10, 10]
+
+
+class PerHead(nn.RoPE):
+    """Not what it inherits from: heads are at different places."""
+
+    def __call__(self, x, offset=0):
+        return super().__call__(x, offset) * mx.arange(x.shape[1])[:, None, None]
+
+
+class InPlace(nn.RoPE):
+    """Scales its input where it lies."""
+
+    def __call__(self, x, offset=0):
+        x[..., :4] = 3 * x[..., :4]
+        return super().__call__(x, offset)
+
+
+def test_rotations_of_unknown_classes_are_called_as_ever(monkeypatch):
+    assert rotated_by(rotations(monkeypatch), Heads(TOGETHER["queries, keys"], PerHead(8))) == [4, 2]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+SCALED = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    LLAMA3,
+    LONG,
+]
+
+
+@pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("traditional", [False, True])
+def test_every_rotation_of_mlx_lms_is_made_once(scaling, traditional, monkeypatch):
+    rope = rope_utils.initialize_rope(8, 10000.0, traditional, scaling, 256)
+    assert rotated_by(rotations(monkeypatch), Heads(TOGETHER["queries, keys"], rope)) == [10]
+
+
+def test_a_rotation_that_writes_into_its_input_writes_into_no_product(monkeypatch):
+    monkeypatch.setattr(InPlace, "__module__", rope_utils.__name__)
+    body = lambda m, q, k, v: (m.rope(heads(q)), m.rope(heads(k)), v, m.rope(heads(q), 3), k)  # noqa: E731
+    assert rotated_by(rotations(monkeypatch), Heads(body, InPlace(8))) == [10, 10]
+
+
+def test_no_product_is_held_behind_its_pass():
+    model, x = Heads(TOGETHER["queries, keys"]), mx.random.normal((1, 5, 24))
+    calls = found_in(model, x)
+    with intercept(calls):
+        found = model(x)
+    gc.collect()
+    assert found and not any(isinstance(a, (joints._Product, joints._Part)) for a in gc.get_objects())
+
+
+@pytest.mark.parametrize("make, per_layer", [(tiny_target, 1), (tiny_qwen3, 2)])
+def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_layer, monkeypatch):
+    model, made, traced, trace = make(), rotations(monkeypatch), [], compiled._traceable
+
+    def noting(*args):
+        made.clear()
+        out, keys, values = trace(*args)
+        mx.export_to_dot(text := io.StringIO(), *out, *keys, *values)
+        traced.append((len(made), text.getvalue().count('label ="AsType"')))
+        return out, keys, values
+
+    monkeypatch.setattr(compiled, "_traceable", noting)
+    for found in (joint_calls, lambda *args: []):
+        monkeypatch.setattr(compiled, "joint_calls", found)
+        target, cache = Target(model), make_prompt_cache(model)
+        target(mx.array([[1, 2, 3]]), cache)
+        blocks = compiled.Blocks(model, (), compiled._parts(model), True)
+        assert blocks(target, mx.array([[4, 5, 6, 7]]), cache, checkpoint(cache, 3)) is not None
+    (once, casts), (twice, most) = traced
+    assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))
+    # To note where an array comes from is a cast to its own type, and may be none of the pass's. Rotations on a CPU have some.
+    assert casts <= most
