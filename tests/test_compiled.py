@@ -248,6 +248,22 @@ def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["llama is not compiled"]
 
 
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_pass_is_given_up_after_some_comparisons_and_with_one_line(fails, monkeypatch, caplog):
+    model = tiny_target()
+    ours, compare, compared = blocks_of(model), compiled._compared, []
+    monkeypatch.setattr(
+        compiled, "_compared", lambda *args: (compared.append(1), 0.5 if len(compared) <= fails else compare(*args))[1]
+    )
+    cache = filled(model, ours)
+    with caplog.at_level(logging.WARNING, logger="dflash_mlx.compiled"):
+        for _ in range(6):
+            rollback(cache, verify(ours, cache)[2], len(PROMPT))
+    used = fails < 3
+    assert ours.blocks.passes == (6 - fails if used else 0) and len(compared) == min(fails + 1, 3)
+    assert len(caplog.records) == (0 if used else 1) and ours.blocks.refused is None
+
+
 def test_where_there_is_no_memory_for_joint_weights_passes_are_ordinary_ones(monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("[malloc] Unable to allocate 8388608 bytes.")
