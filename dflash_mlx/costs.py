@@ -50,15 +50,17 @@ def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
 def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
     target = attach(Target(model, drafter.config.target_layer_ids), drafter)
     entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
-    _, features = target(mx.zeros((1, 32), dtype=mx.int32), entries)
+    # Any text of different tokens.
+    text = mx.arange(1, 33, dtype=mx.int32)[None] * 37 % target.vocabulary
+    _, features = target(text, entries)
     mx.eval(features)
-    token = mx.zeros((1,), dtype=mx.int32)
+    token, text = text[0, :1], mx.broadcast_to(text, (1 + K // 32, 32)).reshape(1, -1)
     rows = injected = 0
 
     def choose(width: int, drafted: mx.array | None = None) -> mx.array:
         nonlocal rows
         point = checkpoint(entries, rows)
-        drafted = mx.zeros((1, width), dtype=mx.int32) if drafted is None else drafted[:, :width]
+        drafted = (text if drafted is None else drafted)[:, :width]
         hidden, taps = verify_block(target, token, drafted, entries, point)
         chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
         mx.async_eval(chosen, taps)
@@ -97,6 +99,12 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
         mx.eval([entry.state for entry in context])
         injected += 1
 
+    # What is tried at first use is tried before anything is timed; on empty entries nothing is.
+    inject(1)
+    if target.blocks:
+        draft()
+        choose(1)
+        plain()
     costs = measure(plain, draft, inject, choose, both, K - 1)
     costs.plain_s /= 4
     return costs

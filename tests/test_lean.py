@@ -34,6 +34,7 @@ from dflash_mlx import choose, generation, make_prompt_cache, sampling
 from dflash_mlx import costs as costs_module
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.cache import PairCache
+from dflash_mlx.compiled import Replays
 from dflash_mlx.taps import Target
 from dflash_mlx.width import FixedWidth
 
@@ -337,6 +338,28 @@ def test_what_a_peek_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch
         passes["both"](3, second)
         counted.append(waits["wait"] - before)
     assert counted[1] == counted[0] + 1 == counted[2] + 1
+
+
+def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monkeypatch):
+    # With cuDNN an ordinary draft at a new length takes 60 ms where a replayed one takes 2: timed, it was the cost of drafting.
+    model, *_ = tiny
+    drafter, tried, original = tiny_drafter(model, layer_types=None, sliding_window=None), [], Replays._tried
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    monkeypatch.setattr(
+        Replays, "_tried", lambda self, *args: (tried.append((self.name, args[-1][-1])), original(self, *args))[1]
+    )
+
+    def measure(plain, draft, inject, verify, both, most):
+        before = [*tried]
+        assert ("the drafter", most + 1) in before and ("llama", 1) in before
+        for _ in range(2):
+            plain()
+            draft()
+        assert tried == before and all(replays.passes for replays in drafter._replays)
+        return costs_module.Costs(1.0, 1.0, 1.0, {1: 1.0})
+
+    monkeypatch.setattr(costs_module, "measure", measure)
+    costs_module.measure_costs(model, drafter)
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
