@@ -23,6 +23,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from .cache import append_window
 from .config import DrafterConfig, RopeConfig
 from .errors import PairError
+from .kernels.few_rows import attention
 
 
 class YarnRoPE(nn.Module):
@@ -168,7 +169,7 @@ class Attention(nn.Module):
             out = cache.attend(q, k, v, self.scale, self.causal)
         else:
             mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
-            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+            out = attention(q, k, v, self.scale, mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
 
 

@@ -307,3 +307,22 @@ def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair
     assert [r.token for r in out] == greedy_ids(model, prompt, 20)
     buffered = {mask for length, mask in seen if length == 1024}
     assert buffered == {mx.float32}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_cudnn_an_ordinary_draft_asks_for_no_plan(causal, cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "1")
+    # float32 is not cuDNN's.
+    monkeypatch.setattr(few_rows, "_cudnn_takes", lambda *_: True)
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
+    features = normal(1, 9, drafter.fc.weight.shape[1])
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    choice.may_run()
+    expected = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
+    choice.may_run()
+    cuda.clear()
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("a plan"))
+    found = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
+    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5) and cuda == ["folded_attention"] * len(drafter.layers)

@@ -121,19 +121,31 @@ def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dty
     return mx.concatenate([added] * shared) if shared > 1 else added
 
 
-def folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale: float) -> mx.array:
+def folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> mx.array:
     """Attention in three operations.
 
     Shapes:
-      - queries: [1, HQ, M, D]; keys: [1, HK, S, D]; values: [1, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]
+      - queries: [1, HQ, M, D]; keys: [1, HK, S, D]; values: [1, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]; None: each
+        row sees all keys
     Returns:
       - [1, HQ, M, E]
     """
     _, hq, m, d = queries.shape
     hk = keys.shape[1]
     folded = mx.reshape(queries, (1, hk, hq // hk * m, d))
-    scores = mx.addmm(mask, folded, keys.swapaxes(-1, -2), alpha=scale)
+    keys = keys.swapaxes(-1, -2)
+    scores = (folded * scale) @ keys if mask is None else mx.addmm(mask, folded, keys, alpha=scale)
     return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(1, hq, m, values.shape[3])
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
+    """MLX's attention of a few rows to a number of keys that is another one each time."""
+    launch = folded_attention_plan(queries, keys, values, scale, mask)
+    if launch is None:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    shared = queries.shape[1] // keys.shape[1]
+    folded = None if mask is None else folded_mask(mask, queries.shape[2], keys.shape[2], shared, queries.dtype)
+    return launch(queries, keys, values, folded)
 
 
 def folded_attention_plan(
@@ -144,10 +156,11 @@ def folded_attention_plan(
     Args:
       buffer: whether the keys are a buffer, which is as long in the next pass.
     """
-    s = keys.shape[2]
-    if mask is None or isinstance(mask, mx.array) and (mask.size != queries.shape[2] * s or mask.shape[-1] != s):
+    s, types = keys.shape[2], (queries.dtype, keys.dtype, values.dtype)
+    if isinstance(mask, mx.array) and (mask.size != queries.shape[2] * s or mask.shape[-1] != s):
         return None
-    types = (queries.dtype, keys.dtype, values.dtype)
+    if mask is None and not _cudnn_takes(types[0], queries.shape[3], values.shape[3]):
+        return None
     return choice.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale, buffer)
 
 

@@ -152,7 +152,7 @@ class Attention(Served):
             if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
                 self.served = True
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
-        if said and sinks is None and isinstance(keys, mx.array):
+        if said and sinks is None and mask is not None and isinstance(keys, mx.array):
             if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask, buffer):
                 m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
                 return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
