@@ -426,7 +426,8 @@ class Blocks(Replays):
         if w == 1 and not self._right[0]:
             # The first token does not wait for a trial, nor does who never drafts.
             return None
-        more = -w % ROWS
+        # A token that the device chose is of another type, for which there would be another trace.
+        ids, more = ids.astype(mx.int32), -w % ROWS
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
         filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids

@@ -24,6 +24,7 @@ from dflash_mlx.kernels.choice import NotFiniteError
 from dflash_mlx.kernels.layers import Linear, Served
 from dflash_mlx.taps import Target
 from dflash_mlx.verify import verify_block
+from dflash_mlx.width import FixedWidth
 
 PROMPT = [5, 9, 33, 7, 12, 40, 2]
 BLOCK = [20, 41, 3, 17, 8]
@@ -93,6 +94,24 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
     traces = [(key[0], key[-1]) for key in ours.blocks._known]
     assert ours.blocks.passes == 9 and traces == [((0, 4), 4), ((0, 4), 1), ((0, 8), 8), ((0, 12), 12)]
     assert len({id(run) for run in ours.blocks._known.values()}) == 3
+
+
+def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
+    model, tokenizer, drafter = pair
+    drafter._replays, traced, original = None, [], compiled._traceable
+    monkeypatch.setattr(compiled, "_traceable", lambda *args: (traced.append(args[1][0].dtype), original(*args))[1])
+    prompt = tokenizer.encode("def area(width, height):")
+    # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
+    for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
+        rule, left = FixedWidth(3), iter(widths)
+        rule.choose = lambda pending=0, left=left: next(left, 0)
+        monkeypatch.setattr(generation, "width_rule", lambda *_, rule=rule: rule)
+        out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
+        assert ids_of(out) == greedy_ids(model, prompt, 40)
+    blocks, drafts = drafter._replays
+    assert out[-1].stats.widths[0] > 15 and 1 in {key[-1] for key in blocks._known}
+    # A block of 4 rows and a single one are one trace; the drafter's is another, of floats beside ids.
+    assert len(traced) == len({id(known) for replays in (blocks, drafts) for known in replays._known.values()})
 
 
 def test_what_fills_a_drafters_rows_is_written_behind_them():
