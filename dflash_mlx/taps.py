@@ -493,15 +493,19 @@ class Target:
         total = hidden.astype(mx.float32).sum()
         if margin is not None:
             total = total + margin.sum()
-        if logits is not None:
-            # One of minus infinity may be the model's own.
+        if logits is not None and self._served:
+            # What MLX's own head makes of sound states is the model's own; so is a logit of minus infinity.
             total = total + mx.logsumexp(logits, axis=-1).astype(mx.float32).sum()
         return [total[None].view(mx.int32)]
 
     @property
     def doubtful(self) -> bool:
         """Whether the last pass was a replay (see `compiled`), or a kernel of ours ran in it or in `head` since."""
-        return self.replayed or any(handler.served for _, handler, _ in self._kernel_calls or ())
+        return self.replayed or self._served
+
+    @property
+    def _served(self) -> bool:
+        return any(handler.served for _, handler, _ in self._kernel_calls or ())
 
     def check(self, doubts: list[int], head: bool = False) -> None:
         """Switch off what may be at fault, with one line in the log: replays of this target if there were any, then all kernels.

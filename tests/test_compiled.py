@@ -629,6 +629,17 @@ def poisoned(cache):
             setattr(entry, name, array)
 
 
+def test_a_replay_is_doubted_by_its_states_alone():
+    model = tiny_target()
+    ours = blocks_of(model)
+    hidden, *_ = verify(ours, filled(model, ours))
+    spoilt = mx.where(mx.arange(hidden.shape[2]) == 3, mx.array(math.nan), hidden)
+    # MLX's own head made these of sound states, as plain decoding would.
+    ours.check([doubt.item() for doubt in ours.doubts(hidden, logits=mx.full((1, 5, 50), math.nan))])
+    with pytest.raises(NotFiniteError):
+        ours.check([doubt.item() for doubt in ours.doubts(spoilt, logits=ours.head(hidden))])
+
+
 def test_a_replay_that_rows_without_meaning_reach_is_undone_and_the_last(caplog):
     model = tiny_target()
     ours, plain = blocks_of(model), Target(model, (0, 2))
