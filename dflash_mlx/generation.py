@@ -303,10 +303,12 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
 
             # Hand out what the round committed; the bonus becomes the next anchor.
             for i, token in enumerate([*ids[:accepted], bonus]):
+                # Made first: where that fails, the token was not handed out.
+                row = row_logprobs(i)
                 run.pair.ids.append(token)
                 run.chooser.history.append(token)
                 emitted += 1
-                yield token, row_logprobs(i), i < accepted
+                yield token, row, i < accepted
                 if emitted == run.max_tokens:
                     return
                 if emitted % 256 == 1:

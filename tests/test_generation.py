@@ -31,7 +31,7 @@ from kit import (
 )
 
 import dflash_mlx
-from dflash_mlx import checks, copying, generation, make_prompt_cache, taps
+from dflash_mlx import checks, choose, copying, generation, make_prompt_cache, taps
 from dflash_mlx import drafter as drafter_module
 from dflash_mlx.cache import PairCache
 from dflash_mlx.errors import GenerationError, PairError
@@ -753,3 +753,21 @@ def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):
     model, _, oracle, _ = tiny
     with pytest.raises(GenerationError, match=message):
         run(model, oracle, prompt, 5)
+
+
+def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    cache, start = make_prompt_cache(model, drafter), choose.Chooser.start
+
+    def failing(row):
+        raise MemoryError("planted")
+
+    def without_rows(self, *args):
+        token, read, doubtful = start(self, *args)
+        return token, lambda: (*read()[:3], failing, None), doubtful
+
+    monkeypatch.setattr(choose.Chooser, "start", without_rows)
+    with pytest.raises(MemoryError):
+        next(dflash_mlx.stream_generate(model, letters(), [5, 9, 33], 20, drafter, prompt_cache=cache, block_size=5))
+    assert PairCache.read(cache).ids == [5, 9, 33]
