@@ -83,12 +83,13 @@ class Chooser:
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
           and raises NotFiniteError if one of our kernels or a replay was at fault; whether one ran at all.
         """
+        replayed = target.replayed
         if self.processors:
             doubts = target.doubts(hidden)
             drafts = pack_drafts(drafted, sure)
             mx.async_eval(drafts, hidden, features, context, doubts)
             n = drafted.shape[1]
-            return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts), bool(doubts)
+            return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts, replayed), bool(doubts)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if self.sampler is None and (found := target.choices(hidden)):
             choices, margin = found
@@ -110,7 +111,7 @@ class Chooser:
 
         def read() -> Outcome:
             values = packed.tolist()
-            target.check([values.pop() for _ in doubts])
+            target.check([values.pop() for _ in doubts], replayed)
             last = values.pop()
             n = values.pop() if block.shape[1] else 0
             ids, confidence = unpack_drafts(values, drafted.shape[1])
@@ -131,11 +132,18 @@ class Chooser:
         return accept_match(drafted, choices)
 
     def _match_rows(
-        self, target: Target, hidden: mx.array, drafts: mx.array, n_drafts: int, position: int, doubts: list[mx.array]
+        self,
+        target: Target,
+        hidden: mx.array,
+        drafts: mx.array,
+        n_drafts: int,
+        position: int,
+        doubts: list[mx.array],
+        replayed: bool,
     ) -> Outcome:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
-        target.check([doubt.item() for doubt in doubts])
+        target.check([doubt.item() for doubt in doubts], replayed)
         ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):

@@ -126,7 +126,8 @@ def attach(target: Target, drafter: Drafter) -> Target:
     # By identity: an adapter loaded since is another array.
     if blocks is None or blocks.always != always or not _same(blocks.parts, parts) or not _same(drafts.parts, own):
         blocks, drafts = Blocks(target.model, target.layer_ids, parts, always), Drafts(drafter, own, always)
-        drafter._replays = blocks, drafts
+        # Not as an item of the module, whose items other threads may be walking through.
+        object.__setattr__(drafter, "_replays", (blocks, drafts))
     target.blocks, drafter.replays = blocks, drafts
     return target
 
@@ -468,7 +469,7 @@ class Drafts(Replays):
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:
             return None
-        if S > MOST_BLOCKS * K and self.serves(K):
+        if S > MOST_BLOCKS * K and self.serves(K) and all(type(entry) is KVCache for entry in cache):
             # Context that plain decoding gathered. Keys and values do not ask for its attention, whose length would be a new one.
             self._model().inject(features[:, : S - K], cache, start)
             features, start, S = features[:, S - K :], start + S - K, K

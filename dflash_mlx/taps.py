@@ -60,7 +60,8 @@ def _swapped(cls: type) -> type:
 def _through_handler(made: type, method: str) -> Callable[..., Any]:
     def call(self, *args, **kwargs):
         handler = _local.handlers.get((id(self), method))
-        inner = getattr(super(made, self), method)
+        # Not by `super`: another thread, which alone held the module, may have let go of it since this call was looked up.
+        inner = getattr(made.__base__, method).__get__(self)
         return inner(*args, **kwargs) if handler is None else handler(inner, args, kwargs)
 
     return call
@@ -507,17 +508,20 @@ class Target:
     def _served(self) -> bool:
         return any(handler.served for _, handler, _ in self._kernel_calls or ())
 
-    def check(self, doubts: list[int], head: bool = False) -> None:
-        """Switch off what may be at fault, with one line in the log: replays of this target if there were any, then all kernels.
+    def check(self, doubts: list[int], replayed: bool | None = None, head: bool = False) -> None:
+        """Switch off what may be at fault, with one line in the log: replays of this target if the pass was one, all kernels else.
 
         Args:
-          doubts: what `doubts` gave; head: its states were known to be sound, so it is about `head`.
+          doubts: what `doubts` gave; replayed: `replayed` after that pass, where others came since; head: its states were known
+            to be sound, so it is about `head`.
         Raises:
           NotFiniteError: where one of them says so. The pass is to be run again.
         """
         if any(bits & _NOT_FINITE == _NOT_FINITE for bits in doubts):
-            if self.blocks and self.blocks.passes and not self.blocks.refused and not head:
-                self.blocks.refuse("a pass gave a value that is not finite")
+            if (self.replayed if replayed is None else replayed) and not head:
+                # Another answer's may have been refused while this one was on its way.
+                if not self.blocks.refused:
+                    self.blocks.refuse("a pass gave a value that is not finite")
             else:
                 choice.distrust("a pass gave a value that is not finite")
             raise choice.NotFiniteError

@@ -114,6 +114,25 @@ def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monke
     assert len(traced) == len({id(known) for replays in (blocks, drafts) for known in replays._known.values()})
 
 
+def test_a_drafter_that_cannot_be_replayed_is_given_its_context_once():
+    model = tiny_target()
+    ours, seen = drafts_of(tiny_drafter(model)), []
+    assert any(type(entry) is not mlx_lm_cache.KVCache for entry in ours.make_cache())
+    inject = type(ours).inject
+    object.__setattr__(ours, "inject", lambda *args: (seen.append(1), inject(ours, *args)))
+    ours.slots(mx.array([9]), mx.random.normal((1, 40, 48)), ours.make_cache(), 0, 5)
+    assert not seen and ours.replays.passes == 0
+
+
+def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    # Another thread may be walking through it.
+    for _ in drafter.items():
+        attach(Target(model, (0, 2)), drafter)
+    assert drafter._replays and "_replays" not in drafter
+
+
 def test_what_fills_a_drafters_rows_is_written_behind_them():
     model = tiny_target()
     layers = {"layer_types": None, "sliding_window": None}
@@ -627,6 +646,25 @@ def poisoned(cache):
             array = getattr(entry, name)
             array[..., entry.offset :, :] = math.nan
             setattr(entry, name, array)
+
+
+def test_of_two_replays_in_flight_that_are_not_finite_neither_is_laid_on_the_kernels(monkeypatch):
+    model = tiny_target()
+    monkeypatch.setattr(choice, "_off", {})
+    blocks, spoilt = blocks_of(model).blocks, mx.full((1, 5, 48), math.nan)
+    answers = [Target(model, (0, 2)) for _ in range(2)]
+    for target in answers:
+        target.blocks = blocks
+        verify(target, filled(model, target))
+    for target in answers:
+        with pytest.raises(NotFiniteError):
+            target.check([doubt.item() for doubt in target.doubts(spoilt)])
+    assert blocks.refused and not choice._off
+    # An ordinary pass in which nothing of a replay was is another matter.
+    verify(answers[0], filled(model, answers[0]))
+    with pytest.raises(NotFiniteError):
+        answers[0].check([0x7F800000])
+    assert choice._off
 
 
 def test_a_replay_is_doubted_by_its_states_alone():

@@ -15,7 +15,7 @@ from dflash_mlx import taps as taps_module
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import TapError
 from dflash_mlx.loading import check_pair
-from dflash_mlx.taps import Target
+from dflash_mlx.taps import Target, intercept
 
 IDS = [5, 9, 33, 7, 20, 41, 3]
 
@@ -365,3 +365,10 @@ def test_a_layer_whose_class_inherits_from_a_tapped_one_keeps_its_class():
     _, features = Target(model, (1,))(mx.array([IDS]))
     assert mx.array_equal(features[0], full_forward(model, IDS)[1])
     assert {type(layer) for layer in model.layers} == {child}
+
+
+def test_a_call_that_was_looked_up_while_another_thread_held_the_module_runs():
+    layer, x = nn.Linear(3, 3), mx.ones((1, 3))
+    with intercept([(layer, lambda inner, args, kwargs: inner(*args, **kwargs))]):
+        begun = type(layer).__call__
+    assert mx.array_equal(begun(layer, x), layer(x))
