@@ -509,7 +509,7 @@ class Target:
         return any(handler.served for _, handler, _ in self._kernel_calls or ())
 
     def check(self, doubts: list[int], replayed: bool | None = None, head: bool = False) -> None:
-        """Switch off what may be at fault, with one line in the log: replays of this target if the pass was one, all kernels else.
+        """Switch off what may be at fault, with one line in the log: its replays if the pass was one, else all kernels.
 
         Args:
           doubts: what `doubts` gave; replayed: `replayed` after that pass, where others came since; head: its states were known
