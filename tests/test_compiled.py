@@ -725,6 +725,8 @@ def test_where_a_head_is_at_fault_replays_are_not(monkeypatch):
         with pytest.raises(NotFiniteError):
             ours.check([sound, infinite])
         assert (bool(ours.blocks.refused), bool(choice._off)) == (refused, off)
+        # What is run again is an ordinary pass.
+        verify(ours, filled(model, ours))
 
 
 def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
