@@ -159,17 +159,17 @@ def folded_attention_plan(
     s, types = keys.shape[2], (queries.dtype, keys.dtype, values.dtype)
     if isinstance(mask, mx.array) and (mask.size != queries.shape[2] * s or mask.shape[-1] != s):
         return None
-    if mask is None and not _cudnn_takes(types[0], queries.shape[3], values.shape[3]):
-        return None
-    return choice.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale, buffer)
+    return choice.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale, buffer, mask is None)
 
 
-def _attention(shape: tuple[int, ...], hk: int, e: int, types: tuple[mx.Dtype, ...], scale: float, buffer: bool) -> Launch | None:
+def _attention(
+    shape: tuple[int, ...], hk: int, e: int, types: tuple[mx.Dtype, ...], scale: float, buffer: bool, unmasked: bool
+) -> Launch | None:
     b, hq, m, d = shape
     cudnn = _cudnn_takes(types[0], d, e)
     if not (here() and b == 1 and (2 if cudnn else LEAST_ATTENTION_ROWS) <= m <= MAX_ROWS and hq % hk == 0):
         return None
-    if len(set(types)) > 1 or types[0] not in TYPES:
+    if len(set(types)) > 1 or types[0] not in TYPES or unmasked and not cudnn:
         return None
     if cudnn:
         # Known without a trial: a plan is dearer than anything that is done instead, and one operation is cheapest where few
