@@ -107,7 +107,7 @@ def prepare(model: nn.Module, drafter: Drafter) -> None:
     Raises:
       CompileError: as `asked`.
     """
-    if may_replay() and all(type(entry) is KVCache for entry in (*make_prompt_cache(model), *drafter.make_cache())):
+    if may_replay() and _plain([*make_prompt_cache(model), *drafter.make_cache()]):
         allow_cudnn()
 
 
@@ -140,6 +140,11 @@ def _parts(model: nn.Module) -> list[Any]:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _plain(entries: Sequence[Any]) -> bool:
+    """Whether passes over these may be replayed."""
+    return all(type(entry) is KVCache for entry in entries)
 
 
 def capacity_for(rows: int) -> int:
@@ -316,7 +321,7 @@ class Replays:
         rows = 1 if arrays[0].shape[1] == 1 else K
         if not self.serves(rows) or arrays[0].shape[0] != 1:
             return None
-        if any(type(entry) is not KVCache or entry.keys is None for entry in cache):
+        if not _plain(cache) or any(entry.keys is None for entry in cache):
             return None
         length = cache[0].offset
         if any(entry.offset != length for entry in cache):
@@ -469,7 +474,7 @@ class Drafts(Replays):
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:
             return None
-        if S > MOST_BLOCKS * K and self.serves(K) and all(type(entry) is KVCache for entry in cache):
+        if S > MOST_BLOCKS * K and self.serves(K) and _plain(cache):
             # Context that plain decoding gathered. Keys and values do not ask for its attention, whose length would be a new one.
             self._model().inject(features[:, : S - K], cache, start)
             features, start, S = features[:, S - K :], start + S - K, K
