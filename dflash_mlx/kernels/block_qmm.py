@@ -7,13 +7,7 @@
 Each lane unpacks a word of weights once and uses it for all rows; a row's sum runs over the lane's own values in order, then
 over the lanes. Neither order knows M, so rows are bit-identical between row counts.
 
-A second text, `block_qmm_tiles`, multiplies in matrix units, for 16-bit types: see tiles.py.
-
-    a threadgroup takes 16 to 64 columns; its 8 simd groups share out the groups of K and add up at the end
-    a lane's part of a group      4 bit, group 64: values 16 t .. 16 t + 15 of column r: two words, whose bits, masked and
-                                  counted from their middle, are the 16-bit pairs that the units take; x in the same order
-
-Rows are 8 or 16 there, those beyond M the last one again; an output depends on its own row and column alone. Knows arrays only.
+A second text, `block_qmm_tiles`, multiplies in matrix units, for 16-bit types: see tile_product.py. Knows arrays only.
 """
 
 from __future__ import annotations
@@ -25,8 +19,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import choice, tiles
+from . import choice
 from .kernel import Kernel
+from .tile_product import tile_product
 
 MAX_ROWS = 16
 SIMDGROUPS = 4
@@ -113,178 +108,8 @@ _SOURCE = """
     }
 """
 
-# A group's integers, less the middle of their range, are exact in 16 bits: the matrix units multiply them with x, and scale and
-# bias are put on afterwards, in float32, the bias through the sum of x.
-_TILE_SOURCE = """
-    constexpr int OWN = GROUP / 4;               // values of a group that a lane has, of one column of W or row of x
-    constexpr int WORDS = OWN * BITS / 32;
-    constexpr int VECTOR = WORDS < 4 ? 2 : 4;
-    constexpr int PAIRS = 16 / BITS;             // of a word
-    constexpr int STEPS = OWN / 4;               // products of tiles in a group
-    constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 16;
-    constexpr uint MASK = (1u << BITS) - 1u;
-    constexpr float CENTRE = BITS == 4 ? 8.0f : 128.0f;
-    const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
-    const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
-    const int first = int(threadgroup_position_in_grid.x) * COLS;
-    const int groups = K / GROUP;
-    const int r = tile_row(lane), t = tile_pair(lane);
-
-    constexpr int HELD = TILES * ROW_TILES * 4;  // sums of a lane
-    threadgroup float others[SIMDGROUPS / 2 * HELD * 32];
-
-    float sum[HELD];
-    #pragma unroll
-    for (int e = 0; e < HELD; ++e) sum[e] = 0.0f;
-
-    // Where a column's groups and a row begin. Those beyond the last one repeat it; their sums are not stored.
-    int begin[TILES][2], row[ROW_TILES];
-    #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) row[m] = (8 * m + r < M ? 8 * m + r : M - 1) * K;
-    #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int c = 16 * i + 8 * h + r;
-            begin[i][h] = (first + c < N ? first + c : N - 1) * groups;
-        }
-    }
-
-    // The next group's words are on their way while this group's are multiplied.
-    uint packed[TILES][2][WORDS], ahead[TILES][2][WORDS];
-    for (int g = part - SIMDGROUPS; g < groups; g += SIMDGROUPS) {
-        const int next = g + SIMDGROUPS;
-        if (next < groups) {
-            #pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const size_t at = size_t((begin[i][h] + next) * 4 + t) * WORDS;
-                    if (WORDS == 1) {
-                        ahead[i][h][0] = w[at];
-                    } else {
-                        #pragma unroll
-                        for (int j = 0; j < WORDS / VECTOR; ++j) {
-                            const vec<uint, VECTOR> some = ((const device vec<uint, VECTOR>*)(w + at))[j];
-                            #pragma unroll
-                            for (int e = 0; e < VECTOR; ++e) ahead[i][h][VECTOR * j + e] = some[e];
-                        }
-                    }
-                }
-            }
-        }
-        if (g >= 0) {
-            uint right[ROW_TILES][2 * STEPS];
-            vec<float, 2> total[ROW_TILES];
-            #pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m) {
-                uint own[OWN / 2];
-                #pragma unroll
-                for (int j = 0; j < OWN / 8; ++j) {
-                    const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(row[m] + g * GROUP + t * OWN)))[j];
-                    #pragma unroll
-                    for (int e = 0; e < 4; ++e) own[4 * j + e] = four[e];
-                }
-                // In the order in which a word gives its pairs: 0 and 4, 1 and 5, 2 and 6, 3 and 7; in 8 bit 0 and 2, 1 and 3.
-                #pragma unroll
-                for (int p = 0; p < 2 * STEPS; ++p) {
-                    const int at = p / PAIRS * PAIRS + p % PAIRS / 2;
-                    const uint a = own[at], b = own[at + PAIRS / 2];
-                    right[m][p] = tile_right(p % 2 ? pair_seconds(a, b) : pair_firsts(a, b), lane);
-                }
-                total[m][0] = 0.0f;
-                total[m][1] = 0.0f;
-                #pragma unroll
-                for (int s = 0; s < STEPS; ++s) {
-                    total[m] = tile_sums<T>(total[m], HALF ? 0x3c003c00u : 0x3f803f80u, right[m][2 * s], right[m][2 * s + 1]);
-                }
-            }
-            #pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                uint left[2][2 * STEPS];
-                float scale[2], bias[2];
-                #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    scale[h] = float(scales[begin[i][h] + g]);
-                    bias[h] = metal::fma(CENTRE, scale[h], float(biases[begin[i][h] + g]));
-                    #pragma unroll
-                    for (int p = 0; p < 2 * STEPS; ++p) {
-                        const uint word = packed[i][h][p / PAIRS] >> (p % PAIRS * BITS);
-                        if (HALF) {
-                            // In the last bits of 1024.
-                            left[h][p] = pair_less<T>(bits_over(word, MASK * 0x10001u, 0x64006400u), 1024.0f + CENTRE);
-                        } else if (BITS == 4) {
-                            // In the last bits of 128.
-                            left[h][p] = pair_less<T>(bits_over(word, MASK * 0x10001u, 0x43004300u), 128.0f + CENTRE);
-                        } else {
-                            // bfloat has no room for 8 bits: in the last bits of 2^23, whose difference has at most 8.
-                            const float a = as_type<float>(bits_over(word, MASK, 0x4b000000u)) - (8388608.0f + CENTRE);
-                            const float b = as_type<float>(bits_over(word >> 16, MASK, 0x4b000000u)) - (8388608.0f + CENTRE);
-                            left[h][p] = pair_seconds(as_type<uint>(a), as_type<uint>(b));
-                        }
-                    }
-                }
-                #pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    vec<float, 4> product;
-                    #pragma unroll
-                    for (int e = 0; e < 4; ++e) product[e] = 0.0f;
-                    #pragma unroll
-                    for (int s = 0; s < STEPS; ++s) {
-                        product = tile_multiply<T>(product, left[0][2 * s], left[1][2 * s], left[0][2 * s + 1],
-                                                   left[1][2 * s + 1], right[m][2 * s], right[m][2 * s + 1]);
-                    }
-                    #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int at = (i * ROW_TILES + m) * 4 + e;
-                        sum[at] = metal::fma(scale[e / 2], product[e], sum[at]);
-                        sum[at] = metal::fma(bias[e / 2], total[m][e % 2], sum[at]);
-                    }
-                }
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                #pragma unroll
-                for (int j = 0; j < WORDS; ++j) packed[i][h][j] = ahead[i][h][j];
-            }
-        }
-    }
-
-    // Parts of K, by halves: the upper half of the simd groups gives to the lower.
-    for (int half_of = SIMDGROUPS / 2; half_of > 0; half_of /= 2) {
-        if (part >= half_of && part < 2 * half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) others[((part - half_of) * HELD + e) * 32 + lane] = sum[e];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        if (part < half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) sum[e] = sum[e] + others[(part * HELD + e) * 32 + lane];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    }
-    if (part == 0) {
-        #pragma unroll
-        for (int e = 0; e < HELD; ++e) {
-            const int i = e / 4 / ROW_TILES, m = e / 4 % ROW_TILES;
-            const int n = first + 16 * i + e % 4 / 2 * 8 + r, to = 8 * m + 2 * t + e % 2;
-            if (n < N && to < M) y[size_t(to) * N + n] = T(sum[e]);
-        }
-    }
-"""
-
 KERNEL = Kernel("block_qmm", inputs=("x", "w", "scales", "biases"), outputs=("y",), source=_SOURCE)
-TILES = Kernel(
-    "block_qmm_tiles",
-    inputs=("x", "w", "scales", "biases"),
-    outputs=("y",),
-    source=_TILE_SOURCE,
-    header=tiles.METAL,
-    cuda_header=tiles.CUDA,
-)
+TILES = tile_product("block_qmm_tiles", quantized=True)
 
 
 def block_qmm_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
@@ -379,6 +204,25 @@ def prepare_tiles(
 ) -> Callable[..., mx.array]:
     """`block_qmm_tiles_kernel`, prepared as `prepare` does."""
     rows = math.prod(shape[:-1])
+    columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
+    launch = TILES.prepared(
+        template=template,
+        grid=(-(-n // columns) * threadgroup, 1, 1),
+        threadgroup=(threadgroup, 1, 1),
+        output_shapes=[(*shape[:-1], n)],
+        output_dtypes=[dtype],
+    )
+    return _of_rows(launch, rows, shape[-1])
+
+
+def tile_sizes(
+    rows: int, dtype: mx.Dtype, n: int, group_size: int, bits: int, columns: int | None = None, simdgroups: int | None = None
+) -> tuple[int, int, list[tuple[str, object]]]:
+    """Columns of W that a threadgroup takes, its threads, and the template of a text of `tile_product`.
+
+    Raises:
+      ValueError: for rows outside 1..16.
+    """
     words = group_size * bits // 128
     # More columns read x less often, fewer make more threadgroups; a lane's words and sums stay in registers, of which an Apple
     # GPU has 128 a thread. Not timed on a Mac. Results do not depend on it.
@@ -387,22 +231,16 @@ def prepare_tiles(
     # With few threadgroups, more threads in each keep an H100's memory busy. The sums' order depends on it: it may follow from
     # the matrix, not from the rows.
     simdgroups = simdgroups or (16 if n < 8192 and mx.cuda.is_available() else TILE_SIMDGROUPS)
-    launch = TILES.prepared(
-        template=[
-            ("T", dtype),
-            ("HALF", dtype == mx.float16),
-            ("BITS", bits),
-            ("GROUP", group_size),
-            ("ROWS", 8 if row_tile(rows) <= 8 else 16),
-            ("COLS", columns),
-            ("SIMDGROUPS", simdgroups),
-        ],
-        grid=(-(-n // columns) * simdgroups * 32, 1, 1),
-        threadgroup=(simdgroups * 32, 1, 1),
-        output_shapes=[(*shape[:-1], n)],
-        output_dtypes=[dtype],
-    )
-    return _of_rows(launch, rows, shape[-1])
+    template = [
+        ("T", dtype),
+        ("HALF", dtype == mx.float16),
+        ("BITS", bits),
+        ("GROUP", group_size),
+        ("ROWS", 8 if row_tile(rows) <= 8 else 16),
+        ("COLS", columns),
+        ("SIMDGROUPS", simdgroups),
+    ]
+    return columns, simdgroups * 32, template
 
 
 def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:

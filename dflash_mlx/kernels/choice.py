@@ -35,7 +35,7 @@ from .kernel import Form, Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
 NAMES = (
-    *("block_qmm", "block_qmm_tiles", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
+    *("block_qmm", "block_qmm_tiles", "block_linear", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
     # These are MLX's own operations, put together otherwise.
     *("row_products", "folded_attention"),
 )

@@ -132,6 +132,7 @@ class Kernel:
       header: helper functions, each `METAL_FUNC`, on values: no address space is named in it.
       cuda_header: the same functions where CUDA has other instructions for them; None: `header` serves both.
       row_contiguous: False hands inputs over as they lie, so that a slice of a long cache is not copied.
+      form: which of several texts of this name, for MLX, which knows a text by its name.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Kernel:
     header: str = ""
     cuda_header: str | None = None
     row_contiguous: bool = True
+    form: str = ""
 
     # MLX compiles a custom CUDA kernel anew in every process, some 2 s each.
     at_once = False
@@ -194,7 +196,7 @@ def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.a
         own = header if kernel.cuda_header is None else kernel.cuda_header
         header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
     return make(
-        name=f"dflash_{kernel.name}",
+        name=f"dflash_{kernel.name}{kernel.form}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=kernel.source,

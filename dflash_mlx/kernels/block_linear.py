@@ -1,0 +1,214 @@
+"""A layer's product of 1..16 rows together with what stands around it, in one launch: for passes that launches bind.
+
+    x -- RMSNorm --> Linear -->        one launch for two         norm=(weight, eps)
+              o_proj, down_proj --> + residual                    residual=r
+    x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
+
+In matrix units, so for 16-bit types: the text is tile_product.py's. Weights may be affine-quantized or of x's type. Rows do not know
+how many they are. Knows arrays only; which layers belong together, `joints` sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import choice
+from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, tile_sizes
+from .few_rows import row_products_plan
+from .tile_product import tile_product
+
+# A norm before and a gate behind, each of which rounds.
+_ROUNDINGS = 2
+
+Launch = Callable[..., mx.array]
+
+
+class Weights(NamedTuple):
+    """W[N, K]: w uint32 [N, K * bits / 32], scales and biases [N, K / group_size]; or w of a float type, 16 bits of which are one."""
+
+    w: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    group_size: int = 64
+    bits: int = 16
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.w, self.scales, self.biases) if a is not None]
+
+
+def block_linear_ops(
+    x: mx.array,
+    weights: Weights,
+    norm: tuple[mx.array, float] | None = None,
+    residual: mx.array | None = None,
+    gated: bool = False,
+    product: Launch | None = None,
+) -> mx.array:
+    """[..., K] to [..., N], or N / 2 if gated: the answer, in MLX's own operations.
+
+    product: of (x, w), in place of MLX's for weights that are not quantized.
+    """
+    if norm is not None:
+        x = mx.fast.rms_norm(x, *norm)
+    if weights.scales is not None:
+        w, scales, biases, group_size, bits = weights
+        y = mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=group_size, bits=bits)
+    else:
+        y = product(x, weights.w) if product else x @ weights.w.T
+    if gated:
+        gate, up = mx.split(y, 2, axis=-1)
+        y = nn.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def block_linear_kernel(
+    x: mx.array,
+    weights: Weights,
+    norm: tuple[mx.array, mx.array] | None = None,
+    residual: mx.array | None = None,
+    gated: bool = False,
+    columns: int | None = None,
+    simdgroups: int | None = None,
+) -> mx.array:
+    """Launch.
+
+    Shapes:
+      - x: [..., K] float16 or bfloat16, its leading axes 1..16 rows together
+      - norm: weight [K] in x's type, eps [1] float32; residual: [..., N], N / 2 if gated, in x's type
+    Returns:
+      - y: [..., N], N / 2 if gated, in x's type
+    """
+    forms = norm is not None, residual is not None, gated
+    launch = prepare(x.shape, x.dtype, weights.w.shape[0], *weights[3:], *forms, columns=columns, simdgroups=simdgroups)
+    return launch(x, weights, norm, residual)
+
+
+def prepare(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    n: int,
+    group_size: int,
+    bits: int,
+    norm: bool,
+    residual: bool,
+    gated: bool,
+    columns: int | None = None,
+    simdgroups: int | None = None,
+) -> Launch:
+    """`block_linear_kernel` for x [..., K] of a shape and a type: what takes (x, weights, norm, residual), as often as one likes.
+
+    Raises:
+      ValueError: for rows outside 1..16.
+    """
+    rows, out = math.prod(shape[:-1]), n // 2 if gated else n
+    columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
+    launch = _kernel(bits, norm, residual, gated).prepared(
+        template=template,
+        grid=(-(-n // columns) * threadgroup, 1, 1),
+        threadgroup=(threadgroup, 1, 1),
+        output_shapes=[(*shape[:-1], out)],
+        output_dtypes=[dtype],
+    )
+
+    def run(
+        x: mx.array, weights: Weights, norm: tuple[mx.array, mx.array] | None = None, residual: mx.array | None = None
+    ) -> mx.array:
+        around = [*(norm or ()), *([] if residual is None else [mx.reshape(residual, (rows, out))])]
+        return launch(inputs=[mx.reshape(x, (rows, shape[-1])), *weights.arrays, *around])[0]
+
+    return run
+
+
+def _kernel(bits: int, norm: bool, residual: bool, gated: bool):
+    return tile_product("block_linear", bits < 16, norm, residual, gated)
+
+
+def block_linear_plan(x: mx.array, weights: Weights, norm: bool, residual: bool, gated: bool) -> Launch | None:
+    """What to hand (x, weights, norm, residual) to; None: MLX's operations. One answer for 1..16 rows of a matrix."""
+    scales = None if weights.scales is None else weights.scales.dtype
+    if weights.scales is not None and weights.biases is None:  # not affine
+        return None
+    types = x.dtype, weights.w.dtype, scales
+    return choice.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], norm, residual, gated)
+
+
+def _plan(
+    shape: tuple[int, ...],
+    types: tuple[mx.Dtype, mx.Dtype, mx.Dtype | None],
+    n: int,
+    group_size: int,
+    bits: int,
+    norm: bool,
+    residual: bool,
+    gated: bool,
+) -> Launch | None:
+    """`block_linear_plan` for arrays of these shapes and types."""
+    (dtype, w, scales), k = types, shape[-1]
+    eligible = (
+        1 <= math.prod(shape[:-1]) <= MAX_ROWS
+        and dtype in TILE_TYPES
+        and (bits in (4, 8) and scales == dtype or bits == 16 and w == dtype)
+        and group_size in (32, 64, 128)
+        and k % group_size == 0
+        and n % (16 if gated else 8) == 0
+        and n * k // group_size >= 8  # the scales, so all arrays of two axes, are certainly in device memory
+    )
+    if not eligible:
+        return None
+    about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
+    trial = partial(trials, n, k, group_size, bits, dtype, norm, residual, gated)
+    if not choice.use(_kernel(bits, norm, residual, gated), about, trial):
+        return None
+    return prepare(shape, dtype, n, group_size, bits, norm, residual, gated)
+
+
+def made(
+    n: int, k: int, group_size: int, bits: int, dtype: mx.Dtype, norm: bool, residual: bool, gated: bool, rows: int = MAX_ROWS
+) -> tuple[mx.array, Weights, mx.array | None, mx.array | None]:
+    """Made-up x [rows, K], weights, the norm's weight and residual of these forms."""
+    keys = mx.random.split(mx.random.key(n + k), 4)
+    w = (mx.random.normal((n, k), key=keys[0]) * k**-0.5).astype(dtype)
+    weights = Weights(w) if bits == 16 else Weights(*mx.quantize(w, group_size=group_size, bits=bits), group_size, bits)
+    out = n // 2 if gated else n
+    x, r = (mx.random.normal((rows, size), key=key).astype(dtype) for size, key in ((k, keys[1]), (out, keys[2])))
+    scale = mx.random.uniform(0.5, 2, (k,), key=keys[3]).astype(dtype) if norm else None
+    return x, weights._replace(group_size=group_size), scale, r if residual else None
+
+
+def trials(
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    dtype: mx.Dtype,
+    norm: bool,
+    residual: bool,
+    gated: bool,
+    rows: tuple[int, ...] = (4, 16),
+) -> list[choice.Trial]:
+    """Comparisons with MLX's operations on made-up values of the real shape."""
+    x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated, max(rows))
+    copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first.arrays))
+    weights = [first, *(Weights(*(a + 0 for a in first.arrays)) for _ in range(copies - 1))]
+    weights = [Weights(*w[:3], group_size, bits) for w in weights]
+    epsilon, eps = 1e-5, mx.array([1e-5], dtype=mx.float32)
+    mx.eval(x, scale, r, eps, [w.arrays for w in weights])
+
+    def one(m: int) -> choice.Trial:
+        some, rest, turn = x[None, :m], None if r is None else r[None, :m], itertools.cycle(weights)
+        launch = prepare(some.shape, dtype, n, group_size, bits, norm, residual, gated)
+        product = row_products_plan(some, first.w) if bits == 16 else None
+        ours = lambda: [launch(some, next(turn), (scale, eps) if norm else None, rest)]  # noqa: E731
+        around = (scale, epsilon) if norm else None
+        stock = lambda: [block_linear_ops(some, next(turn), around, rest, gated, product)]  # noqa: E731
+        return choice.Trial(ours, stock, choice.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
+
+    return [one(m) for m in rows]
