@@ -47,7 +47,7 @@ from .cache import Checkpoint
 from .drafter import Drafter
 from .errors import DFlashError
 from .joints import Call, joint_calls
-from .kernels import choice
+from .kernels import block_linear, choice
 from .kernels.few_rows import allow_cudnn, folded_attention_plan, folded_mask
 from .kernels.layers import BufferMask, Dense, kernel_calls
 from .taps import Target, family, intercept
@@ -251,10 +251,10 @@ class Replays:
     always: whether a pass is used that is right, faster or not.
     refused: why this model cannot be compiled, if so.
     passes: replays so far.
-    kernels: what may serve a joint product, as `kernel_calls`.
+    kernels, fused: what may serve a joint product, as `kernel_calls`, and whether kernels may take what stands around one.
     """
 
-    kernels = staticmethod(kernel_calls)
+    kernels, fused = staticmethod(kernel_calls), True
 
     def __init__(
         self, name: str, eager: Pass, traced: Callable[[list[Call]], Pass], model: nn.Module, parts: list[Any], always: bool
@@ -262,13 +262,13 @@ class Replays:
         self.name, self._eager, self._traced, self.parts, self.always = name, eager, traced, parts, always
         # Whoever is held by the model must not hold it.
         self._model = weakref.ref(model)
-        # What is traced, from the first trial on.
-        self._pass: Pass | None = None
         self.refused: str | None = None
         self.passes = 0
         self._forget()
 
     def _forget(self) -> None:
+        # What is traced, from the first trial on.
+        self._pass: Pass | None = None
         # (shape, capacity, type, stream, rows that were asked for: 1, or the shape's) -> the compiled pass, None if the ordinary
         # one is to be run.
         self._known: dict[tuple, Callable[..., Any] | None] = {}
@@ -383,8 +383,9 @@ class Replays:
         try:
             if self._pass is None:
                 spare, columns = [_copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
+                fused = self.fused and choice.may_run() and choice.allowed(block_linear.KERNEL)
                 noted = joint_calls(
-                    self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns
+                    self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns, fused
                 )
                 self._pass = self._traced(noted)
             run = self._compiled(key)
@@ -453,7 +454,7 @@ def _stock_calls(model: nn.Module) -> list[tuple]:
 class Drafts(Replays):
     """A drafter's passes: what `Drafter.replays` is."""
 
-    kernels = staticmethod(_stock_calls)
+    kernels, fused = staticmethod(_stock_calls), False
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
         # The drafter holds this.

@@ -1,25 +1,32 @@
-"""Layers that a pass gives the same array, as one product: a small model's passes cost by their number of operations.
+"""Layers of a pass put together, where a small model's passes cost by their number of operations.
 
     q, k, v = Wq x, Wk x, Wv x      one product of [Wq; Wk; Wv], of which each layer's call takes its columns
     rope(q), rope(k)                one rotation of the product's columns, all as heads, of which each call takes its heads
+    W rms(x);  x + W y;  silu(Wg x) * Wu x      one launch of `block_linear`, where that kernel runs
 
-Which layers these are is seen in a pass: no family's names are known. Their weights are copied, so only those of small layers are
-joined. Quantized weights may be filled up with rows of zeros, to a number of columns that a kernel takes.
+Which layers these are is seen in a pass: no family's names are known. Joint weights are copies, so only those of small layers are
+joined. Quantized ones may be filled up with rows of zeros, to a number of columns that a kernel takes.
 
-Knows MLX's `Linear`, `QuantizedLinear` and `RoPE`, and mlx-lm's rotations; knows nothing of caches or of tracing.
+Knows MLX's `Linear`, `QuantizedLinear`, `RMSNorm` and `RoPE`, and mlx-lm's rotations and `swiglu`; knows nothing of caches or of
+tracing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
+from mlx_lm.models.activations import swiglu
 
-from .kernels.layers import Handler, WatchedArray, kernel_calls
+from .kernels import choice
+from .kernels.block_linear import Weights, block_linear_plan
+from .kernels.layers import ATTENTION, Handler, WatchedArray, kernel_calls, renamed
 from .taps import own_class
 
 # Weights of one product. Copies are dear and save little where reading them takes longer than three launches.
@@ -35,6 +42,7 @@ def joint_calls(
     run: Callable[[list[Call]], Any],
     kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls,
     columns: int = 1,
+    fused: bool = False,
 ) -> list[Call]:
     """The layers that one pass of the model gives the same array, and what serves them instead; where it rotates what these give,
     its rotations too. Nothing is evaluated.
@@ -43,35 +51,76 @@ def joint_calls(
       run: the pass, with these calls of layers in place of their own and of what kernels make of them.
       kernels: what may serve a joint product, as `kernel_calls` gives it.
       columns: quantized products have a multiple of so many, those of one layer too.
+      fused: whether `block_linear` may take what stands around a product.
     """
-    given: dict[int, tuple[mx.array, list[nn.Module]]] = {}
-    calls: Counter[int] = Counter()
-    products: dict[int, _Product] = {}
-
-    def note(module: nn.Module) -> Call:
-        def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-            (x,) = args or kwargs.values()
-            # The array is held: no other is known by its address meanwhile.
-            given.setdefault(id(x), (x, []))[1].append(module)
-            calls[id(module)] += 1
-            products[id(module)] = _Product(inner(*args, **kwargs))
-            return products[id(module)].part(0, module["weight"].shape[0])
-
-        return module, handler
-
     every = [module for _, module in model.named_modules()]
+    linears = [module for module in every if own_class(module) in (nn.Linear, nn.QuantizedLinear)]
     rotating = [_rotating(module) for module in every if _turns_heads(module)]
-    run([*(note(module) for module in every if own_class(module) in (nn.Linear, nn.QuantizedLinear)), *rotating])
-    rotated = {key for key, product in products.items() if product.last}
+    norms = [module for module in every if own_class(module) is nn.RMSNorm and "weight" in module] if fused else []
+    seen = _Seen()
+    gating = _gating(every, seen.gate) if fused else []
+    run([*(seen.product(module) for module in linears), *(_norming(module) for module in norms), *rotating, *gating])
+
     groups: dict[tuple, list[nn.Module]] = {}
-    for key, (_, modules) in given.items():
+    for key, (_, modules) in seen.given.items():
         for module in modules:
-            if calls[id(module)] == 1:
+            if seen.calls[id(module)] == 1:
                 groups.setdefault((key, *_form(module)), []).append(module)
     small = [group for group in groups.values() if _bytes(group) <= MOST_BYTES]
     filled = [(group, _missing(group, columns)) for group in small]
-    found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, rotated)]
-    return [*found, *rotating] if any(id(module) in rotated for module, _ in found) else found
+    found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, seen, fused)]
+    taken = {id(module) for module, _ in found}
+    rotations = rotating if any(seen.rotated(module) for module, _ in found) else []
+    if not fused:
+        return [*found, *rotations]
+    alone = [_alone(m, kernels, seen) for m in linears if id(m) not in taken and seen.calls[id(m)] and seen.around(m)]
+    return [*found, *rotations, *alone, *(_norming(norm) for norm in norms if id(norm) in seen.norms), *_gating(every, _gate)]
+
+
+@dataclass
+class _Seen:
+    """What stands around the products of a pass.
+
+    given: by the address of an array, it and the layers that were given it. The array is held: no other is known by its address
+      meanwhile.
+    norms: norms, by id, whose values a product was given; gated: layers, by id, whose product is a gate or is gated.
+    """
+
+    given: dict[int, tuple[mx.array, list[nn.Module]]] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
+    products: dict[int, _Product] = field(default_factory=dict)
+    norms: set[int] = field(default_factory=set)
+    normed: set[int] = field(default_factory=set)
+    gated: set[int] = field(default_factory=set)
+
+    def product(self, module: nn.Module) -> Call:
+        def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            (x,) = args or kwargs.values()
+            self.given.setdefault(id(x), (x, []))[1].append(module)
+            self.calls[id(module)] += 1
+            if isinstance(x, _Normed) and not x.changed:
+                self.norms.add(id(x.module))
+                self.normed.add(id(module))
+            made = self.products[id(module)] = _Product(inner(*args, **kwargs), [id(module)])
+            return made.part(0, module["weight"].shape[0])
+
+        return module, handler
+
+    def gate(self, gate: mx.array, up: mx.array) -> mx.array:
+        if isinstance(gate, _Part) and isinstance(up, _Part):
+            self.gated.update([*gate.product.layers, *up.product.layers])
+        return swiglu(gate, up)
+
+    def rotated(self, module: nn.Module) -> bool:
+        return bool(self.products[id(module)].last)
+
+    def followed(self, module: nn.Module) -> bool:
+        """Whether it is of use to know where its product comes from. Of others it is not noted: to note that is a cast."""
+        return self.rotated(module) or self.products[id(module)].added or id(module) in self.gated
+
+    def around(self, module: nn.Module) -> bool:
+        """Whether there is something around its product that a launch may take."""
+        return id(module) in self.normed or self.products[id(module)].added
 
 
 def _turns_heads(module: nn.Module) -> bool:
@@ -96,12 +145,9 @@ def _missing(layers: Sequence[nn.Module], columns: int) -> int:
 
 
 def _joined(
-    layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]], missing: int, rotated: set[int]
+    layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]], missing: int, seen: _Seen, fused: bool
 ) -> list[Call]:
-    """A handler for each of some layers: the first that is called makes the product of all.
-
-    rotated: layers, by id, whose products are rotated. Of others it is not noted where they come from: to note that is a cast.
-    """
+    """A handler for each of some layers: the first that is called makes the product of all."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
     whole = own_class(first).__new__(own_class(first))
     nn.Module.__init__(whole)
@@ -112,39 +158,106 @@ def _joined(
         zeros = mx.zeros((missing, *first[name].shape[1:]), dtype=first[name].dtype)
         whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
     mx.eval(whole.parameters())
+    ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
+    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, lambda x: whole(x))
     last: list[Any] = []
 
-    def product(x: mx.array) -> _Product:
-        calls = kernels(whole)
-        return _Product(calls[0][1](whole, (x,), {}) if calls else whole(x))
-
     def part(layer: nn.Module, begin: int, end: int) -> Handler:
+        followed = seen.followed(layer)
+
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             if not last or last[0] is not x:
-                last[:] = x, product(x)
-            y = last[1].part(begin, end) if id(layer) in rotated else last[1].y[..., begin:end]
+                last[:] = x, make(x)
+            y = last[1].part(begin, end) if followed else last[1].y[..., begin:end]
             if end == ends[-1]:
                 last.clear()
             return y
 
         return handler
 
-    ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
     return [(layer, part(layer, begin, end)) for layer, begin, end in zip(layers, [0, *ends], ends, strict=False)]
 
 
-class _Product:
-    """A joint product y, and its last rotation. Only the parts that calls got hold it, so it goes with them."""
+def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen) -> Call:
+    """The handler of a layer that is joined to none and has something around its product."""
+    weights, followed = _weights(layer, layer["weight"].shape[0]), seen.followed(layer)
 
-    def __init__(self, y: mx.array):
-        self.y = y
+    def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        (x,) = args or kwargs.values()
+        product = _maker(layer, kernels, weights, inner)(x)
+        return product.part(0, layer["weight"].shape[0]) if followed else product.y
+
+    return layer, handler
+
+
+def _weights(layer: nn.Module, rows: int) -> Weights | None:
+    """The first rows of a layer's weights, as `block_linear` takes them; None if it cannot."""
+    if "bias" in layer or getattr(layer, "mode", "affine") != "affine":
+        return None
+    if own_class(layer) is nn.Linear:
+        weights = Weights(layer["weight"][:rows], group_size=32 if layer["weight"].shape[1] % 64 else 64)
+    else:
+        weights = Weights(*(layer[name][:rows] for name in ("weight", "scales", "biases")), layer.group_size, layer.bits)
+    mx.eval(weights.arrays)
+    return weights
+
+
+def _maker(
+    layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], weights: Weights | None, inner: Callable[..., Any]
+) -> Callable[[mx.array], _Product]:
+    """x -> the layer's product, with the norm before it in one launch where that can be.
+
+    weights: of that launch, and of those that take more; None: there are none. inner: the layer's own call.
+    """
+
+    def launched(x: mx.array, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
+        norm = x.module if isinstance(x, _Normed) and not x.changed else None
+        if weights is None or norm is None and residual is None and not gated or not choice.may_run():
+            return None
+        x, scale, eps = (x, None, None) if norm is None else (x.source, norm["weight"], norm.eps)
+        if scale is not None and scale.dtype != x.dtype:
+            return None
+        launch = block_linear_plan(x, weights, eps, residual is not None, gated)
+        return launch(x, weights, scale, residual) if launch else None
+
+    def make(x: mx.array) -> _Product:
+        y = launched(x)
+        if y is None:
+            # Not the noted array, which is a cast.
+            plain = x.plain if isinstance(x, _Normed) and not x.changed else x
+            calls = kernels(layer)
+            y = calls[0][1](inner, (plain,), {}) if calls else inner(plain)
+        return _Product(y, launched=lambda **around: launched(x, **around))
+
+    return make
+
+
+class _Product:
+    """A product y of layers (by id), and its last rotation. Only the parts that calls got hold it, so it goes with them.
+
+    launched: makes it again with a residual, or gated: one launch with what stands around it, or None.
+    """
+
+    def __init__(self, y: mx.array, layers: Sequence[int] = (), launched: Callable[..., mx.array | None] | None = None):
+        self.y, self.layers, self._launched = y, layers, launched
         # What the rotation was given, what it gave.
         self.last: tuple[list[Any], mx.array] | None = None
+        self.added = False
 
     def part(self, begin: int, end: int) -> mx.array:
         y = self.y[..., begin:end]
         return _Part.of(y, self, begin) if y.ndim == 3 else y
+
+    def plus(self, part: mx.array, residual: mx.array) -> mx.array:
+        """residual + all of the product, a part of which that is."""
+        self.added = True
+        y = self._launched(residual=residual) if self._launched else None
+        return residual + part if y is None else y
+
+    def gated(self) -> mx.array | None:
+        """silu(the first half) * the second."""
+        return self._launched(gated=True) if self._launched else None
 
     def rotated(self, D: int, given: list[Any], rotation: Callable[[mx.array], mx.array]) -> mx.array:
         """All columns as heads of D, rotated: [B, L, N] -> [B, N // D, L, D]. Those of no use cost less than a second operation.
@@ -160,11 +273,12 @@ class _Product:
 
 
 class _Part(WatchedArray):
-    """Columns of a joint product [B, L, n D], split into heads [B, L, n, D], turned as rotations take them [B, n, L, D].
+    """Columns of a product [B, L, n D], split into heads [B, L, n, D], turned as rotations take them [B, n, L, D].
 
-    What else is made of it is an ordinary array.
+    What else is made of it is an ordinary array. plain: the same array, not noted.
     """
 
+    plain: mx.array
     product: _Product
     begin: int
     turned: bool
@@ -172,7 +286,7 @@ class _Part(WatchedArray):
     @classmethod
     def of(cls, array: mx.array, product: _Product, begin: int, turned: bool = False) -> _Part:
         part = cls(array)
-        part.product, part.begin, part.turned = product, begin, turned
+        part.plain, part.product, part.begin, part.turned = array, product, begin, turned
         return part
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
@@ -184,6 +298,59 @@ class _Part(WatchedArray):
         y = super().transpose(*axes, **kwargs)
         turned = not self.changed and self.ndim == 4 and not self.turned and axes == (0, 2, 1, 3)
         return _Part.of(y, self.product, self.begin, True) if turned else y
+
+    def __add__(self, other: Any) -> mx.array:
+        if self.changed or self.ndim != 3 or not isinstance(other, mx.array):
+            return super().__add__(other)
+        other = other.plain if isinstance(other, _Part) and not other.changed else other
+        if other.shape != self.shape or other.dtype != self.dtype:
+            return self.plain + other
+        return self.product.plus(self.plain, other)
+
+    __radd__ = __add__
+
+
+class _Normed(WatchedArray):
+    """What a norm made of `source`. plain: the same array, not noted."""
+
+    plain: mx.array
+    source: mx.array
+    module: nn.Module
+
+
+def _norming(module: nn.Module) -> Call:
+    def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        (x,) = args or kwargs.values()
+        y = inner(x)
+        normed = _Normed(y)
+        normed.plain, normed.source, normed.module = y, x, module
+        return normed
+
+    return module, handler
+
+
+def _gating(modules: Sequence[nn.Module], gate: Callable[[mx.array, mx.array], mx.array]) -> list[Call]:
+    """Those modules that themselves call mlx-lm's `swiglu`, with `gate` in its place there."""
+    found, name = [], swiglu.__name__
+    for module in modules:
+        call = own_class(module).__call__ if callable(module) else None
+        if isinstance(call, FunctionType) and call.__globals__.get(name) is swiglu and name in call.__code__.co_names:
+            # One that attends too has a handler of its own.
+            if ATTENTION not in call.__code__.co_names:
+                found.append((module, _through(module, renamed(call, name, gate))))
+    return found
+
+
+def _through(module: nn.Module, call: FunctionType) -> Handler:
+    return lambda inner, args, kwargs: call(module, *args, **kwargs)
+
+
+def _gate(gate: mx.array, up: mx.array) -> mx.array:
+    if not all(isinstance(a, _Part) and not a.changed for a in (gate, up)):
+        return swiglu(gate, up)
+    halves = gate.begin == 0 and up.begin == gate.shape[-1] == up.shape[-1]
+    y = gate.product.gated() if gate.product is up.product and halves else None
+    return swiglu(gate.plain, up.plain) if y is None else y
 
 
 def _rotating(module: nn.Module) -> Call:

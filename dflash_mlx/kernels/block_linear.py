@@ -4,14 +4,15 @@
               o_proj, down_proj --> + residual                    residual=r
     x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
 
-In matrix units, so for 16-bit types: the text is tile_product.py's. Weights may be affine-quantized or of x's type. Rows do not know
-how many they are. Knows arrays only; which layers belong together, `joints` sees.
+In matrix units, so for 16-bit types: the text is tile_product.py's. Weights may be affine-quantized or of x's type. A row is the
+same among few and many. Knows arrays only; which layers belong together, `joints` sees.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -22,8 +23,11 @@ import mlx.nn as nn
 from . import choice
 from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, tile_sizes
 from .few_rows import row_products_plan
+from .kernel import Kernel
 from .tile_product import tile_product
 
+# The form of nothing but a product, for what all forms have in common.
+KERNEL = tile_product("block_linear", quantized=True)
 # A norm before and a gate behind, each of which rounds.
 _ROUNDINGS = 2
 
@@ -31,7 +35,7 @@ Launch = Callable[..., mx.array]
 
 
 class Weights(NamedTuple):
-    """W[N, K]: w uint32 [N, K * bits / 32], scales and biases [N, K / group_size]; or w of a float type, 16 bits of which are one."""
+    """W[N, K]: w uint32 [N, K * bits / 32] with scales and biases [N, K / group_size]; or w [N, K] of 16 bits each, without."""
 
     w: mx.array
     scales: mx.array | None = None
@@ -72,7 +76,7 @@ def block_linear_ops(
 def block_linear_kernel(
     x: mx.array,
     weights: Weights,
-    norm: tuple[mx.array, mx.array] | None = None,
+    norm: tuple[mx.array, float] | None = None,
     residual: mx.array | None = None,
     gated: bool = False,
     columns: int | None = None,
@@ -82,13 +86,13 @@ def block_linear_kernel(
 
     Shapes:
       - x: [..., K] float16 or bfloat16, its leading axes 1..16 rows together
-      - norm: weight [K] in x's type, eps [1] float32; residual: [..., N], N / 2 if gated, in x's type
+      - norm: weight [K] in x's type, eps; residual: [..., N], N / 2 if gated, in x's type
     Returns:
       - y: [..., N], N / 2 if gated, in x's type
     """
-    forms = norm is not None, residual is not None, gated
-    launch = prepare(x.shape, x.dtype, weights.w.shape[0], *weights[3:], *forms, columns=columns, simdgroups=simdgroups)
-    return launch(x, weights, norm, residual)
+    (scale, eps), n = norm or (None, None), weights.w.shape[0]
+    launch = prepare(x.shape, x.dtype, n, *weights[3:], eps, residual is not None, gated, columns, simdgroups)
+    return launch(x, weights, scale, residual)
 
 
 def prepare(
@@ -97,20 +101,24 @@ def prepare(
     n: int,
     group_size: int,
     bits: int,
-    norm: bool,
+    eps: float | None,
     residual: bool,
     gated: bool,
     columns: int | None = None,
     simdgroups: int | None = None,
 ) -> Launch:
-    """`block_linear_kernel` for x [..., K] of a shape and a type: what takes (x, weights, norm, residual), as often as one likes.
+    """`block_linear_kernel` for x [..., K] of a shape and a type: what takes (x, weights, norm's weight, residual), often.
 
+    Args:
+      eps: of the norm; None: there is none.
     Raises:
       ValueError: for rows outside 1..16.
     """
     rows, out = math.prod(shape[:-1]), n // 2 if gated else n
     columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
-    launch = _kernel(bits, norm, residual, gated).prepared(
+    if eps is not None:
+        template.append(("EPS", struct.unpack("i", struct.pack("f", eps))[0]))
+    launch = _kernel(bits, eps is not None, residual, gated).prepared(
         template=template,
         grid=(-(-n // columns) * threadgroup, 1, 1),
         threadgroup=(threadgroup, 1, 1),
@@ -118,26 +126,25 @@ def prepare(
         output_dtypes=[dtype],
     )
 
-    def run(
-        x: mx.array, weights: Weights, norm: tuple[mx.array, mx.array] | None = None, residual: mx.array | None = None
-    ) -> mx.array:
-        around = [*(norm or ()), *([] if residual is None else [mx.reshape(residual, (rows, out))])]
-        return launch(inputs=[mx.reshape(x, (rows, shape[-1])), *weights.arrays, *around])[0]
+    def run(x: mx.array, weights: Weights, scale: mx.array | None = None, residual: mx.array | None = None) -> mx.array:
+        around = [scale, None if residual is None else mx.reshape(residual, (rows, out))]
+        given = [mx.reshape(x, (rows, shape[-1])), *weights.arrays, *around]
+        return launch(inputs=[a for a in given if a is not None])[0]
 
     return run
 
 
-def _kernel(bits: int, norm: bool, residual: bool, gated: bool):
-    return tile_product("block_linear", bits < 16, norm, residual, gated)
+def _kernel(bits: int, norm: bool, residual: bool, gated: bool) -> Kernel:
+    return tile_product(KERNEL.name, bits < 16, norm, residual, gated)
 
 
-def block_linear_plan(x: mx.array, weights: Weights, norm: bool, residual: bool, gated: bool) -> Launch | None:
-    """What to hand (x, weights, norm, residual) to; None: MLX's operations. One answer for 1..16 rows of a matrix."""
+def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool) -> Launch | None:
+    """What to hand (x, weights, norm's weight, residual) to; None: MLX's operations. One answer for 1..16 rows of a matrix."""
     scales = None if weights.scales is None else weights.scales.dtype
     if weights.scales is not None and weights.biases is None:  # not affine
         return None
     types = x.dtype, weights.w.dtype, scales
-    return choice.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], norm, residual, gated)
+    return choice.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], eps, residual, gated)
 
 
 def _plan(
@@ -146,7 +153,7 @@ def _plan(
     n: int,
     group_size: int,
     bits: int,
-    norm: bool,
+    eps: float | None,
     residual: bool,
     gated: bool,
 ) -> Launch | None:
@@ -164,10 +171,10 @@ def _plan(
     if not eligible:
         return None
     about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
-    trial = partial(trials, n, k, group_size, bits, dtype, norm, residual, gated)
-    if not choice.use(_kernel(bits, norm, residual, gated), about, trial):
+    trial = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
+    if not choice.use(_kernel(bits, eps is not None, residual, gated), about, trial):
         return None
-    return prepare(shape, dtype, n, group_size, bits, norm, residual, gated)
+    return prepare(shape, dtype, n, group_size, bits, eps, residual, gated)
 
 
 def made(
@@ -189,25 +196,25 @@ def trials(
     group_size: int,
     bits: int,
     dtype: mx.Dtype,
-    norm: bool,
+    eps: float | None,
     residual: bool,
     gated: bool,
     rows: tuple[int, ...] = (4, 16),
 ) -> list[choice.Trial]:
     """Comparisons with MLX's operations on made-up values of the real shape."""
+    norm = eps is not None
     x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated, max(rows))
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first.arrays))
     weights = [first, *(Weights(*(a + 0 for a in first.arrays)) for _ in range(copies - 1))]
     weights = [Weights(*w[:3], group_size, bits) for w in weights]
-    epsilon, eps = 1e-5, mx.array([1e-5], dtype=mx.float32)
-    mx.eval(x, scale, r, eps, [w.arrays for w in weights])
+    mx.eval(x, scale, r, [w.arrays for w in weights])
 
     def one(m: int) -> choice.Trial:
         some, rest, turn = x[None, :m], None if r is None else r[None, :m], itertools.cycle(weights)
-        launch = prepare(some.shape, dtype, n, group_size, bits, norm, residual, gated)
+        launch = prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated)
         product = row_products_plan(some, first.w) if bits == 16 else None
-        ours = lambda: [launch(some, next(turn), (scale, eps) if norm else None, rest)]  # noqa: E731
-        around = (scale, epsilon) if norm else None
+        ours = lambda: [launch(some, next(turn), scale, rest)]  # noqa: E731
+        around = (scale, eps) if norm else None
         stock = lambda: [block_linear_ops(some, next(turn), around, rest, gated, product)]  # noqa: E731
         return choice.Trial(ours, stock, choice.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
 

@@ -171,9 +171,9 @@ def _wanted(kernel: Kernel | Form) -> bool:
     return wanted != "auto" or not mx.cuda.is_available() or kernel.at_once
 
 
-def allowed(form: Form) -> bool:
-    """Whether one that needs no trial runs."""
-    return _wanted(form) and form.name not in _off
+def allowed(kernel: Kernel | Form) -> bool:
+    """Whether one runs that needs no trial, or whose trials are found right and faster."""
+    return _wanted(kernel) and kernel.name not in _off
 
 
 def planned(decide: Callable[..., T], *about: Any) -> T:

@@ -22,7 +22,7 @@ from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
 
-_ATTENTION = scaled_dot_product_attention.__name__
+ATTENTION = scaled_dot_product_attention.__name__
 
 # (what the layer's own class would do, the call's arguments by place and by name) -> the call's value.
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
@@ -114,17 +114,22 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
     for _, module in model.named_modules():
         cls = class_of(module)
         call = cls.__call__ if callable(module) else None
-        if isinstance(call, FunctionType) and call.__globals__.get(_ATTENTION) is scaled_dot_product_attention:
-            if _ATTENTION in call.__code__.co_names:
+        if isinstance(call, FunctionType) and call.__globals__.get(ATTENTION) is scaled_dot_product_attention:
+            if ATTENTION in call.__code__.co_names:
                 found.append((module, Attention(module, call, masks), "__call__"))
     return found
 
 
-class Attention(Served):
-    """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function.
+def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
+    """A copy of a function in which a global name is another's, so that nobody else's calls change."""
+    named = {**call.__globals__, name: value}
+    copied = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
+    copied.__kwdefaults__ = call.__kwdefaults__
+    return copied
 
-    The call is run from a copy in which the name is ours, so that nobody else's calls change.
-    """
+
+class Attention(Served):
+    """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function."""
 
     def __init__(self, module: nn.Module, call: FunctionType, masks: _Masks):
         super().__init__(module)
@@ -132,9 +137,7 @@ class Attention(Served):
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
         # kernel's.
         self._foreign = False
-        named = {**call.__globals__, _ATTENTION: self._attend}
-        self._call = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
-        self._call.__kwdefaults__ = call.__kwdefaults__
+        self._call = renamed(call, ATTENTION, self._attend)
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return self._call(self.module, *args, **kwargs)

@@ -88,7 +88,7 @@ _SOURCE = """
                 for (int e = 0; e < 4; ++e) squares = pair_squares<T>(squares, four[e]);
             }
             squares = simd_sum(squares);
-            if (lane == 0) inverse[m] = metal::rsqrt(squares / float(K) + float(eps[0]));
+            if (lane == 0) inverse[m] = metal::rsqrt(squares / float(K) + as_type<float>(EPS));
         }
         threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         #pragma unroll
@@ -255,10 +255,14 @@ _ABSENT = "    const auto {} = x;\n"
 
 @functools.lru_cache(maxsize=64)
 def tile_product(name: str, quantized: bool, norm: bool = False, residual: bool = False, gated: bool = False) -> Kernel:
-    """The kernel of one form. Its inputs: x, w; scales and biases if quantized; weight and eps [1] float32 of a norm; residual."""
-    given = {"scales": quantized, "biases": quantized, "weight": norm, "eps": norm, "residual": residual}
+    """The kernel of one form. Inputs: x, w; scales and biases if quantized; weight of a norm; residual.
+
+    The template of a norm's form has EPS, the bits of its eps: a number of the host's would have to be fetched.
+    """
+    given = {"scales": quantized, "biases": quantized, "weight": norm, "residual": residual}
     forms = {"NORM": norm, "RESIDUAL": residual, "GATED": gated}
     said = "".join(f"    constexpr bool {form} = {str(value).lower()};\n" for form, value in forms.items())
+    said += "" if norm else "    constexpr int EPS = 0;\n"
     absent = "".join(_ABSENT.format(other) for other, there in given.items() if not there)
     return Kernel(
         name,
