@@ -198,10 +198,13 @@ class _Place(NamedTuple):
 
 
 class _Traced:
-    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs."""
+    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs.
 
-    def __init__(self, keys: mx.array, values: mx.array, place: _Place):
-        self.keys, self.values, self.offset, self._place = keys, values, place.offset, place
+    spread: one dictionary for all entries of a pass, in which what they have in common is made once.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, place: _Place, spread: dict[tuple, mx.array]):
+        self.keys, self.values, self.offset, self._place, self._spread = keys, values, place.offset, place, spread
 
     @property
     def block_offset(self) -> mx.array:
@@ -210,9 +213,18 @@ class _Traced:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [1, heads, n, D] rows at the offset. Hands out the whole buffers [1, heads, capacity, D]."""
-        self.keys = mx.put_along_axis(self.keys, self._place.rows, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, self._place.rows, values, axis=2)
+        self.keys = mx.put_along_axis(self.keys, self._rows(keys.shape), keys, axis=2)
+        self.values = mx.put_along_axis(self.values, self._rows(values.shape), values, axis=2)
         return self.keys, self.values
+
+    def _rows(self, shape: tuple[int, ...]) -> mx.array:
+        """Where each number of [1, heads, n, D] is written."""
+        return self._once("rows", self._place.rows, shape)
+
+    def _once(self, name: str, array: mx.array, shape: tuple[int, ...]) -> mx.array:
+        if (name, shape) not in self._spread:
+            self._spread[name, shape] = mx.broadcast_to(array, shape)
+        return self._spread[name, shape]
 
     def trim(self, n: int) -> None:
         """The offset stays where it was: what is behind it counts for nothing."""
@@ -231,7 +243,7 @@ class _Traced:
         seen, added = self._place.seen, self._place.added
         plan = folded_attention_plan(queries, keys, values, scale, seen, True) if choice.may_run() else None
         if plan is None:
-            mask = added if causal else added[-1:]
+            mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
         shared = queries.shape[1] // keys.shape[1]
         mask = folded_mask(added, *added.shape, shared, added.dtype) if causal else added[-1:]
@@ -496,7 +508,8 @@ def _traceable(
     Returns: what the pass gives, and the buffers with its rows.
     """
     place = _Place(*place)
-    entries = [_Traced(k, v, place) for k, v in zip(keys, values, strict=True)]
+    spread: dict[tuple, mx.array] = {}
+    entries = [_Traced(k, v, place, spread) for k, v in zip(keys, values, strict=True)]
     out = run(arrays, entries, place.offset)
     return tuple(out), [entry.keys for entry in entries], [entry.values for entry in entries]
 

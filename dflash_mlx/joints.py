@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import swiglu
 
-from .kernels import choice
+from .kernels import choice, few_rows
 from .kernels.block_linear import Weights, block_linear_plan
 from .kernels.layers import ATTENTION, Handler, WatchedArray, kernel_calls, renamed
 from .taps import own_class
@@ -71,10 +71,9 @@ def joint_calls(
     found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, seen, fused)]
     taken = {id(module) for module, _ in found}
     rotations = rotating if any(seen.rotated(module) for module, _ in found) else []
-    if not fused:
-        return [*found, *rotations]
-    alone = [_alone(m, kernels, seen) for m in linears if id(m) not in taken and seen.calls[id(m)] and seen.around(m)]
-    return [*found, *rotations, *alone, *(_norming(norm) for norm in norms if id(norm) in seen.norms), *_gating(every, _gate)]
+    alone = [_alone(module, kernels, seen, fused) for module in linears if id(module) not in taken and seen.calls[id(module)]]
+    around = [*(_norming(norm) for norm in norms if id(norm) in seen.norms), *_gating(every, _gate)] if fused else []
+    return [*found, *rotations, *alone, *around]
 
 
 @dataclass
@@ -90,7 +89,6 @@ class _Seen:
     calls: Counter[int] = field(default_factory=Counter)
     products: dict[int, _Product] = field(default_factory=dict)
     norms: set[int] = field(default_factory=set)
-    normed: set[int] = field(default_factory=set)
     gated: set[int] = field(default_factory=set)
 
     def product(self, module: nn.Module) -> Call:
@@ -100,9 +98,8 @@ class _Seen:
             self.calls[id(module)] += 1
             if isinstance(x, _Normed) and not x.changed:
                 self.norms.add(id(x.module))
-                self.normed.add(id(module))
             made = self.products[id(module)] = _Product(inner(*args, **kwargs), [id(module)])
-            return made.part(0, module["weight"].shape[0])
+            return made.part(0, module["weight"].shape[0], True)
 
         return module, handler
 
@@ -112,15 +109,13 @@ class _Seen:
         return swiglu(gate, up)
 
     def rotated(self, module: nn.Module) -> bool:
+        """Whether its product was split into heads that were rotated."""
         return bool(self.products[id(module)].last)
 
     def followed(self, module: nn.Module) -> bool:
         """Whether it is of use to know where its product comes from. Of others it is not noted: to note that is a cast."""
-        return self.rotated(module) or self.products[id(module)].added or id(module) in self.gated
-
-    def around(self, module: nn.Module) -> bool:
-        """Whether there is something around its product that a launch may take."""
-        return id(module) in self.normed or self.products[id(module)].added
+        product = self.products[id(module)]
+        return product.turned or product.added or id(module) in self.gated
 
 
 def _turns_heads(module: nn.Module) -> bool:
@@ -159,17 +154,17 @@ def _joined(
         whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
     mx.eval(whole.parameters())
     ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
-    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, lambda x: whole(x))
+    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, whole)
     last: list[Any] = []
 
     def part(layer: nn.Module, begin: int, end: int) -> Handler:
-        followed = seen.followed(layer)
+        followed, rotates = seen.followed(layer), seen.rotated(layer)
 
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             if not last or last[0] is not x:
                 last[:] = x, make(x)
-            y = last[1].part(begin, end) if followed else last[1].y[..., begin:end]
+            y = last[1].part(begin, end, rotates) if followed else last[1].y[..., begin:end]
             if end == ends[-1]:
                 last.clear()
             return y
@@ -179,14 +174,15 @@ def _joined(
     return [(layer, part(layer, begin, end)) for layer, begin, end in zip(layers, [0, *ends], ends, strict=False)]
 
 
-def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen) -> Call:
-    """The handler of a layer that is joined to none and has something around its product."""
-    weights, followed = _weights(layer, layer["weight"].shape[0]), seen.followed(layer)
+def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen, fused: bool) -> Call:
+    """The handler of a layer that is joined to none."""
+    N, followed, rotates = layer["weight"].shape[0], fused and seen.products[id(layer)].added, seen.rotated(layer)
+    make = _maker(layer, kernels, _weights(layer, N) if fused else None)
 
     def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()
-        product = _maker(layer, kernels, weights, inner)(x)
-        return product.part(0, layer["weight"].shape[0]) if followed else product.y
+        product = make(x, inner)
+        return product.part(0, N, rotates) if followed else product.y
 
     return layer, handler
 
@@ -204,30 +200,34 @@ def _weights(layer: nn.Module, rows: int) -> Weights | None:
 
 
 def _maker(
-    layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], weights: Weights | None, inner: Callable[..., Any]
-) -> Callable[[mx.array], _Product]:
-    """x -> the layer's product, with the norm before it in one launch where that can be.
+    layer: nn.Module,
+    kernels: Callable[[nn.Module], Sequence[tuple]],
+    weights: Weights | None,
+    own: Callable[[mx.array], mx.array] | None = None,
+) -> Callable[..., _Product]:
+    """(x, the layer's own call) -> its product, with the norm before it in one launch where that can be.
 
-    weights: of that launch, and of those that take more; None: there are none. inner: the layer's own call.
+    weights: of that launch, and of those that take more; None: there are none. own: the call, where it is no other's.
     """
+    fixed = few_rows.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
     def launched(x: mx.array, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
-        norm = x.module if isinstance(x, _Normed) and not x.changed else None
-        if weights is None or norm is None and residual is None and not gated or not choice.may_run():
+        if weights is None or not choice.may_run():
             return None
+        norm = x.module if isinstance(x, _Normed) and not x.changed else None
         x, scale, eps = (x, None, None) if norm is None else (x.source, norm["weight"], norm.eps)
         if scale is not None and scale.dtype != x.dtype:
             return None
         launch = block_linear_plan(x, weights, eps, residual is not None, gated)
         return launch(x, weights, scale, residual) if launch else None
 
-    def make(x: mx.array) -> _Product:
+    def make(x: mx.array, inner: Callable[[mx.array], mx.array] | None = own) -> _Product:
         y = launched(x)
         if y is None:
             # Not the noted array, which is a cast.
             plain = x.plain if isinstance(x, _Normed) and not x.changed else x
-            calls = kernels(layer)
-            y = calls[0][1](inner, (plain,), {}) if calls else inner(plain)
+            calls = [] if fixed else kernels(layer)
+            y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
         return _Product(y, launched=lambda **around: launched(x, **around))
 
     return make
@@ -243,11 +243,13 @@ class _Product:
         self.y, self.layers, self._launched = y, layers, launched
         # What the rotation was given, what it gave.
         self.last: tuple[list[Any], mx.array] | None = None
-        self.added = False
+        self._heads: mx.array | None = None
+        # Whether it was added to something, or split into heads.
+        self.added = self.turned = False
 
-    def part(self, begin: int, end: int) -> mx.array:
+    def part(self, begin: int, end: int, rotates: bool) -> mx.array:
         y = self.y[..., begin:end]
-        return _Part.of(y, self, begin) if y.ndim == 3 else y
+        return _Part.of(y, self, begin, rotates) if y.ndim == 3 else y
 
     def plus(self, part: mx.array, residual: mx.array) -> mx.array:
         """residual + all of the product, a part of which that is."""
@@ -259,45 +261,59 @@ class _Product:
         """silu(the first half) * the second."""
         return self._launched(gated=True) if self._launched else None
 
+    def heads(self, D: int) -> mx.array:
+        """All columns as heads of D: [B, L, N] -> [B, N // D, L, D]."""
+        if self._heads is None or self._heads.shape[3] != D:
+            B, L, N = self.y.shape
+            self._heads = self.y[..., : N - N % D].reshape(B, L, -1, D).transpose(0, 2, 1, 3)
+        return self._heads
+
     def rotated(self, D: int, given: list[Any], rotation: Callable[[mx.array], mx.array]) -> mx.array:
-        """All columns as heads of D, rotated: [B, L, N] -> [B, N // D, L, D]. Those of no use cost less than a second operation.
+        """All heads, rotated. Those of no use cost less than a second operation.
 
         given: what else the rotation depends on. By identity: an offset is an array in a trace.
         """
         last = self.last
         if not last or last[1].shape[3] != D or [*map(id, last[0])] != [*map(id, given)]:
-            B, L, N = self.y.shape
-            heads = self.y[..., : N - N % D].reshape(B, L, -1, D).transpose(0, 2, 1, 3)
-            last = self.last = given, rotation(heads)
+            # Another object, should it be changed in place.
+            last = self.last = given, rotation(self.heads(D)[:])
         return last[1]
 
 
 class _Part(WatchedArray):
     """Columns of a product [B, L, n D], split into heads [B, L, n, D], turned as rotations take them [B, n, L, D].
 
-    What else is made of it is an ordinary array. plain: the same array, not noted.
+    What else is made of it is an ordinary array.
+    plain: the same array, not noted; rotates: whether its heads may go to a rotation.
     """
 
     plain: mx.array
     product: _Product
     begin: int
+    rotates: bool
     turned: bool
 
     @classmethod
-    def of(cls, array: mx.array, product: _Product, begin: int, turned: bool = False) -> _Part:
+    def of(cls, array: mx.array, product: _Product, begin: int, rotates: bool, turned: bool = False) -> _Part:
         part = cls(array)
-        part.plain, part.product, part.begin, part.turned = array, product, begin, turned
+        part.plain, part.product, part.begin, part.rotates, part.turned = array, product, begin, rotates, turned
         return part
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         y = super().reshape(*shape, **kwargs)
         split = not self.changed and self.ndim == 3 and y.ndim == 4 and y.shape[:2] == self.shape[:2]
-        return _Part.of(y, self.product, self.begin) if split and self.begin % y.shape[3] == 0 else y
+        return _Part.of(y, self.product, self.begin, self.rotates) if split and self.begin % y.shape[3] == 0 else y
 
     def transpose(self, *axes: Any, **kwargs: Any) -> mx.array:
         y = super().transpose(*axes, **kwargs)
-        turned = not self.changed and self.ndim == 4 and not self.turned and axes == (0, 2, 1, 3)
-        return _Part.of(y, self.product, self.begin, True) if turned else y
+        if self.changed or self.ndim != 4 or self.turned or axes != (0, 2, 1, 3):
+            return y
+        self.product.turned = True
+        if self.rotates:
+            return _Part.of(y, self.product, self.begin, True, True)
+        # As all heads are turned, for who rotates.
+        _, n, _, D = y.shape
+        return self.product.heads(D)[:, self.begin // D : self.begin // D + n]
 
     def __add__(self, other: Any) -> mx.array:
         if self.changed or self.ndim != 3 or not isinstance(other, mx.array):

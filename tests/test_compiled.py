@@ -167,7 +167,7 @@ def test_a_row_that_was_rolled_back_is_never_seen_again():
 def test_the_mask_over_a_buffer_is_mlx_lms_and_hides_what_is_behind(window):
     buffer = mx.zeros((1, 1, 20, 2))
     place = compiled._Place.of(7, 0, 0, 5, mx.arange(20), mx.float16)
-    mask = compiled._Traced(buffer, buffer, place).make_mask(5, window_size=window)
+    mask = compiled._Traced(buffer, buffer, place, {}).make_mask(5, window_size=window)
     assert mx.array_equal(mask[:, :12], create_causal_mask(5, 7, window)) and not mask[:, 12:].any()
 
 

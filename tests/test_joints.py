@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dflash_mlx import compiled, joints
 from dflash_mlx.cache import checkpoint
 from dflash_mlx.joints import joint_calls
+from dflash_mlx.kernels import few_rows
 from dflash_mlx.taps import Target, intercept
 
 
@@ -43,17 +44,23 @@ def found_in(model, x, **options):
 
 
 def names(model, calls):
+    """Those of layers that have products of their own left out."""
     by_id = {id(module): name for name, module in model.named_modules()}
-    return [by_id[id(module)] for module, _ in calls]
+    return [by_id[id(module)] for module, handler in calls if "_alone" not in handler.__qualname__]
 
 
 def products(monkeypatch):
     """A list that every product of MLX's is written into: columns of its result."""
-    made, linear, quantized = [], nn.Linear.__call__, nn.QuantizedLinear.__call__
+    made, linear, quantized, fixed = [], nn.Linear.__call__, nn.QuantizedLinear.__call__, few_rows.fixed_product
 
     def noting(call):
         return lambda self, x: (made.append(self["weight"].shape[0]), call(self, x))[1]
 
+    def fixing(w):
+        product = fixed(w)
+        return lambda x: (made.append(w.shape[0]), product(x))[1]
+
+    monkeypatch.setattr(few_rows, "fixed_product", fixing)
     monkeypatch.setattr(nn.Linear, "__call__", noting(linear))
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", noting(quantized))
     return made
@@ -64,10 +71,10 @@ def products(monkeypatch):
 def test_layers_of_one_array_are_one_product_with_the_values_of_each(bits, biases, monkeypatch):
     model, x = Layers(bits, biases), mx.random.normal((1, 5, 64))
     expected = model(x)
+    made = products(monkeypatch)
     calls = found_in(model, x)
     # `e` is called twice; layers with a bias and without are two products.
     assert names(model, calls) == (["a", "b"] if biases[0] == biases[1] else []) + ["c", "d"]
-    made = products(monkeypatch)
     for _ in range(2):
         made.clear()
         with intercept(calls):
@@ -88,8 +95,9 @@ def test_quantized_products_are_filled_up_to_a_number_of_columns(bits, biases, m
     model, x = Layers(bits, biases), mx.random.normal((1, 5, 64))
     expected = model(x)
     assert names(model, found_in(model, x, columns=32)) == ["a", "b", "c", "d"]
-    calls = found_in(model, x, columns=64)
     made = products(monkeypatch)
+    calls = found_in(model, x, columns=64)
+    made.clear()
     with intercept(calls):
         assert mx.allclose(model(x), expected, rtol=0, atol=1e-5)
     # 96 columns are filled up; `e` has 64, and is called twice.
@@ -120,7 +128,7 @@ def test_large_layers_and_layers_of_different_kinds_are_left_apart(monkeypatch):
     monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4)
     assert names(model, found_in(model, x)) == ["a", "b"]
     monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4 - 1)
-    assert found_in(model, x) == []
+    assert names(model, found_in(model, x)) == []
     monkeypatch.undo()
     model.b = model.b.to_quantized(64, 4)
     assert names(model, found_in(model, x)) == ["c", "d"]

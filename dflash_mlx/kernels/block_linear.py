@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import choice
-from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, tile_sizes
+from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, tile_sizes
 from .few_rows import row_products_plan
 from .kernel import Kernel
 from .tile_product import tile_product
@@ -127,8 +127,7 @@ def prepare(
     )
 
     def run(x: mx.array, weights: Weights, scale: mx.array | None = None, residual: mx.array | None = None) -> mx.array:
-        around = [scale, None if residual is None else mx.reshape(residual, (rows, out))]
-        given = [mx.reshape(x, (rows, shape[-1])), *weights.arrays, *around]
+        given = [in_rows(x, rows), *weights.arrays, scale, residual]
         return launch(inputs=[a for a in given if a is not None])[0]
 
     return run

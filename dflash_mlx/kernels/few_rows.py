@@ -67,10 +67,32 @@ def _cudnn_takes(dtype: mx.Dtype, *sizes: int) -> bool:
     return os.environ.get(CUDNN, "1") != "0" and dtype in (mx.float16, mx.bfloat16) and fits
 
 
-def row_products(x: mx.array, w: mx.array) -> mx.array:
-    """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M."""
+def row_products(x: mx.array, w: mx.array, spread: mx.array | None = None) -> mx.array:
+    """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M.
+
+    spread: w as [M, N, K], where it is at hand.
+    """
     _, m, k = x.shape
-    return mx.matmul(w, mx.reshape(x, (m, k, 1))).reshape(1, m, w.shape[0])
+    return mx.matmul(w if spread is None else spread, mx.reshape(x, (m, k, 1))).reshape(1, m, w.shape[0])
+
+
+def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
+    """x [..., K] -> x W^T of W[N, K], for passes that are traced: W's views are made once, each an operation of every replay."""
+    turned, spread = w.T[None], {}
+    mx.eval(turned)
+
+    def product(x: mx.array) -> mx.array:
+        if x.ndim != 3 or x.shape[0] != 1:
+            return x @ w.T
+        if not (choice.may_run() and row_products_plan(x, w)):
+            return x @ turned
+        m = x.shape[1]
+        if m not in spread:
+            spread[m] = mx.broadcast_to(w, (m, *w.shape))
+            mx.eval(spread[m])
+        return row_products(x, w, spread[m])
+
+    return product
 
 
 def row_products_plan(x: mx.array, w: mx.array) -> Launch | None:

@@ -86,10 +86,16 @@ class Served:
 
 
 class _Masks:
-    """The mask of a pass as `folded_attention` takes it, made once for all layers that are given the same."""
+    """The mask of a pass as attention takes it, made once for all layers that are given the same."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, tuple, mx.array] | None = None
+
+    def spread(self, mask: BufferMask, shape: tuple[int, ...]) -> mx.array:
+        """What to add to scores [1, heads, N, S]."""
+        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
+            self._last = (mask, shape, mx.broadcast_to(mask.added, shape))
+        return self._last[2]
 
     def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
         """`folded_mask` of the same arguments."""
@@ -160,8 +166,8 @@ class Attention(Served):
                 m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
                 return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
         self.left = laid is not None
-        # MLX would make floats of it in each layer.
-        mask = mask.added if buffer else mask
+        # MLX would make floats of it, and one of all heads, in each layer.
+        mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 

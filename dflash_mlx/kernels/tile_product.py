@@ -48,7 +48,7 @@ _SOURCE = """
     constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 16;
     constexpr uint MASK = BITS < 16 ? (1u << (BITS % 16)) - 1u : 0xffffu;
     constexpr float CENTRE = BITS == 4 ? 8.0f : 128.0f;
-    const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+    const int M = x_shape[x_ndim - 2], K = x_shape[x_ndim - 1], N = w_shape[0];
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
     const int groups = K / GROUP;
     const int r = tile_row(lane), t = tile_pair(lane);
