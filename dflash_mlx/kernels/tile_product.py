@@ -240,7 +240,7 @@ _SOURCE = """
                 float value = float(T(sum[e]));
                 if (GATED) {
                     const float up = float(T(sum[e + (GATED ? 2 : 0)]));
-                    value = float(T(value * float(T(1.0f / (1.0f + metal::exp(-value)))))) * up;
+                    value = float(T(float(T(value * float(T(1.0f / (1.0f + metal::exp(-value)))))) * up));
                 }
                 if (RESIDUAL) value = float(residual[size_t(to) * columns + n]) + value;
                 y[size_t(to) * columns + n] = T(value);
