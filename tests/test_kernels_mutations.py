@@ -18,10 +18,11 @@ import emulator
 import test_kernels_accept
 import test_kernels_block_attention
 import test_kernels_block_gather_qmm
+import test_kernels_block_linear
 import test_kernels_block_qmm
 import test_kernels_head_argmax
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
 
 pytestmark = [
     pytest.mark.full,
@@ -81,7 +82,7 @@ def mutants(source: str):
             if " < " in head or " <= " in head:
                 new = head.replace(" <= ", " < ") if " <= " in head else head.replace(" < ", " <= ")
                 yield f"{n + 1}: loop {new.split(';')[1].strip()}", swap(n, code.replace(head, new))
-        if m := re.search(r"\((first \+ c) < N \? first \+ c : N - 1\)", code):
+        if m := re.search(r"\((first \+ c|8 \* m \+ r) < (N|M) \? \1 : \2 - 1\)", code):
             yield f"{n + 1}: no clamp", swap(n, code.replace(m.group(), f"({m[1]})"))
         if m := re.search(r"(\w+\[?i?\]? > -INFINITY) \? ([^:]*(?:::[^:]*)*) : 0\.0f", code):
             yield f"{n + 1}: always {m[2]}", swap(n, code.replace(m.group(), m[2]))
@@ -96,6 +97,30 @@ def check_block_qmm_tiles():
     check, launch = test_kernels_block_qmm.check, block_qmm.block_qmm_tiles_kernel
     check(mx.float16, 4, 64, [(9, 64), (33, 9 * 64)], rows=(3, 9), launch=launch)
     check(mx.bfloat16, 8, 32, [(17, 3 * 32)], rows=(3,), launch=launch)
+
+
+def check_block_linear(form, bits=(4, 8)):
+    check = test_kernels_block_linear.check
+    shapes = [(18, 64), (34, 9 * 64)] if "gated" in form else [(9, 64), (33, 9 * 64)]
+    check(form, mx.float16, bits[0], 64, shapes, rows=(3, 9))
+    check(form, mx.bfloat16, bits[-1], 32, [(18, 3 * 32)], rows=(3,))
+
+
+def check_block_linear_norm():
+    check_block_linear("norm")
+    test_kernels_block_linear.test_a_row_that_is_not_finite_stays_alone("norm", "bfloat16", 4, 64)
+
+
+def check_block_linear_residual():
+    check_block_linear("residual")
+
+
+def check_block_linear_gated():
+    check_block_linear("gated")
+
+
+def check_block_linear_dense():
+    check_block_linear("", bits=(16,))
 
 
 def check_block_gather_qmm():
@@ -143,6 +168,21 @@ SAME = {
     ("block_attention", "if (part + SIMDGROUPS * i < R) -> true #1"): SAVES_WORK,
     ("block_attention_reduce", "if (part != 0.0f) -> true #1"): "adds zero times a finite number: only -0.0 could tell",
 }
+# Of the text in tile_product.py, whose conditions on a form are constants.
+NO_NORM = "only a norm reads what is computed"
+ALWAYS = "true in this form"
+NEVER = "in this form nothing reads what is computed, or it is not reached"
+PRODUCTS = {"block_qmm_tiles", *(f"block_linear_{form}" for form in ("norm", "residual", "gated", "dense"))}
+NORMS_OWN = ("if (NORM) -> true #1", "loop m <= M #1", "loop k <= K #1", "if (lane == 0) -> true #1", "no barrier #1")
+SAME |= {(kernel, what): NO_NORM for kernel in PRODUCTS - {"block_linear_norm"} for what in NORMS_OWN}
+SAME |= {("block_linear_norm", f"if (NORM) -> true #{i}"): ALWAYS for i in (1, 2)}
+SAME |= {(kernel, "if without (!GATED || h == 0) #1"): ALWAYS for kernel in PRODUCTS - {"block_linear_gated"}}
+SAME[("block_linear_gated", "if (GATED) -> true #1")] = ALWAYS
+SAME[("block_linear_residual", "if (RESIDUAL) -> true #1")] = ALWAYS
+SAME |= {(kernel, f"if (BITS < 16) -> true #{i}"): ALWAYS for kernel in PRODUCTS - {"block_linear_dense"} for i in (1, 2)}
+SAME |= {("block_linear_dense", f"if (BITS == 16) -> true #{i}"): ALWAYS for i in (1, 2, 3)}
+DENSE = ("if (BITS < 16) -> true #1", "if (BITS < 16) -> true #2", "if (HALF) -> true #1", "if (BITS == 4) -> true #1")
+SAME |= {("block_linear_dense", what): NEVER for what in DENSE}
 
 
 def numbered(source: str):
@@ -157,6 +197,11 @@ def numbered(source: str):
 TEXTS = [
     (block_qmm, "KERNEL", check_block_qmm),
     (block_qmm, "TILES", check_block_qmm_tiles),
+    # One text: what `_kernel` is given, in the place of a name.
+    (block_linear, (4, True, False, False), check_block_linear_norm),
+    (block_linear, (4, False, True, False), check_block_linear_residual),
+    (block_linear, (4, False, False, True), check_block_linear_gated),
+    (block_linear, (16, False, False, False), check_block_linear_dense),
     (block_gather_qmm, "KERNEL", check_block_gather_qmm),
     (accept, "KERNEL", check_accept),
     (head_argmax, "KERNEL", check_head_argmax),
@@ -166,13 +211,25 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("module, name, check", TEXTS, ids=lambda v: getattr(v, "name", None) or getattr(v, "__name__", v))
+def place(monkeypatch, module, name, kernel):
+    """Put a kernel where its launcher finds it; of a text with forms, in the place of this form alone."""
+    if isinstance(name, str):
+        monkeypatch.setattr(module, name, kernel)
+    else:
+        monkeypatch.setattr(module, "_kernel", lambda *form: kernel if ORIGINAL(*form).form == kernel.form else ORIGINAL(*form))
+
+
+ORIGINAL = block_linear._kernel
+IDS = ["-".join((m.__name__.split(".")[-1], n if isinstance(n, str) else ORIGINAL(*n).form)) for m, n, _ in TEXTS]
+
+
+@pytest.mark.parametrize("module, name, check", TEXTS, ids=IDS)
 def test_every_mutant_is_caught(module, name, check, monkeypatch):
-    kernel = getattr(module, name)
+    kernel = getattr(module, name) if isinstance(name, str) else ORIGINAL(*name)
     check()
     alive, names = [], []
     for what, line, source in numbered(kernel.source):
-        monkeypatch.setattr(module, name, dataclasses.replace(kernel, source=source))
+        place(monkeypatch, module, name, dataclasses.replace(kernel, source=source))
         # The reduction's own test launches the name that it imported.
         monkeypatch.setattr(test_kernels_head_argmax, "REDUCE", head_argmax.REDUCE)
         names.append(what)
@@ -184,7 +241,7 @@ def test_every_mutant_is_caught(module, name, check, monkeypatch):
         except (AssertionError, emulator.KernelFault):
             continue
         alive.append(what)
-    same = {what for of, what in SAME if of == kernel.name}
+    same = {what for of, what in SAME if of == kernel.name + kernel.form}
     assert same <= set(names), f"listed, but no such mutant: {same - set(names)}"
     assert set(alive) == same, f"of {len(names)} mutants alive: {set(alive) - same}; listed but caught: {same - set(alive)}"
     assert len(names) >= 3
