@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 sys.path.insert(0, str(Path(__file__).parent / "msl"))
 import emulator
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, few_rows, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, choice, few_rows, head_argmax
 from dflash_mlx.kernels.choice import KernelError, Trial
 from dflash_mlx.kernels.kernel import Kernel
 from dflash_mlx.kernels.layers import attention_calls, kernel_calls
@@ -78,7 +78,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
 
 
 def test_every_kernel_can_be_named():
-    named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_qmm, head_argmax)}
+    named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax)}
     forms = {few_rows.PRODUCTS.name, few_rows.FOLDED.name}
     assert named | {block_qmm.TILES.name} | forms == set(choice.NAMES)
 
@@ -275,6 +275,7 @@ def test_every_kernels_own_trials_pass_in_the_emulator():
         made = [
             block_qmm.trials(40, 64, 32, 4, mx.float32, rows=(1, 16)),
             block_qmm.trials(40, 64, 32, 4, mx.bfloat16, block_qmm.prepare_tiles, rows=(1, 16)),
+            block_linear.trials(32, 64, 32, 4, mx.float16, 1e-6, True, True, rows=(4,)),
             block_gather_qmm.trials(5, 16, 64, 2, 32, 4, mx.float32),
             accept.trials(2, 15),
             head_argmax.trials(200, 64, mx.float32, quantized, rows=(1, 16)),
@@ -298,12 +299,14 @@ def test_trials_compile_every_form_that_a_row_count_may_take(monkeypatch, sinks)
 
     about_of = {
         block_qmm: (lambda m: (m, 64), mx.float16, 40, 32, 4),
+        block_linear: (lambda m: (m, 64), mx.float16, 48, 32, 4, 1e-6, False, True),
         block_gather_qmm: (lambda m: (m, 64), mx.float16, (12, 16), lambda m: (2 * m,), 32, 4),
         head_argmax: (lambda m: (m, 64), mx.float16, 200, (32, 4)),
         block_attention: (lambda m: (1, 8, m, 32), mx.float16, 2, 0.2, True, 16, sinks),
     }
     trials_of = {
         block_qmm: (40, 64, 32, 4, mx.float16),
+        block_linear: (48, 64, 32, 4, mx.float16, 1e-6, False, True),
         block_gather_qmm: (12, 16, 64, 2, 32, 4, mx.float16),
         head_argmax: (200, 64, mx.float16, (32, 4)),
         block_attention: (8, 2, 32, 64, mx.float16, True, 16, sinks),

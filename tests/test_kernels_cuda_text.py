@@ -12,6 +12,7 @@ import cuda_text
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
@@ -53,6 +54,19 @@ def test_block_qmm(dtype, bits, rows):
 @pytest.mark.parametrize("rows", [1, 16])
 def test_block_qmm_tiles(dtype, bits, n, rows):
     block_qmm_tiles_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(n, 512, dtype, bits), 64, bits)
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype, bits, n", [(mx.float16, 4, 8192), (mx.bfloat16, 8, 2048), (mx.bfloat16, 16, 64)])
+@pytest.mark.parametrize("form", ["norm", "residual", "norm gated", "norm residual gated"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_block_linear(dtype, bits, n, form, rows):
+    w = Weights(mx.zeros((n, 512), dtype=dtype)) if bits == 16 else Weights(*quantized(n, 512, dtype, bits), 64, bits)
+    gated = "gated" in form
+    norm = (mx.zeros((512,), dtype=dtype), 1e-6) if "norm" in form else None
+    residual = mx.zeros((rows, n // 2 if gated else n), dtype=dtype) if "residual" in form else None
+    block_linear_kernel(mx.zeros((rows, 512), dtype=dtype), w, norm, residual, gated)
     no_spills()
 
 

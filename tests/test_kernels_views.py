@@ -16,6 +16,7 @@ import emulator
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
@@ -35,6 +36,10 @@ def normal(*shape, dtype=mx.float16, seed=0):
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
+def linear_kernel(x, *weights):
+    return block_linear_kernel(x, Weights(*weights))
+
+
 def same(kernel, given, moved):
     """The kernel's outputs are bit-equal for arrays and for views with the same values."""
     with emulator.emulated():
@@ -52,6 +57,19 @@ def test_block_qmm_takes_rows_and_weights_from_the_middle_of_a_buffer(launch, dt
         x = normal(3, k, dtype=dtype)
         same(launch, (x, *q, group, bits), (view(x, 1), view(q[0], 1), view(q[1], 0, 1), view(q[2], 0, 3), group, bits))
         same(launch, (x[:1], *q, group, bits), (view(x[:1], 0, 8), *q, group, bits))
+
+
+@pytest.mark.parametrize("bits, group", [(4, 64), (16, 32)])
+def test_block_linear_takes_views(bits, group):
+    dtype, k = mx.bfloat16, 3 * group
+    w, x, r = normal(18, k, dtype=dtype, seed=1), normal(3, k, dtype=dtype), normal(3, 9, dtype=dtype, seed=2)
+    w = (w,) if bits == 16 else mx.quantize(w, group_size=group, bits=bits)
+    moved = (view(w[0], 1), *(view(a, 0, i) for i, a in zip((1, 3), w[1:], strict=False)))
+    given, elsewhere = (Weights(*a)._replace(group_size=group, bits=bits) for a in (w, moved))
+    weight, eps = normal(k, dtype=dtype, seed=3), 1e-5
+    norm = view(weight, 0, 8), eps
+    same(block_linear_kernel, (x, given, (weight, eps), r, True), (view(x, 1), elsewhere, norm, view(r, 0, 1), True))
+    same(block_linear_kernel, (x[:1], given, None, None, True), (view(x[:1], 0, 8), given, None, None, True))
 
 
 def test_block_gather_qmm_takes_views():
@@ -88,7 +106,7 @@ def test_accept_takes_views():
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="on a GPU a misaligned address ends the process")
-@pytest.mark.parametrize("launch", [block_qmm_kernel, block_qmm_tiles_kernel])
+@pytest.mark.parametrize("launch", [block_qmm_kernel, block_qmm_tiles_kernel, linear_kernel])
 def test_a_row_that_begins_elsewhere_is_the_fault_that_a_gpu_reports(launch):
     q = mx.quantize(normal(9, 64, seed=1), group_size=64, bits=4)
     with emulator.emulated(), pytest.raises(emulator.KernelFault, match="misaligned: x at byte"):

@@ -294,6 +294,7 @@ def test_every_metal_file_for_xcrun_is_written():
             "accept",
             "block_qmm",
             "block_qmm_tiles",
+            *(f"block_linear{form}" for form in metal_text.LINEAR),
             "block_gather_qmm",
             "head_argmax",
             "head_argmax_reduce",

@@ -18,8 +18,13 @@ from emulator import ATTRIBUTES, CONSTANT_BELOW, TYPES
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import TILE_TYPES, block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
+
+# What stands around a product, each a text: (norm, residual, gated).
+AROUND = {"": (0, 0, 0), "_norm": (1, 0, 0), "_residual": (0, 1, 0), "_norm_gated": (1, 0, 1), "_norm_residual_gated": (1, 1, 1)}
+LINEAR = [dense + form for dense in ("", "_dense") for form in AROUND]
 
 
 def metal_file(name, input_names, inputs, output_names, output_dtypes, source, header, template) -> str:
@@ -69,11 +74,14 @@ def collect() -> dict[str, str]:
                     block_qmm_kernel(x[:rows], *w, 64, bits)
                     if dtype in TILE_TYPES:
                         block_qmm_tiles_kernel(x[:rows], *w, 64, bits)
+                        linear(x[:rows], Weights(*w, 64, bits))
                 experts = [a.reshape(4, 16, -1) for a in w]
                 for pairs in (2, 16):
                     block_gather_qmm_kernel(x[:2], *experts, mx.zeros((pairs,), dtype=mx.uint32), 64, bits)
                 head_argmax_kernel(x, *w, 64, bits)
                 head_argmax_kernel(x[:1], *w, 64, bits, softcap=30.0, logit_bias=mx.zeros((64,), dtype=dtype))
+            if dtype in TILE_TYPES:
+                linear(x, Weights(mx.zeros((64, 256), dtype=dtype)))
             head_argmax_kernel(x, x)
             for d, hq, hk in ((64, 64, 8), (128, 32, 8), (256, 24, 4)):
                 if d * dtype.size <= 512:
@@ -86,6 +94,15 @@ def collect() -> dict[str, str]:
     finally:
         mx.fast.metal_kernel = before
     return texts
+
+
+def linear(x: mx.array, w: Weights) -> None:
+    """Every form of a product."""
+    n = w.w.shape[0]
+    for norm, residual, gated in AROUND.values():
+        given = (mx.zeros((x.shape[1],), dtype=x.dtype), 1e-6) if norm else None
+        added = mx.zeros((x.shape[0], n // 2 if gated else n), dtype=x.dtype) if residual else None
+        block_linear_kernel(x, w, given, added, bool(gated))
 
 
 def main() -> None:
