@@ -487,10 +487,13 @@ class Drafts(Replays):
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:
             return None
-        if S > MOST_BLOCKS * K and self.serves(K) and _plain(cache):
-            # Context that plain decoding gathered. Keys and values do not ask for its attention, whose length would be a new one.
-            self._model().inject(features[:, : S - K], cache, start)
-            features, start, S = features[:, S - K :], start + S - K, K
+        most = MOST_BLOCKS * K
+        if S > most and self.serves(K) and _plain(cache):
+            # Context that plain decoding gathered, or a prompt. Keys and values do not ask for its attention, whose length would
+            # be a new one; in few lengths, for a product of a new shape is planned first.
+            n = (S - 1) // most * most
+            self._model().inject(features[:, :n], cache, start)
+            features, start, S = features[:, n:], start + n, S - n
         # In front, where all rows behind keep their places to one another.
         spare = -S % K
         rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features

@@ -15,11 +15,15 @@ float16 38 of them were seen (the others' experts do not run so on a CPU). Scale
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
+from ..paths import cache_directory
 
 Triple = tuple[int, int, int]
 
@@ -189,25 +193,40 @@ def maker() -> Callable[..., Any]:
     return mx.fast.cuda_kernel if mx.cuda.is_available() else mx.fast.metal_kernel
 
 
-def _short(text: str) -> str:
-    """A text without its comments and what it is indented by."""
-    lines = (line.split("//")[0].strip() for line in text.split("\n"))
-    return "\n".join(line for line in lines if line)
-
-
 @functools.lru_cache(maxsize=256)
 def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
     header = kernel.header
     if cuda:
         own = header if kernel.cuda_header is None else kernel.cuda_header
         header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
-    # MLX's CUDA build hashes the whole text at each launch.
-    short = _short if cuda else str
+    source = kernel.source
+    if cuda:
+        # What MLX looks for in a text to know what to hand over.
+        named = {f"{name}{end}" for name in kernel.inputs for end in ("_shape", "_strides", "_ndim") if f"{name}{end}" in source}
+        header, source = _filed(header), f"// {' '.join(sorted(named))}\n{_filed(source)}"
     return make(
         name=f"dflash_{kernel.name}{kernel.form}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=short(kernel.source),
-        header=short(header),
+        source=source,
+        header=header,
         ensure_row_contiguous=kernel.row_contiguous,
     )
+
+
+def _filed(text: str) -> str:
+    """A line that includes a text from a file in the cache directory; the text, where none can be written.
+
+    MLX's CUDA build hashes a kernel's whole text at each launch: some 6 us for 16,000 characters, as much as it takes otherwise.
+    """
+    file = cache_directory() / "kernels" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.cuh"
+    try:
+        if not file.exists() or file.read_text() != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(f".{os.getpid()}")
+            new.write_text(text)
+            os.replace(new, file)
+    except OSError:
+        return text
+    path = str(file.absolute())
+    return text if any(c in path for c in '"\\\n') else f'#include "{path}"\n'
