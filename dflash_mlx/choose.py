@@ -91,6 +91,9 @@ class Chooser:
             n = drafted.shape[1]
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts, replayed), bool(doubts)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
+        if block.shape[1] and mx.default_device() != mx.cpu:
+            # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
+            mx.async_eval(hidden, features, context)
         if self.sampler is None and (found := target.choices(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)

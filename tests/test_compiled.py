@@ -124,6 +124,21 @@ def test_a_drafter_that_cannot_be_replayed_is_given_its_context_once():
     assert not seen and ours.replays.passes == 0
 
 
+@pytest.mark.parametrize("S, lengths", [(20, []), (21, [20]), (40, [20]), (41, [40]), (75, [60])])
+def test_much_context_is_injected_in_few_lengths_before_a_draft(S, lengths):
+    model = tiny_target()
+    layers = {"layer_types": None, "sliding_window": None}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    features, caches = mx.random.normal((1, S, 48)), [plain.make_cache(), ours.make_cache()]
+    seen, inject = [], type(ours).inject
+    object.__setattr__(ours, "inject", lambda rows, *args: (seen.append(rows.shape[1]), inject(ours, rows, *args)))
+    for _ in range(2):  # the first one meets empty entries
+        found = [d.slots(mx.array([9]), features, c, c[0].offset, 5) for d, c in zip((plain, ours), caches, strict=True)]
+        assert near(*found) and caches[0][0].offset == caches[1][0].offset
+    # At most four blocks of 5 are left to the pass itself.
+    assert seen == lengths * 2 and ours.replays.passes == (2 if lengths else 1)
+
+
 def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
     model = tiny_target()
     drafter = tiny_drafter(model)

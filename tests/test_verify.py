@@ -3,6 +3,7 @@ import pytest
 from kit import full_forward, tiny_target
 
 from dflash_mlx.cache import checkpoint, rollback
+from dflash_mlx.choose import Chooser
 from dflash_mlx.taps import Target
 from dflash_mlx.verify import logprobs, verify_block
 
@@ -42,6 +43,22 @@ def test_a_pass_on_the_cpu_begins_at_its_taps(width, monkeypatch):
         verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1 : 1 + width]], mx.int32), cache, checkpoint(cache, 0))
     tap = [(1, width + 1, 24)]
     assert seen == ["layer", tap, "layer", "layer", tap, "layer"]
+
+
+@pytest.mark.parametrize("device, width, handed", [(mx.gpu, 3, 2), (mx.gpu, 0, 1), (mx.cpu, 3, 1)])
+def test_a_gpu_begins_a_blocks_last_layers_before_what_is_read_of_it_is_put_together(device, width, handed, monkeypatch):
+    model, seen, start = tiny_target(), [], mx.async_eval
+    target, cache = Target(model, (0, 2)), model.make_cache()
+    hidden, features = target(mx.array([BLOCK[: 1 + width]]), cache)
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append(arrays), start(*arrays))[1])
+    drafted = mx.array([BLOCK[1 : 1 + width]], mx.int32)
+    _, read, _ = Chooser(None, [], None).start(target, hidden, features, drafted, [cache[0].keys], 1)
+    assert len(seen) == handed and (handed == 1 or seen[0][0] is hidden and seen[0][2][0] is cache[0].keys)
+    assert seen[-1][1] is hidden and seen[-1][0] is not hidden
+    expected = mx.argmax(model(mx.array([BLOCK[: 1 + width]]))[0], axis=-1).tolist()
+    ids, accepted, bonus, _, _ = read()
+    assert ids == BLOCK[1 : 1 + width] and bonus == expected[accepted]
 
 
 def test_rows_rolled_back_after_a_block_leave_no_trace():

@@ -402,6 +402,27 @@ def test_costs_are_measured_at_the_first_choice_only():
     assert calls == [1]
 
 
+def test_a_wider_pass_that_took_a_little_less_is_noise_that_is_shared_out():
+    assert width._level({1: 1.0, 3: 2.0, 7: 4.0, 15: 8.0}) == {1: 1.0, 3: 2.0, 7: 4.0, 15: 8.0}
+    assert width._level({15: 5.0, 7: 5.6, 3: 4.4, 1: 4.6}) == {1: 4.5, 3: 4.5, 7: 5.3, 15: 5.3}
+    # One that is pooled lies below another.
+    assert width._level({1: 4.0, 2: 4.2, 3: 3.6, 4: 4.2}) == pytest.approx({1: 11.8 / 3, 2: 11.8 / 3, 3: 11.8 / 3, 4: 4.2})
+    # Far less is no noise.
+    assert width._level({1: 10.0, 3: 7.4, 7: 8.0}) == {1: 10.0, 3: 7.4, 7: 8.0}
+
+
+def test_measured_costs_are_levelled():
+    clock = [0.0]
+
+    def spend(seconds):
+        clock[0] += seconds
+
+    verify, both = lambda w: spend({1: 5.0, 3: 4.6}[w]), lambda w, waits: spend(6.0)
+    # No time for a third width.
+    costs = measure(lambda: spend(4.0), lambda: spend(1.0), lambda n: spend(1e-3), verify, both, 15, clock=lambda: clock[0])
+    assert costs.verify_s == pytest.approx({1: 4.8, 3: 4.8})
+
+
 # Copying
 
 
