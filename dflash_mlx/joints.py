@@ -228,7 +228,7 @@ def _maker(
             plain = x.plain if isinstance(x, _Normed) and not x.changed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
-        return _Product(y, launched=lambda **around: launched(x, **around))
+        return _Product(y, launched=lambda **around: launched(x, **around), columns=weights.w.shape[0] if weights else 0)
 
     return make
 
@@ -236,11 +236,13 @@ def _maker(
 class _Product:
     """A product y of layers (by id), and its last rotation. Only the parts that calls got hold it, so it goes with them.
 
-    launched: makes it again with a residual, or gated: one launch with what stands around it, or None.
+    launched: makes it again, of so many columns, with a residual, or gated: one launch with what stands around it, or None.
     """
 
-    def __init__(self, y: mx.array, layers: Sequence[int] = (), launched: Callable[..., mx.array | None] | None = None):
-        self.y, self.layers, self._launched = y, layers, launched
+    def __init__(
+        self, y: mx.array, layers: Sequence[int] = (), launched: Callable[..., mx.array | None] | None = None, columns: int = 0
+    ):
+        self.y, self.layers, self._launched, self._columns = y, layers, launched, columns
         # What the rotation was given, what it gave.
         self.last: tuple[list[Any], mx.array] | None = None
         self._heads: mx.array | None = None
@@ -252,9 +254,9 @@ class _Product:
         return _Part.of(y, self, begin, rotates) if y.ndim == 3 else y
 
     def plus(self, part: mx.array, residual: mx.array) -> mx.array:
-        """residual + all of the product, a part of which that is."""
+        """residual + a part of the product: in its launch, if that is all of it."""
         self.added = True
-        y = self._launched(residual=residual) if self._launched else None
+        y = self._launched(residual=residual) if self._launched and part.shape[-1] == self._columns else None
         return residual + part if y is None else y
 
     def gated(self) -> mx.array | None:
