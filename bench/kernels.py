@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_qmm, choice, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, choice, head_argmax
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 2, 4, 8, 16)
@@ -43,6 +44,16 @@ LAYERS = [
     ("down", 4096, 12288),
     ("q or o", 4096, 4096),
     ("k or v", 1024, 4096),
+]
+
+# Of SmolLM2-135M, whose launches bind, and of Qwen3-8B: (name, N, K, what stands around the product)
+AROUND = [
+    ("qkv", 960, 576, "norm"),
+    ("gate and up", 3072, 576, "norm gated"),
+    ("down", 576, 1536, "residual"),
+    ("qkv", 6144, 4096, "norm"),
+    ("gate and up", 24576, 4096, "norm gated"),
+    ("down", 4096, 12288, "residual"),
 ]
 
 HEAD = (151936, 4096)
@@ -85,6 +96,12 @@ def dense(weights: Sequence[mx.array], group_size: int, bits: int) -> mx.array:
     return mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)
 
 
+def copied(weights: block_linear.Weights) -> dict[str, mx.array]:
+    """Its arrays by name, with memory of their own."""
+    arrays = {name: getattr(weights, name) for name in ("w", "scales", "biases")}
+    return {name: a + 0 for name, a in arrays.items() if a is not None}
+
+
 def over(f: Callable, arguments: Sequence[tuple]) -> Calls:
     """One call of f for each tuple of arguments."""
     return [partial(f, *a) for a in arguments]
@@ -109,6 +126,8 @@ class Bench:
         self.record, self.out, self.dtype, self.samples = record, out, dtype, samples
         self.rows, self.quick = (1, 4, 16) if quick else ROWS, quick
         self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
+        # With a norm before or a gate behind, which round too.
+        self.same_formed = choice.same_floats(2 * block_qmm.TOLERANCE[dtype])
         self.later: list[tuple[dict, Calls, int]] = []
 
     def save(self) -> None:
@@ -188,6 +207,22 @@ class Bench:
                     what = f"{bits} bit {name} N {n} K {k}" + (f" columns {columns}" if columns else "")
                     one = [mx.concatenate(alone[:m])]
                     self.add(kernel, what, m, over(f, given), over(g, given), self.same, size(first), [right[:m]], one)
+
+    def block_linear(self) -> None:
+        for bits, (name, n, k, form) in itertools.product((4, 16), AROUND):
+            eps, residual, gated = 1e-6 if "norm" in form else None, "residual" in form, "gated" in form
+            x, first, scale, rest = block_linear.made(n, k, 64, bits, self.dtype, bool(eps), residual, gated)
+            weights = [first._replace(**copied(first)) for _ in range(spread(size(first.arrays)))]
+            mx.eval([w.arrays for w in weights], x, scale, rest)
+            of = (lambda m, rest=rest: rest[m]) if residual else lambda m: None
+            f, norm = block_linear.block_linear_kernel, (scale, eps) if eps else None
+            alone = [f(x[m : m + 1], first, norm, of(slice(m, m + 1)), gated) for m in range(16)]
+            for m in self.rows:
+                some = slice(0, m)
+                given = [(x[some], w, norm, of(some), gated) for w in weights]
+                one, stock = [mx.concatenate(alone[:m])], over(block_linear.block_linear_ops, given)
+                what = f"{bits} bit {name} N {n} K {k} {form}"
+                self.add("block_linear", what, m, over(f, given), stock, self.same_formed, size(first.arrays), alone=one)
 
     def block_gather_qmm(self) -> None:
         f, g = block_gather_qmm.block_gather_qmm_kernel, block_gather_qmm.block_gather_qmm_ops
@@ -297,7 +332,7 @@ def apart(names: Sequence[str], arguments: list[str], seconds: float, total: flo
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # Those without a record first.
-    names = ("block_qmm", "block_attention", "head_argmax", "block_gather_qmm", "accept", "block_qmm_tiles")
+    names = ("block_linear", "block_qmm", "block_attention", "head_argmax", "block_gather_qmm", "accept", "block_qmm_tiles")
     p.add_argument("--only", nargs="+", choices=names)
     p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the largest shapes")
     p.add_argument("--seconds", type=float, default=300, help="limit of one process")
@@ -316,7 +351,8 @@ def main() -> None:
     args = p.parse_args()
     chosen, args.only = args.only or [], args.only or names
     if args.dtype == "float32":
-        args.only = [name for name in args.only if name != "block_qmm_tiles"]  # matrix units multiply 16-bit numbers
+        # Matrix units multiply 16-bit numbers.
+        args.only = [name for name in args.only if name not in ("block_qmm_tiles", "block_linear")]
     if not (mx.metal.is_available() or mx.cuda.is_available()):
         p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
     device = mx.device_info(mx.Device(mx.gpu)).get("device_name", "gpu").replace(" ", "-")

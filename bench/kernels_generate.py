@@ -42,7 +42,7 @@ from dflash_mlx.kernels.layers import kernel_calls
 
 ROWS = (7, 8)
 LEAST_SECONDS = 15  # of a run: less is not enough to load and compile
-ALONE = ("block_qmm_tiles", "block_qmm", "block_attention", "head_argmax", "accept")
+ALONE = ("block_linear", "block_qmm_tiles", "block_qmm", "block_attention", "head_argmax", "accept")
 CUDNN, GRAPHS, COMPILED = "MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_PTX_CACHE_DIR"
 CORE = ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP", "CUDA_COREDUMP_SHOW_PROGRESS")
 WAYS = ("traced", "without graphs", "core dump")
