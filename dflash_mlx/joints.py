@@ -44,8 +44,9 @@ def joint_calls(
     columns: int = 1,
     fused: bool = False,
 ) -> list[Call]:
-    """The layers that one pass of the model gives the same array, and what serves them instead; where it rotates what these give,
-    its rotations too. Nothing is evaluated.
+    """What serves a model's layers in traces: those that one pass gives the same array, and where it rotates what these give, its
+    rotations too; each other product; and if `fused`, norms and gates, of which launches of products are told. Nothing of the
+    pass is evaluated.
 
     Args:
       run: the pass, with these calls of layers in place of their own and of what kernels make of them.
