@@ -13,6 +13,7 @@ tracing.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -212,24 +213,26 @@ def _maker(
     """
     fixed = few_rows.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
-    def launched(x: mx.array, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
+    def launched(x: mx.array, norm: nn.Module | None, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
         if weights is None or not choice.may_run():
             return None
-        norm = x.module if isinstance(x, _Normed) and not x.changed else None
-        x, scale, eps = (x, None, None) if norm is None else (x.source, norm["weight"], norm.eps)
+        scale, eps = (None, None) if norm is None else (norm["weight"], norm.eps)
         if scale is not None and scale.dtype != x.dtype:
             return None
         launch = block_linear_plan(x, weights, eps, residual is not None, gated)
         return launch(x, weights, scale, residual) if launch else None
 
     def make(x: mx.array, inner: Callable[[mx.array], mx.array] | None = own) -> _Product:
-        y = launched(x)
+        normed = isinstance(x, _Normed) and not x.changed
+        # Another object: the product may be made again when the model has changed this one in place.
+        given = (x.source, x.module) if normed else (copy.copy(x), None)
+        y = launched(*given)
         if y is None:
             # Not the noted array, which is a cast.
-            plain = x.plain if isinstance(x, _Normed) and not x.changed else x
+            plain = x.plain if normed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
-        return _Product(y, launched=lambda **around: launched(x, **around), columns=weights.w.shape[0] if weights else 0)
+        return _Product(y, launched=lambda **around: launched(*given, **around), columns=weights.w.shape[0] if weights else 0)
 
     return make
 
@@ -260,9 +263,9 @@ class _Product:
         y = self._launched(residual=residual) if self._launched and part.shape[-1] == self._columns else None
         return residual + part if y is None else y
 
-    def gated(self) -> mx.array | None:
-        """silu(the first half) * the second."""
-        return self._launched(gated=True) if self._launched else None
+    def gated(self, half: int) -> mx.array | None:
+        """silu(the first half) * the second, of so many columns each; None: not in one launch, or there are more columns."""
+        return self._launched(gated=True) if self._launched and 2 * half == self._columns else None
 
     def heads(self, D: int) -> mx.array:
         """All columns as heads of D: [B, L, N] -> [B, N // D, L, D]."""
@@ -330,7 +333,7 @@ class _Part(WatchedArray):
 
 
 class _Normed(WatchedArray):
-    """What a norm made of `source`. plain: the same array, not noted."""
+    """What a norm made of `source`, which no change of the model's input reaches. plain: the same array, not noted."""
 
     plain: mx.array
     source: mx.array
@@ -342,7 +345,7 @@ def _norming(module: nn.Module) -> Call:
         (x,) = args or kwargs.values()
         y = inner(x)
         normed = _Normed(y)
-        normed.plain, normed.source, normed.module = y, x, module
+        normed.plain, normed.source, normed.module = y, copy.copy(x), module
         return normed
 
     return module, handler
@@ -368,7 +371,7 @@ def _gate(gate: mx.array, up: mx.array) -> mx.array:
     if not all(isinstance(a, _Part) and not a.changed for a in (gate, up)):
         return swiglu(gate, up)
     halves = gate.begin == 0 and up.begin == gate.shape[-1] == up.shape[-1]
-    y = gate.product.gated() if gate.product is up.product and halves else None
+    y = gate.product.gated(up.begin) if gate.product is up.product and halves else None
     return swiglu(gate.plain, up.plain) if y is None else y
 
 

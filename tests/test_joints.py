@@ -10,12 +10,14 @@ import pytest
 from families import family
 from kit import tiny_qwen3, tiny_target
 from mlx_lm.models import rope_utils
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import compiled, joints
 from dflash_mlx.cache import checkpoint
 from dflash_mlx.joints import joint_calls
-from dflash_mlx.kernels import few_rows
+from dflash_mlx.kernels import choice, few_rows
+from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.taps import Target, intercept
 
 
@@ -366,3 +368,125 @@ def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_l
     assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))
     # To note where an array comes from is a cast to its own type, and may be none of the pass's. Rotations on a CPU have some.
     assert casts <= most
+
+
+class Around(nn.Module):
+    """A norm, two layers that make a gated product, one behind it, two of the input's size and one of a few columns, and what
+    `body` makes of them."""
+
+    def __init__(self, body, bits=None):
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.norm.weight = mx.random.uniform(0.5, 2, (64,), key=mx.random.key(1))
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((64, 96), (64, 96), (96, 64)))
+        self.a, self.b, self.few = (nn.Linear(64, n, bias=False) for n in (64, 64, 16))
+        self._body = body
+        if bits:
+            nn.quantize(self, 32, bits, class_predicate=lambda _, m: isinstance(m, nn.Linear))
+
+    def __call__(self, x):
+        # Named here: the gate is looked for in a module's own call.
+        return self._body(self, x, swiglu)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A list of the forms that block_linear is launched in, with MLX's operations in its place: (norm, residual, gated)."""
+    made = []
+
+    def plan(x, weights, eps, residual, gated):
+        shape = (*x.shape[:-1], weights.w.shape[0] // (2 if gated else 1))
+
+        def launch(given, weights, scale, r):
+            made.append((scale is not None, residual, gated))
+            # More than these the kernel would read, or write.
+            assert given.shape == x.shape and (r.shape == shape if residual else r is None)
+            return block_linear_ops(given, weights, None if scale is None else (scale, eps), r, gated)
+
+        return launch
+
+    monkeypatch.setattr(joints, "block_linear_plan", plan)
+    monkeypatch.setattr(choice, "may_run", lambda: True)
+    return made
+
+
+def fused(model, x):
+    """What a pass gives whose products are launched with what stands around them."""
+    calls = found_in(model, x, fused=True)
+    with intercept(calls):
+        return model(x)
+
+
+def alike(found, expected):
+    # float32: a joint product sums in another order. 1e-5 of the largest value.
+    return all(
+        a.shape == b.shape and (mx.abs(a - b).max() <= 1e-5 * mx.abs(b).max()).item()
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def scaled(a):
+    """Another array of the same values, which may be changed."""
+    return a * 1.0
+
+
+def added_to_late(m, x, gated):
+    x = scaled(x)
+    n = m.norm(x)
+    x += 1
+    return x + m.a(n), m.down(gated(m.gate(x), m.up(x)))
+
+
+def norms_changed_behind(m, x, gated):
+    n = m.norm(x)
+    y = m.a(n)
+    n *= 2
+    return x + y, n
+
+
+def inputs_changed_behind(m, x, gated):
+    n = m.norm(x)
+    gate, up = m.gate(n), m.up(n)
+    n += 1
+    y = scaled(x)
+    z = m.a(y)
+    y[..., 0] = 5
+    return y + z, gated(gate, up)
+
+
+def sources_changed_behind(m, x, gated):
+    x = scaled(x)
+    n = m.norm(x)
+    gate, up = m.gate(n), m.up(n)
+    x += 1
+    return gated(gate, up), x
+
+
+CHANGED = {
+    "between the norm and the product": added_to_late,
+    "the norm's value": norms_changed_behind,
+    "the input": inputs_changed_behind,
+    "the norm's input": sources_changed_behind,
+}
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("when", CHANGED)
+def test_a_product_that_is_launched_again_is_one_of_the_values_that_it_was_given(when, bits, launches):
+    model, x = Around(CHANGED[when], bits), mx.random.normal((1, 5, 64))
+    assert alike(fused(model, x), model(x)) and launches
+
+
+PARTS = {
+    "added to another": lambda m, n, x, gated: (m.a(n) + m.b(n),),
+    "added to what is as wide": lambda m, n, x, gated: (x + m.a(n), m.b(n)),
+    "gated with more behind": lambda m, n, x, gated: (x + m.down(gated(m.gate(n), m.up(n))), m.few(n)),
+    "of a layer beside a gated product": lambda m, n, x, gated: (x + m.a(n) + m.down(gated(m.gate(n), m.up(n))),),
+}
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_joint_product_are_not_taken_for_all_of_it(name, bits, launches):
+    model, x = Around(lambda m, x, gated: PARTS[name](m, m.norm(x), x, gated), bits), mx.random.normal((1, 5, 64))
+    assert alike(fused(model, x), model(x)) and (True, False, False) in launches
