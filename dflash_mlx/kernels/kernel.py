@@ -219,14 +219,16 @@ def _filed(text: str) -> str:
 
     MLX's CUDA build hashes a kernel's whole text at each launch: some 6 us for 16,000 characters, as much as it takes otherwise.
     """
-    file = cache_directory() / "kernels" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.cuh"
+    data = text.encode()
+    file = cache_directory() / "kernels" / f"{hashlib.sha256(data).hexdigest()[:24]}.cuh"
     try:
-        if not file.exists() or file.read_text() != text:
+        if not file.exists() or file.read_bytes() != data:
             file.parent.mkdir(parents=True, exist_ok=True)
             new = file.with_suffix(f".{os.getpid()}")
-            new.write_text(text)
+            new.write_bytes(data)
             os.replace(new, file)
     except OSError:
         return text
     path = str(file.absolute())
-    return text if any(c in path for c in '"\\\n') else f'#include "{path}"\n'
+    # Nor a name of bytes that are no text: MLX takes UTF-8.
+    return f'#include "{path}"\n' if path.isprintable() and not set(path) & {'"', "\\"} else text
