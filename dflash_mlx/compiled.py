@@ -306,6 +306,8 @@ class Replays:
     def refuse(self, reason: str) -> None:
         """No replays any more, with one line in the log: loud where they were asked for."""
         self.refused = reason
+        # What was traced holds copies of weights, half a model's where it is small.
+        self._pass, self._known = None, {}
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def serves(self, rows: int) -> bool:
@@ -357,7 +359,8 @@ class Replays:
             self._known[key] = run
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
-        if (run := self._known[key]) is None:
+        # Another thread may have forgotten it.
+        if (run := self._known.get(key)) is None:
             return None
         for entry in cache:
             _widen(entry, capacity)

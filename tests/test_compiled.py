@@ -329,6 +329,25 @@ def test_where_there_is_no_memory_for_joint_weights_passes_are_ordinary_ones(mon
     assert ours.blocks.passes == 0 and ours.blocks.refused.startswith("RuntimeError: [malloc]") and len(caplog.records) == 1
 
 
+def test_weights_that_were_joined_go_with_a_refusal(monkeypatch):
+    def trace(*_):
+        before.append(mx.get_active_memory())
+        raise ValueError("a number was wanted")
+
+    monkeypatch.setattr(compiled, "_traceable", trace)
+    model = tiny_target(hidden=256)
+    ours = blocks_of(model)
+    cache, before = filled(model, ours), []
+    verify(ours, cache)
+    gc.collect()
+    assert ours.blocks.refused == "ValueError: a number was wanted"
+    # Of these there were copies.
+    joined = sum(
+        part[name].weight.nbytes for layer in model.layers for part, name in ((layer.self_attn, "q_proj"), (layer.mlp, "up_proj"))
+    )
+    assert mx.get_active_memory() < before[0] - joined
+
+
 def test_a_pass_that_would_differ_is_not_used(caplog):
     """Attention that looks at what it is handed as if it were the rows held: a trace hands out whole buffers."""
     model = tiny_target()
