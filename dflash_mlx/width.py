@@ -279,8 +279,12 @@ def _level(verify_s: dict[int, float]) -> dict[int, float]:
     pools: list[tuple[float, list[int]]] = []
     for width in sorted(verify_s):
         mean, pool = verify_s[width], [width]
-        while pools and mean < pools[-1][0] <= mean / 0.75:
-            before, widths = pools.pop()
+        while pools and mean < pools[-1][0]:
+            before, widths = pools[-1]
+            # Of what is shared out too: by small steps, one would come to be far less.
+            if min(verify_s[w] for w in pool) < 0.75 * max(verify_s[w] for w in widths):
+                break
+            pools.pop()
             mean, pool = (before * len(widths) + mean * len(pool)) / (len(widths) + len(pool)), widths + pool
         pools.append((mean, pool))
     return {width: mean for mean, pool in pools for width in pool}

@@ -409,6 +409,8 @@ def test_a_wider_pass_that_took_a_little_less_is_noise_that_is_shared_out():
     assert width._level({1: 4.0, 2: 4.2, 3: 3.6, 4: 4.2}) == pytest.approx({1: 11.8 / 3, 2: 11.8 / 3, 3: 11.8 / 3, 4: 4.2})
     # Far less is no noise.
     assert width._level({1: 10.0, 3: 7.4, 7: 8.0}) == {1: 10.0, 3: 7.4, 7: 8.0}
+    # Nor by steps: the last of these took a third less than the first.
+    assert width._level({1: 10.0, 3: 7.6, 7: 6.7}) == pytest.approx({1: 8.8, 3: 8.8, 7: 6.7})
 
 
 def test_measured_costs_are_levelled():
