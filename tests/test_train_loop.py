@@ -45,6 +45,7 @@ def config(**changes):
     return TrainConfig(**{**defaults, **changes})
 
 
+@pytest.mark.full
 def test_eight_sequences_are_learned_and_then_accepted_whole_in_the_real_loop(model, docs, raw, tmp_path):
     last = train(model, docs, tmp_path, raw, config(steps=400), held_out=docs)
     drafter = load_drafter(str(tmp_path), model)
