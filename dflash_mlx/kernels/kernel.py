@@ -217,7 +217,7 @@ def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.a
 def _filed(text: str) -> str:
     """A line that includes a text from a file in the cache directory; the text, where none can be written.
 
-    MLX's CUDA build hashes a kernel's whole text at each launch: some 6 us for 16,000 characters, as much as it takes otherwise.
+    MLX's CUDA build hashes a kernel's whole text at each launch: 2.8 us for 16,600 characters (std::hash, x86).
     """
     data = text.encode()
     file = cache_directory() / "kernels" / f"{hashlib.sha256(data).hexdigest()[:24]}.cuh"
