@@ -96,12 +96,6 @@ def dense(weights: Sequence[mx.array], group_size: int, bits: int) -> mx.array:
     return mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)
 
 
-def copied(weights: block_linear.Weights) -> dict[str, mx.array]:
-    """Its arrays by name, with memory of their own."""
-    arrays = {name: getattr(weights, name) for name in ("w", "scales", "biases")}
-    return {name: a + 0 for name, a in arrays.items() if a is not None}
-
-
 def over(f: Callable, arguments: Sequence[tuple]) -> Calls:
     """One call of f for each tuple of arguments."""
     return [partial(f, *a) for a in arguments]
@@ -212,7 +206,7 @@ class Bench:
         for bits, (name, n, k, form) in itertools.product((4, 16), AROUND):
             eps, residual, gated = 1e-6 if "norm" in form else None, "residual" in form, "gated" in form
             x, first, scale, rest = block_linear.made(n, k, 64, bits, self.dtype, bool(eps), residual, gated)
-            weights = [first._replace(**copied(first)) for _ in range(spread(size(first.arrays)))]
+            weights = [first.copied() for _ in range(spread(size(first.arrays)))]
             mx.eval([w.arrays for w in weights], x, scale, rest)
             of = (lambda m, rest=rest: rest[m]) if residual else lambda m: None
             f, norm = block_linear.block_linear_kernel, (scale, eps) if eps else None

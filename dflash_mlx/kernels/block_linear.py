@@ -47,6 +47,10 @@ class Weights(NamedTuple):
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.w, self.scales, self.biases) if a is not None]
 
+    def copied(self) -> Weights:
+        """The same values in memory of their own."""
+        return Weights(*(a if a is None else a + 0 for a in self[:3]), self.group_size, self.bits)
+
 
 def block_linear_ops(
     x: mx.array,
@@ -204,8 +208,7 @@ def trials(
     norm = eps is not None
     x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated, max(rows))
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first.arrays))
-    weights = [first, *(Weights(*(a + 0 for a in first.arrays)) for _ in range(copies - 1))]
-    weights = [Weights(*w[:3], group_size, bits) for w in weights]
+    weights = [first, *(first.copied() for _ in range(copies - 1))]
     mx.eval(x, scale, r, [w.arrays for w in weights])
 
     def one(m: int) -> choice.Trial:
