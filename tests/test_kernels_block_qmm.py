@@ -109,8 +109,8 @@ def test_columns_of_a_simd_group_do_not_change_a_bit(columns):
 def test_columns_of_a_threadgroup_do_not_change_a_bit(columns):
     x, q = weights(70, 640, mx.bfloat16, 64, 4)
     with emulator.emulated():
-        want = block_qmm_tiles_kernel(x, *q, 64, 4, columns=16)
-        assert mx.array_equal(block_qmm_tiles_kernel(x, *q, 64, 4, columns=columns), want)
+        want = block_qmm_tiles_kernel(x, *q, 64, 4, columns=16, simdgroups=8)
+        assert mx.array_equal(block_qmm_tiles_kernel(x, *q, 64, 4, columns=columns, simdgroups=8), want)
 
 
 def test_the_two_texts_agree():

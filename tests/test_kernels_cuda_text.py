@@ -26,8 +26,8 @@ def compile_only(monkeypatch):
     monkeypatch.setattr(cuda_text, "REPORTS", [])
 
 
-def quantized(n, k, dtype, bits):
-    return mx.quantize(mx.random.normal((n, k)).astype(dtype), group_size=64, bits=bits)
+def quantized(n, k, dtype, bits, group=64):
+    return mx.quantize(mx.random.normal((n, k)).astype(dtype), group_size=group, bits=bits)
 
 
 def no_spills():
@@ -50,19 +50,23 @@ def test_block_qmm(dtype, bits, rows):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bits, n", [(4, 8192), (8, 2048), (4, 64)])
+@pytest.mark.parametrize("bits, n, group", [(4, 8192, 64), (8, 2048, 128), (4, 64, 64)])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_block_qmm_tiles(dtype, bits, n, rows):
-    block_qmm_tiles_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(n, 512, dtype, bits), 64, bits)
+def test_block_qmm_tiles(dtype, bits, n, group, rows):
+    block_qmm_tiles_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(n, 512, dtype, bits, group), group, bits)
     no_spills()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype, bits, n", [(mx.float16, 4, 8192), (mx.bfloat16, 8, 2048), (mx.bfloat16, 16, 64)])
+@pytest.mark.parametrize(
+    "dtype, bits, n, group",
+    [(mx.float16, 4, 8192, 64), (mx.bfloat16, 8, 2048, 128), (mx.bfloat16, 16, 64, 64), (mx.float16, 4, 2048, 128)],
+)
 @pytest.mark.parametrize("form", ["norm", "residual", "norm gated", "norm residual gated"])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_block_linear(dtype, bits, n, form, rows):
-    w = Weights(mx.zeros((n, 512), dtype=dtype)) if bits == 16 else Weights(*quantized(n, 512, dtype, bits), 64, bits)
+def test_block_linear(dtype, bits, n, group, form, rows):
+    w = mx.zeros((n, 512), dtype=dtype)
+    w = Weights(w, group_size=group) if bits == 16 else Weights(*quantized(n, 512, dtype, bits, group), group, bits)
     gated = "gated" in form
     norm = (mx.zeros((512,), dtype=dtype), 1e-6) if "norm" in form else None
     residual = mx.zeros((rows, n // 2 if gated else n), dtype=dtype) if "residual" in form else None

@@ -233,9 +233,10 @@ def tile_sizes(
     # GPU has 128 a thread. Not timed on a Mac. Results do not depend on it.
     widest = 64 if n >= 8192 and mx.cuda.is_available() else 32 if n >= 2048 else 16
     columns = columns or min(widest, max(16, 128 // words))
-    # With few threadgroups, more threads in each keep an H100's memory busy. The sums' order depends on it: it may follow from
-    # the matrix, not from the rows.
-    simdgroups = simdgroups or (16 if n < 8192 and mx.cuda.is_available() else TILE_SIMDGROUPS)
+    # With few threadgroups, more threads in each keep an H100's memory busy, if all find room in its registers: tests/
+    # test_kernels_cuda_text.py counts them. The sums' order depends on it: it may follow from the matrix, not from the rows.
+    many = n < 8192 and columns < 64 and group_size < 128 and mx.cuda.is_available()
+    simdgroups = simdgroups or (16 if many else TILE_SIMDGROUPS)
     template = [
         ("T", dtype),
         ("HALF", dtype == mx.float16),

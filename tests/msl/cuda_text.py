@@ -38,6 +38,9 @@ using Strides = cuda::std::array<int64_t, 10>;
 """
 
 
+REGISTERS = 65536  # of a streaming multiprocessor, compute capability 5.0 to 12.x: one threadgroup has no more
+
+
 def nvcc() -> str | None:
     return shutil.which("nvcc")
 
@@ -64,7 +67,8 @@ def cuda_kernel(name, input_names, output_names, source, header="", ensure_row_c
             + ",\n".join(parameters)
             + ") {\n"
             + "\n".join(constants)
-            + f"\n{body}\n}}\n}}\n"
+            + f"\n{body}\n}}\n}}\n",
+            threads=threadgroup[0] * threadgroup[1] * threadgroup[2],
         )
         return [mx.zeros(s, dtype=d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
 
@@ -76,7 +80,8 @@ def _text_of(m: re.Match) -> str:
     return Path(m[1]).read_text()
 
 
-def compile_text(code: str, arch: str = "sm_90") -> None:
+def compile_text(code: str, arch: str = "sm_90", threads: int = 1) -> None:
+    """Fails where the text does not compile, or so many threads of it find too few registers: such a launch is refused."""
     with tempfile.TemporaryDirectory() as tmp:
         file = Path(tmp) / "kernel.cu"
         file.write_text(code)
@@ -96,6 +101,9 @@ def compile_text(code: str, arch: str = "sm_90") -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         REPORTS.append(done.stderr)
+        # Given out to a warp by eights a thread.
+        registers = -(-int(re.search(r"Used (\d+) registers", done.stderr)[1]) // 8) * 8
+        assert registers * threads <= REGISTERS, f"{threads} threads of {registers} registers: expected at most {REGISTERS}"
 
 
 # What nvcc said of each text: registers, spills.
