@@ -7,7 +7,8 @@
 Runs at several numbers of rows a pass go side by side, so their seconds are not to be compared: 7, up to where stock MLX's CUDA
 kernels for quantized products are ready-made, and 8, from where on it compiles others; then an eighth of the tokens at 8 with
 cuDNN's attention, which MLX takes unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only
-the variants that run are compiled.
+the variants that run are compiled. With all kernels passes are replayed, without them never: a launch is counted where it was
+made, once for a trace, and `replays` says how many passes were replayed.
 
 A run that dies is run again in three ways at once: with every operation evaluated as it comes, which names the one that dies;
 without CUDA graphs; and with a core dump, in which the device's kernel is named. One with kernels also with each kernel alone.
@@ -35,7 +36,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import compiled, load, load_drafter, stream_generate
 from dflash_mlx.kernels import choice
 from dflash_mlx.kernels.kernel import Kernel
 from dflash_mlx.kernels.layers import kernel_calls
@@ -80,7 +81,9 @@ class Job:
         return max(1, tokens // 8) if self.cudnn else tokens
 
     def environment(self, folder: Path) -> dict[str, str]:
-        own = {choice.VARIABLE: self.mode, CUDNN: str(int(self.cudnn))}
+        # block_linear stands in replayed passes alone; without kernels every operation is MLX's as mlx-lm has it.
+        replays = "on" if self.mode in ("on", "block_linear") else "off"
+        own = {choice.VARIABLE: self.mode, compiled.VARIABLE: replays, CUDNN: str(int(self.cudnn))}
         if self.way == "without graphs":
             own[GRAPHS] = "0"
         if self.way == "core dump":
@@ -166,7 +169,9 @@ def summary(run: dict) -> str:
     """One line about a run."""
     launches = ", ".join(f"{name} {n}" for name, n in run.get("launches", {}).items()) or "none"
     counts = ", ".join(f"{run.get(name, 0)} {name}" for name in ("tokens", "ties", "faults"))
+    replayed = sum(r["passes"] for r in run.get("replays", []))
     line = f"{counts} in {run.get('seconds', 0):.1f} s; {len(run.get('variants', []))} compiled; launches: {launches}"
+    line += f"; {replayed} passes replayed" if replayed else ""
     return line + (f"; {run['error']}" if "error" in run else "")
 
 
@@ -269,6 +274,7 @@ def generate(
                     print(f"answer {i} token {done}: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NO TIE'}")
                     done += 1
         record["tokens"], record["seconds"] = record["tokens"] + len(said), record["seconds"] + time.perf_counter() - begin
+        record["replays"] = [replays.findings() for replays in getattr(drafter, "_replays", None) or ()]
         save()
         if record["tokens"] >= tokens:
             break
