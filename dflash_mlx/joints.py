@@ -14,6 +14,7 @@ tracing.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,9 @@ class _Seen:
             self.calls[id(module)] += 1
             if isinstance(x, _Normed) and not x.changed:
                 self.norms.add(id(x.module))
-            made = self.products[id(module)] = _Product(inner(*args, **kwargs), [id(module)])
-            return made.part(0, module["weight"].shape[0], True)
+            y = inner(*args, **kwargs)
+            made = self.products[id(module)] = _Product(y, y.shape, [y.shape[-1]], [id(module)])
+            return made.part(y.shape[-1], True)
 
         return module, handler
 
@@ -156,35 +158,35 @@ def _joined(
         whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
     mx.eval(whole.parameters())
     ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
-    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, whole)
+    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, ends, whole)
     last: list[Any] = []
 
-    def part(layer: nn.Module, begin: int, end: int) -> Handler:
+    def part(layer: nn.Module, end: int) -> Handler:
         followed, rotates = seen.followed(layer), seen.rotated(layer)
 
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             if not last or last[0] is not x:
                 last[:] = x, make(x)
-            y = last[1].part(begin, end, rotates) if followed else last[1].y[..., begin:end]
+            y = last[1].part(end, rotates) if followed else last[1].columns[end]
             if end == ends[-1]:
                 last.clear()
             return y
 
         return handler
 
-    return [(layer, part(layer, begin, end)) for layer, begin, end in zip(layers, [0, *ends], ends, strict=False)]
+    return [(layer, part(layer, end)) for layer, end in zip(layers, ends, strict=True)]
 
 
 def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen, fused: bool) -> Call:
     """The handler of a layer that is joined to none."""
     N, followed, rotates = layer["weight"].shape[0], fused and seen.products[id(layer)].added, seen.rotated(layer)
-    make = _maker(layer, kernels, _weights(layer, N) if fused else None)
+    make = _maker(layer, kernels, _weights(layer, N) if fused else None, [N])
 
     def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()
         product = make(x, inner)
-        return product.part(0, N, rotates) if followed else product.y
+        return product.part(N, rotates) if followed else product.y
 
     return layer, handler
 
@@ -205,11 +207,13 @@ def _maker(
     layer: nn.Module,
     kernels: Callable[[nn.Module], Sequence[tuple]],
     weights: Weights | None,
+    ends: Sequence[int],
     own: Callable[[mx.array], mx.array] | None = None,
 ) -> Callable[..., _Product]:
     """(x, the layer's own call) -> its product, with the norm before it in one launch where that can be.
 
-    weights: of that launch, and of those that take more; None: there are none. own: the call, where it is no other's.
+    weights: of that launch, and of those that take more; None: there are none. ends: of the product's parts. own: the call, where
+    it is no other's.
     """
     fixed = few_rows.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
@@ -232,7 +236,8 @@ def _maker(
             plain = x.plain if normed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
-        return _Product(y, launched=lambda **around: launched(*given, **around), columns=weights.w.shape[0] if weights else 0)
+        shape = *x.shape[:-1], layer["weight"].shape[0]
+        return _Product(y, shape, ends, launched=(lambda **around: launched(*given, **around)) if weights else None)
 
     return make
 
@@ -240,49 +245,74 @@ def _maker(
 class _Product:
     """A product y of layers (by id), and its last rotation. Only the parts that calls got hold it, so it goes with them.
 
-    launched: makes it again, of so many columns, with a residual, or gated: one launch with what stands around it, or None.
+    made: its values, in another shape perhaps: a reshape is an operation too, so there is one for what is made of it.
+    ends: where the layers' columns end; those of no layer may follow.
+    launched: makes it again, with a residual, or gated: one launch with what stands around it, or None.
     """
 
     def __init__(
-        self, y: mx.array, layers: Sequence[int] = (), launched: Callable[..., mx.array | None] | None = None, columns: int = 0
+        self,
+        made: mx.array,
+        shape: Sequence[int],
+        ends: Sequence[int],
+        layers: Sequence[int] = (),
+        launched: Callable[..., mx.array | None] | None = None,
     ):
-        self.y, self.layers, self._launched, self._columns = y, layers, launched, columns
-        # What the rotation was given, what it gave.
-        self.last: tuple[list[Any], mx.array] | None = None
+        self._made, self._shape, self.layers, self._ends, self._launched = made, shape, layers, ends, launched
+        # What the rotation was given, what it gave by the first head of each part.
+        self.last: tuple[list[Any], dict[int, mx.array]] | None = None
         self._heads: mx.array | None = None
         # Whether it was added to something, or split into heads.
         self.added = self.turned = False
 
-    def part(self, begin: int, end: int, rotates: bool) -> mx.array:
-        y = self.y[..., begin:end]
-        return _Part.of(y, self, begin, rotates) if y.ndim == 3 else y
+    @functools.cached_property
+    def y(self) -> mx.array:
+        return self._made.reshape(self._shape)
+
+    @functools.cached_property
+    def columns(self) -> dict[int, mx.array]:
+        """Each layer's, by their end: one operation for all."""
+        ends, N = [*self._ends], self.y.shape[-1]
+        parts = [self.y] if ends == [N] else mx.split(self.y, [end for end in ends if end < N], axis=-1)
+        return dict(zip(ends, parts, strict=False))
+
+    def part(self, end: int, rotates: bool) -> mx.array:
+        y = self.columns[end]
+        return _Part.of(y, self, end - y.shape[-1], rotates) if y.ndim == 3 else y
 
     def plus(self, part: mx.array, residual: mx.array) -> mx.array:
         """residual + a part of the product: in its launch, if that is all of it."""
         self.added = True
-        y = self._launched(residual=residual) if self._launched and part.shape[-1] == self._columns else None
+        y = self._launched(residual=residual) if self._launched and part.shape[-1] == self._ends[-1] else None
         return residual + part if y is None else y
 
     def gated(self, half: int) -> mx.array | None:
         """silu(the first half) * the second, of so many columns each; None: not in one launch, or there are more columns."""
-        return self._launched(gated=True) if self._launched and 2 * half == self._columns else None
+        return self._launched(gated=True) if self._launched and 2 * half == self._ends[-1] else None
 
     def heads(self, D: int) -> mx.array:
         """All columns as heads of D: [B, L, N] -> [B, N // D, L, D]."""
         if self._heads is None or self._heads.shape[3] != D:
-            B, L, N = self.y.shape
-            self._heads = self.y[..., : N - N % D].reshape(B, L, -1, D).transpose(0, 2, 1, 3)
+            B, L, N = self._shape
+            whole = self.y[..., : N - N % D] if N % D else self._made
+            self._heads = whole.reshape(B, L, -1, D).transpose(0, 2, 1, 3)
         return self._heads
 
-    def rotated(self, D: int, given: list[Any], rotation: Callable[[mx.array], mx.array]) -> mx.array:
-        """All heads, rotated. Those of no use cost less than a second operation.
+    def by_layer(self, heads: mx.array) -> dict[int, mx.array]:
+        """Of such heads those of each layer, by the first of them: one operation for all."""
+        n, D = heads.shape[1], heads.shape[3]
+        between = [end // D for end in self._ends if end % D == 0 and end // D < n]
+        return dict(zip([0, *between], mx.split(heads, between, axis=1) if between else [heads], strict=True))
+
+    def rotated(self, D: int, given: list[Any], rotation: Callable[[mx.array], mx.array]) -> dict[int, mx.array]:
+        """All heads, rotated, as `by_layer`. Those of no use cost less than a second operation.
 
         given: what else the rotation depends on. By identity: an offset is an array in a trace.
         """
         last = self.last
-        if not last or last[1].shape[3] != D or [*map(id, last[0])] != [*map(id, given)]:
+        if not last or last[1][0].shape[3] != D or [*map(id, last[0])] != [*map(id, given)]:
             # Another object, should it be changed in place.
-            last = self.last = given, rotation(self.heads(D)[:])
+            last = self.last = given, self.by_layer(rotation(self.heads(D)[:]))
         return last[1]
 
 
@@ -382,9 +412,9 @@ def _rotating(module: nn.Module) -> Call:
         x, *others = args or (None,)
         if not isinstance(x, _Part) or x.changed or not x.turned:
             return inner(*args, **kwargs)
-        _, n, _, D = x.shape
+        D = x.shape[3]
         given = [module, *others, *kwargs, *kwargs.values()]
-        heads = x.product.rotated(D, given, lambda whole: inner(whole, *others, **kwargs))
-        return heads[:, x.begin // D : x.begin // D + n]
+        # Another object here too.
+        return x.product.rotated(D, given, lambda whole: inner(whole, *others, **kwargs))[x.begin // D][:]
 
     return module, handler

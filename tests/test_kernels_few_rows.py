@@ -213,7 +213,8 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
     mx.eval(drafter.mask_rows(mx.zeros((1, 8), dtype=mx.int32), features, drafter.make_cache(), 0))
     assert not cuda  # outside of a trace a drafter's products are MLX's
     traced, masks = [], []
-    monkeypatch.setattr(few_rows, "row_products", lambda x, w, *spread: traced.append(w.shape) or row_products(x, w, *spread))
+    apart = few_rows.rows_apart
+    monkeypatch.setattr(few_rows, "rows_apart", lambda x, w: traced.append(w.shape[-2:]) or apart(x, w))
     folded = lambda q, k, v, mask, scale: masks.append(mask.shape) or folded_attention(q, k, v, mask, scale)  # noqa: E731
     monkeypatch.setattr(few_rows, "folded_attention", folded)
     choice._forget()

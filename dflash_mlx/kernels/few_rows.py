@@ -67,17 +67,20 @@ def _cudnn_takes(dtype: mx.Dtype, *sizes: int) -> bool:
     return os.environ.get(CUDNN, "1") != "0" and dtype in (mx.float16, mx.bfloat16) and fits
 
 
-def row_products(x: mx.array, w: mx.array, spread: mx.array | None = None) -> mx.array:
-    """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M.
+def row_products(x: mx.array, w: mx.array) -> mx.array:
+    """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M."""
+    return rows_apart(x, w).reshape(1, x.shape[1], w.shape[0])
 
-    spread: w as [M, N, K], where it is at hand.
-    """
+
+def rows_apart(x: mx.array, w: mx.array) -> mx.array:
+    """What `row_products` is made of, w being [N, K] or the same M times over, [M, N, K]: [M, N, 1]."""
     _, m, k = x.shape
-    return mx.matmul(w if spread is None else spread, mx.reshape(x, (m, k, 1))).reshape(1, m, w.shape[0])
+    return mx.matmul(w, mx.reshape(x, (m, k, 1)))
 
 
 def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
-    """x [..., K] -> x W^T of W[N, K], for passes that are traced: W's views are made once, each an operation of every replay."""
+    """x [..., K] -> the values of x W^T of W[N, K], whose shape is the caller's to see to: for passes that are traced, where views
+    are operations of every replay. Those of W are made once."""
     turned, spread = w.T[None], {}
     mx.eval(turned)
 
@@ -90,7 +93,7 @@ def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
         if m not in spread:
             spread[m] = mx.broadcast_to(w, (m, *w.shape))
             mx.eval(spread[m])
-        return row_products(x, w, spread[m])
+        return rows_apart(x, spread[m])
 
     return product
 
