@@ -660,6 +660,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
 
 
+@pytest.mark.full
 def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
     model, tokenizer, drafter = pair
     costs = costs_module.Costs(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})

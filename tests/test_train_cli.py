@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import pytest
 from typer.testing import CliRunner
 
 from dflash_mlx.builtin import builtin_path
@@ -15,6 +16,7 @@ def call(*words):
     return result
 
 
+@pytest.mark.full
 def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     data, out = str(tmp_path / "data"), str(tmp_path / "drafter")
     size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "4"]

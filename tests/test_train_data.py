@@ -162,6 +162,7 @@ def test_make_data_stores_splits_resumes_and_refuses_other_settings(tmp_path):
         load_docs(tmp_path / "nowhere")
 
 
+@pytest.mark.full
 def test_folders_are_joined_in_their_order_and_an_empty_one_is_named(tmp_path):
     model = tiny_target(vocab=61)
     for seed in (0, 1):

@@ -689,6 +689,7 @@ def test_after_a_round_that_verified_nothing_drafting_goes_on_as_before():
     assert rule.choose() > 0 and [counts[1] for counts in rule.acceptance.counts] == pytest.approx(seen, rel=0.05)
 
 
+@pytest.mark.full
 def test_drafting_that_pays_only_with_peeking_is_taken_up():
     # At any fixed width it loses.
     machine, process = (6.0, 3.0, lambda w: 6.0 + 3.0 * w), PROCESSES["good"]
