@@ -577,6 +577,11 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     if late:
         figures = f"{statistics.median(late):.2f} ({min(late):.2f}-{max(late):.2f})"
         lines.append(f"After the first {_EARLY} tokens of an answer: {figures} times mlx-lm, median of {len(late)} pairs.")
+    # Of each pair by itself: a median of the one and a mean of the other are not of the same answers.
+    shares = [run["speedup"] / tau for run in record["runs"] if run["speedup"] and (tau := run["dflash"]["tau"])]
+    if shares:
+        figures = f"{statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f})"
+        lines.append(f"Speed-up over tau, pair by pair: {figures}, median of {len(shares)}; 1: rounds that cost one token.")
     if record["ended"] != "complete":
         trials = record["settings"]["trials"]
         lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")

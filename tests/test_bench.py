@@ -1,5 +1,6 @@
 """dflash-mlx bench: pairs by turns, figures from them, records, and the command."""
 
+import copy
 import json
 import statistics
 
@@ -88,6 +89,15 @@ def test_all_kinds_together_are_a_geometric_mean_a_temperature():
     of_all = {row["temp"]: row for row in rows if row["kind"] == "all"}
     assert of_all[0.0]["speedup"] == pytest.approx(2.0) and of_all[1.0]["speedup"] == pytest.approx(3.0)
     assert (of_all[0.0]["low"], of_all[0.0]["high"]) == (1.0, 4.0)
+
+
+def test_speed_up_over_tau_is_told_pair_by_pair(record):
+    record = copy.deepcopy(record)
+    for run, (speedup, tau) in zip(record["runs"], ((1.0, 4.0), (3.0, 4.0), (6.0, 5.0), (9.0, None)), strict=False):
+        run["speedup"], run["dflash"]["tau"] = speedup, tau
+    shown = bench.table(record | {"runs": record["runs"][:4]})
+    assert "Speed-up over tau, pair by pair: 0.75 (0.25-1.20), median of 3; 1: rounds that cost one token." in shown
+    assert "over tau" not in bench.table(record | {"runs": record["runs"][3:4]})
 
 
 def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, monkeypatch):
