@@ -79,8 +79,8 @@ def rows_apart(x: mx.array, w: mx.array) -> mx.array:
 
 
 def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
-    """x [..., K] -> the values of x W^T of W[N, K], in some shape: for passes that are traced, where views are operations of every
-    replay. Those of W are made once."""
+    """x [..., K] -> the values of x W^T of W[N, K], in some shape: for passes that are traced, where views are operations of
+    every replay. Those of W are made once."""
     turned, spread = w.T[None], {}
     mx.eval(turned)
 
