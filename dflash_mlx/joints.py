@@ -146,7 +146,7 @@ def _missing(layers: Sequence[nn.Module], columns: int) -> int:
 def _joined(
     layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]], missing: int, seen: _Seen, fused: bool
 ) -> list[Call]:
-    """A handler for each of some layers: the first that is called makes the product of all."""
+    """A handler for each of some layers: the first that is called makes the product of all, held until all have been called."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
     whole = own_class(first).__new__(own_class(first))
     nn.Module.__init__(whole)
@@ -159,7 +159,7 @@ def _joined(
     mx.eval(whole.parameters())
     ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
     make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, ends, whole)
-    last: list[Any] = []
+    last: list[Any] = []  # an x, its product, the ends of those that have not been called with it
 
     def part(layer: nn.Module, end: int) -> Handler:
         followed, rotates = seen.followed(layer), seen.rotated(layer)
@@ -167,11 +167,12 @@ def _joined(
         def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             (x,) = args or kwargs.values()
             if not last or last[0] is not x:
-                last[:] = x, make(x)
-            y = last[1].part(end, rotates) if followed else last[1].columns[end]
-            if end == ends[-1]:
+                last[:] = x, make(x), {*ends}
+            _, product, waiting = last
+            waiting.discard(end)
+            if not waiting:
                 last.clear()
-            return y
+            return product.part(end, rotates) if followed else product.columns(end)
 
         return handler
 
@@ -230,13 +231,14 @@ def _maker(
         normed = isinstance(x, _Normed) and not x.changed
         # Another object: the product may be made again when the model has changed this one in place.
         given = (x.source, x.module) if normed else (copy.copy(x), None)
-        y = launched(*given)
-        if y is None:
+        if (y := launched(*given)) is not None:
+            shape = y.shape
+        else:
             # Not the noted array, which is a cast.
             plain = x.plain if normed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
-        shape = *x.shape[:-1], layer["weight"].shape[0]
+            shape = *x.shape[:-1], layer["weight"].shape[0]
         return _Product(y, shape, ends, launched=(lambda **around: launched(*given, **around)) if weights else None)
 
     return make
@@ -270,14 +272,17 @@ class _Product:
         return self._made.reshape(self._shape)
 
     @functools.cached_property
-    def columns(self) -> dict[int, mx.array]:
-        """Each layer's, by their end: one operation for all."""
-        ends, N = [*self._ends], self.y.shape[-1]
+    def _columns(self) -> dict[int, mx.array]:
+        ends, N = [*self._ends], self._shape[-1]
         parts = [self.y] if ends == [N] else mx.split(self.y, [end for end in ends if end < N], axis=-1)
         return dict(zip(ends, parts, strict=False))
 
+    def columns(self, end: int) -> mx.array:
+        """A layer's: one operation for those of all. Another object each time, should it be changed in place."""
+        return self._columns[end][:]
+
     def part(self, end: int, rotates: bool) -> mx.array:
-        y = self.columns[end]
+        y = self.columns(end)
         return _Part.of(y, self, end - y.shape[-1], rotates) if y.ndim == 3 else y
 
     def plus(self, part: mx.array, residual: mx.array) -> mx.array:
