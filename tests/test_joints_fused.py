@@ -12,7 +12,7 @@ import pytest
 from kit import greedy_ids
 from mlx_lm.models.activations import swiglu
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import compiled, load, load_drafter, stream_generate
 from dflash_mlx.joints import joint_calls
 from dflash_mlx.kernels import block_linear, choice
 from dflash_mlx.kernels.block_linear import block_linear_ops
@@ -205,8 +205,10 @@ def test_where_the_kernel_is_refused_or_off_all_is_mlxs(launched, monkeypatch):
     assert launches_of(launched, model) == {}
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_ids_of_replayed_passes_are_plain_decodings_and_the_drafter_launches_nothing(bits, launched, monkeypatch):
+# 128 columns: on CUDA.
+@pytest.mark.parametrize("bits, columns", [(None, 1), (4, 1), (4, 128)])
+def test_ids_of_replayed_passes_are_plain_decodings_and_the_drafter_launches_nothing(bits, columns, launched, monkeypatch):
+    monkeypatch.setattr(compiled, "joint_calls", lambda m, run, kernels, _, fused: joint_calls(m, run, kernels, columns, fused))
     model, tokenizer = load("tiny", dtype=mx.float32)
     if bits:
         nn.quantize(model, 32, bits)
