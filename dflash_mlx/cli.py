@@ -58,8 +58,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
-        kind = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: "
-        _say(f"Error: {kind}{error}")
+        kind, said = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: ", str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            said = f"expected to use {error.filename}; found: {error.strerror}. Check the path."
+        _say(f"Error: {kind}{said}")
         raise SystemExit(1) from None
 
 

@@ -267,7 +267,11 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "--stop", "x", "--show-drafts"], 2, "--stop"),
         (["generate", *TINY, "--stop", ""], 2, "needs a text"),
         (["generate", *TINY, "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
-        (["generate", *TINY, "--prompt-file", "absent.txt"], 1, "absent.txt"),
+        (
+            ["generate", *TINY, "--prompt-file", "absent.txt"],
+            1,
+            "expected to use absent.txt; found: No such file or directory. Check the path.",
+        ),
         (["generate", *TINY, "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
         (["generate", *TINY, "--block-size", "0"], 2, "block-size"),
         (["generate", *TINY, "--nonsense"], 2, "nonsense"),
