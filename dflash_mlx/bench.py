@@ -561,7 +561,8 @@ def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def notes(record: Mapping[str, Any]) -> list[str]:
     """What the figures mean, how the run ended, cold figures, and every text that was not mlx-lm's."""
     lines = [
-        "Tokens/s of decoding, first token to last; pairs run by turns; medians over trials (least-largest).",
+        "Tokens/s of decoding, first token to last; pairs run by turns; medians over trials (least-largest); all: the geometric "
+        "mean of the kinds.",
         "tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens. width: drafted tokens "
         "verified a round, zero included. copied: rounds whose drafts were copied from the text.",
     ]
@@ -577,11 +578,11 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     if late:
         figures = f"{statistics.median(late):.2f} ({min(late):.2f}-{max(late):.2f})"
         lines.append(f"After the first {_EARLY} tokens of an answer: {figures} times mlx-lm, median of {len(late)} pairs.")
-    # Of each pair by itself: a median of the one and a mean of the other are not of the same answers.
-    shares = [run["speedup"] / tau for run in record["runs"] if run["speedup"] and (tau := run["dflash"]["tau"])]
-    if shares:
-        figures = f"{statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f})"
-        lines.append(f"Speed-up over tau, pair by pair: {figures}, median of {len(shares)}; 1: rounds that cost one token.")
+    timed = [run for run in record["runs"] if run["speedup"] and run["dflash"].get("rounds")]
+    costs = [(run["dflash"]["tokens"] - 1) / run["dflash"]["rounds"] / run["speedup"] for run in timed]
+    if costs:
+        figures = f"{statistics.median(costs):.2f} ({min(costs):.2f}-{max(costs):.2f})"
+        lines.append(f"A round, plain ones included, took {figures} of mlx-lm's steps, median of {len(costs)} pairs.")
     if record["ended"] != "complete":
         trials = record["settings"]["trials"]
         lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")

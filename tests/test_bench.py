@@ -91,13 +91,14 @@ def test_all_kinds_together_are_a_geometric_mean_a_temperature():
     assert (of_all[0.0]["low"], of_all[0.0]["high"]) == (1.0, 4.0)
 
 
-def test_speed_up_over_tau_is_told_pair_by_pair(record):
+def test_what_a_round_cost_is_told_pair_by_pair(record):
     record = copy.deepcopy(record)
-    for run, (speedup, tau) in zip(record["runs"], ((1.0, 4.0), (3.0, 4.0), (6.0, 5.0), (9.0, None)), strict=False):
-        run["speedup"], run["dflash"]["tau"] = speedup, tau
+    # Tokens a round, without the first of all: 4, 3, 5. The last pair has no speed-up.
+    for run, speedup, tokens in zip(record["runs"], (1.0, 3.0, 2.0, None), (41, 31, 51, 41), strict=False):
+        run["speedup"], run["dflash"]["tokens"], run["dflash"]["rounds"] = speedup, tokens, 10
     shown = bench.table(record | {"runs": record["runs"][:4]})
-    assert "Speed-up over tau, pair by pair: 0.75 (0.25-1.20), median of 3; 1: rounds that cost one token." in shown
-    assert "over tau" not in bench.table(record | {"runs": record["runs"][3:4]})
+    assert "A round, plain ones included, took 2.50 (1.00-4.00) of mlx-lm's steps, median of 3 pairs." in shown
+    assert "A round," not in bench.table(record | {"runs": record["runs"][3:4]})
 
 
 def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, monkeypatch):
