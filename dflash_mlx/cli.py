@@ -58,10 +58,13 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
-        kind, said = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: ", str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:
             said = f"expected to use {error.filename}; found: {error.strerror}. Check the path."
-        _say(f"Error: {kind}{said}")
+        elif isinstance(error, (DFlashError, OSError, ValueError)):
+            said = str(error)
+        else:
+            said = f"{type(error).__name__}: {error}"
+        _say(f"Error: {said}")
         raise SystemExit(1) from None
 
 
