@@ -7,8 +7,8 @@
     python bench/acceptance.py --markdown result.json       README's table of it
 
 The prompts file holds {"kind": ..., "prompt": ...} a line. For every prompt the real loop (`dflash_mlx.stream_generate`)
-writes the answer at the block sizes of `--real`; the text is then walked (`dflash_mlx.train.walk`) at every block size, with
-the drafter, with its context features zeroed, by prompt lookup and, with `--data`, by a bigram table of the training text.
+writes the answer at the block sizes of `--real`; the text is then walked (`dflash_mlx.train.offline_tau`) at every block
+size, with the drafter, with its context features zeroed, by prompt lookup and, with `--data`, by a bigram table of the text.
 Walked rounds must equal the real ones. `--real none` writes the text without a drafter. Answers that fall into a loop stand
 apart. Intervals: 95 %, bootstrap over prompts. `--dense` writes quantized layers of both out first (no quantized kernels).
 tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens; rounds at the very end of a
@@ -130,11 +130,11 @@ def measure(args: argparse.Namespace) -> dict:
     from mlx_lm.sample_utils import make_sampler
 
     from dflash_mlx import load, load_drafter, stream_generate
-    from dflash_mlx.taps import Target
+    from dflash_mlx.models.target import Target
     from dflash_mlx.train.data import Docs, load_docs, loop_cuts
-    from dflash_mlx.train.loop import dense
+    from dflash_mlx.train.offline_tau import bigram_guess, lookup_guess, walk_docs, walk_with
     from dflash_mlx.train.prompts import chat_ids
-    from dflash_mlx.train.walk import bigram_guess, lookup_guess, walk_docs, walk_with
+    from dflash_mlx.train.trainer import dense
 
     dtype = DTYPES.get(args.dtype)
     model, tokenizer = load(args.model, dtype=dtype)

@@ -79,7 +79,7 @@ def difference(a: list[list[int]], b: list[list[int]], draws: int = 1000) -> dic
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All prompts by all methods at all temperatures."""
     from dflash_mlx import load, load_drafter
-    from dflash_mlx.train.loop import dense
+    from dflash_mlx.train.trainer import dense
 
     model, tokenizer = load(args.model, dtype=mx.float32)
     if args.dense:

@@ -1,4 +1,4 @@
-"""A picture of a real chat, for README: runs `dflash_mlx.chat` on given lines and draws what it printed.
+"""A picture of a real chat, for README: runs `dflash_mlx.serving.chat` on given lines and draws what it printed.
 
 python bench/chat_picture.py docs/chat.svg --model tiny --draft-model tiny -- "def test_" /drafts "class Stack:" /stats
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dflash_mlx import chat, load, load_drafter
-from dflash_mlx.cli import _draft_marker
+from dflash_mlx import load, load_drafter
+from dflash_mlx.cli.app import _draft_marker
+from dflash_mlx.serving import chat
 
 
 class Tty(io.StringIO):

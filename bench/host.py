@@ -21,14 +21,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx import bench, load, load_drafter, make_prompt_cache, stream_generate
-from dflash_mlx.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
-from dflash_mlx.cache import PairCache, checkpoint, rollback
-from dflash_mlx.compiled import attach
-from dflash_mlx.costs import measure_costs
+from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
+from dflash_mlx.draft_length.cost_store import measure_costs
 from dflash_mlx.loading import default_dtype
-from dflash_mlx.taps import Target
-from dflash_mlx.train.loop import dense
+from dflash_mlx.models.target import Target
+from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
+from dflash_mlx.rollback import PairCache, checkpoint, rollback
+from dflash_mlx.tools import bench
+from dflash_mlx.traced.compiled import attach
+from dflash_mlx.train.trainer import dense
 from dflash_mlx.verify import logprobs, verify_block
 
 

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, choice, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
+from dflash_mlx.kernels import autotune as choice
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 2, 4, 8, 16)

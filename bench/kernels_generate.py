@@ -36,10 +36,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx import compiled, load, load_drafter, stream_generate
-from dflash_mlx.kernels import choice
-from dflash_mlx.kernels.kernel import Kernel
-from dflash_mlx.kernels.layers import kernel_calls
+from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels.launch import Kernel
+from dflash_mlx.kernels.routing import kernel_calls
+from dflash_mlx.traced import compiled
 
 ROWS = (7, 8)
 LEAST_SECONDS = 15  # of a run: less is not enough to load and compile
@@ -285,7 +286,7 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
     """Of the row after `text`: the top-2 gap, and the largest difference of a logit with kernels and without, from one cache."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from dflash_mlx.taps import Target
+    from dflash_mlx.models.target import Target
 
     cache, target, rows = make_prompt_cache(model), Target(model), []
     for i in range(0, len(text) - 1, step):

@@ -29,9 +29,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx import bench, load
-from dflash_mlx.builtin import BUILTIN_PAIRS, builtin_path
+from dflash_mlx import load
 from dflash_mlx.checkpoint import inspect_checkpoint
+from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, builtin_path
+from dflash_mlx.tools import bench
 
 HERE = Path(__file__).resolve().parent
 # What pip installs for a side; None: this environment has it.

@@ -30,10 +30,12 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx import bench, compiled, stream_generate
-from dflash_mlx.config import DrafterConfig
-from dflash_mlx.drafter import Drafter
-from dflash_mlx.taps import Target
+from dflash_mlx import stream_generate
+from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.models.drafter import Drafter
+from dflash_mlx.models.target import Target
+from dflash_mlx.tools import bench
+from dflash_mlx.traced import compiled
 
 
 def qwen3_5(hidden: int, intermediate: int, tied: bool) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
-from dflash_mlx.config import DrafterConfig
-from dflash_mlx.drafter import ARCHITECTURES
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.memory import size_text
+from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.models.drafter import ARCHITECTURES
 
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
@@ -247,7 +247,7 @@ def _tensor_record(weights: Mapping[str, mx.array], recipe: Recipe, quantization
 
 def _name_gguf_fates(tensors: dict, checkpoint: Checkpoint, fates: Mapping[str, str]) -> None:
     """Say beside each written tensor which tensor of the GGUF file it was, and what its reader did."""
-    from .gguf import read_gguf
+    from .gguf.source import read_gguf
 
     own = {info.hf_name: info.name for info in read_gguf(checkpoint.path).tensor_infos if info.hf_name}
     for name, entry in tensors.items():

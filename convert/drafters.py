@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
-from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.models.config import DrafterConfig
 
 from .configs import drop_empty_quantization
-from .foreign import decode_quantized
+from .dequantize import decode_quantized
 from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, choose
 

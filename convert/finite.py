@@ -32,7 +32,7 @@ def is_finite(value: mx.array) -> bool:
 
 def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, mx.array]]:
     if checkpoint.kind == "gguf":
-        from .gguf import read_gguf
+        from .gguf.source import read_gguf
 
         source = read_gguf(checkpoint.path)
         own = {info.hf_name: info.name for info in source.tensor_infos}

@@ -20,10 +20,10 @@ from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFl
 
 from .activations import correct_activation
 from .configs import TEXT_CONFIG_KEYS, TargetConfig, check_values, mlx_module, normalise_config
-from .foreign import decode_quantized
+from .dequantize import decode_quantized
 from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
 from .rope import correct_rope
-from .windows import add_windows
+from .sliding_window import add_windows
 
 _HALF = (mx.bfloat16, mx.float16)
 _MOST_NAMES = 6
@@ -75,7 +75,7 @@ def load_target(
 def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> LoadedTarget:
     """`load_target` for an inspected checkpoint, with the account of what was done. Weights stay unread where possible."""
     if checkpoint.kind == "gguf":
-        from .gguf import read_gguf
+        from .gguf.source import read_gguf
 
         source = read_gguf(checkpoint.path)
         loaded = build_target(source.config, gguf_weights(source), str(checkpoint.path))

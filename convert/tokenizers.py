@@ -49,7 +49,7 @@ def load_tokenizer(
     # said outright: with None transformers asks on the terminal whether to run the checkpoint's code
     settings = {**(tokenizer_config or {}), "trust_remote_code": trust_remote_code}
     if checkpoint.kind == "gguf":
-        from .gguf import read_gguf
+        from .gguf.source import read_gguf
 
         source = read_gguf(checkpoint.path)
         with tempfile.TemporaryDirectory(prefix="dflash-mlx-tokenizer-") as directory:
@@ -166,7 +166,7 @@ def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
       CheckpointError: a file is a Git-LFS pointer or no JSON.
     """
     if checkpoint.kind == "gguf":
-        from .gguf import read_gguf
+        from .gguf.source import read_gguf
 
         read_gguf(checkpoint.path).write_tokenizer(directory)
         return

@@ -15,9 +15,9 @@ _PUBLIC = {
     "generate": "generation",
     "stream_generate": "generation",
     "make_prompt_cache": "generation",
-    "can_trim_prompt_cache": "cache",
-    "trim_prompt_cache": "cache",
-    "DrafterConfig": "config",
+    "can_trim_prompt_cache": "rollback",
+    "trim_prompt_cache": "rollback",
+    "DrafterConfig": "models.config",
     "DFlashError": "errors",
 }
 

@@ -4,7 +4,7 @@
 def main() -> None:
     """Run the command line; Ctrl-C ends with exit status 130 and no traceback, also before a command has begun."""
     try:
-        from .cli import main as run
+        from .cli.app import main as run
 
         run()
     except KeyboardInterrupt:

@@ -20,18 +20,15 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cache import (
-    Checkpoint,
-    KVQuantization,
-    PairCache,
-    check_rollback,
-    checkpoint,
-    is_pair_cache,
-    leaves,
-    plain_windows,
-    rollback,
-)
-from .checks import (
+from .draft_length.cost_store import width_rule
+from .draft_length.policy import FixedWidth, WidthRule
+from .draft_length.prompt_lookup import Copier, make_copier
+from .errors import CacheError, GenerationError, PairError
+from .kernels.autotune import NotFiniteError
+from .memory import wired_limit
+from .models.drafter import Drafter
+from .models.target import Target, family
+from .options import (
     block_size_of,
     check_context,
     check_draft_model,
@@ -42,19 +39,22 @@ from .checks import (
     encode,
     warn_of_overflow,
 )
-from .choose import Chooser, Outcome, make_chooser, pack_drafts, unpack_drafts
-from .compiled import attach
-from .copying import Copier, make_copier
-from .costs import width_rule
-from .drafter import Drafter
-from .errors import CacheError, GenerationError, PairError
-from .kernels.choice import NotFiniteError
-from .memory import wired_limit
+from .rollback import (
+    Checkpoint,
+    KVQuantization,
+    PairCache,
+    check_rollback,
+    checkpoint,
+    is_pair_cache,
+    leaves,
+    plain_windows,
+    rollback,
+)
 from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
-from .taps import Target, family
+from .target_sampler import Chooser, Outcome, make_chooser, pack_drafts, unpack_drafts
+from .traced.compiled import attach
 from .verify import verify_block
-from .width import FixedWidth, WidthRule
 
 
 @dataclass

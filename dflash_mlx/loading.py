@@ -13,15 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .builtin import builtin_path
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
-from .compiled import prepare
-from .config import DrafterConfig
-from .drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .memory import machine_bytes
-from .published import stated_thinking
-from .taps import Target
+from .models.config import DrafterConfig
+from .models.drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
+from .models.target import Target
+from .pairs.builtin import builtin_path
+from .pairs.published import stated_thinking
+from .traced.compiled import prepare
 
 
 def default_dtype() -> mx.Dtype:

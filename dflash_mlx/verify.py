@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import Checkpoint, exact_windows
-from .taps import Target
+from .models.target import Target
+from .rollback import Checkpoint, exact_windows
 
 
 def verify_block(

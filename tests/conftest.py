@@ -19,7 +19,7 @@ def pair():
 @pytest.fixture(scope="session", autouse=True)
 def costs_file(tmp_path_factory):
     """Measured costs of passes go to a file of this session, not to the user's cache."""
-    from dflash_mlx import width
+    from dflash_mlx.draft_length import policy as width
 
     before, file = width._costs_file, tmp_path_factory.mktemp("costs") / "widths.json"
     width._costs_file = lambda: file

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import choice
-from .kernel import Kernel
+from . import autotune as choice
+from .launch import Kernel
 
 _SOURCE = """
     const int N = draft_shape[1];

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import choice
+from . import autotune as choice
 from .block_qmm import MAX_ROWS, TYPES, row_tile
-from .kernel import Kernel
+from .launch import Kernel
 
 CHUNK_TILES = 8
 CHUNK = 32 * CHUNK_TILES

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import choice
+from . import autotune as choice
 from .block_qmm import MAX_ROWS, SIMDGROUPS, TOLERANCE, TYPES
-from .kernel import Kernel
+from .launch import Kernel
 
 MAX_PAIRS = 256
 COLUMNS = 4

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import choice
+from . import autotune as choice
 from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, tile_sizes
-from .few_rows import row_products_plan
-from .kernel import Kernel
+from .launch import Kernel
+from .small_batch import row_products_plan
 from .tile_product import tile_product
 
 # The form of nothing but a product, for what all forms have in common.

@@ -19,8 +19,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import choice
-from .kernel import Kernel
+from . import autotune as choice
+from .launch import Kernel
 from .tile_product import tile_product
 
 MAX_ROWS = 16
@@ -234,7 +234,7 @@ def tile_sizes(
     widest = 64 if n >= 8192 and mx.cuda.is_available() else 32 if n >= 2048 else 16
     columns = columns or min(widest, max(16, 128 // words))
     # With few threadgroups, more threads in each keep an H100's memory busy, if all find room in its registers: tests/
-    # test_kernels_cuda_text.py counts them. The sums' order depends on it: it may follow from the matrix, not from the rows.
+    # kernels/test_cuda_text.py counts them. The sums' order depends on it: it may follow from the matrix, not from the rows.
     many = n < 8192 and columns < 64 and group_size < 128 and mx.cuda.is_available()
     simdgroups = simdgroups or (16 if many else TILE_SIMDGROUPS)
     template = [

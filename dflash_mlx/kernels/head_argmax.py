@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import choice
+from . import autotune as choice
 from .block_qmm import MAX_ROWS, TRIAL_COLUMNS, TYPES, block_qmm, row_tile
-from .kernel import Kernel
+from .launch import Kernel
 
 SIMDGROUPS = 4
 COLUMNS = 4  # of one simd group at a time

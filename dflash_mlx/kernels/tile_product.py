@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 
 from . import tiles
-from .kernel import Kernel
+from .launch import Kernel
 
 _HELPERS = """
 // Two numbers of a row, normed: each rounds to the type where MLX's operation does.

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import CheckpointError, ConfigError
 from .prompts import FAMILIES, FAMILY_IDS, KINDS, Pools, chat_ids, make_frame, read_prompts
-from .sampling import Frame, Row, Written, write_rows
+from .rollout import Frame, Row, Written, write_rows
 
 TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held-out templates and is never trained on
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..drafter import Attention, Drafter, LongRoPE
+from ..models.drafter import Attention, Drafter, LongRoPE
 
 
 def context_mask(anchors: mx.array, S: int, K: int, window: int | None) -> mx.array:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .sampling import Frame
+from .rollout import Frame
 
 KINDS = ("chat", "maths", "code", "rewrite")
 

@@ -1,0 +1,1 @@
+"""GGUF files: reading tensors, blocks of quantized values, and the tokenizer in a header."""

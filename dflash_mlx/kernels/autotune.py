@@ -1,0 +1,373 @@
+"""Which kernels run: what the user said, and what this machine has shown.
+
+    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the verdict is kept. On CUDA
+                                   only the forms that need no compiling (see `few_rows`)
+                         off       none
+                         on        all that are eligible, faster or not
+                         a,b       these, faster or not; no others
+
+Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the verdicts, locked,
+while it runs: a kernel that hung the machine is found by its marker, which nobody locks, and not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from ..errors import DFlashError
+from ..machine import cache_directory
+from .launch import Form, Kernel, maker
+
+VARIABLE = "DFLASH_MLX_KERNELS"
+NAMES = (
+    *("block_qmm", "block_qmm_tiles", "block_linear", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
+    # These are MLX's own operations, put together otherwise.
+    *("row_products", "folded_attention"),
+)
+
+T = TypeVar("T")
+
+_log = logging.getLogger("dflash_mlx.kernels")
+# This process's verdicts, and kernels switched off in it by name, with the reason.
+_known: dict[tuple[Kernel | Form, str], Verdict] = {}
+_off: dict[str, str] = {}
+# (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
+# being made meanwhile is kept in the old one, where nobody looks.
+_plans: dict[tuple, Any] = {}
+# What all plans rest on, as `may_run` saw it last.
+_ground: tuple | None = None
+_local = threading.local()
+
+
+class KernelError(DFlashError, RuntimeError):
+    """A kernel that the user asked for by name and that cannot run here or is wrong here."""
+
+
+class NotFiniteError(ArithmeticError):
+    """A pass in which kernels ran gave a value that is not finite. They are off by then: the pass is to be run again."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one machine found about one kernel at one shape. Times are medians, None where the trial did not get there."""
+
+    kernel: str
+    shape: str
+    use: bool
+    reason: str
+    kernel_s: float | None = None
+    stock_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison: both callables return the same outputs from the same made-up inputs.
+
+    `same(kernel_outputs, stock_outputs)` says whether the kernel is right: None, or what is wrong.
+    """
+
+    kernel: Callable[[], Sequence[mx.array]]
+    stock: Callable[[], Sequence[mx.array]]
+    same: Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]
+
+
+def asked() -> str | frozenset[str]:
+    """What DFLASH_MLX_KERNELS says: "auto", "off", "on" or the names given.
+
+    Raises:
+      KernelError: if it names a kernel that does not exist.
+    """
+    return _parse(os.environ.get(VARIABLE, ""))
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(value: str) -> str | frozenset[str]:
+    value = value.strip().lower()
+    if value in ("", "auto", "on", "off"):
+        return value or "auto"
+    names = frozenset(n.strip() for n in value.split(",") if n.strip())
+    if unknown := sorted(names - set(NAMES)):
+        raise KernelError(
+            f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. "
+            "Correct the variable."
+        )
+    return names
+
+
+def has_gpu() -> bool:
+    """Whether launches have somewhere to go: a GPU that MLX sees and that is the default device."""
+    return (mx.metal.is_available() or mx.cuda.is_available()) and mx.default_device() == mx.Device(mx.gpu)
+
+
+def _directory() -> Path:
+    """Where verdicts are kept."""
+    return cache_directory() / "kernels"
+
+
+def may_run() -> bool:
+    """Whether any kernel may run here: the cheap question that comes before a pass and before looking at a model's layers.
+
+    What was planned before DFLASH_MLX_KERNELS or the device changed is forgotten here, so once a pass.
+
+    Raises:
+      KernelError: if kernels were named and there is no GPU.
+    """
+    global _ground
+    wanted, ground = asked(), (os.environ.get(VARIABLE), has_gpu(), maker())
+    if ground != _ground:
+        _forget()
+        _ground = ground
+    return wanted != "off" and _gpu_for(wanted) and not set(NAMES) <= set(_off)
+
+
+def _gpu_for(wanted: str | frozenset[str]) -> bool:
+    if has_gpu():
+        return True
+    if isinstance(wanted, frozenset):
+        raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
+    return False
+
+
+def use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
+    """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
+
+    Args:
+      shape: what the time depends on, e.g. "float16 4 bit group 64 N 4096 K 4096"; one verdict each.
+      trial: makes the trials; faster means a smaller sum of times over them.
+    Raises:
+      KernelError: if the user asked for this kernel and it cannot run or is wrong.
+    """
+    if not _wanted(kernel):
+        return False
+    wanted = asked()
+    faster = kernel.name not in _off and _verdict(kernel, shape, trial).use
+    if reason := _off.get(kernel.name):  # the trial may have put it there
+        if wanted == "auto":
+            return False
+        raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {reason}. Unset the variable.")
+    return faster or wanted != "auto"
+
+
+def _wanted(kernel: Kernel | Form) -> bool:
+    wanted = asked()
+    if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
+        return False
+    # To compile it takes longer than most answers do.
+    return wanted != "auto" or not mx.cuda.is_available() or kernel.at_once
+
+
+def allowed(kernel: Kernel | Form) -> bool:
+    """Whether one runs that needs no trial, or whose trials are found right and faster."""
+    return _wanted(kernel) and kernel.name not in _off
+
+
+def planned(decide: Callable[..., T], *about: Any) -> T:
+    """What `decide(*about)` answers, asked once: until a kernel is switched off, and until `may_run` sees other ground.
+
+    A pass asks at each of its products, hundreds of times. The answer may rest on `about` and on what is named above alone.
+    """
+    plans, key = _plans, (decide, about)
+    try:
+        return plans[key]
+    except KeyError:
+        pass
+    plans[key] = plan = decide(*about)
+    return plan
+
+
+def plans() -> object:
+    """The same object as long as what was planned holds."""
+    return _plans
+
+
+def _forget() -> None:
+    global _plans
+    _plans = {}
+
+
+def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
+    """The quickest of several kernels for one operation among those that `use` lets run; None: stock MLX."""
+    used = [kernel for kernel, trial in candidates.items() if use(kernel, shape, trial)]
+    return min(used, key=lambda k: _known[k, shape].kernel_s, default=None) if len(used) > 1 else next(iter(used), None)
+
+
+def switch_off(name: str, reason: str) -> None:
+    """No launch of this kernel for the rest of the process: it did not compile, was wrong or gave a value that is not finite.
+
+    One line says so, whatever the number of shapes.
+    """
+    if name not in _off:
+        _off[name] = reason
+        _forget()
+        _log.warning("kernel %s is off: %s", name, reason)
+
+
+def distrust(reason: str) -> None:
+    """All kernels off for the rest of the process: one of those that ran is at fault, and which one is not known."""
+    if set(NAMES) - set(_off):
+        _off.update({name: reason for name in NAMES if name not in _off})
+        _forget()
+        _log.warning("all kernels are off: %s", reason)
+
+
+def verdicts() -> list[Verdict]:
+    """All verdicts kept for this machine, for `doctor`; those of this process included."""
+    kept = {k: Verdict(**v) for k, v in _load().items() if k.startswith(_machine())}
+    return list({**kept, **{_key(*known): verdict for known, verdict in _known.items()}}.values())
+
+
+def _machine() -> str:
+    """The device and the versions that a verdict holds for."""
+    info = mx.device_info() if has_gpu() else {}
+    return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} mlx {mx.__version__} "
+
+
+def _file() -> Path:
+    return _directory() / "verdicts.json"
+
+
+def _load() -> dict[str, dict]:
+    try:
+        return json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _key(kernel: Kernel | Form, shape: str) -> str:
+    text = hashlib.sha256(kernel.text.encode()).hexdigest()[:12]
+    return f"{_machine()}{kernel.name} {text} {shape}"
+
+
+def _keep(key: str, verdict: Verdict) -> None:
+    """Add one verdict to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        new = _file().with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps({**_load(), key: asdict(verdict)}, indent=1))
+        os.replace(new, _file())
+    except OSError as e:
+        _log.warning("verdicts are not kept: %s", e)
+
+
+def _verdict(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+    """The verdict of this process, of an earlier one on this machine, or of a trial now."""
+    if known := _known.get((kernel, shape)):
+        return known
+    key = _key(kernel, shape)
+    marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
+    if kept := _load().get(key):
+        verdict = Verdict(**kept)
+    else:
+        with contextlib.ExitStack() as open_files:
+            left = _mark(marker, key, open_files)
+            if left:
+                reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
+                verdict = Verdict(kernel.name, shape, False, reason)
+            else:
+                verdict = _judge(kernel.name, shape, trial)
+            if left == "":
+                _keep(key, verdict)
+                with contextlib.suppress(OSError):
+                    # Emptied too: another process may have opened it, and is let at it when this one is through.
+                    marker.write_text("")
+                    marker.unlink()
+    _known[kernel, shape] = verdict
+    if verdict.kernel_s is None:
+        switch_off(kernel.name, f"{verdict.reason} ({shape})")
+    return verdict
+
+
+def _mark(marker: Path, key: str, open_files: contextlib.ExitStack) -> str | None:
+    """Lock the marker of a trial and write the key into it.
+
+    Returns: what stood in it, so "" if no trial was left behind; None if another process is at this trial (or there is no cache):
+      then the two disturb each other's times, and this one's verdict is its own.
+    """
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        file = open_files.enter_context(marker.open("a+"))
+        # The system lets go of the lock when the process ends, however it ends.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        left = file.read()
+        if not left:
+            file.write(key)
+            file.flush()
+        return left
+    except OSError:
+        return None
+
+
+def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+    """Run the trials: right first, then faster."""
+    try:
+        with mx.stream(_stream()):
+            trials = trial()
+            for t in trials:
+                ours, theirs = t.kernel(), t.stock()
+                mx.eval(ours, theirs)
+                if wrong := t.same(ours, theirs):
+                    return Verdict(name, shape, False, wrong)
+            kernel_s, stock_s = (sum(times) for times in zip(*(_medians_s(t.kernel, t.stock) for t in trials), strict=True))
+    except Exception as e:  # a text that does not compile or launch comes as any of several types
+        return Verdict(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
+    faster = kernel_s < stock_s
+    reason = f"right, {stock_s / kernel_s:.2f} times as fast as stock MLX"
+    return Verdict(name, shape, faster, reason, kernel_s, stock_s)
+
+
+def _stream() -> mx.Stream:
+    """This thread's own stream for trials: a stream belongs to the thread that made it."""
+    if not hasattr(_local, "stream"):
+        _local.stream = mx.new_stream(mx.default_device())
+    return _local.stream
+
+
+def _medians_s(*runs: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> list[float]:
+    """Seconds of one call of each: the median over samples of `calls` calls evaluated together.
+
+    By turns, because a machine is now faster, now slower.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(samples):
+        for run, into in zip(runs, times, strict=True):
+            begin = time.perf_counter()
+            mx.eval([run() for _ in range(calls)])
+            into.append((time.perf_counter() - begin) / calls)
+    return [statistics.median(into) for into in times]
+
+
+def same_floats(tolerance: float) -> Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]:
+    """A `same` for float outputs: finite where stock is, and within `tolerance` of the largest stock value of each output."""
+
+    def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
+        for a, b in zip(ours, theirs, strict=True):
+            a, b = a.astype(mx.float32), b.astype(mx.float32)
+            if not bool(mx.all(mx.isfinite(a) | ~mx.isfinite(b))):
+                return "a value is not finite where stock MLX's is"
+            off = float(mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-30))
+            if not off <= tolerance:
+                return f"differs from stock MLX by {off:.2g} of the largest value, {tolerance:.2g} allowed"
+        return None
+
+    return same
+
+
+def same_ids(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
+    """A `same` for integer outputs."""
+    return None if all(bool(mx.array_equal(a, b)) for a, b in zip(ours, theirs, strict=True)) else "ids differ from stock MLX's"

@@ -1,0 +1,276 @@
+"""The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
+block_attention; and on CUDA, those of few rows through other operations of MLX's (see `few_rows`).
+
+Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
+call mlx-lm's `QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given.
+Knows no family, and not how a call is intercepted: taps.py does that, for the length of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from . import small_batch as few_rows
+from .block_attention import block_attention_plan
+from .block_gather_qmm import block_gather_qmm_plan
+from .block_qmm import block_qmm_plan
+
+ATTENTION = scaled_dot_product_attention.__name__
+
+# (what the layer's own class would do, the call's arguments by place and by name) -> the call's value.
+Handler = Callable[[Callable[..., Any], tuple, dict], Any]
+
+
+class WatchedArray(mx.array):
+    """An array that tells whether it was changed in place: it is the same object afterwards."""
+
+    changed = False
+
+
+def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, *args):
+        self.changed = True
+        return change(self, *args)
+
+    return method
+
+
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    if _change := getattr(mx.array, f"__{_name}__", None):
+        setattr(WatchedArray, f"__{_name}__", _noting(_change))
+
+
+class WindowMask(WatchedArray):
+    """The mask [N, S] of the last N positions of a text, each of which sees its last `window` of S keys in order.
+
+    What a model makes of it is an ordinary array again, and no kernel takes it for this one.
+    """
+
+    window: int
+
+
+class BufferMask(WatchedArray):
+    """A mask [N, S] over a buffer of S keys, True: seen, for the last N of the keys that it holds, each seeing all up to its own.
+
+    added: the same as floats to add; end: [1] int32, how many keys that is.
+    """
+
+    added: mx.array
+    end: mx.array
+
+    @classmethod
+    def of(cls, seen: mx.array, added: mx.array, end: mx.array) -> BufferMask:
+        mask = cls(seen)
+        mask.added, mask.end = added, end
+        return mask
+
+
+class Served:
+    """A handler of a module's call that a kernel may serve.
+
+    Since the last pass began:
+    served: whether a kernel of ours did; left: whether a call was left to MLX as it is, as all will be at this number of rows.
+    """
+
+    served = left = False
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+
+class _Masks:
+    """The mask of a pass as attention takes it, made once for all layers that are given the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, tuple, mx.array] | None = None
+
+    def spread(self, mask: BufferMask, shape: tuple[int, ...]) -> mx.array:
+        """What to add to scores [1, heads, N, S]."""
+        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
+            self._last = (mask, shape, mx.broadcast_to(mask.added, shape))
+        return self._last[2]
+
+    def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
+        """`folded_mask` of the same arguments."""
+        # An array is known by identity.
+        about = (mask if isinstance(mask, str) else None, *about)
+        if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
+            made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
+            self._last = (mask, about, few_rows.folded_mask(made, *about[1:]))
+        return self._last[2]
+
+
+def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
+    """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
+
+    Not those that attend in another way: with capped scores, or by MLX's own function.
+
+    Args:
+      class_of: a module's own class, where something may stand in its place.
+    """
+    found: list[tuple[nn.Module, Served, str]] = []
+    masks = _Masks()
+    for _, module in model.named_modules():
+        cls = class_of(module)
+        call = cls.__call__ if callable(module) else None
+        if isinstance(call, FunctionType) and call.__globals__.get(ATTENTION) is scaled_dot_product_attention:
+            if ATTENTION in call.__code__.co_names:
+                found.append((module, Attention(module, call, masks), "__call__"))
+    return found
+
+
+def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
+    """A copy of a function in which a global name is another's, so that nobody else's calls change."""
+    named = {**call.__globals__, name: value}
+    copied = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
+    copied.__kwdefaults__ = call.__kwdefaults__
+    return copied
+
+
+class Attention(Served):
+    """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function."""
+
+    def __init__(self, module: nn.Module, call: FunctionType, masks: _Masks):
+        super().__init__(module)
+        self._masks = masks
+        # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
+        # kernel's.
+        self._foreign = False
+        self._call = renamed(call, ATTENTION, self._attend)
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._call(self.module, *args, **kwargs)
+
+    def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
+        # A trace's: the cache's whole buffers (see `compiled`).
+        buffer = isinstance(mask, BufferMask) and not mask.changed and keys is cache.keys and values is cache.values
+        self._foreign = self._foreign or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
+        laid = None
+        if not self._foreign:
+            laid = (keys, values, 0, 0) if buffer else _laid(queries, keys, values, cache, mask)
+        said = isinstance(scale, (int, float))
+        if laid and said:
+            k, v, start, window = laid
+            if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
+                self.served = True
+                return launch(queries, k, v, sinks, start, mask.end if buffer else None)
+        if said and sinks is None and mask is not None and isinstance(keys, mx.array):
+            if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask, buffer):
+                m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+                return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
+        self.left = laid is not None
+        # MLX would make floats of it, and one of all heads, in each layer.
+        mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+
+
+def _is_window(mask: mx.array, cache: Any) -> bool:
+    """Whether a mask is one that `WindowMask` describes, with the window of this cache."""
+    own = isinstance(mask, WindowMask) and not mask.changed and isinstance(cache, RotatingKVCache)
+    return own and mask.window == cache.max_size
+
+
+def _laid(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, mask: Any
+) -> tuple[mx.array, mx.array, int, int] | None:
+    """What a cache has just handed out, as the kernel takes it: keys and values in the order of the text, the position of the
+    first, and the window (0: none). None where it is not that, or the rows do not see all keys up to their own in the window.
+    """
+    rotates = isinstance(cache, RotatingKVCache)
+    if not (type(cache) is KVCache or rotates and not cache.keep) or queries.shape[0] != 1:
+        return None
+    m, s = queries.shape[2], keys.shape[2]
+    if cache.keys is None or s != min(cache.offset, cache.keys.shape[2]):
+        return None  # another layer's keys, or more than the cache's
+    if isinstance(mask, mx.array):
+        if not _is_window(mask, cache):
+            return None
+    elif mask != "causal" and (mask is not None or m > 1) or rotates and s > cache.max_size:
+        return None
+    if not rotates:
+        return keys, values, 0, 0
+    if (turn := cache._idx) < s:
+        # A row was written over the oldest one. Chunks are counted in the order of the text: its bits come from that.
+        keys, values = (mx.concatenate([a[:, :, turn:], a[:, :, :turn]], axis=2) for a in (keys, values))
+    return keys, values, cache.offset - s, cache.max_size
+
+
+def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
+    """(layer, handler, method) for each affine quantized layer, on CUDA for those not quantized too: its products of 1..16 rows.
+
+    Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
+    """
+    found: list[tuple[nn.Module, Served, str]] = []
+    dense = {nn.Linear: "__call__", nn.Embedding: "as_linear"} if few_rows.here() else {}
+    for _, module in model.named_modules():
+        if method := dense.get(class_of(module)):
+            found.append((module, Dense(module), method))
+        if getattr(module, "mode", "affine") != "affine" or module.get("biases") is None:
+            continue
+        if (cls := class_of(module)) is nn.QuantizedLinear:
+            found.append((module, Linear(module), "__call__"))
+        elif cls is nn.QuantizedEmbedding:
+            found.append((module, Linear(module), "as_linear"))
+        elif cls.__name__ == "QuantizedSwitchLinear":
+            found.append((module, Switch(module), "__call__"))
+    return found
+
+
+class Linear(Served):
+    """The product of a QuantizedLinear's call or a QuantizedEmbedding's as_linear, then the layer's own bias."""
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        (x,) = args or kwargs.values()
+        layer = self.module
+        w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
+        launch = block_qmm_plan(x, w, scales, biases, layer.group_size, layer.bits)
+        if launch is None:
+            self.left = True
+            return inner(x)
+        self.served = True
+        y = launch(x, w, scales, biases)
+        return y + layer["bias"] if "bias" in layer else y
+
+
+class Dense(Served):
+    """The product of a Linear's call or an Embedding's as_linear, then the layer's own bias."""
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        (x,) = args or kwargs.values()
+        layer = self.module
+        launch = few_rows.row_products_plan(x, layer["weight"])
+        if launch is None:
+            self.left = True
+            return inner(x)
+        y = launch(x, layer["weight"])
+        return y + layer["bias"] if "bias" in layer else y
+
+
+class Switch(Served):
+    """QuantizedSwitchLinear's call. x: [..., 1 or k, 1, K], indices: [..., k], to [..., k, 1, N]."""
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        x, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
+        layer = self.module
+        w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
+        launch = None
+        if _rows_fit(x.shape, indices.shape):
+            launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
+        if launch is None:
+            self.left = True
+            return inner(*args, **kwargs)
+        self.served = True
+        y = mx.expand_dims(launch(x, w, scales, biases, indices), -2)
+        return y + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else y
+
+
+def _rows_fit(x: tuple[int, ...], indices: tuple[int, ...]) -> bool:
+    """Whether the rows' leading axes are those of the indices, or those with one row for all k experts. Takes shapes."""
+    return x[-2] == 1 and (x[:-2] == indices or x[:-2] == (*indices[:-1], 1))

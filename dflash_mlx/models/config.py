@@ -1,0 +1,538 @@
+"""What a DFlash drafter's config.json says, in one spelling.
+
+Knows every published spelling of every key (`_SPELLINGS`) and the rules that turn them into per-layer facts: which layers
+are causal inside the block, which have a window, how each rotates positions. Knows nothing of tensors, files or targets.
+Facts: DFlash (arXiv 2602.06036) and the published z-lab checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+# field: every published place of it. All places that hold a value must agree.
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_hidden_layers": ("num_hidden_layers",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "attention_bias": ("attention_bias",),
+    "hidden_act": ("hidden_act", "hidden_activation"),
+    "block_size": ("block_size", "dflash_config.block_size"),
+    "mask_token_id": ("dflash_config.mask_token_id", "mask_token_id"),
+    "target_layer_ids": ("dflash_config.target_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids - 1"),
+    "target_hidden_size": ("target_hidden_size", "dflash_config.target_hidden_size"),
+    "num_target_layers": ("num_target_layers", "dflash_config.num_target_layers"),
+    "draft_vocab_size": ("draft_vocab_size", "dflash_config.draft_vocab_size"),
+    "layer_types": ("layer_types", "dflash_config.layer_types"),
+    "sliding_window": ("sliding_window", "dflash_config.sliding_window"),
+    "sliding_window_pattern": ("sliding_window_pattern", "dflash_config.sliding_window_pattern"),
+    "use_sliding_window": ("use_sliding_window",),
+    "max_window_layers": ("max_window_layers",),
+    "use_swa": ("dflash_config.use_swa", "use_swa"),
+    "sliding_window_non_causal": ("sliding_window_non_causal", "dflash_config.sliding_window_non_causal"),
+    "swa_window_size": ("dflash_config.swa_window_size", "swa_window_size"),
+    "rope_is_neox_style": ("is_neox_style", "rope_is_neox_style"),
+    "input_embedding_scale": ("dflash_config.input_embedding_scale", "input_embedding_scale"),
+    "conv_kernel_size": ("dflash_config.conv_kernel_size", "conv_kernel_size"),
+    "conv_group_size": ("dflash_config.conv_group_size", "conv_group_size"),
+    "selector_rank": ("dflash_config.selector_rank", "selector_rank"),
+    "selector_top_k": ("dflash_config.selector_top_k", "selector_top_k"),
+    "selector_vocab_size": ("dflash_config.selector_vocab_size", "selector_vocab_size"),
+    "output_multiplier": ("dflash_config.output_multiplier", "output_multiplier", "dflash_config.logit_scale", "logit_scale"),
+    "final_logit_softcapping": ("dflash_config.final_logit_softcapping", "final_logit_softcapping"),
+    "projector_type": ("dflash_config.projector_type", "projector_type"),
+    "markov_rank": ("dflash_config.markov_rank", "markov_rank"),
+    "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
+    "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
+    "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
+    "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
+    "enable_thinking": ("dflash_config.enable_thinking", "enable_thinking"),
+    "model_type": ("model_type",),
+    "quantization": ("quantization", "quantization_config"),
+}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+)
+# What a DFlash 2 drafter's layers and selector need besides.
+_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# What the target does to its embeddings and logits, said again for code that has only its matrices.
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+# Extensions that change what a drafter computes: one that says so is refused by name.
+_EXTENSIONS = (
+    "attention_sink_bias",
+    "mask_embedding",
+    "projector_type",
+    "markov_rank",
+    "enable_confidence_head",
+    "sample_from_anchor",
+)
+# Their values that change nothing, beside false, 0 and nothing.
+_PLAIN = {"projector_type": ("dflash",)}
+# Model types whose authors' code computes something else than `_EXTENSIONS` or the architecture tell.
+_OTHER_FORWARD = {"laguna": "its context passes each layer's input norm"}
+_POSITIVE_INTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "target_hidden_size",
+    "num_target_layers",
+    "draft_vocab_size",
+    "sliding_window",
+    "swa_window_size",
+    *_DFLASH2,
+    "selector_vocab_size",
+)
+# Beyond any published drafter: a mistaken number is named before memory is asked for.
+_MOST = {"num_hidden_layers": 1024, "block_size": 1024}
+_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking")
+# Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
+_CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
+# Published checkpoints whose config leaves out what their authors' code sets.
+_ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MuseGlimmerAssistantModel": {"is_causal": False, "all_sliding": True},
+}
+_MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+# What each kind of RoPE scaling needs; anything else is refused by name.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How one layer rotates positions.
+
+    theta: base; kind: a key of `ROPE_NEEDS`; parameters: the kind's own keys; dims: rotated part of head_dim;
+    traditional: pairs (2i, 2i + 1) instead of halves.
+    """
+
+    theta: float
+    dims: int
+    kind: str = "default"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    traditional: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter, as its loader and its layers need it.
+
+    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor. Per layer:
+    `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
+    `read_from` maps a field to the key it was read from; `unread`: keys of dflash_config that nothing here reads.
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig, ...]
+    max_position_embeddings: int | None = None
+    vocab_size: int | None = None
+    draft_vocab_size: int | None = None
+    num_target_layers: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    selector_vocab_size: int | None = None
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
+    quantization: Mapping[str, Any] | None = None
+    unsupported: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    read_from: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:
+        """Read a drafter's config.json.
+
+        Raises:
+          ConfigError: names every missing, contradicting or impossible key with its value, all at once.
+        """
+        return _Reader(raw, where).read()
+
+
+class _Reader:
+    """Collects faults while reading one config, so that all of them are reported together."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str):
+        self.raw, self.where = raw, where
+        self.faults: list[str] = []
+        self.read_from: dict[str, str] = {}
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{where}: expected a JSON object; found {type(raw).__name__}. Use a drafter's config.json.")
+        raw = self.raw = _flatten_speculators(raw, self.faults)
+        nested = raw.get("dflash_config")
+        if nested is not None and not isinstance(nested, Mapping):
+            self.faults.append(f"dflash_config must be an object, found {nested!r}")
+            self.raw = {k: v for k, v in raw.items() if k != "dflash_config"}
+        architectures = raw.get("architectures") or ""
+        first = architectures[0] if isinstance(architectures, (list, tuple)) else architectures
+        if not isinstance(first, str):
+            self.faults.append(f"architectures = {architectures!r} must be a list of names")
+        self.architecture = str(first)
+        self.defaults = {
+            **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
+            **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
+        }
+
+    def _at(self, path: str) -> Any:
+        value: Any = self.raw
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def _first(self, name: str, paths: tuple[str, ...], default: Any = None) -> Any:
+        """The value that all given places of a field agree on; null counts as absent."""
+        found = [(path, self._at(path)) for path in paths if self._at(path) is not None]
+        if not found:
+            return self.defaults.get(name, default)
+        path, value = found[0]
+        for other, again in found[1:]:
+            if again != value:
+                self.faults.append(f"{path} = {value!r} contradicts {other} = {again!r}")
+        self.read_from[name] = path
+        return value
+
+    def read(self) -> DrafterConfig:
+        got = {name: self._first(name, paths) for name, paths in _SPELLINGS.items()}
+        for name in _REQUIRED:
+            if got[name] is None:
+                self.faults.append(f"{' or '.join(_SPELLINGS[name])} is missing")
+        for name in _POSITIVE_INTS:
+            if got[name] is not None and not _is_int(got[name], 1):
+                self.faults.append(f"{self.read_from.get(name, name)} = {got[name]!r} must be a positive whole number")
+                got[name] = None
+        for name, most in _MOST.items():
+            if _is_int(got[name], most + 1):
+                self.faults.append(f"{self.read_from[name]} = {got[name]} is beyond any drafter's ({most})")
+                got[name] = None
+        for name in _FLAGS:
+            if got[name] is not None and not isinstance(got[name], bool):
+                self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be true or false")
+        eps = 1e-6 if got["rms_norm_eps"] is None else got["rms_norm_eps"]
+        if not _is_positive(eps):
+            self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
+        if got["hidden_act"] not in (None, "silu", "swish"):
+            self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
+        for name in _SCALES:
+            if got[name] is not None and not _is_positive(got[name]):
+                self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a positive number")
+        if got["model_type"] is not None and not isinstance(got["model_type"], str):
+            self.faults.append(f"model_type = {got['model_type']!r} must be a name")
+        if got["quantization"] and not isinstance(got["quantization"], Mapping):
+            self.faults.append(f"{self.read_from['quantization']} = {got['quantization']!r} must be an object")
+        if got["max_window_layers"] is not None and not _is_int(got["max_window_layers"], 0):
+            self.faults.append(f"max_window_layers = {got['max_window_layers']!r} must be a whole number, 0 or more")
+            got["max_window_layers"] = None
+        self._check_block(got)
+        self._check_dflash2(got)
+
+        heads, hidden = got["num_attention_heads"], got["hidden_size"]
+        kv_heads = got["num_key_value_heads"] or heads
+        head_dim = got["head_dim"] or (hidden // heads if heads and hidden else None)
+        if heads and kv_heads and heads % kv_heads:
+            self.faults.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+        kinds = self._layer_kinds(got)
+        causal = self._causal(got, kinds)
+        windows = tuple(got["sliding_window"] if k == "sliding_attention" else None for k in kinds)
+        ropes = self._ropes(got, kinds, head_dim)
+        if self.faults:
+            raise ConfigError(
+                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}. "
+                "Fix these keys or use the config.json that came with the weights."
+            )
+        unsupported = [
+            f"{self.read_from[name]} = {got[name]!r}"
+            for name in _EXTENSIONS
+            if got[name] and got[name] not in _PLAIN.get(name, ())
+        ]
+        if got["model_type"] in _OTHER_FORWARD:
+            unsupported.append(f"model_type = {got['model_type']!r} ({_OTHER_FORWARD[got['model_type']]})")
+        return DrafterConfig(
+            architecture=self.architecture,
+            hidden_size=hidden,
+            intermediate_size=got["intermediate_size"],
+            num_hidden_layers=got["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(eps),
+            attention_bias=bool(got["attention_bias"]),
+            block_size=got["block_size"],
+            mask_token_id=got["mask_token_id"],
+            target_layer_ids=tuple(got["target_layer_ids"]),
+            target_hidden_size=got["target_hidden_size"] or hidden,
+            causal=causal,
+            windows=windows,
+            ropes=ropes,
+            max_position_embeddings=got["max_position_embeddings"],
+            vocab_size=got["vocab_size"],
+            draft_vocab_size=got["draft_vocab_size"],
+            num_target_layers=got["num_target_layers"],
+            **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
+            quantization=got["quantization"] or None,
+            unsupported=tuple(unsupported),
+            unread=self._unread(),
+            read_from=self.read_from,
+        )
+
+    def _unread(self) -> tuple[str, ...]:
+        known = {path for paths in (*_SPELLINGS.values(), *_CAUSAL_KEYS) for path in paths}
+        return tuple(key for key in self.raw.get("dflash_config") or {} if f"dflash_config.{key}" not in known)
+
+    def _check_block(self, got: dict[str, Any]) -> None:
+        block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]
+        where = self.read_from
+        if block is not None and not _is_int(block, 2):
+            self.faults.append(f"{where['block_size']} = {block!r} must be a whole number of at least 2 (it counts the anchor)")
+        if mask is not None:
+            if not _is_int(mask, 0):
+                self.faults.append(f"{where['mask_token_id']} = {mask!r} must be a token id, 0 or more")
+            elif got["vocab_size"] and mask >= got["vocab_size"]:
+                self.faults.append(
+                    f"{where['mask_token_id']} = {mask} lies outside the embedding (vocab_size = {got['vocab_size']})"
+                )
+        if taps is None:
+            return
+        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(t, 0) for t in taps):
+            self.faults.append(f"{where['target_layer_ids']} = {taps!r} must be a list of 0-based layer ids, none negative")
+            return
+        n = got["num_target_layers"]
+        if n and max(taps) >= n:
+            self.faults.append(f"{where['target_layer_ids']} = {list(taps)} is out of range: num_target_layers = {n}")
+
+    def _check_dflash2(self, got: dict[str, Any]) -> None:
+        if self.architecture != "DFlash2DraftModel":
+            return
+        self.faults += [f"{_SPELLINGS[name][0]} is missing" for name in _DFLASH2 if not got[name]]
+        if not got["vocab_size"] and not got["selector_vocab_size"]:
+            self.faults.append("vocab_size is missing")
+        hidden, group = got["hidden_size"], got["conv_group_size"]
+        if hidden and group and hidden % group:
+            self.faults.append(f"hidden_size = {hidden} is not a multiple of conv_group_size = {group}")
+
+    def _layer_kinds(self, got: dict[str, Any]) -> tuple[str, ...]:
+        """full_attention or sliding_attention for each layer, from whichever key the file has."""
+        n = got["num_hidden_layers"] or 0
+        kinds, pattern, window = got["layer_types"], got["sliding_window_pattern"], got["sliding_window"]
+        if got["use_swa"] or self.defaults.get("all_sliding"):
+            # MiMo's spelling: every layer slides, whatever layer_types says, over its own window key.
+            got["sliding_window"] = got["swa_window_size"] or window
+            kinds = ["sliding_attention"] * n
+        elif kinds is not None:
+            if not isinstance(kinds, (list, tuple)) or len(kinds) != n or any(k not in _LAYER_KINDS for k in kinds):
+                self.faults.append(f"layer_types = {kinds!r} must name {' or '.join(_LAYER_KINDS)} for each of {n} layers")
+                return ("full_attention",) * n
+        elif isinstance(pattern, (list, tuple)):
+            if len(pattern) != n or not all(isinstance(p, (bool, int)) for p in pattern):
+                self.faults.append(f"sliding_window_pattern = {pattern!r} must have one true or false for each of {n} layers")
+                return ("full_attention",) * n
+            kinds = ["sliding_attention" if p else "full_attention" for p in pattern]
+        elif pattern is not None and window:
+            if not _is_int(pattern, 1):
+                self.faults.append(f"sliding_window_pattern = {pattern!r} must be a positive whole number or a list")
+                return ("full_attention",) * n
+            kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(n)]
+        elif got["use_sliding_window"] and window:
+            first = got["max_window_layers"] or 0
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n)]
+        else:
+            kinds = ["full_attention"] * n
+        if "sliding_attention" in kinds and not _is_int(got["sliding_window"], 2):
+            self.faults.append(f"sliding layers need sliding_window of at least 2, found {got['sliding_window']!r}")
+        return tuple(kinds)
+
+    def _causal(self, got: dict[str, Any], kinds: tuple[str, ...]) -> tuple[bool, ...]:
+        for keys in _CAUSAL_KEYS:
+            value = self._first(keys[0].rsplit(".")[-1], keys)
+            if value is not None:
+                if not isinstance(value, bool):
+                    self.faults.append(f"{keys[0]} = {value!r} must be true or false")
+                return (bool(value),) * len(kinds)
+        if got["use_swa"] or got["sliding_window_non_causal"]:
+            return (False,) * len(kinds)
+        return tuple(k == "sliding_attention" for k in kinds)
+
+    def _ropes(self, got: dict[str, Any], kinds: tuple[str, ...], head_dim: int | None) -> tuple[RopeConfig, ...]:
+        new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
+        for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+            if value is not None and not isinstance(value, Mapping):
+                self.faults.append(f"{key} = {value!r} must be an object")
+                return ()
+        per_kind = new is not None and bool(new) and all(isinstance(v, Mapping) for v in new.values())
+        made: dict[str, RopeConfig | None] = {}
+        for kind in dict.fromkeys(kinds):
+            mine = new.get(kind) if per_kind else new
+            if per_kind and mine is None:
+                self.faults.append(f"rope_parameters has no entry for {kind}")
+                continue
+            made[kind] = self._rope(mine, old, got, head_dim)
+        if len(made) < len(set(kinds)) or None in made.values():
+            return ()
+        return tuple(made[k] for k in kinds)
+
+    def _rope(self, new: Mapping | None, old: Mapping | None, got: dict[str, Any], head_dim: int | None) -> RopeConfig | None:
+        thetas = [
+            (name, value)
+            for name, value in (
+                ("rope_theta", self.raw.get("rope_theta")),
+                ("rope_parameters.rope_theta", (new or {}).get("rope_theta")),
+                ("rope_scaling.rope_theta", (old or {}).get("rope_theta")),
+            )
+            if value is not None
+        ]
+        if not thetas:
+            self.faults.append("rope_theta or rope_parameters.rope_theta is missing")
+            return None
+        for name, value in thetas:
+            if not _is_positive(value):
+                self.faults.append(f"{name} = {value!r} must be a positive number")
+                return None
+            if value != thetas[0][1]:
+                self.faults.append(f"{thetas[0][0]} = {thetas[0][1]!r} contradicts {name} = {value!r}")
+        self.read_from["rope_theta"] = thetas[0][0]
+        readings = {name: _scaling(value) for name, value in (("rope_parameters", new), ("rope_scaling", old)) if value}
+        if len(readings) == 2 and readings["rope_parameters"] != readings["rope_scaling"]:
+            self.faults.append(f"rope_parameters = {dict(new)!r} contradicts rope_scaling = {dict(old)!r}")
+        kind, parameters = next(iter(readings.values()), ("default", {}))
+        if readings:
+            self.read_from["rope_scaling"] = next(iter(readings))
+        if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+            self.faults.append(f"RoPE kind {kind!r} is not known (known: {', '.join(ROPE_NEEDS)})")
+            return None
+        missing = [key for key in ROPE_NEEDS[kind] if parameters.get(key) is None]
+        if missing:
+            self.faults.append(f"RoPE kind {kind!r} needs {', '.join(missing)}")
+            return None
+        parameters = dict(parameters)
+        partials = (parameters.pop("partial_rotary_factor", None), self.raw.get("partial_rotary_factor"), 1.0)
+        partial = next(value for value in partials if value is not None)
+        odd = [f"{key} = {value!r}" for key, value in parameters.items() if key in _ROPE_NUMBERS and not _is_positive(value)]
+        if not _is_positive(partial) or partial > 1:
+            odd.append(f"partial_rotary_factor = {partial!r}")
+        if odd:
+            self.faults.append(f"RoPE kind {kind!r} has {', '.join(odd)}: expected positive numbers, a part of at most 1")
+            return None
+        if kind == "yarn":
+            original = parameters.setdefault("original_max_position_embeddings", got["max_position_embeddings"])
+            if original and parameters.get("factor") is None and got["max_position_embeddings"]:
+                parameters["factor"] = got["max_position_embeddings"] / original
+            if not original or not parameters.get("factor"):
+                self.faults.append("RoPE kind 'yarn' needs factor and original_max_position_embeddings")
+                return None
+        elif kind in ("dynamic", "longrope") and not got["max_position_embeddings"]:
+            self.faults.append(f"RoPE kind {kind!r} needs max_position_embeddings")
+            return None
+        dims = int((head_dim or 0) * partial)
+        if dims % 2 or dims < 1:
+            if head_dim:
+                self.faults.append(f"RoPE rotates pairs: head_dim = {head_dim} times partial_rotary_factor = {partial} is {dims}")
+            return None
+        if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+            self.faults.append(
+                f"RoPE kind 'llama3' has low_freq_factor = {parameters['low_freq_factor']!r} not below "
+                f"high_freq_factor = {parameters['high_freq_factor']!r}"
+            )
+            return None
+        for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+            factors = parameters[key]
+            if not isinstance(factors, (list, tuple)) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
+                self.faults.append(f"RoPE kind 'longrope' has {key} = {factors!r}: expected {dims // 2} positive numbers")
+                return None
+        traditional = got["rope_is_neox_style"] is False
+        return RopeConfig(float(thetas[0][1]), dims, kind, parameters, traditional)
+
+
+def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
+    """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
+
+    Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
+    """
+    if raw.get("speculators_model_type") != "dflash":
+        return raw
+    parts: dict[str, Mapping[str, Any]] = {}
+    for key in ("transformer_layer_config", "speculators_config"):
+        parts[key] = raw.get(key) or {}
+        if not isinstance(parts[key], Mapping):
+            faults.append(f"{key} = {raw[key]!r} must be an object")
+            parts[key] = {}
+    outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
+    flat = {**parts["transformer_layer_config"], **outer, "architectures": ["DFlashDraftModel"]}
+    ids = flat.get("aux_hidden_state_layer_ids")
+    if isinstance(ids, (list, tuple)) and all(_is_int(i, 0) for i in ids):
+        flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
+    methods = parts["speculators_config"].get("proposal_methods")
+    first = methods[0] if isinstance(methods, (list, tuple)) and methods else None
+    if flat.get("block_size") is None and isinstance(first, Mapping) and _is_int(first.get("speculative_tokens"), 1):
+        flat["block_size"] = first["speculative_tokens"] + 1
+    return flat
+
+
+def _scaling(value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A rope_scaling or rope_parameters object as (kind, the kind's own keys)."""
+    kind = value.get("rope_type") or value.get("type") or "default"
+    return kind, {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf

@@ -1,0 +1,575 @@
+"""The DFlash drafter: one pass fills a block `[anchor, MASK, MASK, ...]` from the target's context features.
+
+Knows its layers, their masks and positions, and its own context cache. Knows nothing of files, and of the target only the
+two functions that `bind` hands it: token ids to embeddings, hidden states to logits. A drafter with an embedding or a head of
+its own uses that. `ARCHITECTURES` lists the variants: DFlash, and DFlash 2 with convolutions and a candidate selector.
+Source: DFlash, arXiv 2602.06036, section 4 and appendix A; masks, windows and DFlash 2 as in the published checkpoints.
+
+Dimensions: B batch, S new context rows, C context rows in all, K block_size, H hidden, D head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..errors import PairError
+from ..kernels.small_batch import attention
+from ..rollback import append_window
+from .config import DrafterConfig, RopeConfig
+
+
+class YarnRoPE(nn.Module):
+    """YaRN (arXiv 2309.00071) with the two keys that mlx-lm's class does not read: `attention_factor` and `truncate`."""
+
+    def __init__(self, rope: RopeConfig):
+        super().__init__()
+        p, dims = rope.parameters, rope.dims
+        factor, original = p["factor"], p["original_max_position_embeddings"]
+
+        def dim_of(rotations: float) -> float:
+            return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = dim_of(p.get("beta_fast", 32)), dim_of(p.get("beta_slow", 1))
+        if p.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001), 0, 1)
+        base = rope.theta ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        # Wavelengths: kept where the ramp is 0, stretched by factor where it is 1.
+        self._freqs = 1.0 / ((1.0 - ramp) / base + ramp / (factor * base))
+        self.dims, self.traditional = dims, rope.traditional
+        self.scale = p.get("attention_factor") or _yarn_scale(factor, p.get("mscale"), p.get("mscale_all_dim"))
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        if self.scale != 1.0:
+            x = x.at[..., : self.dims].multiply(self.scale)
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=self._freqs)
+
+
+def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    def scale(m: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+class LongRoPE(nn.Module):
+    """LongRoPE (arXiv 2402.13753): short factors up to the original context length, long factors beyond it."""
+
+    def __init__(self, rope: RopeConfig, max_position_embeddings: int):
+        super().__init__()
+        p, self.dims, self.traditional = rope.parameters, rope.dims, rope.traditional
+        self.original = p["original_max_position_embeddings"]
+        base = rope.theta ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+        self._short = mx.array(p["short_factor"], dtype=mx.float32) * base
+        self._long = mx.array(p["long_factor"], dtype=mx.float32) * base
+        factor = p.get("factor") or max_position_embeddings / self.original
+        self.scale = p.get("attention_factor") or math.sqrt(1 + math.log(max(factor, 1)) / math.log(self.original))
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        freqs = self._short if offset + x.shape[-2] <= self.original else self._long
+        x = x.at[..., : self.dims].multiply(self.scale)
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs)
+
+
+def make_rope(rope: RopeConfig, max_position_embeddings: int | None) -> nn.Module:
+    """The module that rotates [B, heads, L, D] from position `offset` on, for any kind that `RopeConfig` may name."""
+    if rope.kind == "yarn":
+        return YarnRoPE(rope)
+    if rope.kind == "longrope":
+        return LongRoPE(rope, max_position_embeddings)
+    scaling = {"rope_type": rope.kind, **rope.parameters}
+    return initialize_rope(rope.dims, rope.theta, rope.traditional, scaling, max_position_embeddings)
+
+
+class Attention(nn.Module):
+    """Block attention with KV injection: keys and values of the context come from the target's features."""
+
+    def __init__(self, config: DrafterConfig, layer: int):
+        super().__init__()
+        heads, kv_heads, D, bias = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_bias
+        self.n_heads, self.n_kv_heads, self.scale = heads, kv_heads, D**-0.5
+        self.causal, self.window = config.causal[layer], config.windows[layer]
+        self.q_proj = nn.Linear(config.hidden_size, heads * D, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * D, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * D, bias=bias)
+        self.o_proj = nn.Linear(heads * D, config.hidden_size, bias=bias)
+        self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.rope = make_rope(config.ropes[layer], config.max_position_embeddings)
+        # These two rotate by the whole length, block included: cached keys stay unrotated, whatever chunks they came in.
+        self.rotates_late = config.ropes[layer].kind in ("dynamic", "longrope")
+
+    def queries(self, x: mx.array, offset: int) -> mx.array:
+        """[B, K, H] block rows to rotated queries [B, n_heads, K, D]; `offset` is the anchor's position."""
+        B, K, _ = x.shape
+        q = self.q_norm(self.q_proj(x).reshape(B, K, self.n_heads, -1)).transpose(0, 2, 1, 3)
+        return self.rope(q, offset=offset)
+
+    def keys_values(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """[B, L, H] rows to rotated keys and values, both [B, n_kv_heads, L, D]; `offset` is the first row's position."""
+        k, v = self._cached_form(x, offset)
+        return (self.rope(k, offset=offset) if self.rotates_late else k), v
+
+    def _cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
+        B, L, _ = x.shape
+        k = self.k_norm(self.k_proj(x).reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
+        v = self.v_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        return (k if self.rotates_late else self.rope(k, offset=offset)), v
+
+    def inject(self, context: mx.array, cache: Any, start: int) -> None:
+        """Append keys and values of context rows at positions start, start + 1, ... that the cache does not hold yet."""
+        k, v = self._cached_form(context, start)
+        held = cache.offset - start
+        if held < context.shape[1]:
+            self._append(cache, k[:, :, held:], v[:, :, held:])
+
+    def _append(self, cache: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        if self.window is None:
+            return cache.update_and_fetch(k, v)
+        return append_window(cache, k, v)
+
+    def __call__(self, x: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
+        """Attend from the block to the context and to the block.
+
+        Shapes:
+          - x: [B, K, H] normed block rows, the first at position start + S; context: [B, S, H] new context rows
+        Returns: [B, K, H]. The cache then holds context rows only: block keys and values serve this pass alone.
+        """
+        B, K, _ = x.shape
+        # A trace's place is an array, and its keys are a buffer, of which not all is seen (see `compiled`).
+        traced = hasattr(cache, "attend")
+        end = cache.block_offset if traced else start + context.shape[1]
+        q = self.queries(x, end)
+        # One product and one rotation for context and block: block rows follow the last context row.
+        k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
+        if cache.offset is not start:
+            held = cache.offset - start
+            k, v = k[:, :, held:], v[:, :, held:]
+        if self.window is None:
+            k, v = cache.update_and_fetch(k, v)
+            cache.trim(K)
+        else:
+            new = k.shape[2] - K
+            keys, values = append_window(cache, k[:, :, :new], v[:, :, :new])
+            k = mx.concatenate([keys, k[:, :, new:]], axis=2)
+            v = mx.concatenate([values, v[:, :, new:]], axis=2)
+        if self.rotates_late:
+            k = self.rope(k, offset=end + K - k.shape[2])
+        if traced:
+            out = cache.attend(q, k, v, self.scale, self.causal)
+        else:
+            mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
+            out = attention(q, k, v, self.scale, mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
+
+
+def block_mask(K: int, C: int, causal: bool, window: int | None) -> mx.array | str | None:
+    """Which of the last C context rows and K block rows each block row sees; None: all of them.
+
+        position   p-C ... p-1 | p  p+1 ... p+K-1     row j sees context row c if (p + j) - c < window,
+                     context   |      block           and of the block all rows, or those up to j if causal
+
+    Returns: bool [K, C + K] (True: seen), "causal", or None.
+    Source: the published checkpoints' reference code; the window never cuts inside the block.
+    """
+    if window is None or C + K <= window:
+        return "causal" if causal else None
+    j, c = mx.arange(K)[:, None], mx.arange(C)[None, :]
+    context = (C - c) + j < window
+    block = mx.arange(K)[None, :] <= j if causal else mx.ones((K, K), dtype=mx.bool_)
+    return mx.concatenate([context, block], axis=1)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DrafterConfig, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
+        """[B, K, H] to [B, K, H]; context rows enter attention as they are, without this layer's input norm."""
+        h = h + self.self_attn(self.input_layernorm(h), context, cache, start)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter with the published tensor names. `bind` it to a target before `draft`."""
+
+    layer_class = DecoderLayer
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        features = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._embed = self._head = self._target = None
+        # Runs `mask_rows` in this drafter's place where it can: see `compiled`.
+        self.replays: Callable[..., mx.array | None] | None = None
+        # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
+        self.stated_thinking: tuple[bool, str] | None = None
+        # Says which weights these are (`Checkpoint.digest`), of those from files; set by whoever loads it.
+        self.digest: Callable[[], str | None] = lambda: None
+
+    def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
+        """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).
+
+        Both are used as given, their scale and soft-cap included (`finish_head`). One that the drafter has of its own is used
+        instead, always, with the config's scale and soft-cap.
+        """
+        scale = self.config.input_embedding_scale or 1.0
+        self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
+        own = finish_head(self.config, self.lm_head, self.lm_head, "the drafter's own head") if "lm_head" in self else None
+        self._head = own or head
+        # Not one of its modules: quantizing the drafter is nothing to the target.
+        vars(self)["_target"] = target
+        return self
+
+    @property
+    def target(self) -> Any:
+        """The target model object whose embedding and head are borrowed, or None."""
+        return self._target
+
+    def make_cache(self) -> list[Any]:
+        """One empty context cache a layer: all rows for full layers, the last window - 1 for sliding ones."""
+        return [KVCache() if w is None else RotatingKVCache(max_size=w - 1) for w in self.config.windows]
+
+    def context(self, features: mx.array) -> mx.array:
+        """Tapped states [B, S, n_taps * H_target] to the context rows [B, S, H] that every layer is given."""
+        return self.hidden_norm(self.fc(features))
+
+    def inject(self, features: mx.array, cache: list[Any], start: int) -> None:
+        """Put context rows into the cache without drafting: prefill, and rounds that draft nothing.
+
+        Shapes:
+          - features: [B, S, n_taps * H_target], row 0 at position `start`. Rows that a layer holds already are skipped.
+        """
+        context = self.context(features)
+        for layer, entry in zip(self.layers, cache, strict=True):
+            layer.self_attn.inject(context, entry, start)
+
+    def __call__(self, block: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
+        """One drafter pass.
+
+        Shapes:
+          - block: [B, K, H] embedded block, anchor first, at position start + S
+          - features: [B, S, n_taps * H_target] new context rows, row 0 at position `start`
+        Returns: [B, K, H] after the final norm; row k stands for the token at the anchor's position + k.
+        """
+        context = self.context(features)
+        h = block
+        for layer, entry in zip(self.layers, cache, strict=True):
+            h = layer(h, context, entry, start)
+        return self.norm(h)
+
+    def draft(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
+        """Propose the block_size - 1 tokens after the anchor.
+
+        Shapes:
+          - anchor: [B] int32; features: [B, S, n_taps * H_target], row 0 at position `start`
+        Returns: [B, block_size - 1] int32
+        """
+        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)[0]
+
+    def draft_surely(
+        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """`draft`, and how sure the drafter is of each token: its own probability of it, [B, block_size - 1] float32.
+
+        None where there is none to be had, as of a head that writes no logits: widths then go by what was accepted alone.
+        """
+        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)
+
+    def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
+        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
+        masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
+        ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
+        if self.replays and (hidden := self.replays(ids, features, cache, start)) is not None:
+            return hidden
+        return self.mask_rows(ids, features, cache, start)
+
+    def mask_rows(self, ids: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
+        """`slots` of a block that is given as its ids [B, K]."""
+        hidden = self(self._embed(ids), features, cache, start)
+        # Slot 0 is the anchor itself: its row predicts nothing.
+        return hidden[:, 1:]
+
+    def draw(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        probabilities: Callable[[mx.array], mx.array],
+        temperature: float,
+        key: mx.array,
+    ) -> tuple[mx.array, mx.array | None, mx.array]:
+        """Draw the slots' tokens instead of taking the likeliest, and tell with which probabilities.
+
+        Shapes:
+          - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
+        Args:
+          probabilities: log-probabilities [..., V] to those that a sampler draws with (filters, then temperature).
+        Returns: drawn ids [B, N] int32; the ids that could be drawn [B, N, k], None for all in their order; the probability of
+          each [B, N, k].
+        """
+        logits = self._head(hidden)
+        q = probabilities(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        drawn = mx.random.categorical(mx.log(q), key=key)
+        every = self.target_ids(mx.broadcast_to(mx.arange(q.shape[-1]), q.shape)) if "d2t" in self else None
+        return self.target_ids(drawn), every, q
+
+    def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
+        """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
+        block = self._embed(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
+        hidden = self(block, features, self.make_cache(), 0)
+        parts = {
+            "the tapped layers": features,
+            "the drafter's fc": self.fc(features),
+            "the drafter's layers": hidden,
+            "the head": self._head(hidden),
+        }
+        for name, values in parts.items():
+            if not mx.isfinite(values).all().item():
+                return name, str(values.dtype).removeprefix("mlx.core.")
+        return None
+
+    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
+        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the argmax of the head at each, and their
+        probabilities [B, N] float32, which nobody has to evaluate."""
+        logits = self._head(hidden)
+        return self.target_ids(mx.argmax(logits, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
+
+    def target_ids(self, ids: mx.array) -> mx.array:
+        """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""
+        return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2: short causal convolutions over the block's rows, before and after a sublayer, with kernels made per row.
+
+        out[i, ch] = sum over t of (base[side, t, ch] + c[i, side, t, ch // group]) * x[i - t, ch]        rows before 0 are zero
+
+    One projection of the sublayer's input gives c for both sides: 0 before the sublayer, 1 after it.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.taps, self.groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """[B, K, H] input of the sublayer to [2, taps, B, K, H]."""
+        B, K, H = x.shape
+        c = self.kernel_projection(x).reshape(B, K, 2, self.taps, self.groups).transpose(2, 3, 0, 1, 4)
+        return self.base_kernel[:, :, None, None] + mx.repeat(c, H // self.groups, axis=-1)
+
+    @staticmethod
+    def convolve(x: mx.array, kernel: mx.array) -> mx.array:
+        """[B, K, H] rows by kernels [taps, B, K, H]; tap t looks t rows back."""
+        K = x.shape[1]
+        rows = [mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K] for t in range(kernel.shape[0])]
+        return sum(k * row for k, row in zip(kernel, rows, strict=True))
+
+
+class ConvolutionLayer(DecoderLayer):
+    """A DFlash 2 layer: both sublayers between two dynamic convolutions. Context rows pass by them."""
+
+    def __init__(self, config: DrafterConfig, layer: int):
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConvolution(config)
+        self.mlp_conv = DynamicConvolution(config)
+
+    def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
+        x = self.input_layernorm(h)
+        before, after = self.attention_conv.kernels(x)
+        x = self.self_attn(DynamicConvolution.convolve(x, before), context, cache, start)
+        h = h + DynamicConvolution.convolve(x, after)
+        x = self.post_attention_layernorm(h)
+        before, after = self.mlp_conv.kernels(x)
+        return h + DynamicConvolution.convolve(self.mlp(DynamicConvolution.convolve(x, before)), after)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2: chooses a path through each slot's best candidates, left to right from the anchor.
+
+    score(p -> c) = unary[c] + <predecessor[p] * projection(h), successor[c]>
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.top_k, rows = config.selector_top_k, config.selector_vocab_size or config.vocab_size
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.predecessor_codebook = mx.zeros((rows, config.selector_rank))
+        self.successor_codebook = mx.zeros((rows, config.selector_rank))
+
+    def __call__(
+        self,
+        hidden: mx.array,
+        unary: mx.array,
+        candidates: mx.array,
+        anchor: mx.array,
+        temperature: float = 0.0,
+        key: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Walk the slots.
+
+        Shapes:
+          - hidden: [B, N, H]; unary, candidates: [B, N, k] float32 and token ids; anchor: [B] the token before slot 0
+        Args:
+          temperature: 0 takes the best candidate of each slot; else it is drawn from softmax(score / temperature) over the k
+            candidates, under `key`.
+        Returns: the path [B, N] int32, and the scores [B, N, k] that each of its tokens was chosen by.
+        """
+        # A token beyond the codebooks (added after training) has no row: it borrows the last one.
+        last = self.predecessor_codebook.shape[0] - 1
+        projected = self.hidden_projection(hidden).astype(mx.float32)
+        successors = self.successor_codebook[candidates].astype(mx.float32)
+        token, path, seen = anchor, [], []
+        for i in range(hidden.shape[1]):
+            query = self.predecessor_codebook[mx.minimum(token, last)].astype(mx.float32) * projected[:, i]
+            scores = unary[:, i] + (successors[:, i] @ query[..., None])[..., 0]
+            if temperature:
+                key, mine = mx.random.split(key)
+                slot = mx.random.categorical(scores / temperature, key=mine)
+            else:
+                slot = mx.argmax(scores, axis=-1)
+            token = mx.take_along_axis(candidates[:, i], slot[:, None], axis=1)[:, 0]
+            path.append(token)
+            seen.append(scores)
+        return mx.stack(path, axis=1).astype(mx.int32), mx.stack(seen, axis=1)
+
+
+class DFlash2Drafter(Drafter):
+    """DFlash with dynamic convolutions in every layer, and a selector in place of the argmax at each slot."""
+
+    layer_class = ConvolutionLayer
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+
+    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
+        if not hidden.shape[1]:
+            return mx.zeros(hidden.shape[:2], dtype=mx.int32), mx.zeros(hidden.shape[:2])
+        path, scores = self.candidate_selector(hidden, *self.candidates(hidden), anchor)
+        return path, mx.softmax(scores, axis=-1).max(axis=-1)
+
+    def draw(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        probabilities: Callable[[mx.array], mx.array],
+        temperature: float,
+        key: mx.array,
+    ) -> tuple[mx.array, mx.array | None, mx.array]:
+        """As `Drafter.draw`, by the selector's walk: over the candidates of a slot, at the temperature alone, no filters."""
+        unary, candidates = self.candidates(hidden)
+        path, scores = self.candidate_selector(hidden, unary, candidates, anchor, temperature, key)
+        return path, candidates, mx.softmax(scores / temperature, axis=-1, precise=True)
+
+    def candidates(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """[B, N, H] to each slot's best tokens: their logits, float32, as the head's scale and soft-cap leave them, and ids.
+
+        Shapes of both results: [B, N, top_k]
+        """
+        logits = self._head(hidden).astype(mx.float32)
+        if "d2t" not in self:
+            # No candidate without a row in the codebooks: padding of the head.
+            logits = logits[..., : self.candidate_selector.successor_codebook.shape[0]]
+        k = min(self.candidate_selector.top_k, logits.shape[-1])
+        ids = mx.argpartition(logits, kth=-k, axis=-1)[..., -k:]
+        return mx.take_along_axis(logits, ids, axis=-1), self.target_ids(ids)
+
+
+def finish_head(
+    config: DrafterConfig,
+    head: Callable[[mx.array], mx.array],
+    matrix: Callable[[mx.array], mx.array],
+    whose: str,
+) -> Callable[[mx.array], mx.array]:
+    """A head with the config's scale and soft-cap, each added only where the head has not got it in its own code.
+
+    The config repeats what the target does to its logits, for code that has only the target's matrix.
+
+    Shapes:
+      - head: hidden [B, L, H] to logits [B, L, V]; matrix: the same by the bare matrix product of that head
+    Raises:
+      PairError: the head scales its logits by another number.
+    """
+    scale, cap = config.output_multiplier, config.final_logit_softcapping
+    if not scale and not cap:
+        return head
+    probe = mx.random.normal((1, 1, config.hidden_size), key=mx.random.key(5))
+
+    def size(of: Callable[[mx.array], mx.array], n: float) -> float:
+        return mx.abs((of(n * probe) - of(0 * probe)).astype(mx.float32)).mean().item()
+
+    if scale:
+        # Of a small row: a soft-cap leaves it as it is. 0.02 is more than the rounding of a scale kept in bfloat16.
+        has = size(head, 1e-3) / size(matrix, 1e-3)
+        if abs(has / scale - 1) < 0.02:
+            scale = None
+        elif abs(has - 1) >= 0.02:
+            raise PairError(
+                f"expected {whose} to scale its logits by {scale:g}, as the drafter's {config.read_from['output_multiplier']} "
+                f"says; found {has:.3g}. Use the drafter trained for this target."
+            )
+    if cap and size(head, 256) < 0.9 * 256 * size(head, 1):
+        cap = None
+    if not scale and not cap:
+        return head
+
+    def finished(hidden: mx.array) -> mx.array:
+        logits = head(hidden).astype(mx.float32) * (scale or 1.0)
+        return mx.tanh(logits / cap) * cap if cap else logits
+
+    return finished
+
+
+# Architecture as config.json names it: what builds it. Any other is refused by name.
+ARCHITECTURES: dict[str, type[Drafter]] = {
+    "DFlashDraftModel": Drafter,
+    "DFlash2DraftModel": DFlash2Drafter,
+    "": Drafter,
+}
+
+
+def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) -> Drafter:
+    """A drafter without its weights, with an embedding, a head and a map of its own where the checkpoint holds them.
+
+    Args:
+      shapes: the checkpoint's tensors by bare name; of quantized ones the packed shape.
+    """
+    drafter = ARCHITECTURES[config.architecture](config)
+    if "embed_tokens.weight" in shapes:
+        drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)
+    if "lm_head.weight" in shapes:
+        drafter.lm_head = nn.Linear(config.hidden_size, shapes["lm_head.weight"][0], bias=False)
+    if "d2t" in shapes:
+        drafter.d2t = mx.zeros((config.draft_vocab_size or shapes["d2t"][0],), dtype=mx.int32)
+    return drafter

@@ -1,0 +1,1 @@
+"""Pairs known by name: those that come with the package, and published drafters of well-known targets."""

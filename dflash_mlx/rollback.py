@@ -1,0 +1,407 @@
+"""Rolling caches back, and the one list that carries a target's and a drafter's caches together.
+
+Knows mlx-lm's cache classes. Knows nothing of models, tokens' meaning or the loop.
+
+A target pass over a block is undone in two calls: `checkpoint(entries)` before it, `rollback(entries, point, keep)` after
+it. What an entry can do decides how (`_CUT` and the two kinds beside it):
+
+    entry                                       before the pass          to keep the first n rows of it
+    KV, quantized, chunked, concatenated, MLA   its offset               cut the rows behind
+    rotating (sliding window, kept rows)        its offset               cut the newest rows, wherever the ring has them
+    arrays (recurrence, convolution)            the arrays themselves    put them back, replay n rows (see `Checkpoint`)
+    list of these                               one of each              one by one
+
+A prompt cache for a pair is a flat list of mlx-lm's own classes, so mlx-lm's save and load carry it:
+
+    [target entries ...] [drafter entries ...] [ArraysCache: ids, pending features, layout]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from .errors import CacheError
+from .kernels.routing import WindowMask
+
+# First number of the layout row: tells our ArraysCache from a recurrent layer's.
+_MAGIC, _VERSION = 0x0DF1A54, 2
+
+
+def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    """Append rows to a sliding context cache and keep the last `max_size`, always in time order.
+
+    mlx-lm's own update writes a single row in ring order, which a mask by position then misreads.
+
+    Shapes:
+      - k, v: [B, n_kv_heads, S, D], S may be 0
+    Returns: all rows now held, [B, n_kv_heads, min(offset, max_size), D] each.
+    """
+    new = k.shape[2]
+    if cache.keys is not None:
+        # Up to _idx: mlx-lm's trim moves that mark and leaves the rows behind it.
+        k = mx.concatenate([cache.keys[:, :, : cache._idx], k], axis=2)
+        v = mx.concatenate([cache.values[:, :, : cache._idx], v], axis=2)
+    cache.keys, cache.values = k[:, :, -cache.max_size :], v[:, :, -cache.max_size :]
+    cache.offset += new
+    cache._idx = cache.keys.shape[2]
+    return cache.keys, cache.values
+
+
+def _cut_concatenated(entry: ConcatenateKVCache, n: int) -> None:
+    """Drop the last n rows; mlx-lm's own trim moves the offset and leaves the rows, which the next update brings back."""
+    length = entry.offset - n
+    entry.keys, entry.values, entry.offset = entry.keys[..., :length, :], entry.values[..., :length, :], length
+
+
+def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
+    """Drop the newest n rows, all of one pass, from a cache with a window of M = max_size rows.
+
+        growing   r0 r1 r2 r3 .  .      a mark after the newest row: move it back
+        ordered   r4 r5 r6 r7 r8 r9     after a pass of several rows: M - 1 old rows and the new ones, cut the tail
+        ring      r8 r9 r4 r5 r6 r7     after a pass of one row: it took the place of r(offset - 1 - M), which no later
+                                        row may see; move the mark back and the next row is written there
+
+    With kept rows (`keep`) all of this goes on behind them.
+    """
+    length, mark, held = entry.offset - n, entry._idx - n, entry.keys.shape[2]
+    if entry._idx < held:
+        if n > 1 and entry.offset != entry._idx:
+            raise CacheError(f"expected at most one row to drop from a ring of {held} rows; found {n}. Start a new prompt cache.")
+        entry.offset, entry._idx = length, mark
+        return
+    k, v = entry.keys, entry.values
+    if mark < min(length, entry.max_size):
+        # The whole pass goes: one row short of a full ring. Any row may fill the oldest place, which nobody sees.
+        at = entry.keep
+        k, v = (mx.concatenate([a[..., :at, :], a[..., mark : mark + 1, :], a[..., at:mark, :]], axis=2) for a in (k, v))
+        mark += 1
+    entry.keys, entry.values = (k[..., :mark, :], v[..., :mark, :]) if length else (None, None)
+    entry.offset, entry._idx = length, mark
+
+
+# How an entry that holds one row a token drops its last n rows.
+_CUT: dict[type, Callable[[Any, int], Any]] = {
+    KVCache: KVCache.trim,
+    QuantizedKVCache: QuantizedKVCache.trim,
+    ChunkedKVCache: ChunkedKVCache.trim,
+    ConcatenateKVCache: _cut_concatenated,
+    RotatingKVCache: _cut_rotating,
+}
+
+
+def leaves(entries: Sequence[Any]) -> Iterator[Any]:
+    """The entries, and those inside a CacheList in its place."""
+    for entry in entries:
+        if type(entry) is CacheList:
+            yield from leaves(entry.caches)
+        else:
+            yield entry
+
+
+def check_rollback(entries: Sequence[Any], family: str) -> None:
+    """Refuse, before anything runs, a target with a cache kind that cannot be rolled back exactly.
+
+    Raises:
+      CacheError: names each kind and its layers.
+    """
+    kinds: dict[str, list[int]] = {}
+    for layer, entry in enumerate(entries):
+        for leaf in leaves([entry]):
+            if type(leaf) is not ArraysCache and type(leaf) not in _CUT:
+                kinds.setdefault(type(leaf).__name__, []).append(layer)
+    if kinds:
+        found = "; ".join(f"{name} in layers {', '.join(map(str, layers))}" for name, layers in kinds.items())
+        known = ", ".join(sorted(kind.__name__ for kind in (*_CUT, ArraysCache, CacheList)))
+        raise CacheError(
+            f"a drafter needs target caches that roll back exactly ({known}); {family} has {found}. "
+            "Run this target without a drafter (draft_model=None)."
+        )
+
+
+@dataclass
+class Checkpoint:
+    """What `rollback` needs to keep any number of rows of one target pass.
+
+    length: rows committed before the pass.
+    saved: per entry its offset, its arrays, or a list of these. Nothing is copied.
+    rows: rows of the pass once it has ended; 0 before, and for ever if it was interrupted.
+    replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the one module that changed the
+      entry's arrays. Who ran the pass puts them here; they hold that module's inputs, a block's rows and no more.
+    whole: id(entry) -> its attributes, until the pass has ended: an interruption may come between an entry's keys and values.
+    """
+
+    length: int
+    saved: list[Any]
+    rows: int = 0
+    replays: dict[int, list[Callable[[int], None]]] = field(default_factory=dict)
+    whole: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def ended(self, rows: int) -> None:
+        """The pass is enqueued, and so many of its rows may be kept. Lets go of arrays that it has replaced."""
+        self.rows = rows
+        self.whole.clear()
+
+
+def checkpoint(entries: Sequence[Any], length: int) -> Checkpoint:
+    """Remember the entries as they are, holding `length` tokens. Cheap: references and numbers."""
+    whole = {id(entry): dict(vars(entry)) for entry in leaves(entries) if type(entry) is not ArraysCache}
+    return Checkpoint(length, [_save(entry) for entry in entries], whole=whole)
+
+
+def _save(entry: Any) -> Any:
+    if type(entry) is CacheList:
+        return [_save(inner) for inner in entry.caches]
+    return list(entry.cache) if type(entry) is ArraysCache else entry.offset
+
+
+def rollback(entries: Sequence[Any], point: Checkpoint, length: int) -> None:
+    """Put every entry where plain decoding would have it after `length` tokens: `point` and some rows of the pass after it.
+
+    May be called again with a smaller length, until the next pass. An interrupted pass, which may have reached some entries
+    only, can be undone as a whole.
+
+    Raises:
+      CacheError: if the pass did not have so many rows, or an entry does not cut as asked.
+    """
+    keep = length - point.length
+    if not 0 <= keep <= point.rows:
+        raise CacheError(
+            f"expected to roll back to {point.length} to {point.length + point.rows} rows; found {length}. "
+            "Start again with an empty prompt cache."
+        )
+    for entry, saved in zip(entries, point.saved, strict=True):
+        _undo(entry, saved, point, keep)
+
+
+def _undo(entry: Any, saved: Any, point: Checkpoint, keep: int) -> None:
+    replays = point.replays.get(id(entry), [])
+    if type(entry) is CacheList:
+        # A module that is given the whole list appends to all of it when it is replayed.
+        for inner, inner_saved in zip(entry.caches, saved, strict=True):
+            _undo(inner, inner_saved, point, 0 if replays and keep < point.rows else keep)
+    elif type(entry) is not ArraysCache:
+        if not point.rows and (attributes := point.whole.get(id(entry))):
+            # What a pass writes into these arrays stands where no later row looks.
+            vars(entry).update(attributes)
+        else:
+            _cut_to(entry, saved, keep)
+    elif keep == point.rows and keep:
+        return
+    else:
+        entry.cache = list(saved)
+    if 0 < keep < point.rows:
+        for replay in replays:
+            replay(keep)
+
+
+def _cut_to(entry: Any, offset: int, keep: int) -> None:
+    """Cut an entry that held `offset` rows before the pass. One that the model does not use stays where it was."""
+    length = offset + keep
+    if entry.offset > length:
+        _CUT[type(entry)](entry, entry.offset - length)
+    if entry.offset not in (offset, length):
+        raise CacheError(
+            f"expected a cache of {length} rows; {type(entry).__name__} holds {entry.offset}. "
+            "Start again with an empty prompt cache."
+        )
+
+
+class _ExactWindow(RotatingKVCache):
+    """A rotating cache whose mask for several rows is the one that single rows see: what its ring would hold for each.
+
+    mlx-lm's lets row j of a cache with kept rows lose the j oldest rows of the buffer, which are the kept ones; and a window
+    beyond the cache's own lets it see rows that its ring has dropped.
+    """
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
+        if window_size is not None and window_size >= self.max_size:
+            window_size = None
+        if N == 1 or not self.keep or self.offset + N <= self.max_size:
+            mask = super().make_mask(N, window_size, return_array)
+            if isinstance(mask, mx.array) and N > 1 and window_size is None and not self.keep:
+                # With one row there is no mask: the ring has the window's keys and no others.
+                mask = WindowMask(mask)
+                mask.window = self.max_size
+            return mask
+        if window_size is not None:
+            raise CacheError(
+                f"expected no window inside a rotating cache that keeps {self.keep} first rows; found {window_size}. "
+                "Leave max_kv_size out."
+            )
+        first = min(self.max_size - 1, self.offset)
+        rows, columns = mx.arange(first, first + N)[:, None], mx.arange(first + N)[None]
+        return (columns <= rows) & ((columns < self.keep) | (rows - columns < self.max_size - self.keep))
+
+
+@contextmanager
+def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
+    """For one pass over a block: its rows see through rotating caches what they would see one at a time."""
+    try:
+        for entry in leaves(entries):
+            if type(entry) is RotatingKVCache:
+                entry.__class__ = _ExactWindow
+        yield
+    finally:
+        plain_windows(entries)
+
+
+def plain_windows(entries: Sequence[Any]) -> None:
+    """Give rotating caches mlx-lm's own class back, also where an interruption kept `exact_windows` from it."""
+    for entry in leaves(entries):
+        if type(entry) is _ExactWindow:
+            entry.__class__ = RotatingKVCache
+
+
+@dataclass(frozen=True)
+class KVQuantization:
+    """mlx-lm's kv_bits: a target's KV entries become quantized ones once they hold `start` rows."""
+
+    bits: int
+    group_size: int
+    start: int
+
+    def convert(self, entries: list[Any], start: int) -> None:
+        maybe_quantize_kv_cache(entries, start, self.group_size, self.bits)
+
+    def apply(self, pair: PairCache) -> None:
+        target = pair.target
+        self.convert(target, self.start)
+        pair.entries[: pair.n_target] = target
+
+    def cut(self, rows: int, width: int) -> int:
+        """The most drafted tokens that a block after `rows` rows may have, to end where the cache is quantized."""
+        return min(width, self.start - rows - 1) if rows < self.start else width
+
+
+@dataclass
+class PairCache:
+    """A view of the flat list: which entries are the target's, which the drafter's, and what is pending.
+
+    `ids`: every committed token. The target holds the first `rows` of them; the last may still be missing (the anchor).
+    `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
+    """
+
+    entries: list[Any]
+    n_target: int
+    ids: list[int]
+    rows: int
+    features: mx.array | None
+
+    @property
+    def target(self) -> list[Any]:
+        return self.entries[: self.n_target]
+
+    @property
+    def drafter(self) -> list[Any]:
+        return self.entries[self.n_target : -1]
+
+    @property
+    def pending(self) -> int:
+        """Rows the target holds and the drafter does not."""
+        return 0 if self.features is None else self.features.shape[1]
+
+    @classmethod
+    def read(cls, entries: list[Any]) -> PairCache:
+        """Read the list that `make` made, also after mlx-lm's save and load.
+
+        Raises:
+          CacheError: if the list is not one for a drafter and its target, or something else has moved its entries.
+        """
+        if not is_pair_cache(entries):
+            raise CacheError(
+                "expected a prompt cache for a target with a DFlash drafter; found one without a drafter's part. "
+                "Make it with dflash_mlx.make_prompt_cache(model, draft_model)."
+            )
+        ids, features, layout = entries[-1].cache
+        n_target, rows = layout[0, 2:].tolist()
+        pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
+        # An entry that the model does not use stays empty.
+        moved = [e for e in leaves(pair.target) if type(e) is not ArraysCache and e.offset not in (0, rows)]
+        if moved:
+            raise CacheError(
+                f"expected a prompt cache of {rows} rows; {type(moved[0]).__name__} holds {moved[0].offset}. "
+                "Only dflash_mlx may generate with or trim this cache: start a new one."
+            )
+        return pair
+
+    @classmethod
+    def make(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
+        """The flat list for empty target and drafter caches."""
+        entries = [*target, *drafter, ArraysCache(3)]
+        cls(entries, len(target), [], 0, None).write()
+        return entries
+
+    def write(self) -> None:
+        """Store ids, rows and pending features back into the list's last entry."""
+        state = self.entries[-1]
+        state[0] = mx.array([self.ids], dtype=mx.int32) if self.ids else None
+        state[1] = self.features
+        state[2] = mx.array([[_MAGIC, _VERSION, self.n_target, self.rows]], dtype=mx.int32)
+
+
+def is_pair_cache(entries: Sequence[Any]) -> bool:
+    """Whether the list was made by `PairCache.make` (its last entry says so)."""
+    last = entries[-1] if entries else None
+    if not isinstance(last, ArraysCache) or len(last.cache) != 3 or last.cache[2] is None:
+        return False
+    layout = last.cache[2]
+    return layout.dtype == mx.int32 and layout.shape == (1, 4) and layout[0, :2].tolist() == [_MAGIC, _VERSION]
+
+
+def can_trim_prompt_cache(entries: list[Any]) -> bool:
+    """Whether `trim_prompt_cache` can cut this list: mlx-lm's rule, for pair lists part by part."""
+    if is_pair_cache(entries):
+        entries = entries[:-1]
+    return all(entry.is_trimmable() for entry in entries)
+
+
+def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
+    """Cut the last `num_tokens` committed tokens off every part: mlx-lm's function, for pair lists too.
+
+    Returns: tokens cut; 0 if some entry cannot be cut (then nothing is).
+    """
+    if not entries or not can_trim_prompt_cache(entries):
+        return 0
+    if not is_pair_cache(entries):
+        return [entry.trim(num_tokens) for entry in entries][0]
+    pair = PairCache.read(entries)
+    num_tokens = min(num_tokens, len(pair.ids))
+    length = len(pair.ids) - num_tokens
+    held = pair.rows - pair.pending
+    if not _trim([*pair.target, *pair.drafter], length):
+        return 0
+    pair.ids, pair.rows = pair.ids[:length], min(pair.rows, length)
+    # What is left of the pending rows starts where the drafter's cache ends.
+    left = max(min(length, held + pair.pending) - held, 0)
+    pair.features = pair.features[:, :left] if left else None
+    pair.write()
+    return num_tokens
+
+
+def _trim(entries: Sequence[Any], length: int) -> bool:
+    """Cut entries that mlx-lm calls trimmable to `length` rows; False, and nothing is cut, where rows in front are gone."""
+    every = list(leaves(entries))
+    for entry in every:
+        # Attention starts at a chunk's first row: that must still be there.
+        if type(entry) is ChunkedKVCache and entry.offset > length:
+            if length // entry.chunk_size * entry.chunk_size < entry.start_position:
+                return False
+    for entry in every:
+        if entry.offset > length:
+            _CUT[type(entry)](entry, entry.offset - length)
+    return True

@@ -1,0 +1,1 @@
+"""Commands that measure and examine: bench and doctor."""

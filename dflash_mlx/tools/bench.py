@@ -1,0 +1,711 @@
+"""`dflash-mlx bench`: mlx-lm's own decoding and DFlash on the same prompts, in one process, by turns.
+
+A *cell* is (kind of prompt, temperature, tokens of context before the prompt). A *trial* goes once through all cells; in every
+cell both sides answer one prompt, and who begins changes from cell to cell and from trial to trial. Trial i takes prompt i of
+its kind, beginning again after the last one. What is measured so far is a whole record at any time.
+
+Times of a run: `ttft_s` from the call to the first token (prefill); `decode_s` from the first token to the last;
+`decode_tps` = (tokens - 1) / decode_s; `late_tps` the same after the first 64 tokens. Speed-up: DFlash's decode_tps over mlx-lm's
+in the same pair. The first run of each side
+in the process is kept apart as `cold`, and warm-up runs are not kept. At a temperature both sides draw with the same noise, keyed
+by seed and position, so their texts are equal too.
+
+Knows the public functions and `stats`. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import hashlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_flatten
+from mlx_lm.sample_utils import make_sampler
+
+from ..errors import DFlashError
+from ..generation import stream_generate
+from ..memory import machine_bytes
+from ..models.target import Target
+from ..sampling import KeyedSampler
+
+FORMAT = 1
+SIDES = ("mlx_lm", "dflash")
+# What of the environment changes the speed of both sides or of ours.
+SWITCHES = ("MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32", "DFLASH_MLX_KERNELS", "DFLASH_MLX_COMPILE")
+_WARM_UP_TOKENS = 64
+# Tokens after which the width rule should have settled.
+_EARLY = 64
+
+
+class BenchError(DFlashError, ValueError):
+    """Prompts or records that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the width rule choose.
+    hopeless: drafts that are never right.
+    """
+
+    kinds: tuple[str, ...] = ()
+    temps: tuple[float, ...] = (0.0, 1.0)
+    contexts: tuple[int, ...] = (0,)
+    max_tokens: int = 128
+    trials: int = 3
+    block_size: int | None = None
+    seed: int = 0
+    hopeless: bool = False
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts by kind, and what the text before a prompt of a long context is made of."""
+
+    source: str
+    kinds: Mapping[str, Sequence[str]]
+    before: Mapping[str, Any]
+
+    def text(self, kind: str, number: int) -> str:
+        return self.kinds[kind][number % len(self.kinds[kind])]
+
+    def filler(self, tokens: int, count: Callable[[str], int], seed: int) -> str:
+        """About `tokens` tokens of text, the same for a seed everywhere; `count` says how many tokens a text has."""
+        rng, parts, left = random.Random(seed), [self.before["opening"]], tokens
+        while left > 0:
+            words = {name: rng.choice(values) for name, values in self.before["words"].items()}
+            line = Template(rng.choice(self.before["lines"])).substitute(words, n=rng.randint(2, 99), m=rng.randint(2, 12)) + "\n"
+            parts.append(line)
+            left -= count(line)
+        return "".join([*parts, self.before["closing"]])
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.kinds, self.before], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def builtin_prompts(chat: bool) -> Prompts:
+    """The package's own prompts: questions, or beginnings of Python source for a model without a chat template."""
+    name = "chat" if chat else "source"
+    raw = json.loads(resources.files("dflash_mlx").joinpath(f"prompts/{name}.json").read_text(encoding="utf-8"))
+    return Prompts(f"built-in {name}", raw["kinds"], raw["before"])
+
+
+def read_prompts(path: str, chat: bool) -> Prompts:
+    """A user's file: JSON lines {"prompt": ..., "kind": ...}, kind optional, or one plain prompt a line.
+
+    Raises:
+      BenchError: the file holds no prompt, or a line of it is JSON without one.
+    """
+    kinds: dict[str, list[str]] = {}
+    for number, line in enumerate(Path(path).expanduser().read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        one = {"prompt": line}
+        if line.lstrip().startswith("{"):
+            try:
+                one = json.loads(line)
+            except ValueError as error:
+                raise BenchError(f"expected JSON in line {number} of {path}; found {error}. Correct it.") from None
+        text, kind = one.get("prompt"), one.get("kind", "own")
+        if not isinstance(text, str) or not text or not isinstance(kind, str):
+            raise BenchError(f'expected {{"prompt": TEXT, "kind": NAME}} in line {number} of {path}; found {line[:60]!r}.')
+        kinds.setdefault(kind, []).append(text)
+    if not kinds:
+        raise BenchError(f"expected prompts in {path}; found none. Write one a line.")
+    return Prompts(str(path), kinds, builtin_prompts(chat).before)
+
+
+class Bench:
+    """Runs a plan over one pair into `record`, which holds plain values only.
+
+    Args:
+      names: what the user called target and drafter.
+      say: told one line now and then. keep: given the record after every trial.
+      max_seconds: no pair begins that would end later, counted from `go`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: nn.Module,
+        plan: Plan,
+        prompts: Prompts | None = None,
+        names: tuple[str, str] = ("", ""),
+        say: Callable[[str], None] = lambda text: None,
+        keep: Callable[[dict], None] = lambda record: None,
+        max_seconds: float | None = None,
+    ):
+        self.model, self.tokenizer, self.drafter, self.plan = model, tokenizer, drafter, plan
+        self.prompts = prompts or builtin_prompts(tokenizer.has_chat_template)
+        self.say, self.keep, self.max_seconds = say, keep, max_seconds
+        if plan.hopeless:
+            make_hopeless(drafter)
+        unknown = [kind for kind in plan.kinds if kind not in self.prompts.kinds]
+        if unknown:
+            raise BenchError(
+                f"expected kinds among {', '.join(self.prompts.kinds)}, those of the prompts ({self.prompts.source}); found "
+                f"{', '.join(unknown)}."
+            )
+        kinds = plan.kinds or tuple(self.prompts.kinds)
+        self.cells = [(kind, temp, context) for context in plan.contexts for temp in plan.temps for kind in kinds]
+        self._fillers: dict[tuple[int, int], str] = {}
+        self.record: dict[str, Any] = {
+            "what": "dflash-mlx bench",
+            "format": FORMAT,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+            "model": names[0],
+            "draft_model": names[1],
+            "drafter_sha256": drafter and drafter.digest(),
+            "weights": weights_of(model),
+            "settings": json.loads(json.dumps(asdict(plan)))
+            | {"kinds": list(kinds), "prompts": self.prompts.source, "digest": self.prompts.digest()},
+            "cold": {},
+            "warm_up_s": None,
+            "runs": [],
+            "ended": "unfinished",
+        }
+
+    def go(self) -> dict[str, Any]:
+        """Cold runs, warm-up, all trials. Ctrl-C and `max_seconds` end it early; `ended` says how it ended."""
+        record, began, longest = self.record, time.perf_counter(), 0.0
+        try:
+            self._warm_up()
+            self.say(f"Warm after {record['warm_up_s']:.0f} s; {len(self.cells)} cells, {self.plan.trials} trials.")
+            warm = time.perf_counter()
+            for trial in range(self.plan.trials):
+                for i, cell in enumerate(self.cells):
+                    start = time.perf_counter()
+                    if self.max_seconds is not None and start - began + longest > self.max_seconds:
+                        record["ended"] = "out of time"
+                        return record
+                    record["runs"].append(self._pair(cell, trial, first=SIDES[(trial + i) % 2]))
+                    longest = max(longest, time.perf_counter() - start)
+                if trial == 0 and self.plan.trials > 1:
+                    left = (time.perf_counter() - warm) * (self.plan.trials - 1)
+                    self.say(f"One trial of {self.plan.trials} done; about {left:.0f} s left. Ctrl-C keeps what is measured.")
+                self.keep(record)
+            record["ended"] = "complete"
+        except KeyboardInterrupt:
+            record["ended"] = "interrupted"
+        finally:
+            record["kernels"] = kernels()
+            record["summary"] = summarise(record["runs"])
+            self.keep(record)
+        return record
+
+    def _warm_up(self) -> None:
+        """The first run of each side goes into `cold`; then one short run of each side for every context and temperature."""
+        began = time.perf_counter()
+        for side in SIDES:
+            self.record["cold"][side] = self._run(side, self.cells[0], 0)[0]
+        seen = set()
+        for kind, temp, context in self.cells:
+            if (temp, context) not in seen:
+                seen.add((temp, context))
+                for side in SIDES:
+                    self._run(side, (kind, temp, context), 0, min(self.plan.max_tokens, _WARM_UP_TOKENS))
+        self.record["warm_up_s"] = time.perf_counter() - began
+
+    def ids(self, cell: tuple[str, float, int], trial: int) -> list[int]:
+        """The prompt of a cell in a trial, through the chat template where there is one."""
+        kind, _, context = cell
+        text = self.prompts.text(kind, trial)
+        if context:
+            if (context, trial) not in self._fillers:
+                filler = self.prompts.filler(context, lambda line: len(self.tokenizer.encode(line)), self.plan.seed + trial)
+                self._fillers[context, trial] = filler
+            text = self._fillers[context, trial] + text
+        if not self.tokenizer.has_chat_template:
+            return list(self.tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    def _responses(self, side: str, ids: list[int], temp: float, seed: int, max_tokens: int) -> Iterator[Any]:
+        sampler = make_sampler(temp) if temp >= 1e-5 else None
+        if side == "dflash":
+            options = {"draft_model": self.drafter, "block_size": self.plan.block_size, "seed": seed}
+            return stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, sampler=sampler, **options)
+        keyed = KeyedSampler(sampler, seed, len(ids)) if sampler else None
+        return mlx_lm.stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, sampler=keyed)
+
+    def _run(
+        self, side: str, cell: tuple[str, float, int], trial: int, max_tokens: int | None = None
+    ) -> tuple[dict[str, Any], list[int]]:
+        """One answer: its figures, and its token ids."""
+        ids = self.ids(cell, trial)
+        return timed(self._responses(side, ids, cell[1], self.plan.seed + trial, max_tokens or self.plan.max_tokens), len(ids))
+
+    def _pair(self, cell: tuple[str, float, int], trial: int, first: str) -> dict[str, Any]:
+        """Both sides once, and whether they said the same."""
+        done = {side: self._run(side, cell, trial) for side in sorted(SIDES, key=lambda side: side != first)}
+        plain, ours = (done[side][1] for side in SIDES)
+        at = first_difference(plain, ours)
+        pair = {
+            **dict(zip(("kind", "temp", "context"), cell, strict=True)),
+            "trial": trial,
+            "first": first,
+            **{side: done[side][0] for side in SIDES},
+            "speedup": _ratio(done["dflash"][0]["decode_tps"], done["mlx_lm"][0]["decode_tps"]),
+            "late_speedup": _ratio(done["dflash"][0]["late_tps"], done["mlx_lm"][0]["late_tps"]),
+            "differs_at": at,
+            "loops": loops(plain),
+        }
+        if at is not None and cell[1] == 0 and at < min(len(plain), len(ours)):
+            pair["margin"] = margin(self.model, [*self.ids(cell, trial), *plain[:at]], plain[at], ours[at])
+        return pair
+
+
+def timed(responses: Iterator[Any], prompt_tokens: int) -> tuple[dict[str, Any], list[int]]:
+    """Drain one run of mlx-lm's or our `stream_generate`: its figures, as the module's docstring defines them, and its ids."""
+    gc.collect()
+    mx.reset_peak_memory()
+    tokens, last, first, early = [], None, 0.0, 0.0
+    began = time.perf_counter()
+    for last in responses:
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(last.token)
+        if len(tokens) == _EARLY:
+            early = time.perf_counter()
+    ended = time.perf_counter()
+    decode_s, late = ended - first, len(tokens) - _EARLY
+    figures = {
+        "prompt_tokens": prompt_tokens,
+        "tokens": len(tokens),
+        "finish_reason": last.finish_reason,
+        "ttft_s": first - began,
+        "decode_s": decode_s,
+        "decode_tps": (len(tokens) - 1) / decode_s if len(tokens) > 1 else None,
+        "late_tps": late / (ended - early) if late > 0 else None,
+        "peak_memory_gb": mx.get_peak_memory() / 1e9,
+    }
+    if stats := getattr(last, "stats", None):
+        figures |= acceptance(stats)
+    return figures, tokens
+
+
+def make_hopeless(drafter: nn.Module) -> None:
+    """Let a drafter run as it does and propose other tokens than it would: what speculation costs where it never pays."""
+
+    class Hopeless(type(drafter)):
+        def choose(self, hidden, anchor):
+            ids, sure = super().choose(hidden, anchor)
+            return mx.where(ids == 0, ids + 1, ids - 1), sure
+
+    drafter.__class__ = Hopeless
+
+
+def acceptance(stats: Any) -> dict[str, Any]:
+    """Of a run's stats what a record keeps: tau, rounds by width, accepted tokens and source, seconds, the rule's reason."""
+    accepted = Counter(r.accepted for r in stats.rounds if r.width)
+    return {
+        "tau": stats.tau,
+        "rounds": stats.n_rounds,
+        "drafting_rounds": stats.n_drafting,
+        "committed": stats.n_committed,
+        "widths": {str(width): n for width, n in sorted(stats.widths.items())},
+        "peeked": {str(width): n for width, n in sorted(stats.peeked.items())},
+        "accepted": {str(count): n for count, n in sorted(accepted.items())},
+        "sources": stats.sources,
+        "seconds": dict(stats.seconds),
+        "width_reason": stats.width_reason,
+    }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token at which two answers differ, the shorter one's length if it is the other's beginning; or None."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if at == len(a) == len(b) else at
+
+
+def margin(model: nn.Module, text: Sequence[int], one: int, other: int) -> float:
+    """By how many nats one pass over `text` finds the likelier of two tokens likelier: small means a near tie."""
+    target = Target(model)
+    hidden, _ = target(mx.array([list(text)]))
+    logits = target.head(hidden[:, -1:])[0, 0].astype(mx.float32)
+    return abs((logits[one] - logits[other]).item())
+
+
+def loops(tokens: Sequence[int], longest: int = 64, least: int = 24) -> bool:
+    """Whether an answer ends by repeating itself: its last tokens, three periods and `least` at least, have a short period."""
+    for period in range(1, longest + 1):
+        n = max(3 * period, least)
+        if n > len(tokens):
+            return False
+        tail = tokens[-n:]
+        if all(x == y for x, y in zip(tail, tail[period:], strict=False)):
+            return True
+    return False
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+# What the record says of the place it was made in.
+
+
+def machine() -> dict[str, Any]:
+    """Chip, memory, system, and how busy the machine is with other things."""
+    gpu = mx.default_device() != mx.cpu
+    return {
+        "chip": (mx.device_info().get("device_name") if gpu else None) or _cpu(),
+        "device": "gpu" if gpu else "cpu",
+        "memory_gb": round(machine_bytes() / 1e9, 1),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def _cpu() -> str:
+    """The processor's own name."""
+    if sys.platform == "darwin":
+        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return done.stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes; with the commit where the package lies in a checkout."""
+    from ..conversion.report import versions as installed
+
+    found, root = installed(), Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        git = ["git", "-C", str(root)]
+        try:
+            commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+            changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+        except OSError:
+            return found
+        if commit:
+            found["commit"] = commit[:12] + (" and changes" if changed else "")
+    return found
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """How the target's weights lie in memory: bits of its quantized layers ([] if none), type of activations, size."""
+    quantized = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
+    dtype = Target(model).embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
+    return {
+        "bits": sorted({m.bits for m in quantized}),
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "gb": float(f"{sum(a.nbytes for _, a in tree_flatten(model.parameters())) / 1e9:.3g}"),
+    }
+
+
+def kernels() -> dict[str, Any]:
+    """What the user asked of our kernels, and this machine's verdict on each shape that was tried."""
+    from ..kernels import autotune as choice
+
+    asked = choice.asked()
+    return {
+        "asked": asked if isinstance(asked, str) else sorted(asked),
+        "verdicts": [asdict(verdict) for verdict in choice.verdicts()],
+    }
+
+
+# From pairs to figures.
+
+
+def summarise(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a cell, in the order of the runs, then one for all kinds of each (temperature, context).
+
+    Medians over trials; `low` and `high` are the least and the largest speed-up; tau and mean width are over all rounds. `all`:
+    geometric mean of the kinds' speed-ups, lowest and highest kind.
+    """
+    groups: dict[tuple, list] = {}
+    for run in runs:
+        groups.setdefault((run["kind"], run["temp"], run["context"]), []).append(run)
+    rows = [row for (kind, temp, context), group in groups.items() if (row := _row(kind, temp, context, group))]
+    for temp, context in dict.fromkeys((row["temp"], row["context"]) for row in rows):
+        of = [row for row in rows if (row["temp"], row["context"]) == (temp, context)]
+        ups, taus = [row["speedup"] for row in of], [row["tau"] for row in of if row["tau"]]
+        if len(of) > 1:
+            rows.append(
+                {"kind": "all", "temp": temp, "context": context, "pairs": sum(row["pairs"] for row in of)}
+                | {"speedup": statistics.geometric_mean(ups), "low": min(ups), "high": max(ups)}
+                | {"tau": statistics.fmean(taus) if taus else None}
+                | {name: sum(row[name] for row in of) for name in ("equal", "loops")}
+            )
+    return rows
+
+
+def _row(kind: str, temp: float, context: int, runs: list[Mapping[str, Any]]) -> dict[str, Any] | None:
+    timed = [run for run in runs if run["speedup"]]
+    if not timed:
+        return None
+    ups, ours = [run["speedup"] for run in timed], [run["dflash"] for run in runs]
+    widths: Counter = Counter()
+    for run in ours:
+        widths.update({int(width): n for width, n in run["widths"].items()})
+    rounds, drafting = sum(widths.values()), sum(run["drafting_rounds"] for run in ours)
+    median = {
+        f"{side}_{name}": statistics.median(run[side][name] for run in timed)
+        for side in SIDES
+        for name in ("ttft_s", "decode_tps")
+    }
+    return {
+        "kind": kind,
+        "temp": temp,
+        "context": context,
+        "pairs": len(timed),
+        "speedup": statistics.median(ups),
+        "low": min(ups),
+        "high": max(ups),
+        "tau": sum(run["committed"] for run in ours) / drafting if drafting else None,
+        "mean_width": sum(width * n for width, n in widths.items()) / rounds if rounds else 0.0,
+        "plain_rounds": widths[0] / rounds if rounds else 0.0,
+        "copied_rounds": sum(run["sources"]["copy"]["rounds"] for run in ours) / rounds if rounds else 0.0,
+        "prompt_tokens": statistics.median(run["mlx_lm"]["prompt_tokens"] for run in runs),
+        **median,
+        **{f"{side}_memory_gb": max(run[side]["peak_memory_gb"] for run in runs) for side in SIDES},
+        "equal": sum(run["differs_at"] is None for run in runs),
+        "loops": sum(run["loops"] for run in runs),
+    }
+
+
+def header(record: Mapping[str, Any]) -> str:
+    """Where a record was made, and of what."""
+    m, w, v = record["machine"], record["weights"], record["versions"]
+    bits = f"{'/'.join(map(str, w['bits']))} bit, " if w["bits"] else ""
+    packages = ", ".join(f"{name} {version}" for name, version in v.items() if name != "commit")
+    return (
+        f"{record['model']} ({bits}{w['dtype']}, {w['gb']:g} GB) with {record['draft_model']} on {m['chip']}, "
+        f"{m['memory_gb']:g} GB, {m['system']}, {record['date'][:10]}\n"
+        f"{packages}{', commit ' + v['commit'] if 'commit' in v else ''}; load before: {m['load'][0]:g} on {m['cores']} cores"
+    )
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """A record for people."""
+    head = [
+        "kind",
+        "T",
+        "context",
+        "mlx-lm",
+        "DFlash",
+        "speed-up",
+        "tau",
+        "width",
+        "copied",
+        "first token, s",
+        "memory, GB",
+        "same text",
+    ]
+    lines = [head]
+    for row in record["summary"]:
+        of = [run for run in record["runs"] if row["kind"] in (run["kind"], "all") and _same_cell(run, row)]
+        equal = f"{row['equal']}/{len(of)}" + (f", {row['loops']} end in a loop" if row["loops"] else "")
+        up, tau = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})", f"{row['tau']:.2f}" if row["tau"] else "-"
+        if row["kind"] == "all":
+            lines.append(["all", f"{row['temp']:g}", str(row["context"]), "", "", up, tau, "", "", "", "", equal])
+            continue
+        lines.append(
+            [
+                *(row["kind"], f"{row['temp']:g}", f"{row['prompt_tokens']:g}"),
+                *(f"{row[f'{side}_decode_tps']:.1f}" for side in SIDES),
+                *(up, tau, f"{row['mean_width']:.1f}", f"{row['copied_rounds']:.0%}"),
+                " ".join(f"{row[f'{side}_ttft_s']:.3f}" for side in SIDES),
+                " ".join(f"{row[f'{side}_memory_gb']:.2f}" for side in SIDES),
+                equal,
+            ]
+        )
+    return "\n".join([header(record), "", *align(lines), "", *notes(record)])
+
+
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width each; the first and the last to the left, all others to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:-1], widths[1:-1], strict=True)), line[-1]]
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    return (run["temp"], run["context"]) == (row["temp"], row["context"])
+
+
+def notes(record: Mapping[str, Any]) -> list[str]:
+    """What the figures mean, how the run ended, cold figures, and every text that was not mlx-lm's."""
+    lines = [
+        "Tokens/s of decoding, first token to last; pairs run by turns; medians over trials (least-largest); all: the geometric "
+        "mean of the kinds.",
+        "tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens. width: drafted tokens "
+        "verified a round, zero included. copied: rounds whose drafts were copied from the text.",
+    ]
+    cold = record["cold"]
+    if all(side in cold for side in SIDES):
+        lines.append(
+            f"Cold (first run in the process, not counted above): first token after {cold['mlx_lm']['ttft_s']:.2f} s by mlx-lm, "
+            f"{cold['dflash']['ttft_s']:.2f} s by DFlash; decoding {cold['mlx_lm']['decode_s']:.2f} and "
+            f"{cold['dflash']['decode_s']:.2f} s."
+            + (f" Warm-up in all: {record['warm_up_s']:.1f} s." if record["warm_up_s"] else "")
+        )
+    late = [run["late_speedup"] for run in record["runs"] if run["late_speedup"]]
+    if late:
+        figures = f"{statistics.median(late):.2f} ({min(late):.2f}-{max(late):.2f})"
+        lines.append(f"After the first {_EARLY} tokens of an answer: {figures} times mlx-lm, median of {len(late)} pairs.")
+    timed = [run for run in record["runs"] if run["speedup"] and run["dflash"].get("rounds")]
+    costs = [(run["dflash"]["tokens"] - 1) / run["dflash"]["rounds"] / run["speedup"] for run in timed]
+    if costs:
+        figures = f"{statistics.median(costs):.2f} ({min(costs):.2f}-{max(costs):.2f})"
+        lines.append(f"A round, plain ones included, took {figures} of mlx-lm's steps, median of {len(costs)} pairs.")
+    if record["ended"] != "complete":
+        trials = record["settings"]["trials"]
+        lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")
+    reasons = Counter(run["dflash"]["width_reason"] for run in record["runs"] if run["dflash"]["width_reason"])
+    lines += [f"Widths in {n} of {len(record['runs'])} runs: {reason}" for reason, n in reasons.most_common(3)]
+    for run in record["runs"]:
+        if run["differs_at"] is not None:
+            near = f", {run['margin']:.3g} nats apart" if "margin" in run else ""
+            where = f"{run['kind']}, T {run['temp']:g}, context {run['context']}, trial {run['trial']}"
+            lines.append(f"Text differs from mlx-lm's at token {run['differs_at']}{near} ({where}).")
+    if faults(record):
+        lines.append("In float32 on a CPU that is a fault of this program: please report it.")
+    elif any(run["differs_at"] is not None for run in record["runs"]):
+        lines.append("A pass over many rows may round otherwise than a pass over one row and flip a near tie.")
+    return lines
+
+
+def faults(record: Mapping[str, Any]) -> int:
+    """Texts that differ where rounding cannot be the reason: float32 on a CPU."""
+    exact = record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
+    return sum(run["differs_at"] is not None for run in record["runs"]) if exact else 0
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """A record written by `dflash-mlx bench --out`.
+
+    Raises:
+      BenchError: the file is something else.
+    """
+    try:
+        record = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        known = (record["what"], record["format"]) == ("dflash-mlx bench", FORMAT)
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise BenchError(f"expected a record of dflash-mlx bench, format {FORMAT}; {path} is none. Make one with --out.")
+    return record
+
+
+def plan_of(record: Mapping[str, Any]) -> Plan:
+    """The plan that a record followed, to repeat it."""
+    settings = record["settings"]
+    values = {f.name: settings[f.name] for f in fields(Plan)}
+    return Plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Two records beside each other: what differs about them, then every cell that both have."""
+    lines = ["A: " + header(a), "B: " + header(b), ""]
+    pairs = [(f"settings {k}", a["settings"].get(k), b["settings"].get(k)) for k in a["settings"]]
+    pairs += [(f"weights {k}", a["weights"].get(k), b["weights"].get(k)) for k in a["weights"]]
+    pairs += [("drafter_sha256", *(record.get("drafter_sha256", "not recorded") for record in (a, b)))]
+    pairs += [(k, a["versions"].get(k), b["versions"].get(k)) for k in {**a["versions"], **b["versions"]}]
+    pairs += [("machine", a["machine"]["chip"], b["machine"]["chip"]), ("ended", a["ended"], b["ended"])]
+    lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y]
+    of_b = {(row["kind"], row["temp"], row["context"]): row for row in b["summary"]}
+    head = ["kind", "T", "context", "mlx-lm A", "B", "DFlash A", "B", "speed-up A", "B", "B/A", "tau A", "B"]
+    rows = [head]
+    for x in a["summary"]:
+        if y := of_b.get((x["kind"], x["temp"], x["context"])):
+            speeds = [f"{row[name]:.1f}" if (name := f"{side}_decode_tps") in row else "" for side in SIDES for row in (x, y)]
+            taus = [f"{row['tau']:.2f}" if row["tau"] else "-" for row in (x, y)]
+            ups = [f"{n:.2f}" for n in (x["speedup"], y["speedup"], y["speedup"] / x["speedup"])]
+            rows.append([x["kind"], f"{x['temp']:g}", str(x["context"]), *speeds, *ups, *taus])
+    lines += align(rows) if len(rows) > 1 else ["No cell is in both."]
+    return "\n".join(lines)
+
+
+def plot(record: Mapping[str, Any], path: str | Path) -> None:
+    """Speed-up by kind as a PNG: a bar for every temperature and context, whiskers from the least to the largest.
+
+    Raises:
+      BenchError: matplotlib is missing, or the record holds no figures.
+    """
+    figure, axes = _pyplot().subplots(figsize=(9, 4.5), layout="constrained")
+    rows = record["summary"]
+    if not rows:
+        raise BenchError("expected figures to plot; this record holds none. Let the benchmark run longer.")
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    series = list(dict.fromkeys((row["temp"], row["context"]) for row in rows))
+    bar = 0.8 / len(series)
+    for i, (temp, context) in enumerate(series):
+        of = {row["kind"]: row for row in rows if (row["temp"], row["context"]) == (temp, context)}
+        at = [kinds.index(kind) + (i - (len(series) - 1) / 2) * bar for kind in of]
+        ups = [row["speedup"] for row in of.values()]
+        spread = [
+            [up - row["low"] for up, row in zip(ups, of.values(), strict=True)],
+            [row["high"] - up for up, row in zip(ups, of.values(), strict=True)],
+        ]
+        label = f"T = {temp:g}" + (f", {context:,} tokens before" if context else "")
+        axes.bar(at, ups, bar * 0.92, yerr=spread, capsize=2, error_kw={"linewidth": 0.8}, label=label)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.set_ylabel("decoding, times mlx-lm")
+    axes.set_title(header(record).splitlines()[0], fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise BenchError("expected matplotlib for a plot; it is not installed. Run: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def check_plot() -> None:
+    """Find out before a long run whether `plot` will work at its end.
+
+    Raises:
+      BenchError: matplotlib is missing.
+    """
+    _pyplot()
+
+
+def write_record(record: Mapping[str, Any], path: str | Path) -> None:
+    """Write a record whole or not at all."""
+    path = Path(path).expanduser()
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, path)

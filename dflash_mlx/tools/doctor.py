@@ -1,0 +1,397 @@
+"""What `dflash-mlx doctor` finds out about a target, a drafter, or a pair, as one plain dict, and its rendering as text.
+
+Each step that fails adds its sentence to `faults` and the next independent step goes on; what looks odd and may be meant goes
+to `suspicions`. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
+
+from ..checkpoint import inspect_checkpoint
+from ..errors import DFlashError
+from ..generation import stream_generate
+from ..kernels import autotune as choice
+from ..loading import check_memory, default_dtype, load, load_drafter, weight_bytes
+from ..memory import machine_bytes, size_text
+from ..models.target import Target
+from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
+from ..pairs.published import stated_thinking
+from ..rollback import check_rollback, checkpoint, leaves, rollback
+from ..traced import compiled
+from ..verify import verify_block
+
+CONTEXTS = (4096, 32768, 131072)
+# Mean tokens a round of the built-in drafters on their own prompt; other drafters' cards state no number in a fixed place.
+_EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
+# A random drafter's: on average it accepts next to nothing.
+_RANDOM_TAU = 1.1
+_TOKENS = 32
+_PROBE_ROWS = 12
+
+
+def diagnose(
+    model: str | None,
+    draft_model: str | None,
+    dtype: mx.Dtype | None = None,
+    revision: str | None = None,
+    contexts: Sequence[int] = CONTEXTS,
+) -> dict[str, Any]:
+    """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
+
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, replays, faults,
+    suspicions.
+    """
+    dtype = dtype or default_dtype()
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "machine": {"device": str(mx.default_device()), "memory_gb": machine_bytes() / 1e9},
+        "faults": [],
+        "suspicions": [],
+    }
+    faults, suspicions = report["faults"], report["suspicions"]
+    lm = tokenizer = draft = None
+    if draft_model:
+        report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision))
+        if unread := (report["drafter"] or {}).get("unread"):
+            suspicions.append(f"dflash_config has keys that nothing here reads: {', '.join(unread)}")
+    if model:
+        weights = _attempt(faults, lambda: _read_weights(model, dtype, revision))
+        if weights:
+            lm, tokenizer = _attempt(faults, lambda: load(model, dtype=dtype, revision=revision)) or (None, None)
+        if lm is not None:
+            report["target"] = _attempt(faults, lambda: {**weights, **_describe_target(lm)})
+    if lm is not None and report.get("drafter"):
+        draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision))
+    if lm is not None and report.get("target"):
+        layers = draft.config.target_layer_ids if draft else (0,)
+        report["self_tests"] = _attempt(faults, lambda: _self_tests(lm, layers))
+        report["memory"] = _attempt(faults, lambda: _memory(report, lm, draft, contexts))
+        faults += [text for text in (report["self_tests"] or {}).values() if text.startswith("failed")]
+    if draft is not None:
+        _context(report, suspicions)
+        report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
+    # Last: what ran above may have tried some.
+    report["kernels"] = _attempt(faults, _kernels)
+    report["replays"] = _attempt(faults, lambda: _replays(draft))
+    return report
+
+
+def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
+    """A step's result; None, and its sentence among the faults, where it fails."""
+    try:
+        return step()
+    except (DFlashError, OSError, ValueError, RuntimeError) as error:
+        # Several steps may meet the same one.
+        if (text := " ".join(str(error).split())) not in faults:
+            faults.append(text)
+        return None
+
+
+def _versions() -> dict[str, str]:
+    from ..conversion.report import versions
+
+    return versions()
+
+
+def _kernels() -> dict[str, Any]:
+    """Which kernels may run, and what this machine has found about each at each shape."""
+    asked = choice.asked()
+    wanted = asked if isinstance(asked, str) else ",".join(sorted(asked))
+    return {"asked": wanted, "gpu": choice.has_gpu(), "verdicts": [asdict(verdict) for verdict in choice.verdicts()]}
+
+
+def _replays(draft: Any) -> dict[str, Any]:
+    """Whether passes may be replayed, and what came of it with this pair in this process."""
+    found = getattr(draft, "_replays", None) or ()
+    return {"asked": compiled.asked(), "here": compiled.may_replay(), "found": [replays.findings() for replays in found]}
+
+
+def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
+    path = builtin_path(model, "target") or model
+    found = inspect_checkpoint(path, revision=revision)
+    check_memory(found, dtype)
+    return {"name": model, "path": str(found.path), "files": found.kind, "weights_gb": weight_bytes(found, dtype) / 1e9}
+
+
+def _read_drafter(draft_model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
+    from ..conversion.drafters import read_drafter
+
+    checkpoint = inspect_checkpoint(builtin_path(draft_model, "drafter") or draft_model, revision=revision)
+    read = read_drafter(checkpoint)
+    raw, weights, config = read.raw, read.weights, read.config
+    stated = stated_thinking(draft_model, checkpoint.path, raw)
+    own = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "map of a reduced vocabulary": "d2t"}
+    return {
+        "name": draft_model,
+        "architecture": config.architecture or "DFlashDraftModel (unnamed)",
+        "read_from": {field: {"key": key, "value": _plain(_at(raw, key))} for field, key in config.read_from.items()},
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "layers": [
+            {"causal": causal, "window": window, "rope": rope.kind, "theta": rope.theta}
+            for causal, window, rope in zip(config.causal, config.windows, config.ropes, strict=True)
+        ],
+        "own": [what for what, name in own.items() if name in weights],
+        "quantization": _plain(config.quantization),
+        "unsupported": list(config.unsupported),
+        "unread": list(config.unread),
+        "trained_with_thinking": None if stated is None else {"setting": stated[0], "stated_by": stated[1]},
+        "weights_gb": weight_bytes(checkpoint, dtype) / 1e9,
+        "positions": config.max_position_embeddings,
+    }
+
+
+def _at(raw: Mapping[str, Any], key: str) -> Any:
+    value: Any = raw
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _describe_target(lm: Any) -> dict[str, Any]:
+    target = Target(lm)
+    cache = make_target_cache(lm)
+    check_rollback(cache, target.family)
+    kinds: dict[str, list[int]] = {}
+    for layer, entry in enumerate(cache):
+        kinds.setdefault("; ".join(_rolls_back(leaf) for leaf in leaves([entry])), []).append(layer)
+    types = {str(value.dtype).removeprefix("mlx.core.") for _, value in tree_flatten(lm.parameters())}
+    return {
+        "family": target.family,
+        "n_layers": len(target.layers),
+        "vocabulary_rows": target.vocabulary,
+        "activations": str(target.embed(mx.zeros((1, 1), dtype=mx.int32)).dtype).removeprefix("mlx.core."),
+        "number_types": sorted(types),
+        "positions": target.context_length,
+        "caches": kinds,
+    }
+
+
+def _rolls_back(entry: Any) -> str:
+    name = type(entry).__name__
+    if type(entry) is ArraysCache:
+        return f"{name}: put back, then the kept rows are replayed"
+    if type(entry) is RotatingKVCache:
+        kept = f", first {entry.keep} kept" if entry.keep else ""
+        return f"{name}: newest rows cut, window {entry.max_size}{kept}"
+    return f"{name}: rows cut"
+
+
+def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
+    """Sentences that begin with "passed" or "failed": the target computes with numbers, taps change nothing, and a rolled-back
+    block is as if never run."""
+    target = Target(lm, layers)
+    ids = [(i * 37 + 11) % target.vocabulary for i in range(2 * _PROBE_ROWS)]
+    cache = make_target_cache(lm)
+    hidden, _ = target(mx.array([ids]), cache)
+    if not mx.isfinite(target.head(hidden)).all().item():
+        found = str(hidden.dtype).removeprefix("mlx.core.")
+        return {
+            "numbers": f"failed: the target's own logits hold NaN or infinity in {found}: its weights are damaged, or overflow"
+        }
+    same = mx.array_equal(target.head(hidden), lm(mx.array([ids]), cache=make_target_cache(lm)), equal_nan=True).item()
+    tests = {"taps": f"{'passed' if same else 'failed'}: logits with taps on layers {list(layers)} are those without"}
+
+    # Half the rows one at a time; then the same after a block of wrong rows was taken back, and as one block.
+    known, tail = ids[:_PROBE_ROWS], ids[_PROBE_ROWS:]
+    single, blocks = make_target_cache(lm), make_target_cache(lm)
+    lm(mx.array([known]), cache=single)
+    alone = mx.concatenate([lm(mx.array([[token]]), cache=single) for token in tail], axis=1).astype(mx.float32)
+    target(mx.array([known]), blocks)
+    for block, keep in ((tail[:1] + known[:4], 1), (tail[1:], len(tail) - 1)):
+        point = checkpoint(blocks, _PROBE_ROWS + (keep > 1))
+        hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]]), blocks, point)
+        rollback(blocks, point, point.length + keep)
+    together = target.head(hidden).astype(mx.float32)
+    difference = mx.abs(together - alone[:, 1:]).max().item() / max(mx.abs(alone).max().item(), 1e-9)
+    # Rounding of the type with room; a wrong row is of the order of 1.
+    passed = math.isfinite(difference) and difference < (1e-3 if hidden.dtype == mx.float32 else 0.1)
+    tests["rollback"] = (
+        f"{'passed' if passed else 'failed'}: after a block was taken back the logits differ from single rows' by "
+        f"{difference:.1e} of the largest"
+    )
+    agree = mx.mean(mx.argmax(together, -1) == mx.argmax(alone[:, 1:], -1)).item()
+    tests["rows"] = (
+        "passed: many rows at once give single rows' logits bit for bit"
+        if difference == 0
+        else f"passed: many rows at once round otherwise than single rows; top tokens agree in {100 * agree:.0f} %"
+    )
+    return tests
+
+
+def _memory(report: dict[str, Any], lm: Any, draft: Any, contexts: Sequence[int]) -> dict[str, Any]:
+    """GB at given context lengths, from what each entry takes after a few real rows."""
+    rows, drafters = 8, []
+    cache = make_target_cache(lm)
+    lm(mx.zeros((1, rows), dtype=mx.int32), cache=cache)
+    if draft is not None:
+        drafters = draft.make_cache()
+        width = len(draft.config.target_layer_ids) * draft.config.target_hidden_size
+        draft.inject(mx.zeros((1, rows, width), dtype=draft.norm.weight.dtype), drafters, 0)
+    entries = list(leaves([*cache, *drafters]))
+    mx.eval([entry.state for entry in entries])
+    weights = report["target"]["weights_gb"] + ((report.get("drafter") or {}).get("weights_gb", 0.0) if draft else 0.0)
+
+    def at(context: int) -> float:
+        total = 0
+        for entry in entries:
+            if type(entry) is ArraysCache:
+                total += entry.nbytes
+            elif entry.keys is not None:
+                held = entry.keys.shape[-2] if isinstance(entry.keys, mx.array) else entry.keys[0].shape[-2]
+                most = getattr(entry, "max_size", None) or getattr(entry, "chunk_size", None) or context
+                total += entry.nbytes / held * min(context, most)
+        return total / 1e9
+
+    have = report["machine"]["memory_gb"]
+    table = {context: weights + at(context) for context in contexts}
+    report["suspicions"] += [
+        f"{needed:.1f} GB at {context} tokens is more than this machine's {have:.1f} GB"
+        for context, needed in table.items()
+        if needed > have and context <= (report["target"]["positions"] or context)
+    ]
+    return {"weights_gb": weights, "total_gb": {str(context): needed for context, needed in table.items()}}
+
+
+def _context(report: dict[str, Any], suspicions: list[str]) -> None:
+    ours, theirs = report["drafter"]["positions"], (report.get("target") or {}).get("positions")
+    if ours and theirs and ours < theirs:
+        suspicions.append(f"the drafter was made for {ours} positions, the target for {theirs}: beyond the first it drafts badly")
+
+
+def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: list[str]) -> dict[str, Any]:
+    """32 tokens with the drafter and 32 without: tau, and whether the ids are the same."""
+    builtin = BUILTIN_PAIRS.get(model)
+    text = builtin.prompt if builtin else "Write a Python function that returns the n-th Fibonacci number."
+    prompt: Any = [1, 2, 3, 4]
+    try:
+        prompt = list(tokenizer.encode(text))
+        if tokenizer.has_chat_template:
+            # As the drafter was trained, where that is stated.
+            extra = {"enable_thinking": draft.stated_thinking[0]} if draft.stated_thinking else {}
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **extra)
+    except (AttributeError, NotImplementedError, DFlashError):
+        text = "token ids 1 2 3 4: this target has no tokenizer"
+    # Every round drafts: acceptance is to be seen, whether it pays here or not.
+    got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size))
+    plain = [r.token for r in stream_generate(lm, tokenizer, prompt, _TOKENS)]
+    stats, expected = got[-1].stats, _EXPECTED_TAU.get(model)
+    same = [r.token for r in got] == plain
+    if not same:
+        suspicions.append(
+            "the ids with the drafter are not plain decoding's: on a GPU a near tie may turn, on a CPU it is a fault"
+        )
+    if stats.tau is not None and stats.tau < (0.9 * expected if expected else _RANDOM_TAU):
+        suspicions.append(
+            f"tau {stats.tau:.2f} over {stats.n_drafting} rounds is what a drafter for another target gives"
+            + (f"; {expected:.1f} is expected" if expected else "")
+            + ": check taps, mask token, RoPE and the number type above"
+        )
+    return {
+        "prompt": text,
+        "tokens": len(got),
+        "tau": stats.tau,
+        "expected_tau": expected,
+        "acceptance_lengths": stats.acceptance_lengths,
+        "ids_equal_plain_decoding": same,
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as lines for a terminal."""
+    lines = [
+        "versions    " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        f"machine     {report['machine']['device']}, {report['machine']['memory_gb']:.1f} GB",
+    ]
+    if target := report.get("target"):
+        lines += [
+            f"target      {target['name']}: {target['family']}, {target['n_layers']} layers, "
+            f"{size_text(1e9 * target['weights_gb'])}",
+            f"            activations {target['activations']}, weights {', '.join(target['number_types'])}, "
+            f"{target['vocabulary_rows']} embedding rows, {target['positions'] or 'no stated number of'} positions",
+        ]
+        lines += [f"  caches    {kind}: entries {_ranges(layers)}" for kind, layers in target["caches"].items()]
+    if drafter := report.get("drafter"):
+        lines += [
+            f"drafter     {drafter['name']}: {drafter['architecture']}, {size_text(1e9 * drafter['weights_gb'])}, "
+            f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, taps {drafter['target_layer_ids']}",
+            f"            own: {', '.join(drafter['own']) or 'nothing (embedding and head are the target' + chr(39) + 's)'}",
+        ]
+        if stated := drafter["trained_with_thinking"]:
+            lines.append(f"            trained {'with' if stated['setting'] else 'without'} thinking, says {stated['stated_by']}")
+        lines += [
+            f"  layer {i}   {'causal' if layer['causal'] else 'bidirectional'} in the block, window {layer['window'] or 'none'}, "
+            f"RoPE {layer['rope']} base {layer['theta']:g}"
+            for i, layer in enumerate(drafter["layers"])
+        ]
+        lines += [f"  key       {field} = {read['value']!r} from {read['key']}" for field, read in drafter["read_from"].items()]
+    if memory := report.get("memory"):
+        sizes = ", ".join(f"{size_text(1e9 * needed)} at {context}" for context, needed in memory["total_gb"].items())
+        lines.append(f"memory      weights {size_text(1e9 * memory['weights_gb'])}; in all {sizes} tokens")
+    lines += [f"self-test   {name}: {result}" for name, result in (report.get("self_tests") or {}).items()]
+    if acceptance := report.get("acceptance"):
+        expected = acceptance["expected_tau"]
+        tau = "unknown" if acceptance["tau"] is None else f"{acceptance['tau']:.2f}"
+        lines.append(
+            f"acceptance  tau {tau} over {acceptance['tokens']} tokens "
+            f"(mean of accepted + 1 a round; {f'{expected:.1f} expected' if expected else 'no expected number is known'}); "
+            f"ids {'equal' if acceptance['ids_equal_plain_decoding'] else 'DIFFER FROM'} plain decoding's"
+        )
+    if kernels := report.get("kernels"):
+        lines += _kernel_lines(kernels)
+    if replays := report.get("replays"):
+        lines += _replay_lines(replays)
+    lines += [f"suspicion   {text}" for text in report["suspicions"]]
+    lines += [f"fault       {text}" for text in report["faults"]]
+    return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()
+
+
+def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
+    """One line a verdict; how to decide otherwise, which matters only where there is a GPU."""
+    if not kernels["gpu"]:
+        return ["kernels     none without a GPU that MLX sees"]
+    lines = [
+        f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{v['kernel']} {v['shape']}: {v['reason']}"
+        for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
+    ]
+    return [f"kernels     {choice.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
+
+
+def _replay_lines(replays: Mapping[str, Any]) -> list[str]:
+    """One line for each of the two models."""
+    if not replays["here"]:
+        why = f"{compiled.VARIABLE} is off" if replays["asked"] == "off" else "unasked on CUDA alone"
+        return [f"replays     none: {why}"]
+    lines = [f"replays     {compiled.VARIABLE} {replays['asked']}"]
+    for found in replays["found"]:
+        widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
+        text = f"none: {found['refused']}" if found["refused"] else f"{found['passes']} passes{f'; {widths}' if widths else ''}"
+        lines.append(f"  {found['name']}: {text}")
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,1 @@
+"""Passes put together once and run again, where a trial on this machine finds that faster."""

@@ -1,0 +1,336 @@
+"""The command line as a user meets it: separate processes, exit codes, and which stream carries what."""
+
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from kit import with_template
+
+import dflash_mlx
+from dflash_mlx.cli import app as cli
+from dflash_mlx.version import __version__
+
+DATA = Path(__file__).parents[1] / "data"
+TARGET = str(Path(dflash_mlx.__file__).parent / "pairs/tiny/target")
+COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
+TINY = ["--model", "tiny", "--draft-model", "tiny"]
+
+
+def run(*args: str, stdin: str | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})}
+    )
+
+
+def test_help_answers_within_0_3_seconds():
+    """Processor time, the least of five: unlike the wall clock it does not count what else this machine is doing."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    times = []
+    for _ in range(5):
+        began = spent()
+        done = run("-h")
+        times.append(spent() - began)
+    assert done.returncode == 0 and "generate" in done.stdout
+    assert min(times) < 0.3, times
+
+
+def test_version_is_the_packages():
+    assert run("--version").stdout.strip() == f"dflash-mlx {__version__}"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("variable", ["DFLASH_MLX_COMPILE", "DFLASH_MLX_KERNELS"])
+def test_a_switch_that_is_not_known_is_said_before_anything_is_loaded(command, variable):
+    more = ["-p", "Hi"] if command == "generate" else []
+    done = run(command, "--model", "/nowhere", *more, stdin="", env={variable: "perhaps"})
+    assert done.returncode == 1 and not done.stdout
+    assert re.fullmatch(rf"Error: expected {variable} to be off, .*; found '?perhaps'?. Correct the variable.\n", done.stderr)
+
+
+def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance():
+    done = run("generate", *TINY, "-m", "24")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    # Whether it pays to draft, and how wide, is this machine's to say.
+    assert "Acceptance: " in done.stderr and "tau" in done.stderr and "Widths: " in done.stderr
+    assert "tau" not in done.stdout
+    forced = run("generate", *TINY, "-m", "24", "--block-size", "8")
+    assert forced.stdout == done.stdout
+    assert "tau " in forced.stderr and "accepted + 1" in forced.stderr and "Widths: " not in forced.stderr
+
+
+def test_json_says_which_widths_were_taken_and_why():
+    got = json.loads(run("generate", *TINY, "--json", "-m", "24").stdout)
+    assert {int(w): n for w, n in got["widths"].items()} == dict(Counter(r["width"] for r in got["rounds"]))
+    assert "one row here" in got["width_reason"] or "drafts verified" in got["width_reason"]
+    fixed = json.loads(run("generate", *TINY, "--json", "-m", "24", "--block-size", "3").stdout)
+    assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
+
+
+def test_where_peeks_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
+    figures = {"prompt_tokens": 2, "prompt_tps": 1.0, "generation_tokens": 3, "generation_tps": 1.0, "finish_reason": "stop"}
+    figures |= {"peak_memory_gb": 0.1, "tau": None, "widths": {0: 2}, "peeked": {0: 2}, "width_reason": None, "seed": None}
+    assert cli._figures(figures).endswith("Acceptance: no draft was verified, so there is no tau.")
+
+
+def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
+    asked, without, default = (
+        run("generate", *TINY, "--raw", "--json", "-m", "120", "-p", "import os\n", "--block-size", "8", *extra)
+        for extra in (["--copy"], ["--no-copy"], [])
+    )
+    got, plain = json.loads(asked.stdout), json.loads(default.stdout)
+    copied = [r for r in got["rounds"] if r["source"] == "copy"]
+    assert len(copied) > 3 and got["sources"]["copy"] == {"rounds": len(copied), "accepted": sum(r["accepted"] for r in copied)}
+    assert f"Copied from the text: {got['sources']['copy']['accepted']} tokens in {len(copied)} of these rounds." in asked.stderr
+    assert got["token_ids"] == plain["token_ids"] and plain["rounds"] == json.loads(without.stdout)["rounds"]
+    assert {r["source"] for r in plain["rounds"]} == {"drafter"} and "Copied" not in default.stderr
+
+
+@pytest.mark.parametrize("case", range(5))
+def test_generate_json_equals_the_reference_ids_and_rounds(case):
+    reference = json.loads((DATA / "generation.json").read_text())[case]
+    done = run("generate", *TINY, "--raw", "--json", "--block-size", "8", "-m", "128", "-p", reference["prompt"])
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert got["token_ids"] == reference["greedy_ids"]
+    known = reference["rounds"][:-1]
+    assert [{k: r[k] for k in known[0]} for r in got["rounds"][: len(known)]] == known
+    assert got["acceptance_lengths"][: len(known)] == [r["accepted"] + 1 for r in known]
+    assert got["tau"] == pytest.approx(sum(got["acceptance_lengths"]) / len(got["acceptance_lengths"]))
+    assert got["prompt_tokens"] == len(reference["prompt_ids"]) and got["generation_tokens"] == 128
+    assert got["finish_reason"] == "length" and set(got["seconds"]) == {"draft", "verify", "rollback", "host"}
+
+
+def test_json_of_plain_decoding_has_the_same_keys_and_no_acceptance():
+    plain = json.loads(run("generate", "--json", "--model", "tiny", "-p", "def test_", "-m", "8").stdout)
+    drafted = json.loads(run("generate", *TINY, "--json", "-p", "def test_", "-m", "8").stdout)
+    assert plain.keys() == drafted.keys()
+    assert plain["tau"] is None and plain["rounds"] == [] and plain["draft_model"] is None
+    assert plain["token_ids"] == drafted["token_ids"] and plain["text"] == drafted["text"]
+
+
+def test_models_lists_built_in_and_published_pairs_with_whole_names():
+    rows = json.loads(run("models", "--json").stdout)
+    assert {"tiny", "Qwen/Qwen3-8B"} <= {row["target"] for row in rows}
+    text = run("models").stdout
+    assert all(row["target"] in text and (row["draft_model"] or "") in text for row in rows)
+
+
+def test_auto_says_when_no_drafter_is_known():
+    done = run("generate", "--model", "nobody/nothing", "--draft-model", "auto", "-p", "x")
+    assert done.returncode == 1 and "expected a target with a known drafter" in done.stderr
+
+
+def test_a_target_without_a_drafter_decodes_plainly_and_says_so():
+    done = run("generate", "--model", "tiny", "-p", "x", "-m", "2")
+    assert done.returncode == 0 and "plain decoding" in done.stderr
+
+
+def test_the_prompt_comes_from_standard_input_unchanged():
+    piped = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "-", stdin="for i in range(\n")
+    given = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "for i in range(\n")
+    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+
+
+def test_standard_input_that_is_not_utf_8_is_refused():
+    done = subprocess.run([*COMMAND, "generate", *TINY, "-p", "-", "-m", "2"], input=b"a\xffb", capture_output=True, timeout=120)
+    assert done.returncode == 1 and b"expected UTF-8 text on standard input; found byte 0xff at 1" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_an_argument_that_is_not_utf_8_is_refused(option):
+    rest = ["-p", "x"] if option == "--system" else []
+    command = [*COMMAND, "generate", *TINY, *rest, option, b"a\xff\xfe", "-m", "2"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert f"Error: expected UTF-8 text for {option}; found byte 0xff at 1. Convert it first.\n".encode() == done.stderr
+
+
+def test_top_k_beyond_the_vocabulary_is_refused_before_anything_is_generated():
+    done = run("generate", *TINY, "-p", "x", "-m", "2", "--temp", "1", "--top-k", "1536")
+    assert done.returncode == 1 and not done.stdout
+    assert "Error: expected top_k below 1536, the target's vocabulary; found 1536." in done.stderr
+
+
+def test_a_target_that_is_not_there_is_not_said_to_decode_plainly():
+    for command in (["generate", "-p", "x"], ["chat"]):
+        done = run(*command, "--model", "./nope", stdin="")
+        assert done.returncode == 1 and "Error: " in done.stderr and "plain decoding" not in done.stderr, done.stderr
+
+
+def test_ctrl_c_before_a_command_has_begun_ends_quietly(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n")
+    command = [sys.executable, "-m", "dflash_mlx", "-h"]
+    done = subprocess.run(command, capture_output=True, timeout=20, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 130 and not done.stderr, done.stderr
+
+
+def test_the_installed_script_is_what_python_m_runs():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"dflash-mlx": "dflash_mlx.__main__:main"}
+
+
+def test_a_quantized_cache_gives_the_text_of_plain_decoding():
+    common = ["generate", "--json", "--model", "tiny", "-p", "def test_", "-m", "24", "--kv-bits", "8", "--kv-group-size", "32"]
+    drafted, plain = (json.loads(run(*common, *extra).stdout) for extra in (["--draft-model", "auto", "--block-size", "8"], []))
+    assert drafted["token_ids"] == plain["token_ids"] and drafted["tau"] > 1
+
+
+def test_a_block_beyond_the_drafters_own_is_said():
+    assert "trained for blocks of 8" in run("generate", *TINY, "-p", "def test_", "-m", "4", "--block-size", "9").stderr
+
+
+def test_the_prompt_comes_from_a_file_unchanged(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"for i in range(\r\n")
+    filed = run("generate", *TINY, "--raw", "--json", "-m", "12", "--prompt-file", str(tmp_path / "prompt.txt"))
+    given = run("generate", *TINY, "--raw", "--json", "-m", "12", "-p", "for i in range(\r\n")
+    assert json.loads(filed.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
+    done = run("generate", *TINY, "--prompt-file", str(tmp_path / "prompt.txt"))
+    assert done.returncode == 1 and "prompt.txt; found byte 0xe9 at 3" in done.stderr
+
+
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end():
+    common = ["generate", *TINY, "--raw", "--json", "-m", "24", "-p", "def test_"]
+    whole = json.loads(run(*common).stdout)
+    word = whole["text"][9:14]
+    cut = json.loads(run(*common, "--stop", "never there", "--stop", word).stdout)
+    assert cut["text"] == whole["text"][: whole["text"].index(word)] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])] and cut["generation_tokens"] < 24
+    assert len(cut["token_ids"]) == cut["generation_tokens"]
+
+
+def test_thinking_is_handed_to_the_chat_template(tmp_path):
+    path = with_template(tmp_path, "{{ enable_thinking }}|{% for m in messages %}{{ m.content }}{% endfor %}")
+    common = ["generate", "--model", path, "--json", "-m", "1", "-p", "x"]
+    counts = {
+        flag: json.loads(run(*common, *([flag] if flag else [])).stdout)["prompt_tokens"]
+        for flag in ("--thinking", "--no-thinking", "")
+    }
+    _, tokenizer = dflash_mlx.load(path)
+    assert counts["--thinking"] == len(tokenizer.encode("True|x"))
+    assert counts["--no-thinking"] == counts[""] == len(tokenizer.encode("False|x"))
+
+
+def test_the_same_seed_gives_the_same_text_with_a_drafter_and_without():
+    common = ["--json", "-p", "def test_", "-m", "24", "--temp", "0.9", "--top-k", "40", "--seed", "11", "--model", "tiny"]
+    plain = json.loads(run("generate", *common).stdout)["token_ids"]
+    for block in ("2", "8"):
+        drafted = run("generate", *common, "--draft-model", "auto", "--block-size", block)
+        assert json.loads(drafted.stdout)["token_ids"] == plain
+    other = [a if a != "11" else "12" for a in common]
+    assert json.loads(run("generate", *other).stdout)["token_ids"] != plain
+
+
+def test_a_sampled_answer_names_the_seed_that_repeats_it():
+    given = ["generate", *TINY, "--temp", "1", "-m", "12", "-p", "def test_"]
+    first = run(*given)
+    seed = re.search(r"^Seed: (\d+)$", first.stderr, re.M).group(1)
+    again = json.loads(run(*given, "--seed", seed, "--json").stdout)
+    assert again["text"] == first.stdout.rstrip("\n") and again["seed"] == int(seed)
+    assert "Seed" not in run("generate", *TINY, "-m", "2", "-p", "def test_").stderr
+
+
+def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
+    # Drafting is forced: a busy machine may find that it does not pay.
+    done = run("generate", *TINY, "-m", "24", "--show-drafts", "-p", "def test_", "--block-size", "8")
+    plain = run("generate", *TINY, "-m", "24", "-p", "def test_")
+    assert "[-" in done.stdout and "{+" in done.stdout
+    # Without the marks and what was rejected, the text is the answer itself.
+    text = re.sub(r"\[-.*?-\]", "", done.stdout, flags=re.S)
+    assert re.sub(r"\{\+(.*?)\+\}", r"\1", text, flags=re.S) == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["generate", "--draft-model", "tiny"], 2, "--model"),
+        (["generate", *TINY, "--top-p", "0.5"], 2, "temperature 0"),
+        (["generate", *TINY, "--json", "--show-drafts"], 2, "rounds"),
+        (["generate", *TINY, "-m", "0"], 2, "-1 for no limit"),
+        (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
+        (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
+        (["generate", *TINY, "--thinking", "-p", "hi"], 1, "chat template for --thinking"),
+        (["generate", *TINY, "--stop", "x", "--show-drafts"], 2, "--stop"),
+        (["generate", *TINY, "--stop", ""], 2, "needs a text"),
+        (["generate", *TINY, "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
+        (
+            ["generate", *TINY, "--prompt-file", "absent.txt"],
+            1,
+            "expected to use absent.txt; found: No such file or directory. Check the path.",
+        ),
+        (["generate", *TINY, "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
+        (["generate", *TINY, "--block-size", "0"], 2, "block-size"),
+        (["generate", *TINY, "--nonsense"], 2, "nonsense"),
+        (["generate", "--model", TARGET], 2, "-p"),
+        (["generate", "--model", "tiny", "-p", "x", "--show-drafts"], 1, "drafter"),
+        (["generate", "--model", "tiny", "-p", "x", "--block-size", "4"], 1, "drafter"),
+        (["generate", *TINY, "--kv-bits", "4", "-p", "x"], 1, "kv_bits"),
+        (["generate", *TINY, "--dtype", "float64", "-p", "x"], 2, "float64"),
+        (["generate", "--model", "tiny", "--draft-model", "no/such/folder", "-p", "x"], 1, "no/such/folder"),
+        (["generate", *TINY, "-p", ""], 2, "empty"),
+        (["generate", *TINY, "--kv-group-size", "32", "-p", "x"], 2, "--kv-bits"),
+        (["generate", *TINY, "--revision", "main", "-p", "x"], 1, "revision main"),
+        (["generate", "--model", TARGET, "--revision", "main", "-p", "x"], 1, "revision main"),
+        (["generate", *TINY, "--prefill-step-size", "0", "-p", "x"], 2, "prefill-step-size"),
+        (["generate", *TINY, "--seed", "-1", "--temp", "1", "-p", "x"], 1, "seed"),
+    ],
+)
+def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, message):
+    done = run(*args, env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    if code == 1:
+        assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_ends_the_answer_and_prints_what_there_is():
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *TINY, "--block-size", "8", "-m", "-1", "-p", "class Node:\n    def __init__(self, "],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in err and "tau" in err and "Traceback" not in err
+    assert out.endswith("\n")
+
+
+def test_a_closed_pipe_ends_quietly():
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *TINY, "-m", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=60) != 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_the_prompts_bar_knows_its_total_from_the_first_picture_on(monkeypatch):
+    from rich.console import Console
+
+    from dflash_mlx.cli.app import _prefill_progress
+
+    shown = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=shown, force_terminal=True, width=80))
+    with _prefill_progress() as progress:
+        progress(0, 700)
+    assert "0/700 tokens" in shown.getvalue() and "None" not in shown.getvalue()

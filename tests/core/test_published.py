@@ -1,0 +1,75 @@
+"""Which published drafter a target name leads to."""
+
+import json
+
+import pytest
+
+from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, stated_thinking
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("mlx-community/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("mlx-community/Qwen3-8B-MLX-8bit", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("Qwen/Qwen3-8B-AWQ", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("somewhere/Qwen3-4B-4bit-DWQ", "z-lab/Qwen3-4B-DFlash-b16"),
+        ("Qwen3-4B-Q4_K_M.gguf", "z-lab/Qwen3-4B-DFlash-b16"),
+        ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        ("mlx-community/Qwen3.6-35B-A3B-nvfp4", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+    ],
+)
+def test_any_packing_of_a_model_leads_to_its_drafter(name, drafter):
+    assert published_drafter(name).repo == drafter
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen3-80B", "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Llama-3.1-8B", "x/y", ""]
+)
+def test_another_model_of_a_similar_name_leads_nowhere(name):
+    assert published_drafter(name) is None
+
+
+def test_a_directory_is_known_by_what_it_was_made_from(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert published_drafter(str(tmp_path / "mine")) is None
+    (tmp_path / "mine" / "README.md").write_text("---\nbase_model:\n- Qwen/Qwen3-8B\ntags:\n- mlx\n---\n")
+    assert published_drafter(str(tmp_path / "mine")).target == "Qwen/Qwen3-8B"
+    (tmp_path / "mine" / "conversion.json").write_text(json.dumps({"source": {"path_or_repo": "/models/Qwen3-4B-bf16"}}))
+    assert published_drafter(str(tmp_path / "mine")).target == "Qwen/Qwen3-4B"
+
+
+def test_every_target_is_listed_once_under_its_base_name():
+    names = [base_name(entry.target) for entry in PUBLISHED]
+    assert len(set(names)) == len(names) and all("/" in entry.repo for entry in PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("card", "setting"),
+    [
+        ("This drafter was trained with thinking disabled (`enable_thinking=False`).", False),
+        ('extra_body={"chat_template_kwargs": {"enable_thinking": false}}', False),
+        ("Trained on non-thinking answers.", False),
+        ("tokenizer.apply_chat_template(messages, enable_thinking=True)", True),
+        ("enable_thinking=True is slower than enable_thinking=False", None),
+        ("A drafter.", None),
+    ],
+)
+def test_a_card_states_the_templates_setting_or_not(tmp_path, card, setting):
+    (tmp_path / "README.md").write_text(card)
+    assert stated_thinking("my-drafter", tmp_path, {}) == (None if setting is None else (setting, "its card"))
+
+
+def test_the_config_states_the_setting_before_the_card_and_the_list(tmp_path):
+    name = "z-lab/Qwen3-8B-DFlash-b16"
+    assert stated_thinking(name, tmp_path, {}) == (False, f"{name}'s card")
+    assert stated_thinking("z-lab/Qwen3.5-4B-DFlash", tmp_path, {}) is None
+    (tmp_path / "conversion.json").write_text(json.dumps({"source": {"path_or_repo": name}}))
+    assert stated_thinking("local", tmp_path, {}) == (False, f"{name}'s card")
+    (tmp_path / "README.md").write_text("Set enable_thinking=True.")
+    assert stated_thinking("local", tmp_path, {}) == (True, "its card")
+    assert stated_thinking("local", tmp_path, {"dflash_config": {"enable_thinking": False}}) == (False, "config.json")
+    assert stated_thinking("local", tmp_path, {"enable_thinking": False}) == (False, "config.json")

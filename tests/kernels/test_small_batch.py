@@ -1,0 +1,331 @@
+"""Products and attention of few rows by other operations of MLX's: what they compute, when they run, and whole generations."""
+
+import math
+import os
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import FAMILIES, OTHERS, family, known_drafter, some_line
+from kit import greedy_ids, rounds_of, run, tiny_drafter, tiny_target
+from mlx_lm.models.cache import make_prompt_cache
+
+import dflash_mlx
+from dflash_mlx import stream_generate
+from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import routing as layers
+from dflash_mlx.kernels import small_batch as few_rows
+from dflash_mlx.kernels.small_batch import folded_attention, folded_mask, row_products
+from dflash_mlx.models.target import Target
+from dflash_mlx.rollback import checkpoint, rollback
+from dflash_mlx.traced.compiled import prepare
+from dflash_mlx.verify import verify_block
+
+FORMS = {"row_products", "folded_attention"}
+
+
+@pytest.fixture
+def cuda(monkeypatch, tmp_path):
+    """As if the CPU were a CUDA GPU, on which both forms are faster; the names of those that ran, in their order."""
+    ran = []
+
+    def noted(name):
+        form = getattr(few_rows, name)
+        return lambda *args, **kwargs: ran.append(name) or form(*args, **kwargs)
+
+    for name in FORMS:
+        monkeypatch.setattr(few_rows, name, noted(name))
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_off", {})
+    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(few_rows, "TRIAL_KEYS", 40)
+    monkeypatch.setattr(few_rows, "TRIAL_BYTES", 1)
+    times = iter(range(10**6))
+    monkeypatch.setattr(
+        choice, "_medians_s", lambda *runs: [next(times) for _ in runs]
+    )  # stock is timed after ours: it takes longer
+    return ran
+
+
+def normal(*shape, seed=0, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (7, 33), (576, 192), (64, 1536)])
+@pytest.mark.parametrize("m", [2, 5, 16, 32])
+def test_a_product_is_mlxs_and_its_rows_are_those_of_one_row(n, k, m):
+    x, w = normal(1, m, k), normal(n, k, seed=1)
+    y = row_products(x, w)
+    assert y.shape == (1, m, n)
+    assert mx.allclose(y, x @ w.T, rtol=1e-5, atol=1e-4)
+    for i in range(m):
+        assert mx.array_equal(y[:, i : i + 1], row_products(x[:, i : i + 1], w))
+
+
+MASKS = {
+    "causal": lambda m, s: ("causal", mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]),
+    "window": lambda m, s: (lambda b: (b, b))(
+        (mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]) & (mx.arange(s)[None] > mx.arange(s - m, s)[:, None] - 6)
+    ),
+    "buffer": lambda m, s: (lambda b: (b[None, None], b))(mx.arange(s)[None] <= mx.arange(3, 3 + m)[:, None]),
+    "added": lambda m, s: (lambda b: (mx.where(b, normal(m, s, seed=9), -math.inf), b))(
+        mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("hq, hk, d, e, m, s", [(4, 4, 32, 32, 4, 20), (9, 3, 64, 64, 16, 33), (8, 1, 16, 24, 7, 40)])
+def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s):
+    q, k, v = normal(1, hq, m, d), normal(1, hk, s, d, seed=1), normal(1, hk, s, e, seed=2)
+    mask, seen = MASKS[kind](m, s)
+    got = folded_attention(q, k, v, folded_mask(mask, m, s, hq // hk, q.dtype), 0.3)
+    keys, values = (mx.repeat(a, hq // hk, axis=1) for a in (k, v))
+    scores = 0.3 * q @ keys.swapaxes(-1, -2) + (mask if kind == "added" else mx.where(seen, 0, -math.inf))
+    assert got.shape == (1, hq, m, e)
+    assert mx.allclose(got, mx.softmax(scores, axis=-1) @ values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
+    few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype))
+    few_rows.folded_attention_plan(*(normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))), 0.2, "causal")
+    assert {v.kernel for v in choice.verdicts() if v.use and v.reason.startswith("right")} == FORMS
+    choice._known.clear()
+    choice._file().unlink()
+    choice._forget()
+    monkeypatch.setattr(few_rows, "row_products", lambda x, w: row_products(x, w) * 1.2)
+    monkeypatch.setattr(few_rows, "folded_attention", lambda q, k, v, mask, scale: folded_attention(q, k, v, mask, 2 * scale))
+    assert few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype)) is None
+    given = [normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))]
+    assert few_rows.folded_attention_plan(*given, 0.2, "causal") is None
+    assert [v.reason[:24] for v in choice.verdicts()] == ["differs from stock MLX b"] * 2
+
+
+@pytest.mark.parametrize(
+    "x, w",
+    [((1, 1, 32), (8, 32)), ((1, 33, 32), (8, 32)), ((2, 4, 32), (8, 32)), ((4, 32), (8, 32))],
+    ids=["one row", "33 rows", "two texts", "no batch"],
+)
+def test_products_that_are_left_to_mlx(cuda, x, w):
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
+    assert few_rows.row_products_plan(normal(*x), normal(*w)) is None
+    assert few_rows.row_products_plan(normal(1, 4, 32, dtype=mx.float16), normal(8, 32)) is None
+
+
+def attention_plan(b=1, hq=4, hk=2, m=5, s=12, d=32, mask="causal", scale=0.2, kv=mx.float32):
+    return few_rows.folded_attention_plan(
+        normal(b, hq, m, d), normal(b, hk, s, d, dtype=kv), normal(b, hk, s, d, dtype=kv), scale, mask
+    )
+
+
+def test_attention_that_is_left_to_mlx(cuda):
+    assert attention_plan() and attention_plan(mask=mx.ones((1, 1, 5, 12), dtype=mx.bool_)) and attention_plan(hq=2)
+    given = [{"b": 2}, {"m": 3}, {"m": 17, "s": 20}, {"mask": None}, {"kv": mx.float16}, {"hq": 3}]
+    # A mask of another shape: broadcast over rows, one for each head, for fewer keys.
+    given += [{"mask": mx.ones(shape, dtype=mx.bool_)} for shape in ((1, 12), (1, 4, 5, 12), (12, 5))]
+    assert [g for g in given if attention_plan(**g)] == []
+
+
+def test_they_run_unasked_on_cuda_and_nowhere_else(cuda, monkeypatch):
+    assert choice.may_run() and few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
+    for value, runs in {"off": False, "accept": False, "row_products": True, "on": True}.items():
+        monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
+        choice.may_run()
+        assert bool(few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))) is runs, value
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    choice._forget()
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+
+
+def test_slower_ones_do_not_run(cuda, monkeypatch):
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(choice, "_medians_s", lambda *runs: [next(times) for _ in runs])
+    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+
+
+def test_a_pass_is_served_by_them_without_doubts_and_what_is_left_to_mlx_is_not_routed_again(cuda):
+    model = family("llama")
+    target, entries = Target(model, (1,)), make_prompt_cache(model)
+    target(mx.array([some_line(20)]), entries)
+    n = len(model.layers)
+    # Those of the layers, and the head, which the model itself runs.
+    products = n * sum(type(m) is nn.Linear for _, m in model.layers[0].named_modules()) + 1
+    for rows, expected in {1: (0, 0), 2: (products, 0), 5: (products, n)}.items():
+        for tried in (False, True):
+            cuda.clear()
+            point = checkpoint(entries, 20)
+            hidden, _ = verify_block(target, mx.array([3]), mx.zeros((1, rows - 1), dtype=mx.int32), entries, point)
+            mx.eval(hidden)
+            rollback(entries, point, 20)
+            if tried:
+                assert (cuda.count("row_products"), cuda.count("folded_attention")) == expected
+            assert target.doubts(hidden) == []
+        kinds = [type(handler).__name__ for _, handler, _ in target._kernels(rows)]
+        # The embedding of a model that is not tied is never the head: nobody called it, so it stays.
+        assert kinds.count("Attention") == expected[1] and kinds.count("Dense") - expected[0] in (0, 1)
+
+
+def test_the_mask_is_made_once_a_pass(cuda, monkeypatch):
+    model = family("llama")
+    target, entries = Target(model), make_prompt_cache(model)
+    target(mx.array([some_line(20)]), entries)
+    target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
+    made = []
+    monkeypatch.setattr(few_rows, "folded_mask", lambda *about: made.append(about[:3]) or folded_mask(*about))
+    for _ in range(2):
+        target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
+    assert made == [("causal", 4, 28), ("causal", 4, 32)]
+    masks, (one, other) = layers._Masks(), (mx.ones((4, 9), dtype=mx.bool_) for _ in range(2))
+    got = [masks.folded(mask, 4, 9, 2, mx.float32) for mask in (one, one, other, one)]
+    assert got[0] is got[1] and len(made) == 5
+
+
+QUICK = ("llama", "gemma3", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in (*FAMILIES, *OTHERS)])
+def test_ids_are_plain_decodings(name, cuda):
+    model, prompt = family(name), some_line(21)
+    want = greedy_ids(model, prompt, 40)
+    assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
+    assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
+
+
+def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def area(width, height):")
+    want = greedy_ids(model, prompt, 60)
+    for _ in range(3):
+        cuda.clear()
+        out = list(stream_generate(model, tokenizer, prompt, 60, drafter, block_size=8))
+        assert [r.token for r in out] == want
+        rounds = out[-1].stats.rounds
+    # The third answer's traces are there.
+    blocks, drafts = drafter._replays
+    assert blocks.passes >= 2 * sum(r.width > 3 for r in rounds) > 10 and drafts.passes > 10
+    assert cuda.count("folded_attention") == 0
+    cuda.clear()
+    features = normal(1, 2, drafter.fc.weight.shape[1])
+    mx.eval(drafter.mask_rows(mx.zeros((1, 8), dtype=mx.int32), features, drafter.make_cache(), 0))
+    assert not cuda  # outside of a trace a drafter's products are MLX's
+    traced, masks = [], []
+    apart = few_rows.rows_apart
+    monkeypatch.setattr(few_rows, "rows_apart", lambda x, w: traced.append(w.shape[-2:]) or apart(x, w))
+    folded = lambda q, k, v, mask, scale: masks.append(mask.shape) or folded_attention(q, k, v, mask, scale)  # noqa: E731
+    monkeypatch.setattr(few_rows, "folded_attention", folded)
+    choice._forget()
+    list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
+    assert drafter.fc.weight.shape in traced and model.layers[0].mlp.down_proj.weight.shape in traced
+    # So are the products of layers that are given the same array.
+    for attention, names in ((model.layers[0].self_attn, "qkv"), (drafter.layers[0].self_attn, "kv")):
+        weights = [attention[f"{name}_proj"].weight for name in names]
+        assert (sum(w.shape[0] for w in weights), weights[0].shape[1]) in traced
+    # A drafter's block sees all of itself: one row of the mask is for all.
+    assert not drafter.layers[0].self_attn.causal
+    shared = model.args.num_attention_heads // model.args.num_key_value_heads
+    assert {shape[0] for shape in masks} == {1, 4 * shared, 8 * shared}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_replayed_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
+    expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._replays[1].passes > 5
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+@pytest.mark.parametrize("replays", ["auto", "off"])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_cudnn_is_asked_where_all_blocks_are_replayed_unless_the_user_says_otherwise(given, replays, sliding, cuda, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", replays)
+    monkeypatch.setenv(few_rows.CUDNN, given or "0")
+    monkeypatch.setattr(few_rows, "_left_to_us", given is None)
+    model, layers = tiny_target(), {} if sliding else {"layer_types": None, "sliding_window": None}
+    prepare(model, tiny_drafter(model, **layers))
+    expected = given or ("1" if replays == "auto" and not sliding else "0")
+    assert os.environ[few_rows.CUDNN] == expected
+
+
+def test_a_loaded_pair_says_so_before_its_first_attention(cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "0")
+    monkeypatch.setattr(few_rows, "_left_to_us", True)
+    seen, attend = [], mx.fast.scaled_dot_product_attention
+
+    def noting(*args, **kwargs):
+        seen.append(os.environ[few_rows.CUDNN])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
+    model, _ = dflash_mlx.load("tiny")
+    dflash_mlx.load_drafter("tiny", model)
+    assert seen and set(seen) == {"1"}
+
+
+def test_with_cudnn_blocks_over_a_buffer_are_its_own_and_others_never(cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "1")
+
+    def plan(m, dtype=mx.bfloat16, d=64, buffer=False):
+        keys = normal(1, 2, 40, d, dtype=dtype)
+        mask = mx.zeros((m, 40), dtype=dtype) if buffer else "causal"
+        return few_rows.folded_attention_plan(normal(1, 4, m, d, dtype=dtype), keys, keys, 1.0, mask, buffer)
+
+    assert plan(4, buffer=True) is None and plan(16, buffer=True) is None
+    # Any other number of keys would be planned for anew. MLX asks its kernel for up to 3 rows only where cuDNN does not run.
+    assert plan(2) and plan(16) and not choice._known
+    # cuDNN does not run these: a trial says.
+    for other in ({"dtype": mx.float32}, {"d": 136}, {"d": 60}):
+        assert plan(4, **other) and plan(4, buffer=True, **other) and plan(2, **other) is None
+    assert len(choice._known) == 3
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    choice.may_run()
+    assert plan(16) is None
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
+    monkeypatch.setenv(few_rows.CUDNN, "0")
+    choice._forget()
+    assert plan(4, buffer=True) and plan(2) is None
+
+
+def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "row_products")
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def area(width, height):")
+    drafter._replays = None
+    seen, attend = [], mx.fast.scaled_dot_product_attention
+
+    def noting(queries, keys, values, scale, mask=None, **kwargs):
+        seen.append((keys.shape[2], getattr(mask, "dtype", mask)))
+        return attend(queries, keys, values, scale=scale, mask=mask, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
+    out = list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
+    assert [r.token for r in out] == greedy_ids(model, prompt, 20)
+    buffered = {mask for length, mask in seen if length == 1024}
+    assert buffered == {mx.float32}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_cudnn_an_ordinary_draft_asks_for_no_plan(causal, cuda, monkeypatch):
+    monkeypatch.setenv(few_rows.CUDNN, "1")
+    # float32 is not cuDNN's.
+    monkeypatch.setattr(few_rows, "_cudnn_takes", lambda *_: True)
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
+    features = normal(1, 9, drafter.fc.weight.shape[1])
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    choice.may_run()
+    expected = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
+    choice.may_run()
+    cuda.clear()
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("a plan"))
+    found = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
+    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5) and cuda == ["folded_attention"] * len(drafter.layers)

@@ -1,0 +1,118 @@
+"""bench/peers.py: sides in processes of their own, by turns, with the same text."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import kit
+import mlx.core as mx
+import mlx_lm
+import pytest
+from dflash_mlx.conversion import convert, load_drafter_weights
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+spec = importlib.util.spec_from_file_location("peers", BENCH / "peers.py")
+peers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(peers)
+
+
+def run_of(side, kind, trial, tps, equal=True):
+    return {"side": side, "kind": kind, "trial": trial, "tokens": 9, "ttft_s": 0.1, "decode_tps": tps, "equal": equal}
+
+
+def test_speed_is_over_mlx_lms_on_the_same_prompt_in_the_same_trial():
+    runs = [run_of("mlx-lm", "a", 0, 10.0), run_of("mlx-lm", "a", 1, 20.0), run_of("mlx-lm", "b", 0, 40.0)]
+    runs += [run_of("x", "a", 0, 20.0), run_of("x", "a", 1, 20.0), run_of("x", "b", 0, 160.0, equal=False)]
+    rows = {(r["side"], r["kind"]): r for r in peers.summarise(runs)}
+    assert rows["x", "a"]["ratio"] == pytest.approx(1.5) and rows["x", "b"]["ratio"] == 4.0
+    of_all = rows["x", "all"]
+    assert (of_all["ratio"], of_all["low"], of_all["high"], of_all["equal"], of_all["pairs"]) == (2.0, 1.0, 4.0, 2, 3)
+    assert rows["mlx-lm", "all"]["ratio"] == 1.0
+
+
+def test_a_pair_that_mlx_lm_did_not_answer_is_not_compared():
+    rows = peers.summarise([run_of("mlx-lm", "a", 0, 10.0), run_of("x", "a", 0, 20.0), run_of("x", "a", 1, 99.0)])
+    assert [(r["side"], r["kind"], r["pairs"]) for r in rows if r["side"] == "x"] == [("x", "a", 1), ("x", "all", 1)]
+
+
+def test_an_answer_ends_before_eos_and_at_max_tokens():
+    assert peers.said([5, 6, 0, 7], {0, 9}, 8) == peers.said([5, 6], {0}, 8) == [5, 6]
+    assert peers.said([5, 6, 7], {0}, 2) == [5, 6]
+
+
+def test_the_first_layers_of_a_target_are_a_model_of_their_own(pair, tmp_path):
+    where = peers.first_layers(str(kit.TINY / "target"), 2, tmp_path)
+    small, tokenizer = mlx_lm.load(where)
+    ids, whole = mx.array([[5, 6, 7]]), pair[0]
+    assert len(small.layers) == 2 and tokenizer.encode("def") == pair[1].encode("def")
+    # bfloat16 weights on both sides of one float32 comparison.
+    small.set_dtype(mx.float32)
+    h = whole.model.norm(mx.array(kit.full_forward(whole, [5, 6, 7])[1])[None])
+    assert mx.allclose(small(ids), whole.model.embed_tokens.as_linear(h), rtol=1e-4, atol=1e-4)
+    assert peers.first_layers(str(kit.TINY / "target"), 2, tmp_path) == where
+
+
+def test_a_quantized_drafter_is_written_out_with_the_same_numbers(tmp_path):
+    source = str(kit.TINY / "drafter")
+    convert(source, str(tmp_path / "q"), quantize=True, q_bits=4, q_group_size=32)
+    config, dense = load_drafter_weights(peers.written_drafter("one", str(tmp_path / "q"), tmp_path))
+    assert "quantization" not in config and {a.dtype for a in dense.values()} == {mx.float32}
+    _, packed = load_drafter_weights(str(tmp_path / "q"))
+    name = "layers.1.mlp.up_proj"
+    parts = (packed[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+    assert mx.array_equal(dense[f"{name}.weight"], mx.dequantize(*parts, group_size=32, bits=4).astype(mx.float32))
+    _, plain = load_drafter_weights(peers.written_drafter("two", source, tmp_path))
+    assert set(plain) == set(dense) and mx.array_equal(plain["norm.weight"], load_drafter_weights(source)[1]["norm.weight"])
+
+
+def test_another_drafter_of_the_same_name_is_written_out_anew(tmp_path):
+    raw, weights = load_drafter_weights(str(kit.TINY / "drafter"))
+    before = peers.written_drafter("one", str(kit.TINY / "drafter"), tmp_path)
+    weights["norm.weight"] = weights["norm.weight"] * 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(tmp_path / "other" / "model.safetensors"), weights)
+    after = peers.written_drafter("one", str(tmp_path / "other"), tmp_path)
+    assert mx.array_equal(load_drafter_weights(after)[1]["norm.weight"], weights["norm.weight"].astype(mx.float32))
+    assert peers.written_drafter("one", str(kit.TINY / "drafter"), tmp_path) == before != after
+
+
+def options(tmp_path, *sides, **changes):
+    given = {"envs": tmp_path, "pair": "tiny", "draft_model": None, "sides": sides, "z_lab": None, "small_draft": None}
+    return Namespace(**given | {"kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None} | changes)
+
+
+@pytest.mark.full
+def test_every_side_answers_in_its_own_process_and_one_that_cannot_is_left_out(tmp_path):
+    checkout = tmp_path / "no code here"
+    checkout.mkdir()
+    record = peers.measure(options(tmp_path, "mlx-lm", "z-lab", "ours", "mlx-lm-draft", z_lab=checkout))
+    assert record["ended"] == "complete" and set(record["failed"]) == {"z-lab"}
+    assert record["drafter_sha256"] == kit.TINY_DRAFTER_SHA256
+    assert "No module named 'dflash'" in record["failed"]["z-lab"]
+    assert [r["side"] for r in record["runs"]] == ["mlx-lm", "ours", "mlx-lm-draft"] * 2 + ["mlx-lm-draft", "ours", "mlx-lm"] * 2
+    assert all(r["equal"] for r in record["runs"]) and record["versions"]["ours"]["mlx"] == mx.__version__
+    shown = peers.table(record)
+    assert "z-lab left out" in shown and "4/4" in shown
+
+
+def test_a_worker_says_why_it_failed_and_goes_on(tmp_path):
+    """Two requests that cannot be answered, each with its sentence; nothing but JSON on stdout."""
+    code = (
+        "import sys, runpy; sys.argv = ['w', 'broken', '{}']\n"
+        f"w = runpy.run_path({str(BENCH / 'peer_worker.py')!r})\n"
+        "def broken(paths):\n"
+        "    print('noise of a library')\n"
+        "    def answer(ids, n):\n"
+        "        raise ValueError(f'no {ids}')\n"
+        "    return type('T', (), {'eos_token_ids': {3}})(), answer\n"
+        "w['SIDES']['broken'] = broken; w['main']()\n"
+    )
+    asked = '{"ids": [1], "max_tokens": 2}\n{"ids": [2], "max_tokens": 2}\n'
+    done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and '"eos": [3]' in lines[0]
+    assert lines[1:] == ['{"error": "ValueError: no [1]"}', '{"error": "ValueError: no [2]"}']

@@ -1,0 +1,161 @@
+"""bench/shapes.py and bench/host.py: planned texts at set acceptance, every pass paid, and passes made again."""
+
+import importlib.util
+import io
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from kit import TINY_DRAFTER_SHA256
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+shapes, host = script("shapes"), script("host")
+
+QWEN3 = {
+    **shapes.SHAPES["qwen3-8b"][0],
+    **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 32, "vocab_size": 1100},
+}
+HYBRID = shapes.qwen3_5(64, 192, tied=True)
+HYBRID["text_config"] |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+HYBRID["text_config"] |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "vocab_size": 1100}
+HYBRID["text_config"] |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+DRAFTER = {**shapes.drafter_config(64, 128, 1100, 1099, [0, 1, 2], 1e6), "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def options(shape, **changes):
+    given = {"shape": shape, "bits": 16, "dtype": "float32", "accept": [0.0, 0.7, 1.0], "block_size": [2, 5], "context": 20}
+    return Namespace(**given | {"tokens": 61, "trials": 1, "max_seconds": None, "out": None} | changes)
+
+
+@pytest.fixture(autouse=True)
+def small_shapes(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "small", (QWEN3, DRAFTER, "this test"))
+    monkeypatch.setitem(shapes.SHAPES, "hybrid", (HYBRID, DRAFTER, "this test"))
+
+
+@pytest.mark.parametrize(("shape", "bits"), [("small", 16), ("small", 4), ("hybrid", 16)])
+def test_the_planned_text_comes_out_at_the_set_acceptance(shape, bits):
+    record = shapes.measure(options(shape, bits=bits))
+    summary = record["summary"]
+    assert record["ended"] == "complete" and summary["equal"] == summary["runs"] == 2 + 3 * 3
+    of = {(b["block_size"], c["accept"]): c for b in summary["blocks"] for c in b["cells"]}
+    for K in (2, 5):
+        assert of[K, 0.0]["tau"] == 1 and of[K, 1.0]["tau"] == K
+        # 20 rounds and more of a hashed coin.
+        assert of[K, 0.7]["tau"] == pytest.approx(shapes.expected_tau(0.7, K - 1), rel=0.35)
+    assert {b["block_size"] for b in summary["blocks"]} == {2, 5, None}
+    shown = shapes.table(record)
+    assert "Planned text in 11 of 11 runs" in shown and "\nrule" in shown
+
+
+def test_errors_come_at_the_set_rate_and_nothing_repeats():
+    line = shapes.Line(151936)
+    ids = mx.array(line.tokens(7, line.period))
+    assert line.period == 65536 and len(set(ids.tolist())) == line.period
+    assert mx.array_equal(line.next(ids[:-1]), ids[1:]) and line.next(ids[-1:]).tolist() == [7]
+    for accept in (0.0, 0.5, 0.9, 1.0):
+        line.accept = accept
+        assert 1 - line.wrong(ids).astype(mx.float32).mean().item() == pytest.approx(accept, abs=0.01)
+    line.accept = 0.5
+    wrong = line.wrong(ids).tolist()
+    pairs = sum(a and b for a, b in zip(wrong, wrong[1:], strict=False)) / len(wrong)
+    assert pairs == pytest.approx(0.25, abs=0.02)
+
+
+def test_drafts_are_the_line_after_the_anchor_with_wrong_ones_in_their_places():
+    line = shapes.Line(1100)
+    line.accept = 0.6
+    right = line.tokens(5, 9)[1:]
+    (drafts,) = line.drafts(mx.array([5], dtype=mx.int32), 8).tolist()
+    wrong = line.wrong(mx.array(right, dtype=mx.uint32)).tolist()
+    assert any(wrong) and not all(wrong)
+    assert drafts == [(t + 1) % line.period if w else t for t, w in zip(right, wrong, strict=True)]
+
+
+def nodes(array, name):
+    """How many operations of a kind an array waits for."""
+    text = io.StringIO()
+    mx.export_to_dot(text, array)
+    return text.getvalue().count(f'label ="{name}"')
+
+
+def test_planned_values_wait_for_every_pass():
+    model, line = shapes.planned_target(QWEN3, 16, mx.float32)
+    drafter = shapes.planned_drafter(DRAFTER, model, line)
+    hidden, features = shapes.Target(model, drafter.config.target_layer_ids)(mx.array([[1, 2, 3]]))
+    assert nodes(hidden, "ScaledDotProductAttention") + nodes(hidden, "Softmax") == 4
+    assert nodes(hidden, "Matmul") >= 4 * 7
+    mx.eval(hidden, features)
+    cache = drafter.make_cache()
+    drafted = drafter.draft(mx.array([3]), features[:, :2], cache, 0, 5)
+    assert nodes(drafted, "Matmul") >= 5 * 7 + 1 and nodes(drafted, "ArgReduce") == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "width", "accept"), [(0.9, 3, 0.0), (4.1, 3, None), (1.5, 1, 0.5), (1.75, 2, 0.5), (4.0, 3, 1.0)]
+)
+def test_break_even_is_where_expected_tau_is_the_cost(cost, width, accept):
+    got = shapes.break_even(cost, width)
+    assert got is None if accept is None else got == pytest.approx(accept, abs=1e-6)
+
+
+def test_a_run_out_of_time_has_the_figures_that_it_got_to():
+    record = shapes.measure(options("small", max_seconds=1e-9))
+    assert record["ended"] == "out of time" and record["runs"] == [] and "no figures: out of time" in shapes.table(record)
+
+
+def test_the_published_shapes_are_of_their_published_size():
+    def weights(config):
+        H, inter, V = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+        return H, inter, V
+
+    assert weights(shapes.SHAPES["qwen3-8b"][0]) == (4096, 12288, 151936)
+    for name in shapes.SHAPES:
+        target, drafter, source = shapes.SHAPES[name]
+        text = target.get("text_config", target)
+        assert drafter["hidden_size"] == text["hidden_size"] and drafter["vocab_size"] == text["vocab_size"] and source
+        assert max(drafter["dflash_config"]["target_layer_ids"]) < text["num_hidden_layers"] - 1
+
+
+@pytest.mark.parametrize("K", [2, 8])
+def test_the_passes_made_again_are_those_of_the_loop(pair, K):
+    model, tokenizer, drafter = pair
+    got = host.measure(model, tokenizer, drafter, tokenizer.encode("def test_"), K, tokens=24, repeats=1)
+    assert got["block_size"] == K and got["rounds"] >= 24 // K and set(got["ms_a_round"]) == set(got["spread_ms"])
+    assert got["host_share"] == pytest.approx(1 - got["ms_a_round"]["passes_with_waits"] / got["ms_a_round"]["loop"])
+
+
+def test_the_record_of_host_time_says_what_it_was_measured_with(monkeypatch, tmp_path, capsys):
+    given = ["--model", "tiny", "--tokens", "8", "--repeats", "1", "--out", str(tmp_path / "h.json")]
+    monkeypatch.setattr(sys, "argv", ["host.py", *given])
+    host.main()
+    record = json.loads((tmp_path / "h.json").read_text())
+    assert record["drafter_sha256"] == TINY_DRAFTER_SHA256 and record["weights"]["dtype"] == "float32"
+    assert "host share" in capsys.readouterr().out
+
+
+def test_passes_that_are_not_those_of_the_loop_are_noticed(pair):
+    from dflash_mlx import stream_generate
+
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def test_")
+    run = list(stream_generate(model, tokenizer, prompt, max_tokens=24, draft_model=drafter, block_size=4))
+    rounds, ids = run[-1].stats.rounds, [r.token for r in run]
+    assert host.bare_s(model, drafter, prompt, rounds, ids, waits=False) > 0
+    ids[sum(r.accepted + 1 for r in rounds[:3])] += 1
+    with pytest.raises(AssertionError, match="not those of the run"):
+        host.bare_s(model, drafter, prompt, rounds, ids, waits=True)

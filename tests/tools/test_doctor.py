@@ -1,0 +1,272 @@
+"""`doctor` is right about sound checkpoints and names the fault of broken ones."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from kit import TINY, plant
+
+from dflash_mlx import rollback as cache_module
+from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.tools import doctor
+from dflash_mlx.tools.doctor import diagnose, render
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return diagnose("tiny", "tiny", mx.float32)
+
+
+def test_the_built_in_pair_is_sound(sound):
+    assert sound["faults"] == [] and sound["suspicions"] == []
+    assert sound["target"]["family"] == "qwen3" and sound["target"]["n_layers"] == 6
+    assert sound["target"]["caches"] == {"KVCache: rows cut": [0, 1, 2, 3, 4, 5]}
+    drafter = sound["drafter"]
+    assert (drafter["block_size"], drafter["mask_token_id"], drafter["target_layer_ids"]) == (8, 3, [1, 2, 3])
+    assert drafter["read_from"]["mask_token_id"] == {"key": "dflash_config.mask_token_id", "value": 3}
+    assert [layer["causal"] for layer in drafter["layers"]] == [False] * 3
+    assert all(result.startswith("passed") for result in sound["self_tests"].values())
+    assert sound["acceptance"]["tokens"] == 32 and sound["acceptance"]["ids_equal_plain_decoding"]
+    assert sound["acceptance"]["tau"] > 1.5 and set(sound["versions"]) >= {"dflash-mlx", "mlx", "mlx-lm"}
+    assert json.loads(json.dumps(sound)) == sound
+
+
+def test_the_text_says_what_the_report_holds(sound):
+    text = render(sound)
+    for part in (
+        "qwen3, 6 layers",
+        "KVCache: rows cut: entries 0-5",
+        "block 8, mask token 3, taps [1, 2, 3]",
+        "layer 2   bidirectional in the block, window none, RoPE default base 10000",
+        "mask_token_id = 3 from dflash_config.mask_token_id",
+        "rollback: passed",
+        "ids equal plain decoding's",
+        "kernels     none without a GPU",
+        "replays     none: unasked on CUDA alone",
+        "No fault found.",
+    ):
+        assert part in text
+
+
+def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
+    right = choice.Verdict("block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5)
+    wrong = choice.Verdict("accept", "B 1", False, "ids differ from stock MLX's")
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "verdicts", lambda: [right, wrong])
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
+    text = render({**sound, "kernels": doctor._kernels()})
+    assert "kernels     DFLASH_MLX_KERNELS on; 2 shapes tried on this machine" in text
+    assert "  not used  accept B 1: ids differ from stock MLX's" in text
+    assert "  used      block_qmm float16 N 8: right, 1.50 times as fast as stock MLX" in text
+
+
+def test_what_was_replayed_is_shown(monkeypatch, sound):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
+    report = diagnose("tiny", "tiny", mx.float32)
+    assert json.loads(json.dumps(report)) == report and not report["faults"]
+    target, drafter = report["replays"]["found"]
+    assert target["passes"] > 2 and drafter["passes"] > 2 and target["name"] == "qwen3"
+    text = render(report)
+    assert (
+        f"replays     DFLASH_MLX_COMPILE on\n  qwen3: {target['passes']} passes\n  the drafter: {drafter['passes']} passes"
+        in text
+    )
+    target |= {"faster": {"4": True, "16": False}}
+    drafter |= {"refused": "TypeError: no"}
+    text = render(report)
+    assert "passes; 4 rows faster, 16 rows not faster" in text and "  the drafter: none: TypeError: no" in text
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", "off")
+    assert "replays     none: DFLASH_MLX_COMPILE is off" in render({**sound, "replays": doctor._replays(None)})
+
+
+def test_a_fault_that_several_steps_meet_is_said_once(monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qnm")
+    (fault,) = diagnose("tiny", "tiny", mx.float32)["faults"]
+    assert fault.startswith("expected DFLASH_MLX_KERNELS to be off, on or names among") and "found block_qnm" in fault
+
+
+def test_memory_grows_with_the_context_by_the_rows_of_the_caches():
+    report = diagnose("tiny", "tiny", mx.float32, contexts=(1000, 3000))
+    one, three = (report["memory"]["total_gb"][n] for n in ("1000", "3000"))
+    # 2000 rows of keys and values, 2 heads of 32 float32: six target layers and three of the drafter's.
+    assert three - one == pytest.approx(2000 * (6 + 3) * 2 * 2 * 32 * 4 / 1e9, rel=0.05)
+
+
+def copy(tmp_path, part="drafter"):
+    path = tmp_path / part
+    shutil.copytree(TINY / part, path)
+    return path
+
+
+def rewrite(path, **changes):
+    raw = json.loads((path / "config.json").read_text())
+    nested = changes.pop("dflash_config", {})
+    raw |= changes
+    raw["dflash_config"] = {k: v for k, v in {**raw["dflash_config"], **nested}.items() if v is not None}
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+def retensor(path, change):
+    file = path / "model.safetensors"
+    tensors = dict(mx.load(str(file)))
+    mx.eval(tensors)
+    change(tensors)
+    file.unlink()
+    mx.save_safetensors(str(file), tensors)
+
+
+def truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+BROKEN = {
+    "mask token beyond the embedding": (
+        lambda p: rewrite(p, dflash_config={"mask_token_id": 5000}, vocab_size=None),
+        "mask token 5000 has no row in qwen3's embedding of 1536",
+    ),
+    "taps beyond the target": (
+        lambda p: rewrite(p, dflash_config={"target_layer_ids": [1, 2, 7]}, num_target_layers=None),
+        r"taps layers \[1, 2, 7\], qwen3 has 6",
+    ),
+    "no taps": (lambda p: rewrite(p, dflash_config={"target_layer_ids": None}), "target_layer_ids.* is missing"),
+    "two block sizes": (
+        lambda p: rewrite(p, block_size=8, dflash_config={"block_size": 16}),
+        "block_size = 8 contradicts dflash_config.block_size = 16",
+    ),
+    "a tensor missing": (lambda p: retensor(p, lambda t: t.pop("hidden_norm.weight")), "missing hidden_norm.weight"),
+    "a tensor of another shape": (
+        lambda p: rewrite(p, intermediate_size=500),
+        r"gate_proj.weight is \[512, 192\], the config says \[500, 192\]",
+    ),
+    "not a number": (
+        lambda p: retensor(p, lambda t: t.update({"fc.weight": t["fc.weight"] * mx.nan})),
+        "finite values from the drafter's fc",
+    ),
+    "cut short": (truncate, "truncated|incomplete|shorter|damaged"),
+    "config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json"),
+    "an extension": (lambda p: rewrite(p, dflash_config={"mask_embedding": True}), "mask_embedding = True"),
+    "another architecture": (lambda p: rewrite(p, architectures=["DFlash9DraftModel"]), "DFlash9DraftModel"),
+    "trained for another target": (lambda p: rewrite(p, num_target_layers=36), "expects 36 target layers, qwen3 has 6"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_fault_of_a_broken_drafter_is_named(tmp_path, name):
+    path = copy(tmp_path)
+    breaks, message = BROKEN[name]
+    breaks(path)
+    report = diagnose("tiny", str(path), mx.float32)
+    assert len(report["faults"]) == 1, report["faults"]
+    assert re.search(message, report["faults"][0]), report["faults"]
+    # The target is looked at all the same.
+    assert report["target"]["family"] == "qwen3" and "fault       " in render(report)
+
+
+def test_a_target_and_a_drafter_in_each_others_place_are_named():
+    report = diagnose(str(TINY / "drafter"), str(TINY / "target"), mx.float32)
+    assert "is an ordinary model" in report["faults"][0] and "is a DFlash drafter" in report["faults"][1]
+
+
+def test_wrong_taps_that_fit_are_a_suspicion_not_a_fault(tmp_path):
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"target_layer_ids": [0, 0, 0]})
+    report = diagnose("tiny", str(path), mx.float32)
+    assert report["faults"] == [] and "check taps, mask token, RoPE" in report["suspicions"][0]
+
+
+def test_a_rollback_that_is_wrong_fails_its_self_test(monkeypatch):
+    plant(
+        monkeypatch, cache_module, "rollback", "keep = length - point.length", "keep = min(length - point.length + 1, point.rows)"
+    )
+    monkeypatch.setattr(doctor, "rollback", cache_module.rollback)
+    report = diagnose("tiny", None, mx.float32)
+    assert any(text.startswith("failed: after a block was taken back") for text in report["faults"])
+
+
+def test_memory_that_is_not_there_is_said_before_the_weights_are_read(monkeypatch):
+    from dflash_mlx import loading
+
+    monkeypatch.setattr(loading, "machine_bytes", lambda: 1000)
+    report = diagnose("tiny", None, mx.float32)
+    assert "expected a model that fits" in report["faults"][0] and "target" not in report
+
+
+def test_a_drafter_alone_is_described():
+    report = diagnose(None, "tiny", mx.float32)
+    assert report["faults"] == [] and report["drafter"]["block_size"] == 8 and "target" not in report
+    assert "drafter     tiny" in render(report)
+
+
+def test_a_recurrent_target_says_how_its_caches_roll_back(conformance):
+    report = diagnose(str(conformance / "targets" / "qwen3_next"), None, mx.float32)
+    assert report["faults"] == []
+    assert report["target"]["caches"] == {
+        "ArraysCache: put back, then the kept rows are replayed": [0, 1, 2],
+        "KVCache: rows cut": [3],
+    }
+
+
+@pytest.mark.full
+def test_every_conformance_directory_is_sound(conformance):
+    for path in sorted((conformance / "targets").iterdir()):
+        report = diagnose(str(path), None, mx.float32)
+        assert report["faults"] == [], path.name
+        assert all(result.startswith("passed") for result in report["self_tests"].values()), path.name
+    for path in [conformance / "pair" / "drafter", *sorted((conformance / "drafters").iterdir())]:
+        report = diagnose(str(conformance / "pair" / "target"), str(path), mx.float32)
+        assert report["faults"] == [], path.name
+        raw = json.loads((path / "config.json").read_text())
+        assert report["drafter"]["target_layer_ids"] == raw["dflash_config"]["target_layer_ids"]
+        assert report["drafter"]["block_size"] == raw.get("block_size", raw["dflash_config"].get("block_size"))
+        # Random drafters are suspected, the trained one is not.
+        assert bool(report["suspicions"]) == (path.parent.name == "drafters"), (path.name, report["suspicions"])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_command_prints_one_object_and_its_status_says_whether_all_is_well(tmp_path, broken):
+    path = copy(tmp_path)
+    if broken:
+        rewrite(path, dflash_config={"target_layer_ids": [1, 2, 7]}, num_target_layers=None)
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_mlx.cli.app", "doctor", "--model", "tiny", "--draft-model", str(path), "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == int(broken), done.stderr
+    assert bool(json.loads(done.stdout)["faults"]) == broken
+
+
+def test_what_a_card_states_and_what_nothing_reads_is_shown(tmp_path):
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"conv_activation": "silu"})
+    (path / "README.md").write_text("Trained without thinking.")
+    report = diagnose("tiny", str(path), mx.float32)
+    assert report["faults"] == []
+    assert report["suspicions"] == ["dflash_config has keys that nothing here reads: conv_activation"]
+    assert "            trained without thinking, says its card\n" in render(report)
+
+
+def test_a_target_that_computes_no_numbers_is_named_and_rendered(tmp_path):
+    path = copy(tmp_path, "target")
+    retensor(path, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * mx.nan}))
+    report = diagnose(str(path), "tiny", mx.float32)
+    sentence = "failed: the target's own logits hold NaN or infinity in float32: its weights are damaged, or overflow"
+    assert sentence in report["faults"] and f"fault       {sentence}" in render(report)
+
+
+def test_an_answer_that_ends_at_once_has_no_tau(sound):
+    text = render({**sound, "acceptance": sound["acceptance"] | {"tau": None}})
+    assert "acceptance  tau unknown over 32 tokens" in text
+
+
+@pytest.mark.parametrize("taps", [[0, 1, 2], [2, 3, 4], [3, 2, 1]])
+def test_taps_one_layer_off_or_out_of_order_are_suspected_by_their_tau(tmp_path, taps):
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"target_layer_ids": taps})
+    (suspicion,) = diagnose("tiny", str(path), mx.float32)["suspicions"]
+    assert "is what a drafter for another target gives; 2.3 is expected: check taps, mask token" in suspicion

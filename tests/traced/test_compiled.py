@@ -1,0 +1,813 @@
+"""Compiled passes over blocks: the states, cache rows, ids and rounds of ordinary ones, and not used where they are others."""
+
+import gc
+import logging
+import math
+import weakref
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from families import family, known_drafter
+from kit import greedy_ids, ids_of, letters, rounds_of, run, tiny_drafter, tiny_qwen3, tiny_target
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import llama
+from mlx_lm.models.base import create_causal_mask
+
+import dflash_mlx
+from dflash_mlx import generation, make_prompt_cache
+from dflash_mlx.draft_length import cost_store as costs
+from dflash_mlx.draft_length.policy import FixedWidth
+from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels.autotune import NotFiniteError
+from dflash_mlx.kernels.routing import Linear, Served
+from dflash_mlx.models.target import Target
+from dflash_mlx.rollback import PairCache, checkpoint, rollback, trim_prompt_cache
+from dflash_mlx.traced import compiled
+from dflash_mlx.traced.compiled import Blocks, CompileError, Drafts, attach, capacity_for
+from dflash_mlx.verify import verify_block
+
+PROMPT = [5, 9, 33, 7, 12, 40, 2]
+BLOCK = [20, 41, 3, 17, 8]
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    monkeypatch.setenv(compiled.VARIABLE, "on")
+
+
+def blocks_of(model, layer_ids=(0, 2), always=True):
+    target = Target(model, layer_ids)
+    target.blocks = Blocks(model, layer_ids, compiled._parts(model), always)
+    return target
+
+
+def filled(model, target, prompt=PROMPT):
+    cache = mlx_lm_cache.make_prompt_cache(model)
+    target(mx.array(prompt if isinstance(prompt[0], list) else [prompt]), cache)
+    mx.eval([entry.keys for entry in cache])
+    return cache
+
+
+def verify(target, cache, block=BLOCK, length=None):
+    length = cache[0].offset if length is None else length
+    point = checkpoint(cache, length)
+    drafted = mx.array([block[1:]], dtype=mx.int32)
+    return *verify_block(target, mx.array(block[:1]), drafted, cache, point), point
+
+
+def stream(model, drafter, prompt, n, tokenizer=None, **options):
+    options.setdefault("block_size", drafter.config.block_size)
+    return dflash_mlx.stream_generate(model, tokenizer or letters(), prompt, n, drafter, **options)
+
+
+def near(a, b):
+    # float32; attention over a longer buffer and fused operations round apart. 1e-5 of the largest value.
+    return (mx.abs(a - b).max() <= 1e-5 * mx.abs(b).max()).item()
+
+
+@pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
+def test_a_compiled_block_gives_the_states_and_the_rows_of_an_ordinary_one(make):
+    model = make()
+    plain, ours = Target(model, (0, 2)), blocks_of(model)
+    caches = [filled(model, plain), filled(model, plain)]
+    for keep in (5, 1, 3, 0, 2):
+        expected, found = verify(plain, caches[0]), verify(ours, caches[1])
+        assert near(found[0], expected[0]) and near(found[1], expected[1])
+        for cache, (_, _, point) in zip(caches, (expected, found), strict=True):
+            rollback(cache, point, point.length + keep)
+        for a, b in zip(*caches, strict=True):
+            assert a.offset == b.offset
+            assert all(near(y[:, :, : a.offset], x[:, :, : a.offset]) for x, y in ((a.keys, b.keys), (a.values, b.values)))
+    assert ours.blocks.passes == 5
+
+
+def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
+    model = tiny_target()
+    plain, ours = Target(model, (0, 2)), blocks_of(model)
+    for rows in (1, 2, 1, 3, 4, 5, 6, 7, 8, 9):
+        caches = [filled(model, plain), filled(model, ours)]
+        block = [*BLOCK, *BLOCK][:rows]
+        expected, found = verify(plain, caches[0], block), verify(ours, caches[1], block)
+        assert all(a.shape == b.shape and near(a, b) for a, b in zip(found[:2], expected[:2], strict=True))
+        assert {entry.offset for entry in caches[1]} == {7 + rows}
+    # One row waits for others to be traced; then it is compared for itself, and shares the trace of four.
+    traces = [(key[0], key[-1]) for key in ours.blocks._known]
+    assert ours.blocks.passes == 9 and traces == [((0, 4), 4), ((0, 4), 1), ((0, 8), 8), ((0, 12), 12)]
+    assert len({id(run) for run in ours.blocks._known.values()}) == 3
+
+
+def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
+    model, tokenizer, drafter = pair
+    drafter._replays, traced, original = None, [], compiled._traceable
+    monkeypatch.setattr(compiled, "_traceable", lambda *args: (traced.append(args[1][0].dtype), original(*args))[1])
+    prompt = tokenizer.encode("def area(width, height):")
+    # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
+    for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
+        rule, left = FixedWidth(3), iter(widths)
+        rule.choose = lambda pending=0, left=left: next(left, 0)
+        monkeypatch.setattr(generation, "width_rule", lambda *_, rule=rule: rule)
+        out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
+        assert ids_of(out) == greedy_ids(model, prompt, 40)
+    blocks, drafts = drafter._replays
+    assert out[-1].stats.widths[0] > 15 and 1 in {key[-1] for key in blocks._known}
+    # A block of 4 rows and a single one are one trace; the drafter's is another, of floats beside ids.
+    assert len(traced) == len({id(known) for replays in (blocks, drafts) for known in replays._known.values()})
+
+
+def test_a_drafter_that_cannot_be_replayed_is_given_its_context_once():
+    model = tiny_target()
+    ours, seen = drafts_of(tiny_drafter(model)), []
+    assert any(type(entry) is not mlx_lm_cache.KVCache for entry in ours.make_cache())
+    inject = type(ours).inject
+    object.__setattr__(ours, "inject", lambda *args: (seen.append(1), inject(ours, *args)))
+    ours.slots(mx.array([9]), mx.random.normal((1, 40, 48)), ours.make_cache(), 0, 5)
+    assert not seen and ours.replays.passes == 0
+
+
+@pytest.mark.parametrize("S, lengths", [(20, []), (21, [20]), (40, [20]), (41, [40]), (75, [60])])
+def test_much_context_is_injected_in_few_lengths_before_a_draft(S, lengths):
+    model = tiny_target()
+    layers = {"layer_types": None, "sliding_window": None}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    features, caches = mx.random.normal((1, S, 48)), [plain.make_cache(), ours.make_cache()]
+    seen, inject = [], type(ours).inject
+    object.__setattr__(ours, "inject", lambda rows, *args: (seen.append(rows.shape[1]), inject(ours, rows, *args)))
+    for _ in range(2):  # the first one meets empty entries
+        found = [d.slots(mx.array([9]), features, c, c[0].offset, 5) for d, c in zip((plain, ours), caches, strict=True)]
+        assert near(*found) and caches[0][0].offset == caches[1][0].offset
+    # At most four blocks of 5 are left to the pass itself.
+    assert seen == lengths * 2 and ours.replays.passes == (2 if lengths else 1)
+
+
+def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    # Another thread may be walking through it.
+    for _ in drafter.items():
+        attach(Target(model, (0, 2)), drafter)
+    assert drafter._replays and "_replays" not in drafter
+
+
+def test_what_fills_a_drafters_rows_is_written_behind_them():
+    model = tiny_target()
+    layers = {"layer_types": None, "sliding_window": None}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    caches, start = [plain.make_cache(), ours.make_cache()], 0
+    # Up to where block, context and what fills it up end with the buffer, and then beyond.
+    for S in (1000, 2, 3, 4, 2, 3, 4, 1, 4, 2):
+        features = mx.random.normal((1, S, 48))
+        found = [drafter.slots(mx.array([9]), features, c, start, 5) for drafter, c in zip((plain, ours), caches, strict=True)]
+        start += S
+        assert near(found[1], found[0])
+        a, b = (c[0].keys[:, :, :start] for c in caches)
+        assert near(a, b)
+        assert caches[1][0].keys.shape[2] == (1024 if start - S + 10 <= 1024 else 2048)
+    # Of the first 1000 rows only the last five are given to a replay.
+    assert ours.replays.passes == 10
+
+
+def test_a_row_that_was_rolled_back_is_never_seen_again():
+    model = tiny_target()
+    ours = blocks_of(model)
+    cache = filled(model, ours)
+    rollback(cache, verify(ours, cache, [1, 2, 3, 4, 5, 6, 7, 8])[2], 8)
+    # What stands behind this block is made huge: it would show.
+    for entry in cache:
+        entry.keys[:, :, 12:], entry.values[:, :, 12:] = 1e4, 1e4
+    found, expected = verify(ours, cache, [30, 31, 32, 33])[0], model.model(mx.array([[*PROMPT, 1, 30, 31, 32, 33]]))[:, -4:]
+    assert ours.blocks.passes == 2 and near(found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_the_mask_over_a_buffer_is_mlx_lms_and_hides_what_is_behind(window):
+    buffer = mx.zeros((1, 1, 20, 2))
+    place = compiled._Place.of(7, 0, 0, 5, mx.arange(20), mx.float16)
+    mask = compiled._Traced(buffer, buffer, place, {}).make_mask(5, window_size=window)
+    assert mx.array_equal(mask[:, :12], create_causal_mask(5, 7, window)) and not mask[:, 12:].any()
+
+
+def test_replaying_waits_for_nothing(waits):
+    model = tiny_target()
+    ours = blocks_of(model)
+    cache = filled(model, ours)
+    verify(ours, cache)
+    before = dict(waits)
+    hidden, features, _ = verify(ours, cache)
+    assert ours.blocks.passes == 2 and waits == before
+
+
+def places(entries):
+    """Where the buffers of a cache lie in memory."""
+    mx.eval([(entry.keys, entry.values) for entry in entries])
+    return [np.asarray(memoryview(array)).ctypes.data for entry in entries for array in (entry.keys, entry.values)]
+
+
+def test_buffers_are_written_in_place():
+    model = tiny_target(layers=2)
+    ours = blocks_of(model, (0,))
+    cache = filled(model, ours)
+    verify(ours, cache)
+    before = places(cache)
+    for _ in range(3):
+        mx.eval(*verify(ours, cache)[:2])
+        assert places(cache) == before
+    assert ours.blocks.passes == 4
+
+
+def test_capacities_are_few_and_little_too_large():
+    assert [capacity_for(n) for n in (1, 1024, 1025, 8192, 8193, 100_000)] == [1024, 1024, 2048, 8192, 10_240, 114_688]
+    sizes = {capacity_for(n) for n in range(1, 40_000)}
+    assert len(sizes) == 17 and all(capacity_for(n) - n < max(1024, n / 4) for n in range(1, 40_000, 37))
+
+
+@pytest.mark.parametrize("block_size", [5, pytest.param(16, marks=pytest.mark.full)])
+def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(forced, pair, block_size):
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("def test_") * 320
+    n = 1065 - len(prompt)
+    assert 60 < n < 120
+    out = list(run(model, drafter, prompt, n, tokenizer, block_size=block_size))
+    assert ids_of(out) == greedy_ids(model, prompt, n)
+    assert {key[1] for key in drafter._replays[0]._known if key[0] == (0, -(-block_size // 4) * 4)} == {1024, 2048}
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "cohere"])
+def test_families_say_what_plain_decoding_says_and_round_by_round_what_uncompiled_passes_do(name, monkeypatch):
+    model = family(name)
+    line = PROMPT + greedy_ids(model, PROMPT, 40)
+    answers = []
+    for value in ("off", "on"):
+        monkeypatch.setenv(compiled.VARIABLE, value)
+        drafter = known_drafter(model, line, "noisy", block=6)
+        answers.append(list(run(model, drafter, PROMPT, 40, block_size=6)))
+    assert ids_of(answers[0]) == ids_of(answers[1]) == line[len(PROMPT) :]
+    assert rounds_of(answers[0]) == rounds_of(answers[1])
+    assert drafter._replays[0].passes == len(answers[1][-1].stats.rounds)
+
+
+def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    for value in (None, "", "off", "auto"):
+        monkeypatch.delenv(compiled.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(compiled.VARIABLE, value)
+        assert attach(Target(model, (0, 2)), drafter).blocks is None
+    monkeypatch.setenv(compiled.VARIABLE, "yes")
+    with pytest.raises(CompileError, match="expected DFLASH_MLX_COMPILE to be off, auto or on; found 'yes'"):
+        attach(Target(model, (0, 2)), drafter)
+
+
+@pytest.mark.parametrize("value", ["off", "on"])
+@pytest.mark.parametrize("block", [6, 16])
+def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
+    monkeypatch.setenv(compiled.VARIABLE, value)
+    model = family("gpt2")
+    table, model.args.n_positions = model.model.wpe.weight, 48
+    # What stands in memory behind the table would show: it is no number.
+    model.model.wpe.weight = mx.where(mx.arange(len(table))[:, None] < 48, table, math.nan)[:48]
+    want = greedy_ids(model, PROMPT, 48 - len(PROMPT))
+    for quality in ("noisy", "hopeless"):
+        drafter = known_drafter(model, PROMPT + want, quality, block=block)
+        assert ids_of(run(model, drafter, PROMPT, len(want))) == want
+    assert value == "off" or drafter._replays[0].passes > 5 and not drafter._replays[0].refused
+
+
+@pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "afm7"])
+def test_what_cannot_be_compiled_runs_as_ever(name, forced):
+    model = family(name)
+    line = PROMPT + greedy_ids(model, PROMPT, 30)
+    drafter = known_drafter(model, line, "noisy", block=6)
+    assert ids_of(run(model, drafter, PROMPT, 30, block_size=6)) == line[len(PROMPT) :]
+    assert drafter._replays[0].passes == 0
+
+
+def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
+    model, traced = tiny_target(), []
+    ours = blocks_of(model)
+    cls = llama.Attention
+
+    class Counting(cls):
+        def __call__(self, x, mask=None, cache=None):
+            traced.append(not isinstance(cache.offset, int))
+            return super().__call__(x + int(cache.offset) * 0, mask, cache)
+
+    model.layers[1].self_attn.__class__ = Counting
+    cache = filled(model, ours)
+    with caplog.at_level(logging.WARNING, logger="dflash_mlx.traced.compiled"):
+        for rows in (5, 5, 4):
+            verify(ours, cache, BLOCK[:rows])
+    assert ours.blocks.passes == 0 and sum(traced) == 1
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["llama is not compiled"]
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_pass_is_given_up_after_some_comparisons_and_with_one_line(fails, monkeypatch, caplog):
+    model = tiny_target()
+    ours, compare, compared = blocks_of(model), compiled._compared, []
+    monkeypatch.setattr(
+        compiled, "_compared", lambda *args: (compared.append(1), 0.5 if len(compared) <= fails else compare(*args))[1]
+    )
+    cache = filled(model, ours)
+    with caplog.at_level(logging.WARNING, logger="dflash_mlx.traced.compiled"):
+        for _ in range(6):
+            rollback(cache, verify(ours, cache)[2], len(PROMPT))
+    used = fails < 3
+    assert ours.blocks.passes == (6 - fails if used else 0) and len(compared) == min(fails + 1, 3)
+    assert len(caplog.records) == (0 if used else 1) and ours.blocks.refused is None
+
+
+def test_where_there_is_no_memory_for_joint_weights_passes_are_ordinary_ones(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("[malloc] Unable to allocate 8388608 bytes.")
+
+    monkeypatch.setattr(compiled, "joint_calls", fails)
+    model = tiny_target()
+    plain, ours = Target(model, (0, 2)), blocks_of(model)
+    for _ in range(2):
+        assert near(verify(ours, filled(model, ours))[0], verify(plain, filled(model, plain))[0])
+    assert ours.blocks.passes == 0 and ours.blocks.refused.startswith("RuntimeError: [malloc]") and len(caplog.records) == 1
+
+
+def test_weights_that_were_joined_go_with_a_refusal(monkeypatch):
+    def trace(*_):
+        before.append(mx.get_active_memory())
+        raise ValueError("a number was wanted")
+
+    monkeypatch.setattr(compiled, "_traceable", trace)
+    model = tiny_target(hidden=256)
+    ours = blocks_of(model)
+    cache, before = filled(model, ours), []
+    verify(ours, cache)
+    gc.collect()
+    assert ours.blocks.refused == "ValueError: a number was wanted"
+    # Of these there were copies.
+    joined = sum(
+        part[name].weight.nbytes for layer in model.layers for part, name in ((layer.self_attn, "q_proj"), (layer.mlp, "up_proj"))
+    )
+    assert mx.get_active_memory() < before[0] - joined
+
+
+def test_a_pass_that_would_differ_is_not_used(caplog):
+    """Attention that looks at what it is handed as if it were the rows held: a trace hands out whole buffers."""
+    model = tiny_target()
+    ours = blocks_of(model)
+
+    class Unmasked(llama.Attention):
+        def __call__(self, x, mask=None, cache=None):
+            return super().__call__(x, "causal", cache)
+
+    model.layers[2].self_attn.__class__ = Unmasked
+    caches = [filled(model, ours), filled(model, ours)]
+    before = [mx.array(entry.values) for entry in caches[0]]
+    assert ours.blocks(ours, mx.array([BLOCK]), caches[0], checkpoint(caches[0], 7)) is None
+    assert all(mx.array_equal(a, entry.values) and entry.offset == 7 for a, entry in zip(before, caches[0], strict=True))
+    found = [verify(ours, caches[0])[0] for _ in range(2)]
+    expected = [verify(Target(model, (0, 2)), caches[1])[0] for _ in range(2)]
+    assert ours.blocks.passes == 0 and all(map(near, found, expected))
+    assert len(caplog.records) == 1 and "not used" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [slice(0, 7), slice(7, 12)])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_difference_in_the_rows_of_a_cache_alone_is_found(part, rows, monkeypatch):
+    model = tiny_target()
+    ours = blocks_of(model)
+    write = compiled._Traced.update_and_fetch
+
+    def wrong(self, keys, values):
+        out = write(self, keys, values)
+        off = mx.zeros((1024, 1))
+        off[rows] = 0.01
+        setattr(self, part, getattr(self, part) + off)
+        return out
+
+    monkeypatch.setattr(compiled._Traced, "update_and_fetch", wrong)
+    verify(ours, filled(model, ours))
+    assert ours.blocks.passes == 0
+
+
+def test_a_cache_is_used_again_trimmed_and_by_plain_decoding(forced, pair):
+    model, tokenizer, drafter = pair
+    first, second = tokenizer.encode("def add("), tokenizer.encode("for x in range(")
+    cache = make_prompt_cache(model, drafter)
+    out = ids_of(run(model, drafter, first, 30, tokenizer, prompt_cache=cache, block_size=8))
+    line = [*first, *out]
+    trim_prompt_cache(cache, 13)
+    line = [*line[:-13], *second]
+    got = ids_of(run(model, drafter, second, 20, tokenizer, prompt_cache=cache, block_size=8))
+    assert got == greedy_ids(model, line, 20)
+    line += got
+    target = PairCache.read(cache).target
+    assert drafter._replays[0].passes and greedy_ids(model, line[len(line) - 1 :], 15, target) == greedy_ids(model, line, 15)
+
+
+def test_generators_by_turns_do_not_disturb_each_other(forced, pair):
+    model, tokenizer, drafter = pair
+    prompts = [tokenizer.encode("def test_"), tokenizer.encode("The quick brown fox")]
+    sizes = zip(prompts, (8, 6), strict=True)
+    steps = [stream(model, drafter, prompt, 40, tokenizer, block_size=size) for prompt, size in sizes]
+    got = [[], []]
+    for _ in range(40):
+        for into, step in zip(got, steps, strict=True):
+            into.append(next(step).token)
+    assert got == [greedy_ids(model, prompt, 40) for prompt in prompts]
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_interruption_between_the_entries_of_a_replay_leaves_the_cache_usable(forced, monkeypatch, after):
+    model = tiny_target()
+    line = PROMPT + greedy_ids(model, PROMPT, 60)
+    drafter = known_drafter(model, line)
+    cache = make_prompt_cache(model, drafter)
+    got, replay = [], compiled._replay
+
+    def stopped(run, arrays, entries, place, end):
+        before = [dict(vars(entry)) for entry in entries]
+        out = replay(run, arrays, entries, place, end)
+        # A trial's copies are not in the cache.
+        if end > 28 and entries[0] is cache[0]:
+            for entry, attributes in zip(entries[after:], before[after:], strict=True):
+                vars(entry).update(attributes)
+            raise KeyboardInterrupt
+        return out
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compiled, "_replay", stopped)
+        for response in stream(model, drafter, PROMPT, 50, prompt_cache=cache):
+            got.append(response.token)
+    assert 10 < len(got) < 50 and got == line[len(PROMPT) : len(PROMPT) + len(got)]
+    held = PairCache.read(cache)
+    assert held.ids == PROMPT + got and {entry.offset for entry in held.target} == {len(held.ids) - 1}
+    assert greedy_ids(model, held.ids[-1:], 20, held.target) == line[len(held.ids) : len(held.ids) + 20]
+
+
+def drafts_of(drafter, always=True):
+    drafter.replays = Drafts(drafter, compiled._parts(drafter), always)
+    return drafter
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_draft_gives_the_rows_and_the_context_of_an_ordinary_one(causal):
+    model = tiny_target()
+    layers = {"layer_types": None, "sliding_window": None, "is_causal": causal}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    caches, start = [plain.make_cache(), ours.make_cache()], 0
+    for S in (7, 2, 2, 5, 1, 8, 2, 5, 10, 20, 21, 11):
+        features = mx.random.normal((1, S, 48))
+        found = [drafter.slots(mx.array([9]), features, c, start, 5) for drafter, c in zip((plain, ours), caches, strict=True)]
+        start += S
+        assert near(found[1], found[0])
+        for a, b in zip(*caches, strict=True):
+            assert a.offset == b.offset == start
+            assert all(near(y[:, :, :start], x[:, :, :start]) for x, y in ((a.keys, b.keys), (a.values, b.values)))
+    # The first one found 7 rows and empty entries; of 21 rows the last five are given to a replay. All are few shapes.
+    assert ours.replays.passes == 11 and {key[0] for key in ours.replays._known} == {(5, 5), (10, 5), (15, 5), (20, 5)}
+
+
+def test_the_built_in_drafter_drafts_the_same_ids_compiled(pair, monkeypatch):
+    model, tokenizer, drafter = pair
+    prompt, answers = tokenizer.encode("def test_"), []
+    drafter._replays = None
+    for value in ("off", "on"):
+        monkeypatch.setenv(compiled.VARIABLE, value)
+        answers.append(run(model, drafter, prompt, 80, tokenizer))
+    assert rounds_of(answers[0]) == rounds_of(answers[1]) and ids_of(answers[1]) == greedy_ids(model, prompt, 80)
+    assert [replays.passes for replays in drafter._replays] == [len(answers[1][-1].stats.rounds)] * 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {},
+        {
+            "layer_types": None,
+            "sliding_window": None,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+        },
+    ],
+    ids=["sliding", "rotated late"],
+)
+def test_drafters_that_cannot_be_compiled_draft_as_ever(forced, layers, monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model, **layers)
+    found = run(model, drafter, PROMPT, 30)
+    assert drafter._replays[0].passes and not drafter._replays[1].passes
+    monkeypatch.setenv(compiled.VARIABLE, "off")
+    assert rounds_of(found) == rounds_of(run(model, drafter, PROMPT, 30)) and drafter.replays is None
+
+
+def test_rows_that_a_drafter_holds_already_are_not_written_twice():
+    model = tiny_target()
+    layers = {"layer_types": None, "sliding_window": None}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    features, caches = mx.random.normal((1, 6, 48)), [plain.make_cache(), ours.make_cache()]
+    for drafter, cache in zip((plain, ours), caches, strict=True):
+        drafter.inject(features[:, :4], cache, 0)
+    found = [d.slots(mx.array([9]), features, c, 0, 5) for d, c in zip((plain, ours), caches, strict=True)]
+    assert near(*found) and [entry.offset for entry in caches[1]] == [6, 6] and ours.replays.passes == 0
+
+
+def test_models_and_traces_go_when_nobody_holds_them(forced):
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
+    run(model, drafter, PROMPT, 20)
+    assert all(replays.passes for replays in drafter._replays)
+    gone = [weakref.ref(model), weakref.ref(drafter), weakref.ref(drafter._replays[0])]
+    gc.disable()
+    try:
+        del model, drafter
+        assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_round_copies_no_buffer(forced):
+    model = tiny_target(layers=2)
+    drafter = tiny_drafter(model, taps=(0,), layer_types=None, sliding_window=None)
+    cache = make_prompt_cache(model, drafter)
+    steps = stream(model, drafter, PROMPT, 60, prompt_cache=cache)
+    for _ in range(20):
+        next(steps)
+    before, passes = places(cache[:-1]), [replays.passes for replays in drafter._replays]
+    for _ in range(20):
+        next(steps)
+        assert places(cache[:-1]) == before
+    assert all(replays.passes > n for replays, n in zip(drafter._replays, passes, strict=True))
+    steps.close()
+
+
+def test_an_end_of_text_inside_a_block_ends_the_answer(forced):
+    model = tiny_target()
+    line = PROMPT + greedy_ids(model, PROMPT, 40)
+    eos = next(token for token in line[len(PROMPT) + 8 :] if token not in line[len(PROMPT) : len(PROMPT) + 8])
+    at = line.index(eos, len(PROMPT)) + 1
+    drafter = known_drafter(model, line, "oracle")
+    out = run(model, drafter, PROMPT, 40, letters(eos))
+    assert ids_of(out) == line[len(PROMPT) : at] and out[-1].finish_reason == "stop" and drafter._replays[0].passes
+
+
+def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
+    model = tiny_target()
+    drafter = known_drafter(model, PROMPT + greedy_ids(model, PROMPT, 30))
+    lines = [greedy_ids(model, PROMPT, 30)]
+    assert ids_of(run(model, drafter, PROMPT, 30)) == lines[0]
+    kept = drafter._replays[0]
+    run(model, drafter, PROMPT, 30)
+    assert drafter._replays[0] is kept
+    layer = model.layers[1].mlp
+    layer.up_proj = nn.Linear(layer.up_proj.weight.shape[1], layer.up_proj.weight.shape[0], bias=True)
+    for change in ("a layer", "a weight"):
+        if change == "a weight":
+            layer.up_proj.weight = 3 * layer.up_proj.weight
+        lines.append(greedy_ids(model, PROMPT, 30))
+        assert ids_of(run(model, drafter, PROMPT, 30)) == lines[-1] and drafter._replays[0] is not kept
+        kept = drafter._replays[0]
+    assert len({tuple(line) for line in lines}) == 3
+
+
+def test_a_drafter_whose_weights_were_changed_drafts_with_the_new_ones(monkeypatch):
+    model = tiny_target()
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
+    before = rounds_of(run(model, drafter, PROMPT, 30))
+    monkeypatch.setenv(compiled.VARIABLE, "on")
+    assert rounds_of(run(model, drafter, PROMPT, 30)) == before
+    drafter.layers[1].mlp.up_proj.weight = -2 * drafter.layers[1].mlp.up_proj.weight
+    after = rounds_of(run(model, drafter, PROMPT, 30))
+    monkeypatch.setenv(compiled.VARIABLE, "off")
+    assert after == rounds_of(run(model, drafter, PROMPT, 30)) != before
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(cuda, forced, monkeypatch):
+    model = tiny_target(hidden=32)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear) and m.weight.shape[1] % 32 == 0)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    columns, call = [], nn.QuantizedLinear.__call__
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", lambda self, x: (columns.append(len(self["weight"])), call(self, x))[1])
+    ours, plain = blocks_of(model), Target(model, (0, 2))
+    caches = [filled(model, plain), filled(model, ours)]
+    rollback(caches[1], verify(ours, caches[1])[2], 7)
+    columns.clear()
+    ours.blocks._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
+    assert columns and (all(n % compiled.TILE == 0 for n in columns) == cuda)
+    assert near(verify(ours, caches[1])[0], verify(plain, caches[0])[0]) and ours.blocks.passes == 2
+
+
+def test_no_kernel_of_ours_serves_a_drafter_whose_passes_nobody_doubts(forced, monkeypatch):
+    model = tiny_target(hidden=32)
+    drafter = tiny_drafter(model, intermediate_size=64, layer_types=None, sliding_window=None)
+    for layer in drafter.layers:
+        nn.quantize(layer, 32, 4)
+    served, call = [], Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, *args: served.append(self.module) or call(self, *args))
+    run(model, drafter, PROMPT, 30)
+    assert drafter._replays[1].passes and not served
+
+
+def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
+    model, asked = tiny_target(), []
+    ours = blocks_of(model, always=False)
+    # Of two seconds the first is the compiled pass's.
+    seconds = {4: [1.0, 2.0], 5: [2.0, 1.0], 9: [1.0, 2.0]}
+    monkeypatch.setattr(compiled, "_least_s", lambda passes, w: (asked.append(w), seconds.pop(w))[1])
+    compare, compared = compiled._compared, []
+    monkeypatch.setattr(compiled, "_compared", lambda *args: (compared.append(args[3][0].keys.shape[2]), compare(*args))[1])
+    cache = filled(model, ours)
+
+    def passes(*widths):
+        before = ours.blocks.passes
+        for w in widths:
+            rollback(cache, verify(ours, cache, [*BLOCK, *BLOCK][:w])[2], len(PROMPT))
+        return ours.blocks.passes - before
+
+    # Blocks of 5 to 8 rows are one, which is slower.
+    assert passes(5, 4, 9) == 2 and passes(5, 6, 4, 3, 10) == 3
+    assert asked == [5, 4, 9] and compared == [1024] * 3
+    # At another capacity, one comparison for all widths that were right before; 5 rows are not tried again.
+    for entry in cache:
+        compiled._widen(entry, 2048)
+    assert passes(5, 4, 9, 4) == 3 and compared == [1024] * 3 + [2048] and len(asked) == 3
+    sizes = [(8, 1024), (4, 1024), (12, 1024), (4, 2048), (12, 2048)]
+    assert [key[:2] for key in ours.blocks._known] == [((0, w), size) for w, size in sizes]
+
+
+def test_a_trial_times_passes_that_start_where_the_block_does_and_end(waits):
+    model = tiny_target()
+    ours = blocks_of(model)
+    caches, seen = [filled(model, ours), filled(model, ours)], []
+    before = dict(waits)
+
+    def timed(i):
+        return lambda: (seen.append((i, caches[i][0].offset)), ours(mx.array([BLOCK]), caches[i]))[1], caches[i]
+
+    seconds = compiled._least_s([timed(0), timed(1)], 5)
+    assert seen == [(0, 2), (1, 2)] * 5 and [cache[0].offset for cache in caches] == [7, 7]
+    assert len(seconds) == 2 and all(0 < s < 5 for s in seconds) and waits["wait"] == before["wait"] + 10
+
+
+def test_caches_of_other_kinds_are_left_alone():
+    model = tiny_target()
+    ours = blocks_of(model)
+    cache = filled(model, ours)
+    mixed = filled(model, ours)
+    mixed[1] = mlx_lm_cache.ConcatenateKVCache()
+    mixed[1].update_and_fetch(cache[1].keys[:, :, :7], cache[1].values[:, :, :7])
+    verify(ours, mixed)
+    uneven = filled(model, ours)
+    uneven[2].trim(1)
+    assert ours.blocks(ours, mx.array([BLOCK]), uneven, checkpoint(uneven, 7)) is None
+    two = filled(model, ours, [PROMPT, PROMPT[::-1]])
+    assert ours.blocks(ours, mx.array([BLOCK, BLOCK]), two, checkpoint(two, 7)) is None
+    fresh = mlx_lm_cache.make_prompt_cache(model)
+    verify(ours, fresh, length=0)
+    assert ours.blocks.passes == 0 and not ours.blocks._known
+
+
+def test_buffers_of_different_lengths_are_made_equal():
+    model = tiny_target()
+    ours = blocks_of(model)
+    cache, other = filled(model, ours), filled(model, ours)
+    compiled._widen(cache[1], 1100)
+    assert near(verify(ours, cache)[0], verify(Target(model, (0, 2)), other)[0])
+    assert ours.blocks.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}
+
+
+def poisoned(cache):
+    """The buffers with values that are no numbers where no row counts, as drafts that overflowed float16 leave them."""
+    for entry in cache:
+        for name in ("keys", "values"):
+            array = getattr(entry, name)
+            array[..., entry.offset :, :] = math.nan
+            setattr(entry, name, array)
+
+
+def test_of_two_replays_in_flight_that_are_not_finite_neither_is_laid_on_the_kernels(monkeypatch):
+    model = tiny_target()
+    monkeypatch.setattr(choice, "_off", {})
+    blocks, spoilt = blocks_of(model).blocks, mx.full((1, 5, 48), math.nan)
+    answers = [Target(model, (0, 2)) for _ in range(2)]
+    for target in answers:
+        target.blocks = blocks
+        verify(target, filled(model, target))
+    for target in answers:
+        with pytest.raises(NotFiniteError):
+            target.check([doubt.item() for doubt in target.doubts(spoilt)])
+    assert blocks.refused and not choice._off
+    # An ordinary pass in which nothing of a replay was is another matter.
+    verify(answers[0], filled(model, answers[0]))
+    with pytest.raises(NotFiniteError):
+        answers[0].check([0x7F800000])
+    assert choice._off
+
+
+def test_a_replay_is_doubted_by_its_states_alone():
+    model = tiny_target()
+    ours = blocks_of(model)
+    hidden, *_ = verify(ours, filled(model, ours))
+    spoilt = mx.where(mx.arange(hidden.shape[2]) == 3, mx.array(math.nan), hidden)
+    # MLX's own head made these of sound states, as plain decoding would.
+    ours.check([doubt.item() for doubt in ours.doubts(hidden, logits=mx.full((1, 5, 50), math.nan))])
+    with pytest.raises(NotFiniteError):
+        ours.check([doubt.item() for doubt in ours.doubts(spoilt, logits=ours.head(hidden))])
+
+
+def test_a_replay_that_rows_without_meaning_reach_is_undone_and_the_last(caplog):
+    model = tiny_target()
+    ours, plain = blocks_of(model), Target(model, (0, 2))
+    cache, other = filled(model, ours), filled(model, plain)
+    rollback(cache, verify(ours, cache)[2], len(PROMPT))
+    poisoned(cache)
+    hidden, _, point = verify(ours, cache)
+    assert ours.blocks.passes == 2
+    with pytest.raises(NotFiniteError):
+        ours.check([doubt.item() for doubt in ours.doubts(hidden)])
+    assert "compiled: a pass gave a value that is not finite" in caplog.text and not choice._off
+    rollback(cache, point, len(PROMPT))
+    hidden, _, _ = verify(ours, cache)
+    assert ours.blocks.passes == 2 and not ours.doubts(hidden)
+    assert mx.array_equal(hidden, verify(plain, other)[0])
+
+
+def test_an_answer_survives_rows_without_meaning(forced, monkeypatch):
+    model = family("llama")
+    want = greedy_ids(model, PROMPT, 40)
+    drafter = known_drafter(model, PROMPT + want, "noisy", block=6)
+
+    def spoils(entries, point, keep):
+        rollback(entries, point, keep)
+        if drafter._replays[0].passes == 3:
+            poisoned(entries)
+
+    monkeypatch.setattr(generation, "rollback", spoils)
+    assert ids_of(list(run(model, drafter, PROMPT, 40, block_size=6))) == want
+    assert drafter._replays[0].passes == 4 and "not finite" in drafter._replays[0].refused
+
+
+def test_where_a_head_is_at_fault_replays_are_not(monkeypatch):
+    monkeypatch.setattr(choice, "_off", {})
+    model = tiny_target()
+    ours = blocks_of(model)
+    verify(ours, filled(model, ours))
+    sound, infinite = mx.array([-3.0, -math.inf]).view(mx.int32).tolist()
+    ours.check([sound])
+    with pytest.raises(NotFiniteError):
+        ours.check([infinite], head=True)
+    assert set(choice._off) == set(choice.NAMES) and not ours.blocks.refused
+    monkeypatch.setattr(choice, "_off", {})
+    for refused, off in ((True, False), (True, True)):
+        with pytest.raises(NotFiniteError):
+            ours.check([sound, infinite])
+        assert (bool(ours.blocks.refused), bool(choice._off)) == (refused, off)
+        # What is run again is an ordinary pass.
+        verify(ours, filled(model, ours))
+
+
+def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
+    model = tiny_target()
+    ours = blocks_of(model)
+    handlers = []
+
+    class Serving(Served):
+        def __call__(self, inner, args, kwargs):
+            self.served = True
+            return inner(*args, **kwargs)
+
+    def calls(self, rows):
+        mlp = self.layers[0].mlp
+        self._kernel_calls = [] if choice._off else [(mlp, Serving(mlp), "__call__")]
+        handlers.append(self._kernel_calls)
+        return self._kernel_calls
+
+    monkeypatch.setattr(Target, "_kernels", calls)
+    monkeypatch.setattr(choice, "_off", {})
+    cache = filled(model, ours)
+    for _ in range(2):
+        hidden = verify(ours, cache)[0]
+        assert len(ours.doubts(hidden)) == 1
+    traces = len(handlers)
+    choice.distrust("a test")
+    hidden = verify(ours, cache)[0]
+    assert len(handlers) > traces and handlers[-1] == [] and ours.blocks.passes == 3
+
+
+def test_traces_that_are_kept_are_few(monkeypatch):
+    model = tiny_target()
+    ours = blocks_of(model)
+    monkeypatch.setattr(compiled, "_KEPT", 3)
+    cache = filled(model, ours)
+    for w in range(4, 24, 4):
+        rollback(cache, verify(ours, cache, list(range(w)))[2], len(PROMPT))
+    assert [key[0] for key in ours.blocks._known] == [(0, 12), (0, 16), (0, 20)] and ours.blocks.passes == 5
+
+
+def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(forced, monkeypatch):
+    model, keys = tiny_target(), []
+    drafter = tiny_drafter(model, block=6)
+    monkeypatch.setattr(costs, "save_costs", lambda key, _: keys.append(key))
+    for value in ("on", "off"):
+        monkeypatch.setenv(compiled.VARIABLE, value)
+        costs.measured_costs(model, drafter, generation.generation_stream)
+    assert len(set(keys)) == 2 and drafter._replays[0].passes
