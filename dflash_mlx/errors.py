@@ -1,11 +1,23 @@
-"""Every error the package raises on purpose: what was expected; what was found; what to do.
+"""Every error the package raises on purpose: what is wrong, with the values found and wanted; then what to do.
 
 Each is also the built-in exception that `mlx-lm` or Python would raise in its place, so `except ValueError` keeps working.
 """
 
+from __future__ import annotations
+
 
 class DFlashError(Exception):
-    """Base of all errors below. The command line prints it as one line and exits with 1."""
+    """Base of all errors below. The command line prints it as one line and exits with 1.
+
+        raise GenerationError(f"max_kv_size is {n}; it must be at least 1", "Leave it out for the default")
+        Error: max_kv_size is 0; it must be at least 1. Leave it out for the default.
+
+    problem: what is wrong, the found value first, then the wanted one. remedy: what to do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str = ""):
+        self.problem, self.remedy = problem.rstrip("."), remedy.rstrip(".")
+        super().__init__(". ".join(part for part in (self.problem, self.remedy) if part) + ".")
 
 
 class ConfigError(DFlashError, ValueError):

@@ -27,10 +27,10 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import swiglu
 
 from ..kernels import autotune as choice
+from ..kernels import small_batch as few_rows
 from ..kernels.block_linear import Weights, block_linear_plan
 from ..kernels.routing import ATTENTION, Handler, WatchedArray, kernel_calls, renamed
 from ..models.target import own_class
-from . import small_batch as few_rows
 
 # Weights of one product. Copies are dear and save little where reading them takes longer than three launches.
 MOST_BYTES = 8 << 20
