@@ -47,11 +47,11 @@ from ..errors import DFlashError
 from ..kernels import autotune as choice
 from ..kernels import block_linear
 from ..kernels.routing import BufferMask, Dense, kernel_calls
+from ..kernels.small_batch import allow_cudnn, folded_attention_plan, folded_mask
 from ..models.drafter import Drafter
 from ..models.target import Target, family, intercept
 from ..rollback import Checkpoint
 from .fusion import Call, joint_calls
-from .small_batch import allow_cudnn, folded_attention_plan, folded_mask
 
 VARIABLE = "DFLASH_MLX_COMPILE"
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
