@@ -15,26 +15,31 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
 
 from .errors import GenerationError
+from .sampling_settings import SamplingSettings
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _LIMIT = 1 << 32
 
+__all__ = ["Distribution", "History", "KeyedSampler", "SamplingSettings", "choose_seed", "process", "sample_at"]
+
 
 class Distribution:
     """mlx-lm's sampler for temperature, top-p, min-p and top-k that can also tell its probabilities.
 
-    As a sampler it draws what `make_sampler` with the same numbers draws. Rejection needs the probabilities.
+    As a sampler it draws what `make_sampler` with the same numbers draws. Rejection needs the probabilities. A top_p of 0
+    leaves the likeliest token alone, as in `SamplingSettings`.
 
     Raises:
       GenerationError: at a temperature of 0, which has no distribution: leave the sampler out instead.
     """
 
-    def __init__(self, temp: float, top_p: float = 0.0, min_p: float = 0.0, top_k: int = 0):
+    def __init__(self, temp: float, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0):
         if not temp >= 1e-5:
-            raise GenerationError(
-                f"expected a temperature of at least 1e-5; found {temp}. Leave the sampler out: that is greedy."
-            )
+            raise GenerationError(f"temp is {temp}; it must be at least 1e-5", "Leave the sampler out: that is greedy")
+        if top_p == 0:
+            # mlx-lm's 0 switches the filter off.
+            top_p, top_k = 1.0, 1
         self.temp, self.top_p, self.min_p, self.top_k = temp, top_p, min_p, top_k
         self._sample = make_sampler(temp, top_p, min_p, top_k=top_k)
 
@@ -43,7 +48,7 @@ class Distribution:
 
     def probabilities(self, logprobs: mx.array) -> mx.array:
         """[..., V] log-probabilities to the probabilities that tokens are drawn with, [..., V]: filters, then temperature."""
-        if 0 < self.top_p < 1:
+        if self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p:
             logprobs = apply_min_p(logprobs, self.min_p)
@@ -61,7 +66,7 @@ def choose_seed(seed: int | None) -> int:
     if seed is None:
         return mx.random.randint(0, (1 << 31) - 1).item()
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _LIMIT:
-        raise GenerationError(f"expected a seed from 0 to {_LIMIT - 1}; found {seed!r}. Choose another.")
+        raise GenerationError(f"seed is {seed!r}; it must be a whole number from 0 to {_LIMIT - 1}", "Choose another")
     return seed
 
 

@@ -34,6 +34,7 @@ ORDER = (
     "draft_length.policy",
     "stats",
     "text",
+    "sampling_settings",
     "sampling",
     "options",
     "target_sampler",

@@ -106,9 +106,9 @@ def test_the_state_is_put_back_after_an_error_in_the_sampler():
 @pytest.mark.parametrize("seed", [-1, 1 << 32, 1.5, "7", True])
 def test_an_impossible_seed_is_refused(tiny, seed):
     for drafter in (None, tiny_drafter(tiny)):
-        with pytest.raises(GenerationError, match="expected a seed from 0 to 4294967295; found"):
+        with pytest.raises(GenerationError, match="it must be a whole number from 0 to 4294967295"):
             run(tiny, drafter, PROMPT, 4, sampler=make_sampler(temp=1.0), seed=seed)
-    with pytest.raises(GenerationError, match="expected a seed from 0 to 4294967295; found"):
+    with pytest.raises(GenerationError, match="it must be a whole number from 0 to 4294967295"):
         choose_seed(seed)
 
 
@@ -275,7 +275,7 @@ def test_what_rejection_needs_is_asked_for(tiny, options, message):
         run(tiny, tiny_drafter(tiny), PROMPT, **options)
     with pytest.raises(GenerationError, match="expected a DFlash drafter for acceptance"):
         run(tiny, None, PROMPT, **options)
-    with pytest.raises(GenerationError, match="at least 1e-5; found 0"):
+    with pytest.raises(GenerationError, match="temp is 0; it must be at least 1e-5"):
         Distribution(0)
 
 

@@ -1,0 +1,204 @@
+"""The sampling options, each declared once: name, default, range, what 0 means, help text.
+
+Command line, chat, server and benchmark take their sampling options from the fields of `SamplingSettings`: a field added
+here appears in all four. Imports nothing heavy, because `dflash-mlx generate -h` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from .errors import GenerationError
+
+# Below this temperature a distribution is its likeliest token.
+GREEDY_BELOW = 1e-5
+_LARGEST = 1_000_000
+_LONGEST = (1 << 31) - 1
+
+
+def setting(
+    default: Any,
+    kind: type,
+    low: float | None = None,
+    high: float | None = None,
+    zero: str = "",
+    help: str = "",
+    *,
+    above: bool = False,
+    needs: str | None = None,
+) -> Any:
+    """A field that is checked.
+
+    Args:
+      kind: int, float or bool; low, high: the least and most that it may be. above: `low` itself is refused.
+      zero: what the value 0 means, for people. help: one sentence for `--help`.
+      needs: name of the field without which this one has no effect.
+    """
+    about = {"kind": kind, "low": low, "high": high, "above": above, "zero": zero, "help": help, "needs": needs}
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the next token is drawn. Every field is checked when the settings are made.
+
+        settings = SamplingSettings(temp=0.7, top_p=0.9, repetition_penalty=1.1)
+        settings.check_vocabulary(Target(model).vocabulary)
+        sampler, logits_processors = settings.make(tokenizer)
+
+    Raises:
+      GenerationError: a value of another type or out of its range.
+    """
+
+    temp: float = setting(0.0, float, 0, _LARGEST, "greedy: always the likeliest token", "Sampling temperature.")
+    top_p: float = setting(
+        1.0, float, 0, 1, "the likeliest token alone", "Sample among the likeliest tokens that reach this share.", needs="temp"
+    )
+    top_k: int = setting(0, int, 0, _LONGEST, "off", "Sample among the k likeliest tokens.", needs="temp")
+    min_p: float = setting(
+        0.0, float, 0, 1, "off", "Least probability of a token, relative to the likeliest one's.", needs="temp"
+    )
+    xtc_probability: float = setting(
+        0.0, float, 0, 1, "off", "How often XTC leaves out the likeliest tokens, all but the last of them.", needs="temp"
+    )
+    xtc_threshold: float = setting(
+        0.1, float, 0, 0.5, "every token counts", "Probability from which XTC counts a token as likely.", needs="xtc_probability"
+    )
+    repetition_penalty: float = setting(
+        1.0, float, 0, _LARGEST, "refused", "Makes earlier tokens less likely; 1 is off.", above=True
+    )
+    repetition_context_size: int = setting(
+        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="repetition_penalty"
+    )
+    presence_penalty: float = setting(
+        0.0, float, -_LARGEST, _LARGEST, "off", "Taken from the logit of every token that was there before."
+    )
+    presence_context_size: int = setting(
+        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="presence_penalty"
+    )
+    frequency_penalty: float = setting(
+        0.0, float, -_LARGEST, _LARGEST, "off", "Taken from a token's logit once for each time it was there before."
+    )
+    frequency_context_size: int = setting(
+        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="frequency_penalty"
+    )
+    seed: int | None = setting(
+        None, int, 0, (1 << 32) - 1, "a seed as any other", "Same seed, same text, with or without a drafter.", needs="temp"
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check(one, getattr(self, one.name))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken always: no noise is drawn."""
+        return self.temp < GREEDY_BELOW or self.top_p == 0
+
+    def check_vocabulary(self, rows: int) -> None:
+        """Raises: GenerationError where mlx-lm would refuse `top_k` in the middle of a run."""
+        if self.top_k >= rows:
+            raise GenerationError(f"top_k is {self.top_k}; it must be below {rows}, the target's vocabulary", "Use a smaller one")
+
+    def without_effect(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Of the `given` names those that change nothing here, each with the reason."""
+        why_greedy = "at temperature 0" if self.temp < GREEDY_BELOW else "with top_p 0"
+        found = {}
+        for one in fields(self):
+            needs = one.metadata["needs"]
+            if one.name not in given or needs is None:
+                continue
+            if needs != "temp" and getattr(self, needs) == getattr(type(self), needs):
+                found[one.name] = f"without {needs}"
+            elif self.greedy and needs in ("temp", "xtc_probability") and not (one.name == "top_p" and "top_p" in why_greedy):
+                found[one.name] = why_greedy
+        return found
+
+    def make(
+        self, tokenizer: Any = None, logit_bias: Mapping[int, float] | None = None
+    ) -> tuple[Callable | None, list[Callable]]:
+        """mlx-lm's sampler and logits processors for these settings.
+
+        Args:
+          tokenizer: XTC never leaves out its line break and its end tokens, as in mlx-lm's own commands.
+        Returns: the sampler, None where the likeliest token is taken always; the processors, [] where none is needed.
+        """
+        from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+        processors = make_logits_processors(
+            dict(logit_bias) if logit_bias else None,
+            None if self.repetition_penalty == 1 else self.repetition_penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.presence_context_size,
+            self.frequency_penalty,
+            self.frequency_context_size,
+        )
+        if self.greedy:
+            return None, processors
+        special = []
+        if tokenizer is not None and self.xtc_probability:
+            special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        sampler = make_sampler(
+            self.temp,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            top_k=self.top_k,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=special,
+        )
+        return sampler, processors
+
+
+def check(one: Field, value: Any) -> None:
+    """Whether a field made by `setting` may have this value; None where None is its default.
+
+    Raises:
+      GenerationError: names the field, the value and the range.
+    """
+    if value is None and one.default is None:
+        return
+    kind, low, high, above = (one.metadata[name] for name in ("kind", "low", "high", "above"))
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise GenerationError(f"{one.name} is {value!r}; it must be true or false")
+        return
+    fits = type(value) in (int, kind) and (value > low or value == low and not above) and (high is None or value <= high)
+    if not fits:
+        raise GenerationError(f"{one.name} is {value!r}; it must be {wanted(one)}")
+
+
+def wanted(one: Field) -> str:
+    """The values that a field may have, in words: "a whole number from 0 to 10"."""
+    kind, low, high, above = (one.metadata[name] for name in ("kind", "low", "high", "above"))
+    if kind is bool:
+        return "true or false"
+    what = "a whole number" if kind is int else "a number"
+    if high is None:
+        return f"{what} of at least {low}"
+    return f"{what} above {low} and at most {high}" if above else f"{what} from {low} to {high}"
+
+
+def parse(one: Field, text: str) -> Any:
+    """What a person typed for a field: its kind of value, or the text itself where it is none (`check` refuses that)."""
+    if one.metadata["kind"] is bool:
+        return {"on": True, "off": False, "true": True, "false": False}.get(text.lower(), text)
+    try:
+        return one.metadata["kind"](text)
+    except ValueError:
+        return text
+
+
+def check_max_tokens(value: Any, name: str = "max_tokens", *, least: int = 1) -> None:
+    """A number of tokens: at least `least`, or -1 for no limit.
+
+    Raises:
+      GenerationError: 0, another negative or a fractional number.
+    """
+    if type(value) is not int or value < least and value != -1:
+        raise GenerationError(
+            f"{name} is {value!r}; it must be a whole number of at least {least}, or -1 for no limit", "Use one of these"
+        )

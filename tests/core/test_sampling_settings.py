@@ -1,0 +1,121 @@
+"""The sampling options: what 0 and out-of-range values mean, and that mlx-lm's own sampler gets them."""
+
+from dataclasses import fields
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from dflash_mlx.errors import GenerationError
+from dflash_mlx.sampling import Distribution, SamplingSettings, sample_at
+from dflash_mlx.sampling_settings import check_max_tokens
+
+NAMES = [one.name for one in fields(SamplingSettings)]
+# For every setting: whether 0 is refused, off (nothing is made for it), or takes the likeliest token; then what is refused.
+TABLE = {
+    "temp": ("likeliest", (-0.1, float("nan"), float("inf"), "hot", True, None)),
+    "top_p": ("likeliest", (-0.1, 1.5, float("nan"), "half")),
+    "top_k": ("off", (-1, 2.5, True)),
+    "min_p": ("off", (-0.1, 1.1)),
+    "xtc_probability": ("off", (-0.1, 1.1)),
+    "xtc_threshold": ("strictest", (-0.1, 0.6)),
+    "repetition_penalty": ("refused", (0, 0.0, -1, float("inf"))),
+    "repetition_context_size": ("refused", (0, -1, 1.5)),
+    "presence_penalty": ("off", (float("nan"), 2e6, -2e6)),
+    "presence_context_size": ("refused", (0, -1, 1.5)),
+    "frequency_penalty": ("off", (float("nan"), 2e6, -2e6)),
+    "frequency_context_size": ("refused", (0, -1, 1.5)),
+    "seed": ("value", (-1, 1 << 32, 1.5, True)),
+}
+
+
+def row():
+    logits = mx.random.normal((1, 40), key=mx.random.key(3)) * 2
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def test_every_setting_is_in_the_table():
+    assert list(TABLE) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_0_means(name):
+    means = TABLE[name][0]
+    others = {} if name == "temp" else {"temp": 1.0}
+    if means == "refused":
+        with pytest.raises(GenerationError, match=f"{name} is 0; it must be"):
+            SamplingSettings(**{name: 0})
+        return
+    sampler, processors = SamplingSettings(**others, **{name: 0}).make()
+    if means == "likeliest":
+        assert sampler is None
+    if means == "off":
+        plain, _ = SamplingSettings(**others).make()
+        assert processors == []
+        assert [sample_at(sampler, 1, n, row()).item() for n in range(50)] == [
+            sample_at(plain, 1, n, row()).item() for n in range(50)
+        ]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in TABLE for value in TABLE[name][1]])
+def test_what_is_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(GenerationError, match=f"^{name} is .*; it must be "):
+        SamplingSettings(**{name: value})
+
+
+def test_a_distribution_takes_the_likeliest_token_at_top_p_0():
+    ours = Distribution(1.5, top_p=0)
+    assert ours.probabilities(row())[0, mx.argmax(row())].item() == pytest.approx(1)
+    assert {sample_at(ours, 1, n, row()).item() for n in range(50)} == {mx.argmax(row()).item()}
+
+
+def test_the_sampler_is_mlx_lms_own_with_xtcs_special_tokens():
+    class Words:
+        eos_token_ids = (7,)
+
+        def encode(self, text):
+            return [5]
+
+    given = {"temp": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.05}
+    ours, _ = SamplingSettings(**given).make(Words())
+    theirs = make_sampler(
+        0.9, top_p=0.9, top_k=20, min_p=0.01, xtc_probability=0.5, xtc_threshold=0.05, xtc_special_tokens=[5, 7]
+    )
+    draws = [[sample_at(sampler, 1, n, row()).item() for n in range(200)] for sampler in (ours, theirs)]
+    assert draws[0] == draws[1]
+
+
+def test_penalties_become_mlx_lms_processors_in_order():
+    given = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_context_size": 2}
+    sampler, processors = SamplingSettings(**given).make(logit_bias={3: 9.0})
+    assert sampler is None and len(processors) == 4
+    logits = mx.ones((1, 8))
+    for processor in processors:
+        logits = processor(mx.array([1, 2, 2]), logits)
+    # Token 1: presence and frequency. Token 2: repetition too, and frequency twice. Token 3: the bias.
+    assert logits[0, :4].tolist() == pytest.approx([1, 0.25, 1 / 1.5 - 1, 10])
+
+
+def test_settings_that_change_nothing_are_named_with_the_reason():
+    given = {"top_p": 0.9, "seed": 3, "xtc_threshold": 0.2, "presence_context_size": 5, "presence_penalty": 1.0}
+    assert SamplingSettings(**given).without_effect(given) == {
+        "top_p": "at temperature 0",
+        "seed": "at temperature 0",
+        "xtc_threshold": "without xtc_probability",
+    }
+    assert SamplingSettings(temp=1, top_p=0, seed=3).without_effect({"temp", "top_p", "seed"}) == {"seed": "with top_p 0"}
+    assert SamplingSettings(temp=1, seed=3, top_p=0.5).without_effect({"temp", "top_p", "seed"}) == {}
+
+
+def test_top_k_beyond_the_vocabulary_is_refused():
+    SamplingSettings(top_k=39).check_vocabulary(40)
+    with pytest.raises(GenerationError, match="top_k is 40; it must be below 40"):
+        SamplingSettings(top_k=40).check_vocabulary(40)
+
+
+@pytest.mark.parametrize("value", [0, -5, 1.5, True, None])
+def test_max_tokens_is_a_positive_whole_number_or_minus_1(value):
+    check_max_tokens(1)
+    check_max_tokens(-1)
+    with pytest.raises(GenerationError, match="max_tokens is .*or -1 for no limit"):
+        check_max_tokens(value)
