@@ -52,7 +52,7 @@ from .rollback import (
 )
 from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
-from .target_sampler import Chooser, Outcome, make_chooser, pack_drafts, unpack_drafts
+from .target_sampler import RoundResult, TargetSampler, make_target_sampler, pack_drafts, unpack_drafts
 from .traced.compiled import attach
 from .verify import verify_block
 
@@ -205,7 +205,7 @@ def stream_generate(
     check_context(target, draft_model, len(pair.ids) + len(ids), max_tokens)
     check_template(draft_model, tokenizer, ids)
     quantization = _quantization(model, given)
-    chooser = make_chooser(sampler, logits_processors or (), seed, acceptance, ids)
+    target_sampler = make_target_sampler(sampler, logits_processors or (), seed, acceptance, ids)
     if block_size is None and acceptance == "match":
         rule: FixedWidth | WidthRule = width_rule(model, draft_model, stream)
     else:
@@ -220,7 +220,7 @@ def stream_generate(
         target,
         draft_model,
         pair,
-        chooser,
+        target_sampler,
         copier,
         rule,
         stats,
@@ -277,27 +277,27 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
     """
     emitted = 0
     try:
-        flight = run.launch(run.prefill(prompt), 0)
+        current = run.enqueue(run.prefill(prompt), 0)
         while True:
-            ahead, width = None, None
-            if not flight.width:
+            lookahead, width = None, None
+            if not current.width:
                 # Plain decoding: the row is kept whatever it says, so the next pass starts from the token on the device.
-                run.commit(flight, 0)
-                if run.can_go_ahead(flight, emitted):
+                run.commit(current, 0)
+                if run.can_look_ahead(current, emitted):
                     width = run.next_width()
                     # What to copy depends on the token.
                     if not width and not run.copy_width(0):
-                        ahead = run.launch(flight.token, 0, ahead=True)
+                        lookahead = run.enqueue(current.token, 0, lookahead=True)
             try:
-                ids, accepted, bonus, row_logprobs, confidence = run.read(flight)
+                ids, accepted, bonus, row_logprobs, confidence = run.read(current)
             except NotFiniteError:
                 # A replay or one of our kernels was at fault. They are off now: the pass runs once more without them.
-                flight = run.again(flight, ahead)
+                current = run.retry(current, lookahead)
                 continue
-            if flight.width:
-                run.commit(flight, accepted)
+            if current.width:
+                run.commit(current, accepted)
             if emitted:
-                run.record(flight, ids, accepted, bonus, confidence)
+                run.record(current, ids, accepted, bonus, confidence)
             else:
                 run.report_prefill()
 
@@ -306,43 +306,43 @@ def _rounds(run: _Run, prompt: list[int]) -> Iterator[Step]:
                 # Made first: where that fails, the token was not handed out.
                 row = row_logprobs(i)
                 run.pair.ids.append(token)
-                run.chooser.history.append(token)
+                run.target_sampler.history.append(token)
                 emitted += 1
                 yield token, row, i < accepted
                 if emitted == run.max_tokens:
                     return
                 if emitted % 256 == 1:
                     mx.clear_cache()
-            flight = ahead or run.launch_block(bonus, run.next_width() if width is None else width)
+            current = lookahead or run.enqueue_block(bonus, run.next_width() if width is None else width)
     finally:
         run.settle()
 
 
 @dataclass
-class _Flight:
+class PendingPass:
     """A target pass over the anchor and `width` drafted tokens that is enqueued and not read yet.
 
-    anchor: [1]; drafted: [1, N], of which N >= width; source: who drafted them; ahead: enqueued before the pass in front of
+    anchor: [1]; drafted: [1, N], of which N >= width; source: who drafted them; lookahead: enqueued before the pass in front of
     it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
     context: what undoes passes of the drafter after this round's (see `_slid`); doubtful: one of our kernels ran in it.
-    seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was waited for; then told: its ids and how
-    sure the drafter is of each; peeked: these chose the width.
+    seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was waited for; then
+    drafted_ids: its ids and how sure the drafter is of each; confidence_cut: these chose the width.
     """
 
     anchor: mx.array
     drafted: mx.array
     width: int
     source: str
-    ahead: bool
+    lookahead: bool
     point: Checkpoint
     features: mx.array
     token: mx.array | None
-    read: Callable[[], Outcome]
+    read: Callable[[], RoundResult]
     context: list[Any]
     doubtful: bool
-    told: tuple[list[int], list[float] | None] | None = None
-    peeked: bool = False
+    drafted_ids: tuple[list[int], list[float] | None] | None = None
+    confidence_cut: bool = False
     seconds: float = 0.0
     draft_s: float | None = None
 
@@ -362,7 +362,7 @@ class _Run:
         target: Target,
         drafter: Drafter,
         pair: PairCache,
-        chooser: Chooser,
+        target_sampler: TargetSampler,
         copier: Copier | None,
         rule: FixedWidth | WidthRule,
         stats: GenerationStats,
@@ -372,7 +372,14 @@ class _Run:
         prefill_step_size: int | None,
         progress: Callable[[int, int], None] | None,
     ):
-        self.drafter, self.pair, self.chooser, self.copier, self.rule, self.stats = drafter, pair, chooser, copier, rule, stats
+        self.drafter, self.pair, self.target_sampler, self.copier, self.rule, self.stats = (
+            drafter,
+            pair,
+            target_sampler,
+            copier,
+            rule,
+            stats,
+        )
         self.max_tokens, self.stream, self.quantization = max_tokens, stream, quantization
         self.prefill_step_size, self.progress = prefill_step_size or 2048, progress or (lambda *_: None)
         self.target = target
@@ -418,13 +425,13 @@ class _Run:
     def report_prefill(self) -> None:
         self.progress(self._prompt_rows, self._prompt_rows)
 
-    def can_go_ahead(self, flight: _Flight, emitted: int) -> bool:
+    def can_look_ahead(self, current: PendingPass, emitted: int) -> bool:
         """Whether the pass after a plain one may be enqueued before that one is read: not if the host has a say in between."""
         last, measures = emitted + 1 == self.max_tokens, not emitted and not self.rule.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
         quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
-        doubtful = flight.doubtful and (quantizes or not self._deep)
-        return not (last or measures or self.chooser.processors or doubtful)
+        doubtful = current.doubtful and (quantizes or not self._deep)
+        return not (last or measures or self.target_sampler.processors or doubtful)
 
     def next_width(self) -> int:
         return self._cut(self.rule.choose(self.rows - self.injected))
@@ -441,17 +448,17 @@ class _Run:
         # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
         return self.quantization.cut(self.rows, width) if self.quantization else width
 
-    def launch_block(self, anchor: int, width: int) -> _Flight:
+    def enqueue_block(self, anchor: int, width: int) -> PendingPass:
         """Enqueue a round after a token that was read: of `width`, or of copied drafts where they promise more."""
         copied = self.copy_width(width)
         drafts = self.copier.draft(self.stats.block_size - 1) if copied else None
-        return self.launch(mx.array([anchor], dtype=mx.int32), copied or width, drafts=drafts)
+        return self.enqueue(mx.array([anchor], dtype=mx.int32), copied or width, drafts=drafts)
 
-    def launch(self, anchor: mx.array, width: int, ahead: bool = False, drafts: list[int] | None = None) -> _Flight:
+    def enqueue(self, anchor: mx.array, width: int, lookahead: bool = False, drafts: list[int] | None = None) -> PendingPass:
         """Enqueue a round after the token `anchor` [1]: the drafter's pass, if drafts are due from it; the target's."""
         pair, stats = self.pair, self.stats
-        began, draft_s, told, peeked = time.perf_counter(), None, None, False
-        drafted, sure = mx.array([drafts or []], dtype=mx.int32), None
+        began, draft_s, drafted_ids, confidence_cut = time.perf_counter(), None, None, False
+        drafted, confidence = mx.array([drafts or []], dtype=mx.int32), None
         source = "copy" if drafts else "drafter" if width else "plain"
         if self.quantization and self.rows > self._begun:
             # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
@@ -460,102 +467,111 @@ class _Run:
         with mx.stream(self.stream):
             if source == "drafter":
                 args = (self.drafter, anchor, self.pending.joined(), pair.drafter, self.injected, stats.block_size)
-                drafted, sure = self.chooser.draft_surely(*args) if self.rule.asks else (self.chooser.draft(*args), None)
-                peeked = self.rule.peeks and sure is not None
-                if peeked or stats.times_next_round:
-                    told = unpack_drafts(pack_drafts(drafted, sure).tolist(), drafted.shape[1])
+                drafted, confidence = (
+                    self.target_sampler.draft_with_confidence(*args)
+                    if self.rule.wants_confidence
+                    else (self.target_sampler.draft(*args), None)
+                )
+                confidence_cut = self.rule.cuts_by_confidence and confidence is not None
+                if confidence_cut or stats.times_next_round:
+                    drafted_ids = unpack_drafts(pack_drafts(drafted, confidence).tolist(), drafted.shape[1])
                     draft_s = time.perf_counter() - began
-                if peeked:
-                    width = self._cut(self.rule.narrow(told[1]))
+                if confidence_cut:
+                    width = self._cut(self.rule.confidence_cut(drafted_ids[1]))
                     if not width:
                         # A plain pass follows, and the drafter has what was pending.
                         self._hold()
             elif self.pending.nbytes > _PENDING_BYTES:
                 self.drafter.inject(self.pending.joined(), pair.drafter, self.injected)
                 self._hold()
-            flight = self._verify(anchor, drafted, width, source, ahead, None if told else sure)
-        flight.told, flight.peeked = told, peeked
-        flight.seconds, flight.draft_s = time.perf_counter() - began, draft_s
-        return flight
+            current = self._verify(anchor, drafted, width, source, lookahead, None if drafted_ids else confidence)
+        current.drafted_ids, current.confidence_cut = drafted_ids, confidence_cut
+        current.seconds, current.draft_s = time.perf_counter() - began, draft_s
+        return current
 
     def _verify(
-        self, anchor: mx.array, drafted: mx.array, width: int, source: str, ahead: bool, sure: mx.array | None = None
-    ) -> _Flight:
+        self, anchor: mx.array, drafted: mx.array, width: int, source: str, lookahead: bool, confidence: mx.array | None = None
+    ) -> PendingPass:
         """Enqueue the target's pass over a block [anchor, drafted...] and the accepting of its drafts."""
         pair, target, point = self.pair, self.target, self.point
         # Where the drafter did not run its entries are as they were: nothing of them is new.
         context = [entry.state for entry in pair.drafter] if source == "drafter" else []
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
-        token, read, doubtful = self.chooser.start(target, hidden, features, drafted, context, self.rows + 1, sure)
+        token, read, doubtful = self.target_sampler.start(target, hidden, features, drafted, context, self.rows + 1, confidence)
         if not width:
-            self._enqueue(self._states)
+            self._evaluate(self._states)
         context = _slid(pair.drafter) if source == "drafter" else self.context
-        return _Flight(anchor, drafted, width, source, ahead, point, features, token, read, context, doubtful)
+        return PendingPass(anchor, drafted, width, source, lookahead, point, features, token, read, context, doubtful)
 
-    def again(self, flight: _Flight, ahead: _Flight | None) -> _Flight:
+    def retry(self, current: PendingPass, lookahead: PendingPass | None) -> PendingPass:
         """Undo a target pass, and the plain one after it, and enqueue it once more."""
         with mx.stream(self.stream):
-            if ahead is not None:
-                rollback(self.pair.target, ahead.point, ahead.point.length)
-            self.point = flight.point
-            if not flight.width:
+            if lookahead is not None:
+                rollback(self.pair.target, lookahead.point, lookahead.point.length)
+            self.point = current.point
+            if not current.width:
                 self.rows -= 1
                 self.pending.drop()
             rollback(self.pair.target, self.point, self.rows)
             self.point.rows = 0
             self.point.replays.clear()
-            again = self._verify(flight.anchor, flight.drafted, flight.width, flight.source, flight.ahead)
-        again.told, again.peeked, again.seconds, again.draft_s = flight.told, flight.peeked, flight.seconds, flight.draft_s
+            again = self._verify(current.anchor, current.drafted, current.width, current.source, current.lookahead)
+        again.drafted_ids, again.confidence_cut, again.seconds, again.draft_s = (
+            current.drafted_ids,
+            current.confidence_cut,
+            current.seconds,
+            current.draft_s,
+        )
         return again
 
-    def read(self, flight: _Flight) -> Outcome:
+    def read(self, current: PendingPass) -> RoundResult:
         """Wait for a round."""
         began = time.perf_counter()
         with mx.stream(self.stream):
-            outcome = flight.read()
-        flight.seconds += time.perf_counter() - began
+            outcome = current.read()
+        current.seconds += time.perf_counter() - began
         return outcome
 
-    def commit(self, flight: _Flight, accepted: int) -> None:
+    def commit(self, current: PendingPass, accepted: int) -> None:
         """Keep the anchor and the accepted drafts; roll the target's cache back to them."""
-        if not flight.width:
+        if not current.width:
             with mx.stream(self.stream):
-                self.pending.append(flight.features)
+                self.pending.append(current.features)
             self.rows += 1
             return
         began = time.perf_counter()
         with mx.stream(self.stream):
-            kept = flight.features[:, : accepted + 1]
+            kept = current.features[:, : accepted + 1]
             rows = self.rows + accepted + 1
-            if flight.source == "drafter":
-                self._move(rows, self.rows, _Rows(kept), flight.context, self.point)
+            if current.source == "drafter":
+                self._move(rows, self.rows, _Rows(kept), current.context, self.point)
             else:
                 # The drafter was not asked: these rows wait for it with those before them.
                 self.pending.append(kept)
                 self.rows = rows
             rollback(self.pair.target, self.point, self.rows)
-            self._enqueue(self._lazy, kept)
+            self._evaluate(self._lazy, kept)
         self.stats.seconds["rollback"] += time.perf_counter() - began
 
-    def record(self, flight: _Flight, ids: list[int], accepted: int, bonus: int, confidence: list[float] | None) -> None:
+    def record(self, current: PendingPass, ids: list[int], accepted: int, bonus: int, confidence: list[float] | None) -> None:
         """Count a round that has been read, and tell the width rule what it took if it ran as such rounds mostly do."""
-        width, source, waited = flight.width, flight.source, flight.draft_s is not None
-        kind = (source, "peeked" if flight.peeked else width, flight.ahead)
-        self.stats.add_passes(flight.seconds, flight.draft_s, source)
-        self.stats.add_round(ids, accepted, bonus, width, source, flight.peeked)
+        width, source, waited = current.width, current.source, current.draft_s is not None
+        kind = (source, "confidence_cut" if current.confidence_cut else width, current.lookahead)
+        self.stats.add_passes(current.seconds, current.draft_s, source)
+        self.stats.add_round(ids, accepted, bonus, width, source, current.confidence_cut)
         # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
         usual = kind == self._kind
         if source == "drafter" and width:
             self._refused = 0 if accepted else self._refused + 1
             if self._refused == _REFUSED:
                 warn_of_overflow(self.drafter, self.pending.joined())
-        ids, confidence = flight.told or (ids, confidence)
+        ids, confidence = current.drafted_ids or (ids, confidence)
         more = accepted == width < len(ids) and ids[width] == bonus
-        self.rule.observe(width, accepted, more, flight.seconds, usual, source == "copy", confidence, waited)
+        self.rule.observe(width, accepted, more, current.seconds, usual, source == "copy", confidence, waited)
         self._kind = kind
 
     @staticmethod
-    def _enqueue(entries: list[Any], *arrays: mx.array) -> None:
+    def _evaluate(entries: list[Any], *arrays: mx.array) -> None:
         """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
         held = [entry.cache if type(entry) is mlx_lm_cache.ArraysCache else (entry.keys, entry.values) for entry in entries]
         if held or arrays:

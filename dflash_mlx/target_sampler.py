@@ -20,14 +20,14 @@ from .verify import logprobs
 
 # What a pass has shown: drafted ids, accepted, bonus, a function from a row to its log-probabilities [V], and how sure the
 # drafter was of each id, where that was asked for.
-Outcome = tuple[list[int], int, int, Callable[[int], mx.array], list[float] | None]
+RoundResult = tuple[list[int], int, int, Callable[[int], mx.array], list[float] | None]
 # Ids and probabilities travel in one array of int32.
 _ONE = 1 << 20
 
 
-def pack_drafts(drafted: mx.array, sure: mx.array | None) -> mx.array:
+def pack_drafts(drafted: mx.array, confidence: mx.array | None) -> mx.array:
     """Ids [1, N] and, unless there are none, their probabilities [1, N] in one array [N] or [2 N], to be read at once."""
-    return drafted[0] if sure is None else mx.concatenate([drafted[0], (sure[0] * _ONE).astype(mx.int32)])
+    return drafted[0] if confidence is None else mx.concatenate([drafted[0], (confidence[0] * _ONE).astype(mx.int32)])
 
 
 def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | None]:
@@ -35,7 +35,7 @@ def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | N
     return values[:n], [value / _ONE for value in values[n:]] or None
 
 
-class Chooser:
+class TargetSampler:
     """Draws the target's token at each row of a block and matches the drafts with it.
 
     processors: logits processors; with any, tokens are chosen row by row on the host, one wait a row.
@@ -62,9 +62,9 @@ class Chooser:
         """
         return drafter.draft(anchor, features, cache, start, block_size)
 
-    def draft_surely(self, drafter: Drafter, *args: Any) -> tuple[mx.array, mx.array | None]:
-        """`draft` and how sure the drafter is of each token, as `Drafter.draft_surely`."""
-        return drafter.draft_surely(*args)
+    def draft_with_confidence(self, drafter: Drafter, *args: Any) -> tuple[mx.array, mx.array | None]:
+        """`draft` and how sure the drafter is of each token, as `Drafter.draft_with_confidence`."""
+        return drafter.draft_with_confidence(*args)
 
     def start(
         self,
@@ -74,19 +74,19 @@ class Chooser:
         drafted: mx.array,
         context: list[Any],
         position: int,
-        sure: mx.array | None = None,
-    ) -> tuple[mx.array | None, Callable[[], Outcome], bool]:
+        confidence: mx.array | None = None,
+    ) -> tuple[mx.array | None, Callable[[], RoundResult], bool]:
         """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
 
         Shapes:
-          - hidden: [1, N + 1, H]; drafted, sure: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
+          - hidden: [1, N + 1, H]; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
           and raises NotFiniteError if one of our kernels or a replay was at fault; whether one ran at all.
         """
         replayed = target.replayed
         if self.processors:
             doubts = target.doubts(hidden)
-            drafts = pack_drafts(drafted, sure)
+            drafts = pack_drafts(drafted, confidence)
             mx.async_eval(drafts, hidden, features, context, doubts)
             n = drafted.shape[1]
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts, replayed), bool(doubts)
@@ -107,12 +107,12 @@ class Chooser:
         if not block.shape[1]:
             token, parts = bonus, [bonus, *doubts]
         else:
-            parts = [pack_drafts(drafted, sure), accepted, bonus, *doubts]
+            parts = [pack_drafts(drafted, confidence), accepted, bonus, *doubts]
         packed = mx.concatenate(parts) if len(parts) > 1 else token
         # Everything is enqueued; reading one small array is the only wait.
         mx.async_eval(packed, hidden, features, context)
 
-        def read() -> Outcome:
+        def read() -> RoundResult:
             values = packed.tolist()
             target.check([values.pop() for _ in doubts], replayed)
             last = values.pop()
@@ -143,7 +143,7 @@ class Chooser:
         position: int,
         doubts: list[mx.array],
         replayed: bool,
-    ) -> Outcome:
+    ) -> RoundResult:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
         target.check([doubt.item() for doubt in doubts], replayed)
@@ -170,7 +170,7 @@ class Chooser:
         return logits
 
 
-class Rejecter(Chooser):
+class RejectionSampler(TargetSampler):
     """Draws the drafts from the drafter's own distribution and keeps them by a rule on both distributions."""
 
     def __init__(self, sampler: Distribution, seed: int | None, rule: Callable[..., tuple[mx.array, mx.array]]):
@@ -207,12 +207,12 @@ class Rejecter(Chooser):
 _RULES = {"rejection": accept_rejection, "block": accept_block}
 
 
-def make_chooser(
+def make_target_sampler(
     sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, acceptance: str, prompt: list[int]
-) -> Chooser:
+) -> TargetSampler:
     """Raises: GenerationError if the rule is unknown, or what it needs is not there."""
     if acceptance == "match":
-        return Chooser(sampler, processors, seed, prompt)
+        return TargetSampler(sampler, processors, seed, prompt)
     if acceptance not in _RULES:
         raise GenerationError(f"expected acceptance to be match, {' or '.join(_RULES)}; found {acceptance!r}.")
     if not isinstance(sampler, Distribution):
@@ -225,4 +225,4 @@ def make_chooser(
             f"expected no logits_processors with acceptance={acceptance!r}; found some. They would see drafts that are not kept: "
             "leave one of the two out."
         )
-    return Rejecter(sampler, seed, _RULES[acceptance])
+    return RejectionSampler(sampler, seed, _RULES[acceptance])

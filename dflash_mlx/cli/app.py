@@ -850,7 +850,7 @@ def _run(responses: Iterator[Any], show: Any) -> dict[str, Any]:
         "rounds": [],
         "tau": None,
         "widths": {},
-        "peeked": {},
+        "confidence_cut": {},
         "sources": {},
         "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),

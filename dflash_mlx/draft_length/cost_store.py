@@ -92,9 +92,9 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
 
     def both(width: int, waits: bool) -> None:
         nonlocal injected
-        drafted, sure = Drafter.draft_surely(drafter, token, features[:, :1], context, injected, K)
+        drafted, confidence = Drafter.draft_with_confidence(drafter, token, features[:, :1], context, injected, K)
         if waits:
-            pack_drafts(drafted, sure).tolist()
+            pack_drafts(drafted, confidence).tolist()
         choose(width, drafted)
         mx.eval([entry.state for entry in context])
         injected += 1

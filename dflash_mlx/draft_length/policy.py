@@ -354,7 +354,7 @@ def save_costs(key: str, costs: Costs) -> None:
 class FixedWidth:
     """The same width in every round, whatever the drafter is sure of."""
 
-    ready, asks, peeks = True, False, False
+    ready, wants_confidence, cuts_by_confidence = True, False, False
 
     def __init__(self, width: int):
         self.width = width
@@ -401,7 +401,7 @@ class WidthRule:
         # peeks: whether to peek at the round that was chosen last, _peeking: at such rounds in general. Of the drafter's rounds:
         # how many there were, and of those with confidences how many, what they promised as (tokens, seconds) at the widths of
         # peeking, and as tokens by fixed width.
-        self.peeks, self._peeking, self._drafted, self._asked = False, False, 0, 0
+        self.cuts_by_confidence, self._peeking, self._drafted, self._asked = False, False, 0, 0
         self._peeked, self._fixed = (0.0, 0.0), [0.0] * (most + 1)
         # Tokens a second of late.
         self._rate = 0.0
@@ -424,7 +424,7 @@ class WidthRule:
         if self.costs is None:
             self.costs = self._measure()
         costs, plain_s = self.costs, self.costs.plain()
-        self.peeks = False
+        self.cuts_by_confidence = False
         if self.credit is None:
             # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
@@ -444,7 +444,7 @@ class WidthRule:
         if gain > (_LEAVE if self.last == 0 else _STAY):
             if self._looks_again(gain):
                 return 0
-            self.peeks = self._peeking and self._drafted % _BLIND < _BLIND - 1
+            self.cuts_by_confidence = self._peeking and self._drafted % _BLIND < _BLIND - 1
             return best
         if tried == 1 and not costs.has_seen_drafting:
             # The first try is two rounds: the second shows what rounds cost.
@@ -465,15 +465,15 @@ class WidthRule:
         return best
 
     @property
-    def asks(self) -> bool:
+    def wants_confidence(self) -> bool:
         """Whether the drafter's confidences in the next round are wanted."""
-        return self.peeks or self.last == 0 or self._asked < _ENOUGH or self._drafted % _ASK == 0
+        return self.cuts_by_confidence or self.last == 0 or self._asked < _ENOUGH or self._drafted % _ASK == 0
 
-    def narrow(self, confidence: Sequence[float]) -> int:
+    def confidence_cut(self, confidence: Sequence[float]) -> int:
         """How many drafts of a round that is peeked at to verify, 0 included. confidence: by slot, the drafter's probability."""
-        return self._narrow(expected(self.calibration.chances(confidence, self.acceptance.chances())))
+        return self._confidence_cut(expected(self.calibration.chances(confidence, self.acceptance.chances())))
 
-    def _narrow(self, tokens: list[float]) -> int:
+    def _confidence_cut(self, tokens: list[float]) -> int:
         return max(range(len(tokens)), key=lambda w: tokens[w] - self._rate * self.costs.peeked(w))
 
     @property
@@ -491,7 +491,7 @@ class WidthRule:
         slots, costs = self.acceptance.chances(), self.costs
         guesses = self.calibration.chances(confidence, slots)
         tokens = expected(guesses)
-        w, kept = self._narrow(tokens), _PEEK_FADE
+        w, kept = self._confidence_cut(tokens), _PEEK_FADE
         self._peeked = (self._peeked[0] * kept + tokens[w], self._peeked[1] * kept + costs.peeked(w))
         self._fixed = [total * kept + n for total, n in zip(self._fixed, tokens, strict=True)]
         self._asked += 1
@@ -515,7 +515,7 @@ class WidthRule:
         gain, best = max((tokens[w] / costs.round(w, copied=True), w) for w in widths if w < len(tokens))
         plain_s = costs.plain()
         chosen = expected(self.acceptance.chances())[width] / costs.round(width) if width else 0.0
-        chosen *= self._edge if self.peeks else 1.0
+        chosen *= self._edge if self.cuts_by_confidence else 1.0
         if gain > max(_LEAVE * chosen, _COPY / plain_s):
             return 0 if self._looks_again(gain * plain_s) else best
         self._copy_rest, self._declined_at = _REST, chances[0]

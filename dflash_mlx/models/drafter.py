@@ -296,7 +296,7 @@ class Drafter(nn.Module):
         """
         return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)[0]
 
-    def draft_surely(
+    def draft_with_confidence(
         self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
     ) -> tuple[mx.array, mx.array | None]:
         """`draft`, and how sure the drafter is of each token: its own probability of it, [B, block_size - 1] float32.

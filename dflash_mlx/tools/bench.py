@@ -327,7 +327,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
         "drafting_rounds": stats.n_drafting,
         "committed": stats.n_committed,
         "widths": {str(width): n for width, n in sorted(stats.widths.items())},
-        "peeked": {str(width): n for width, n in sorted(stats.peeked.items())},
+        "confidence_cut": {str(width): n for width, n in sorted(stats.confidence_cut.items())},
         "accepted": {str(count): n for count, n in sorted(accepted.items())},
         "sources": stats.sources,
         "seconds": dict(stats.seconds),

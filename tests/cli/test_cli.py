@@ -82,7 +82,14 @@ def test_json_says_which_widths_were_taken_and_why():
 
 def test_where_peeks_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
     figures = {"prompt_tokens": 2, "prompt_tps": 1.0, "generation_tokens": 3, "generation_tps": 1.0, "finish_reason": "stop"}
-    figures |= {"peak_memory_gb": 0.1, "tau": None, "widths": {0: 2}, "peeked": {0: 2}, "width_reason": None, "seed": None}
+    figures |= {
+        "peak_memory_gb": 0.1,
+        "tau": None,
+        "widths": {0: 2},
+        "confidence_cut": {0: 2},
+        "width_reason": None,
+        "seed": None,
+    }
     assert cli._figures(figures).endswith("Acceptance: no draft was verified, so there is no tau.")
 
 

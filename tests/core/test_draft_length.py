@@ -110,8 +110,8 @@ class Simulation:
                 luck = drafts.gauss(0, 1)
                 at = [sigmoid(logit(p) + 1.5 * luck + 1.5 * drafts.gauss(0, 1)) for p in at]
                 says = [sure(p, drafts) for p in at]
-                confidence, peeked = says if rule.asks else None, rule.peeks
-                w = rule.narrow(says) if peeked else w
+                confidence, peeked = says if rule.wants_confidence else None, rule.cuts_by_confidence
+                w = rule.confidence_cut(says) if peeked else w
                 # The loop times one round in 64 apart, with the same wait.
                 waits = peeked or len(self.widths) % 64 == 1
             right = 0
@@ -441,7 +441,7 @@ class Fixed(FixedWidth):
 class Without:
     """A rule that is never asked for copies."""
 
-    asks = peeks = False
+    wants_confidence = cuts_by_confidence = False
 
     def __init__(self, rule):
         self.choose, self.observe = rule.choose, rule.observe
@@ -720,7 +720,7 @@ def test_what_confidences_are_worth_is_known_to_the_next_run():
     peeking(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3])
     later = WidthRule(MOST, rule.acceptance, rule.costs, None)
     later.take_up(rule)
-    assert later.choose() > 0 and later.peeks
+    assert later.choose() > 0 and later.cuts_by_confidence
     assert later.calibration.weights == rule.calibration.weights and later.calibration.weights is not rule.calibration.weights
 
 

@@ -357,7 +357,7 @@ def test_a_draft_is_the_targets_head_at_each_mask_slot():
     hidden = reference_pass(drafter, block, features)
     assert got.shape == (1, 5) and got.dtype == mx.int32
     assert got[0].tolist() == mx.argmax(model.lm_head(hidden[0, 1:]), axis=-1).tolist()
-    surely, confidence = drafter.draft_surely(mx.array([17]), features, drafter.make_cache(), 0, 6)
+    surely, confidence = drafter.draft_with_confidence(mx.array([17]), features, drafter.make_cache(), 0, 6)
     assert surely.tolist() == got.tolist() and confidence.dtype == mx.float32
     # float32; another order of sums.
     assert mx.allclose(confidence[0], mx.softmax(model.lm_head(hidden[0, 1:]), axis=-1).max(axis=-1), rtol=1e-4).item()

@@ -396,8 +396,10 @@ def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
     assert len(waited) > 20 and waited[0] == 2 and set(waited[1:]) == {1}, waited
 
 
-@pytest.mark.parametrize("asks,peeks,width", [(True, False, 4), (True, True, 4), (True, True, 1), (False, False, 4)])
-def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, asks, peeks, width):
+@pytest.mark.parametrize(
+    "wants_confidence,cuts_by_confidence,width", [(True, False, 4), (True, True, 4), (True, True, 1), (False, False, 4)]
+)
+def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, wants_confidence, cuts_by_confidence, width):
     model, line, *_ = tiny
     per_round, told = [], []
 
@@ -405,7 +407,7 @@ def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, a
         def copy(self, width, chances):
             return 0
 
-        def narrow(self, confidence):
+        def confidence_cut(self, confidence):
             assert len(confidence) == 4
             return width
 
@@ -413,13 +415,16 @@ def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, a
             per_round.append(waits["wait"])
             told.append((confidence, waited))
 
-    Peeking.asks, Peeking.peeks = asks, peeks
+    Peeking.wants_confidence, Peeking.cuts_by_confidence = wants_confidence, cuts_by_confidence
     monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(4))
     got = run(model, tiny_drafter(model), PROMPT, 40, block_size=None)
     assert ids_of(got) == line[:40] and set(got[-1].stats.widths) == {width}
     waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
-    assert len(waited) > 15 and waited[0] == 2 and set(waited[1:]) == {1 + peeks}, waited
-    assert all((confidence is not None) == asks and waited == (peeks or n == 1) for n, (confidence, waited) in enumerate(told))
+    assert len(waited) > 15 and waited[0] == 2 and set(waited[1:]) == {1 + cuts_by_confidence}, waited
+    assert all(
+        (confidence is not None) == wants_confidence and waited == (cuts_by_confidence or n == 1)
+        for n, (confidence, waited) in enumerate(told)
+    )
 
 
 def test_the_buffer_cache_is_cleared_at_mlx_lms_cadence(tiny, monkeypatch):
@@ -606,7 +611,7 @@ PLACES = {
     "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
     "target pass": (taps.Target, "__call__", (1, 2, 4, 6)),
     "verify": (generation, "verify_block", (1, 3)),
-    "match": (generation.Chooser, "start", (1, 2, 4)),
+    "match": (generation.TargetSampler, "start", (1, 2, 4)),
     "reading": (generation._Run, "read", (1, 2, 4)),
     "commit": (generation._Run, "commit", (1, 2, 4)),
     "rollback": (generation, "rollback", (1, 2)),
@@ -762,7 +767,7 @@ def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):
 def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
     model = tiny_target()
     drafter = tiny_drafter(model)
-    cache, start = make_prompt_cache(model, drafter), choose.Chooser.start
+    cache, start = make_prompt_cache(model, drafter), choose.TargetSampler.start
 
     def failing(row):
         raise MemoryError("planted")
@@ -771,7 +776,7 @@ def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
         token, read, doubtful = start(self, *args)
         return token, lambda: (*read()[:3], failing, None), doubtful
 
-    monkeypatch.setattr(choose.Chooser, "start", without_rows)
+    monkeypatch.setattr(choose.TargetSampler, "start", without_rows)
     with pytest.raises(MemoryError):
         next(dflash_mlx.stream_generate(model, letters(), [5, 9, 33], 20, drafter, prompt_cache=cache, block_size=5))
     assert PairCache.read(cache).ids == [5, 9, 33]

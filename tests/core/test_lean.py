@@ -77,8 +77,8 @@ def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny
     assert [t[:2] for t in rules[0].told] == [(r["width"], r["accepted"]) for r in got[-1].stats.rounds]
     assert any(told[2] for told in rules[0].told)
     # Of the rounds that draft half are peeked at, and any of their drafts verified, none included.
-    peeked = got[-1].stats.peeked
-    assert sum(peeked.values()) == len(rules[0].sure) >= 5 and got[-1].stats.summary()["peeked"] == peeked
+    peeked = got[-1].stats.confidence_cut
+    assert sum(peeked.values()) == len(rules[0].sure) >= 5 and got[-1].stats.summary()["confidence_cut"] == peeked
     # Once a round: a try that was chosen and not run would be lost.
     assert rules[0].asked <= len(widths) + 1
     for r in got[-1].stats.rounds:
@@ -127,27 +127,27 @@ def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it
     sure, told = {}, []
 
     class Peeking(FixedWidth):
-        asks, peeks = True, False
+        wants_confidence, cuts_by_confidence = True, False
 
         def copy(self, width, chances):
             return 0
 
-        def narrow(self, confidence):
+        def confidence_cut(self, confidence):
             told.append(confidence)
             return most
 
         def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
-            if not self.peeks:
+            if not self.cuts_by_confidence:
                 sure[len(sure)] = confidence
 
     monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(7))
     prompt = tokenizer.encode("def test_")
     blind = run(model, drafter, prompt, 40, tokenizer, block_size=None)
-    Peeking.peeks = True
+    Peeking.cuts_by_confidence = True
     got = run(model, drafter, prompt, 40, tokenizer, block_size=None)
     assert ids_of(got) == ids_of(blind) == greedy_ids(model, prompt, 40)
     rounds, stats = got[-1].stats.rounds, got[-1].stats
-    assert stats.peeked == stats.widths == {most: len(rounds)} and len(told) >= len(rounds)
+    assert stats.confidence_cut == stats.widths == {most: len(rounds)} and len(told) >= len(rounds)
     if most:
         assert rounds[0].drafted == blind[-1].stats.rounds[0].drafted and rounds[0].source == "drafter"
         assert all(len(r.drafted) == 7 for r in rounds)
@@ -161,45 +161,45 @@ def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it
 
 
 class Peeking(FixedWidth):
-    """Peeks at every round and verifies `narrowed` of its drafts."""
+    """Peeks at every round and verifies `cut_to` of its drafts."""
 
-    asks = peeks = True
+    wants_confidence = cuts_by_confidence = True
 
-    def __init__(self, width, narrowed):
-        self.width, self.narrowed, self.told = width, narrowed, []
+    def __init__(self, width, cut_to):
+        self.width, self.cut_to, self.told = width, cut_to, []
 
     def copy(self, width, chances):
         return 0
 
-    def narrow(self, confidence):
-        return self.narrowed
+    def confidence_cut(self, confidence):
+        return self.cut_to
 
     def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
         self.told.append((width, len(confidence or ()), waited))
 
 
-@pytest.mark.parametrize("narrowed", [0, 2])
-def test_a_peeked_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, narrowed):
+@pytest.mark.parametrize("cut_to", [0, 2])
+def test_a_peeked_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, cut_to):
     model, line, noisy = tiny
-    rule = Peeking(4, narrowed)
+    rule = Peeking(4, cut_to)
     monkeypatch.setattr(generation, "width_rule", lambda *_: rule)
     for nth in (2, 3, 5):
         rule.told.clear()
         with monkeypatch.context() as patch:
             failing_pass(patch, nth)
             got = run(model, noisy, PROMPT, 20, block_size=None)
-        assert ids_of(got) == line[:20] and got[-1].stats.peeked == got[-1].stats.widths == {narrowed: len(rule.told)}
-        assert set(rule.told) == {(narrowed, 4, True)}
+        assert ids_of(got) == line[:20] and got[-1].stats.confidence_cut == got[-1].stats.widths == {cut_to: len(rule.told)}
+        assert set(rule.told) == {(cut_to, 4, True)}
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
-@pytest.mark.parametrize("where", ["narrow", "_hold", "_verify"])
+@pytest.mark.parametrize("where", ["confidence_cut", "_hold", "_verify"])
 def test_an_interruption_at_a_peek_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
     model, prompt = family(name), some_line(30)
     line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
     for nth in (1, 2, 9):
         rule, calls = Peeking(4, 0 if where == "_hold" else 3), []
-        owner = rule if where == "narrow" else generation._Run
+        owner = rule if where == "confidence_cut" else generation._Run
         original = getattr(owner, where)
 
         def interrupted(*args, calls=calls, original=original, nth=nth):
@@ -232,7 +232,7 @@ def test_a_round_that_is_peeked_at_reaches_over_no_row_where_the_cache_is_quanti
         known = known_drafter(drafter.target, PROMPT + expected)
         got = run(known.target, known, PROMPT, 24, block_size=None, **options)
         assert ids_of(got) == expected, start
-        assert sum(got[-1].stats.peeked.values()) > 4
+        assert sum(got[-1].stats.confidence_cut.values()) > 4
 
 
 def fresh_slots(model, drafter, ids):
@@ -377,7 +377,7 @@ def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monk
     model, line, noisy = tiny
     monkeypatch.setattr(costs_module, "measure_costs", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
-    assert set(stats.widths) == {3} and stats.width_reason is None and stats.peeked == {}
+    assert set(stats.widths) == {3} and stats.width_reason is None and stats.confidence_cut == {}
 
 
 def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair):
@@ -386,7 +386,7 @@ def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair
 
     options = {"sampler": Distribution(0.9), "acceptance": "rejection", "seed": 3, "block_size": None}
     runs = [run(model, drafter, "import os\n", 40, tokenizer, **options) for _ in range(2)]
-    assert ids_of(runs[0]) == ids_of(runs[1]) and set(runs[0][-1].stats.widths) == {7} and runs[0][-1].stats.peeked == {}
+    assert ids_of(runs[0]) == ids_of(runs[1]) and set(runs[0][-1].stats.widths) == {7} and runs[0][-1].stats.confidence_cut == {}
 
 
 # Lean rounds
@@ -394,9 +394,9 @@ def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair
 
 @pytest.fixture
 def order(monkeypatch):
-    """What the loop does, in order: "launch" and "read" of passes."""
+    """What the loop does, in order: "enqueue" and "read" of passes."""
     seen = []
-    for name in ("launch", "read"):
+    for name in ("enqueue", "read"):
         original = getattr(generation._Run, name)
 
         def call(self, *args, name=name, original=original, **kwargs):
@@ -411,13 +411,13 @@ def test_plain_passes_are_enqueued_before_the_one_in_front_is_read(tiny, order):
     model, line, noisy = tiny
     assert ids_of(run(model, noisy, PROMPT, 20, block_size=1)) == line[:20]
     # As in mlx-lm: one pass more is under way at each read, and none after the last token.
-    assert order == ["launch"] + ["launch", "read"] * 19 + ["read"]
+    assert order == ["enqueue"] + ["enqueue", "read"] * 19 + ["read"]
 
 
 def test_drafting_rounds_are_read_before_the_next_one(tiny, order):
     model, line, noisy = tiny
     run(model, noisy, PROMPT, 20, block_size=4)
-    assert order == ["launch", "read"] * (len(order) // 2)
+    assert order == ["enqueue", "read"] * (len(order) // 2)
 
 
 def test_a_plain_stretch_waits_once_a_token_and_evaluates_nothing_else(tiny, waits):
@@ -498,7 +498,7 @@ def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind
         assert order.count("read") == got[-1].stats.n_rounds + 2, "every round, the prompt's and the failed one"
         # Passes overlap where two of them can be undone: a full ring has lost what the second one replaced.
         overlap = block == 1 and name != "llama, mixed windows"
-        assert (order[:2] == ["launch", "launch"]) == overlap
+        assert (order[:2] == ["enqueue", "enqueue"]) == overlap
         again = run(model, drafter, line[20:21], 8, prompt_cache=cache)
         fresh = run(model, drafter, prompt + line[:21], 8)
         assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
@@ -673,11 +673,13 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
     got = run(model, drafter, prompt, 300, tokenizer, block_size=None, copy=False)
     stats = got[-1].stats
     assert ids_of(got) == greedy_ids(model, prompt, 300)
-    assert sum(stats.peeked.values()) > 0.5 * stats.n_rounds and len(stats.peeked) > 3
+    assert sum(stats.confidence_cut.values()) > 0.5 * stats.n_rounds and len(stats.confidence_cut) > 3
     assert "7 drafts verified on average, as many as the drafter was sure enough of: 1." in stats.width_reason
     # Less time by these costs than at any fixed width.
-    blind = {w: n - stats.peeked.get(w, 0) for w, n in stats.widths.items()}
-    seconds = sum(n * costs.peeked(w) for w, n in stats.peeked.items()) + sum(n * costs.round(w) for w, n in blind.items())
+    blind = {w: n - stats.confidence_cut.get(w, 0) for w, n in stats.widths.items()}
+    seconds = sum(n * costs.peeked(w) for w, n in stats.confidence_cut.items()) + sum(
+        n * costs.round(w) for w, n in blind.items()
+    )
     for width in (1, 2, 3, 4, 7):
         fixed = run(model, drafter, prompt, 300, tokenizer, block_size=width + 1)[-1].stats
         assert seconds < 0.99 * fixed.n_rounds * costs.round(width), width

@@ -4,7 +4,7 @@ from kit import full_forward, tiny_target
 
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import checkpoint, rollback
-from dflash_mlx.target_sampler import Chooser
+from dflash_mlx.target_sampler import TargetSampler
 from dflash_mlx.verify import logprobs, verify_block
 
 PROMPT, BLOCK = [5, 9, 33, 7], [20, 41, 3, 17]
@@ -53,7 +53,7 @@ def test_a_gpu_begins_a_blocks_last_layers_before_what_is_read_of_it_is_put_toge
     monkeypatch.setattr(mx, "default_device", lambda: device)
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append(arrays), start(*arrays))[1])
     drafted = mx.array([BLOCK[1 : 1 + width]], mx.int32)
-    _, read, _ = Chooser(None, [], None).start(target, hidden, features, drafted, [cache[0].keys], 1)
+    _, read, _ = TargetSampler(None, [], None).start(target, hidden, features, drafted, [cache[0].keys], 1)
     assert len(seen) == handed and (handed == 1 or seen[0][0] is hidden and seen[0][2][0] is cache[0].keys)
     assert seen[-1][1] is hidden and seen[-1][0] is not hidden
     expected = mx.argmax(model(mx.array([BLOCK[: 1 + width]]))[0], axis=-1).tolist()

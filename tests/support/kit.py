@@ -172,7 +172,7 @@ class Oracle(Drafter):
         known += [0] * (block_size - 1 - len(known))
         return mx.array([[self.wrong(at + 1 + i, t) for i, t in enumerate(known)]], dtype=mx.int32).reshape(1, -1)
 
-    def draft_surely(self, *args):
+    def draft_with_confidence(self, *args):
         drafted = self.draft(*args)
         return drafted, mx.full(drafted.shape, 0.5)
 
@@ -190,10 +190,10 @@ class Shuffled(FixedWidth):
     every other round takes copied drafts where there are any, any number of them. Half of the rounds are peeked at: then again
     any width is taken. `told` gets what `observe` was told, `sure` the drafter's confidences at the peeks."""
 
-    asks = True
+    wants_confidence = True
 
     def __init__(self, most, seed, copies=False):
-        self.sure, self.peeks = [], False
+        self.sure, self.cuts_by_confidence = [], False
         self.most, self.chance, self.told, self.left, self.copies = most, random.Random(seed), [], 0, copies
         self.width = self.copied = self.asked = 0
 
@@ -204,13 +204,13 @@ class Shuffled(FixedWidth):
     def copy(self, width, chances):
         return self.copied
 
-    def narrow(self, confidence):
+    def confidence_cut(self, confidence):
         self.sure.append(confidence)
         return self.chance.randint(0, self.most)
 
     def observe(self, width, accepted, more, seconds, usual, copied=False, confidence=None, waited=False):
         self.told.append((width, accepted, more, copied))
-        self.peeks = self.chance.random() < 0.5
+        self.cuts_by_confidence = self.chance.random() < 0.5
         self.left -= 1
         if self.left <= 0:
             self.width = self.chance.choice([0, self.chance.randint(1, self.most)])
