@@ -14,12 +14,14 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, ConversionError, DFlashError
+from .errors import CheckpointError, DFlashError
+
+if TYPE_CHECKING:
+    from .conversion.gguf.header import GGUFFile
 
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -87,6 +89,8 @@ class Checkpoint:
     @cached_property
     def role(self) -> str:
         """ "target", "drafter", or the name of another kind of speculator that is neither; see `describe_role`."""
+        if self.gguf is not None:
+            return "drafter" if self.gguf.is_drafter else "target"
         with _reading("architectures and dflash_config", f"{self.source}/config.json"):
             return _role(self.config, self.tensors)
 
@@ -535,122 +539,14 @@ def _check_tiling(spans: list[tuple[int, int, str]], data_bytes: int, where: str
 
 def _inspect_gguf(path: Path, source: str) -> Checkpoint:
     """Names, shapes and block types from a GGUF header; the file is mapped, its data not read."""
+    from .conversion.gguf.header import open_gguf
+
     opened = open_gguf(path)
     infos = {
         t.name: TensorInfo(t.name, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), path.name, int(t.n_bytes))
         for t in opened.reader.tensors
     }
     return Checkpoint(path, source, "gguf", {}, {}, infos, (path.name,), gguf=opened)
-
-
-# What gguf's reader raises, by what it meets first, on bytes that are not a whole GGUF file.
-_READER_ERRORS = (ValueError, IndexError, KeyError, OverflowError, TypeError)
-
-
-@cache
-def _reader_class() -> type:
-    """gguf's reader, faster and guarded against damaged lengths. Made on first use: safetensors need no gguf."""
-    import gguf
-    import numpy as np
-
-    class Mapped(np.ndarray):
-        """The file's bytes, whose slices raise where numpy's would end short with the file. A damaged array length would
-        otherwise have the reader collect empty slices for hours."""
-
-        def __getitem__(self, key: slice) -> np.ndarray:
-            if key.stop > self.size:
-                raise IndexError(f"byte {key.stop} of {self.size} is needed")
-            return self.plain[key]
-
-    class Reader(gguf.GGUFReader):
-        """The same reader over `Mapped`, whose slices also cost less than `np.memmap`'s: a vocabulary is 10^5 of them."""
-
-        @property
-        def data(self) -> np.ndarray:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: np.memmap) -> None:
-            # views: still the mapped file, read on demand
-            self._data = mapped.view(Mapped)
-            self._data.plain = mapped.view(np.ndarray)
-
-    return Reader
-
-
-@dataclass(frozen=True, eq=False)
-class GGUFFile:
-    """A GGUF file, mapped, its header parsed. reader: gguf's, with the tensors; metadata: key -> Python value."""
-
-    reader: Any
-    metadata: dict[str, Any]
-
-
-_opened: "WeakValueDictionary[tuple, GGUFFile]" = WeakValueDictionary()
-
-
-def open_gguf(path: Path) -> GGUFFile:
-    """Map the file and parse its header, once while somebody holds the result.
-
-    Raises:
-      CheckpointError: it is no whole little-endian GGUF file
-      ConversionError: it has tensors of a type that gguf does not know
-    """
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "nothing"
-        raise CheckpointError(f"{path}: expected a GGUF file; found {found}; check the path.")
-    status = path.stat()
-    size, key = status.st_size, (path.resolve(), status.st_ino, status.st_size, status.st_mtime_ns)
-    if (opened := _opened.get(key)) is not None:
-        return opened
-    import gguf
-    import numpy as np
-
-    with path.open("rb") as file:
-        start = file.read(40)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path}: expected a GGUF file; found a Git LFS pointer to it; run `git lfs pull` there.")
-    if start[:4] != b"GGUF":
-        raise CheckpointError(f"{path}: expected a GGUF file, which begins with b'GGUF'; found {start[:4]!r}; check the file.")
-    try:
-        # a damaged offset may overflow; what comes of it is checked
-        with np.errstate(over="ignore"):
-            reader = _reader_class()(path)
-        metadata = {name: _gguf_value(entry) for name, entry in reader.fields.items()}
-        _check_ranges(reader, size)
-    except _READER_ERRORS as error:
-        if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
-            raise ConversionError(
-                f"{path}: expected tensor types that the gguf package knows; found type number {unknown[1]}; update gguf, "
-                "or use a file of another type."
-            ) from error
-        raise CheckpointError(
-            f"{path}: expected a whole GGUF file; found {size} bytes that end early or are damaged ({error}); download it again."
-        ) from error
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise CheckpointError(f"{path}: expected little-endian GGUF; found big-endian; convert it with gguf-convert-endian.")
-    opened = _opened[key] = GGUFFile(reader, metadata)
-    return opened
-
-
-def _check_ranges(reader: Any, size: int) -> None:
-    """Raises ValueError unless every tensor has bytes of its own between the header's end and the file's. Padding is no fault."""
-    end, before = int(reader.data_offset), "the header"
-    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
-        if tensor.data_offset < end:
-            raise ValueError(f"{tensor.name} begins at byte {tensor.data_offset}, inside {before}")
-        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
-    if reader.tensors and end > size:
-        raise ValueError(f"{before} ends at byte {end}")
-
-
-def _gguf_value(entry: Any) -> Any:
-    """A metadata value as Python's; a float32 becomes the shortest decimal that rounds to it (1e-05, not 9.99999974e-06)."""
-    import gguf
-    import numpy as np
-
-    value = entry.contents()
-    return float(str(np.float32(value))) if entry.types == [gguf.GGUFValueType.FLOAT32] else value
 
 
 # --- what it is -------------------------------------------------------------------------------------------------------
@@ -724,4 +620,9 @@ def require_drafter(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"expected a DFlash drafter; {checkpoint.source} is {_OTHER_SPECULATORS[role]}, which is not supported. "
             "Use a drafter in the published DFlash layout."
+        )
+    if checkpoint.gguf is not None:
+        raise CheckpointError(
+            f"{checkpoint.source} is a DFlash drafter in a GGUF file; this version reads drafters as safetensors",
+            "Give the directory or hub repository with the safetensors that the file was made from",
         )

@@ -1,8 +1,8 @@
 """A GGUF file -> what the converter reads of any checkpoint: an HF-style config, named tensors, a tokenizer.
 
 Knows the architectures of llama.cpp that are listed in `_ARCHITECTURES`: their keys, their tensor names and what llama.cpp's own
-converter did to the weights, which is undone here. Knows nothing of block layouts (gguf_blocks), of rebuilding a tokenizer
-(gguf_tokenizer) or of writing MLX weights. Opening a file maps it; tensor data is read one tensor at a time by `tensors()`.
+converter did to the weights, which is undone here. Knows nothing of block layouts (blocks), of rebuilding a tokenizer
+(tokenizer) or of writing MLX weights. Opening a file maps it; tensor data is read one tensor at a time by `tensors()`.
 
     source = read_gguf("SmolLM2-135M-Instruct.Q4_1.gguf")
     for name, value in source.tensors():      # value: mx.array or AffineTensor
@@ -24,10 +24,10 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.checkpoint import open_gguf
 from dflash_mlx.errors import CheckpointError, ConversionError
 
 from .blocks import GROUP_SIZE, AffineTensor, affine_bits, can_decode, decode
+from .header import open_gguf
 from .tokenizer import special_ids, tokenizer_faults, write_tokenizer
 
 
@@ -225,9 +225,8 @@ _MIXTRAL = _Architecture(
 # Architectures for which there is more to say than that they are not in the table.
 _REFUSED = {
     "clip": "the image encoder of a multimodal model",
-    # some number target layers from 0, some from 1, and nothing in the file says which
-    "dflash": "a DFlash drafter in GGUF, where files number the target's layers in two ways (use the safetensors drafter)",
-    "dflash-draft": "a DFlash drafter in GGUF, where files number the target's layers in two ways (use the safetensors drafter)",
+    "dflash": "a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)",
+    "dflash-draft": "a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)",
 }
 
 _GLOBAL = {
@@ -287,9 +286,7 @@ class GGUFSource:
             try:
                 value, fate = decode(data, tensor.tensor_type)
             except ValueError as error:
-                raise CheckpointError(
-                    f"{self.path}: expected finite weights in {info.name}; found that {error}; download the file again."
-                ) from error
+                raise CheckpointError(f"{info.name} in {self.path} is not finite: {error}", "Download the file again") from error
             if shift and info.hf_name.endswith("norm.weight"):
                 value = value.astype(mx.float32) - shift
                 notes.append(f"minus {shift:g} in float32, which mlx-lm adds again")
@@ -347,8 +344,8 @@ def read_gguf(path: str | Path) -> GGUFSource:
 
 def _conversion_error(path: Path, faults: list[str]) -> ConversionError:
     return ConversionError(
-        f"{path}: expected a GGUF file that can be converted; found {'; '.join(faults)}. "
-        "Convert the original Hugging Face checkpoint, or use another GGUF file of it."
+        f"{path} cannot be converted: {'; '.join(faults)}",
+        "Convert the original Hugging Face checkpoint, or use another GGUF file of it",
     )
 
 

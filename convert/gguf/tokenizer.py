@@ -154,7 +154,7 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
     """
     if faults := tokenizer_faults(metadata):
         raise ConversionError(
-            f"expected a tokenizer that can be rebuilt; found {'; '.join(faults)}. Use the original checkpoint's tokenizer."
+            f"the file's tokenizer cannot be rebuilt: {'; '.join(faults)}", "Use the original checkpoint's tokenizer"
         )
     tokenizer = build_tokenizer(metadata)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -175,7 +175,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         tokenizer = build(metadata)
     except Exception as error:  # `tokenizers` raises bare Exception
         raise ConversionError(
-            f"expected merges of the file's own tokens; found that {error}. Use the original checkpoint's tokenizer."
+            f"the file's merges do not fit its tokens: {error}", "Use the original checkpoint's tokenizer"
         ) from error
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in _texts(metadata, TokenType.CONTROL, TokenType.UNKNOWN)]

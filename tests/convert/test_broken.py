@@ -212,7 +212,7 @@ BROKEN = {
     integer_drafter: r"found integers without a stated meaning: fc.weight \(I64\)",
     foreign_quantization: "quantized with aqlm",
     two_ggufs: "found 2 GGUF files",
-    no_gguf: "expected a GGUF file, which begins with b'GGUF'; found b'not '",
+    no_gguf: "begins with b'not '; a GGUF file begins with b'GGUF'",
 }
 
 
@@ -237,7 +237,7 @@ def test_a_broken_input_gives_its_sentence_and_leaves_the_disk_alone(tmp_path, m
     assert code == 1
     assert output.out == ""
     lines = output.err.strip().splitlines()
-    assert len(lines) == 1 and re.match(r"Error: (\S+: )?expected", lines[0]) or breaking is drafter_without_taps
+    assert len(lines) == 1 and re.fullmatch(r"Error: .+\. .+\.", lines[0])
     assert re.search(BROKEN[breaking], lines[-1]), lines
     assert state(tmp_path) == before
 

@@ -18,6 +18,7 @@ ORDER = (
     "errors",
     "machine",
     "models.config",
+    "conversion.gguf.header",
     "checkpoint",
     "kernels",
     "memory",

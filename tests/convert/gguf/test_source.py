@@ -24,7 +24,6 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_mlx import convert
 from dflash_mlx import load as dflash_load
-from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.errors import CheckpointError, ConversionError
 
 IDS = mx.array([[7, 41, 263, 5, 99, 180, 12, 77, 250, 3, 64, 131, 131, 20, 9, 201, 33, 58, 270, 144, 2, 90, 17, 226]])
@@ -339,110 +338,7 @@ def test_rope_scaling_keys_become_rope_scaling(tmp_path, keys, expected):
     assert read_gguf(tmp_path / "m.gguf").config.get("rope_scaling") == expected
 
 
-# Files that cannot be used. Each gives one sentence: expected; found; what to do.
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> bytes:
-    path = tmp_path_factory.mktemp("sound") / "m.gguf"
-    write_model(path, "llama", random_weights(FAMILIES["llama"]), Kind.Q4_1)
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"expected a GGUF file, which begins with b'GGUF'; found b''"),
-        (b"PK\x03\x04 a zip", r"begins with b'GGUF'; found b'PK"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"found a Git LFS pointer to it; run `git lfs pull`"),
-        (b"GGUF", r"expected a whole GGUF file; found 4 bytes that end early or are damaged"),
-        (b"GGUF\x63\0\0\0" + bytes(32), r"expected a whole GGUF file; found 40 bytes .* version 99"),
-    ],
-    ids=["empty", "another format", "LFS pointer", "magic only", "unknown version"],
-)
-def test_what_is_no_gguf_file_is_said(tmp_path, content, message):
-    (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        read_gguf(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("part", [0.001, 0.01, 0.02, 0.04, 0.3, 0.9, 0.999])
-def test_a_truncated_file_is_said_wherever_it_ends(tmp_path, sound, part):
-    (tmp_path / "m.gguf").write_bytes(sound[: int(len(sound) * part)])
-    with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .* download it again"):
-        read_gguf(tmp_path / "m.gguf")
-
-
-def test_a_damaged_array_length_is_said_at_once(tmp_path, sound):
-    at = sound.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 4 + 4
-    assert int.from_bytes(sound[at : at + 8], "little") == 262
-    (tmp_path / "m.gguf").write_bytes(sound[: at + 5] + b"\x7f" + sound[at + 6 :])
-    with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .*byte [0-9]+ of [0-9]+ is needed"):
-        read_gguf(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("offset", [0, 32, 2**64 - 64, 2**40])
-def test_tensors_that_share_bytes_or_lie_outside_the_file_are_said(tmp_path, sound, offset):
-    name = b"blk.1.attn_q.weight"
-    at = sound.index(name) + len(name) + 4 + 2 * 8 + 4
-    (tmp_path / "m.gguf").write_bytes(sound[:at] + offset.to_bytes(8, "little") + sound[at + 8 :])
-    with pytest.raises(CheckpointError, match="expected a whole GGUF file; found .* download it again"):
-        read_gguf(tmp_path / "m.gguf")
-
-
-def test_a_load_and_a_conversion_parse_the_header_once(tmp_path, monkeypatch):
-    write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), Kind.Q4_1)
-    parsed = []
-    build = gguf.GGUFReader._build_tensors
-    monkeypatch.setattr(gguf.GGUFReader, "_build_tensors", lambda self, *given: parsed.append(self) or build(self, *given))
-    dflash_load(str(tmp_path / "m.gguf"))
-    assert len(parsed) == 1
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"))
-    assert len(parsed) == 2
-
-
-def test_a_file_that_was_replaced_is_parsed_again(tmp_path, sound):
-    (tmp_path / "m.gguf").write_bytes(sound)
-    held = inspect_checkpoint(tmp_path / "m.gguf")
-    assert inspect_checkpoint(tmp_path / "m.gguf").gguf is held.gguf
-    (tmp_path / "new.gguf").write_bytes(sound)
-    (tmp_path / "new.gguf").rename(tmp_path / "m.gguf")
-    assert inspect_checkpoint(tmp_path / "m.gguf").gguf is not held.gguf
-
-
-def test_damaged_bytes_anywhere_in_the_header_give_a_sentence_or_a_sound_file(tmp_path, sound):
-    header = sound.index(b"output_norm.weight") + 60
-    rng = np.random.default_rng(5)
-    refused = 0
-    for at in rng.integers(4, header, 150):
-        (tmp_path / "m.gguf").write_bytes(sound[:at] + bytes([sound[at] ^ (1 << rng.integers(8))]) + sound[at + 1 :])
-        try:
-            read_gguf(tmp_path / "m.gguf")
-        except (CheckpointError, ConversionError) as error:
-            refused += "expected" in str(error) and "found" in str(error)
-    assert refused > 20
-
-
-def test_paths_that_are_no_file_are_said(tmp_path):
-    with pytest.raises(CheckpointError, match="found nothing; check the path"):
-        read_gguf(tmp_path / "absent.gguf")
-    with pytest.raises(CheckpointError, match="found a directory; check the path"):
-        read_gguf(tmp_path)
-
-
-def test_a_big_endian_file_is_said(tmp_path):
-    write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), endianess=gguf.GGUFEndian.BIG)
-    with pytest.raises(CheckpointError, match="expected little-endian GGUF; found big-endian"):
-        read_gguf(tmp_path / "m.gguf")
-
-
-def test_an_unknown_tensor_type_number_is_said(tmp_path, sound):
-    name = b"blk.0.attn_q.weight"
-    at = sound.index(name) + len(name) + 4 + 2 * 8
-    assert sound[at] == Kind.Q4_1
-    (tmp_path / "m.gguf").write_bytes(sound[:at] + b"\xfa" + sound[at + 1 :])
-    with pytest.raises(ConversionError, match="found type number 250; update gguf"):
-        read_gguf(tmp_path / "m.gguf")
+# Files that cannot be used. Each gives one sentence: what is wrong, then what to do.
 
 
 def test_an_architecture_without_a_table_is_said_with_those_that_have_one(tmp_path, sound):
@@ -463,7 +359,7 @@ def test_files_that_hold_no_target_are_told_apart(tmp_path, arch, message):
 
 def test_keys_that_an_architecture_needs_are_named(tmp_path, sound):
     (tmp_path / "m.gguf").write_bytes(sound.replace(b"llama.block_count", b"llama.bluck_count"))
-    with pytest.raises(ConversionError, match="found no llama.block_count"):
+    with pytest.raises(ConversionError, match="cannot be converted: no llama.block_count"):
         read_gguf(tmp_path / "m.gguf")
 
 
@@ -500,7 +396,7 @@ ZERO = (np.zeros(64, np.float32), Kind.F32)
 )
 def test_what_cannot_be_converted_is_said(tmp_path, changes, message):
     write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), **changes)
-    with pytest.raises(ConversionError, match=f"expected a GGUF file that can be converted; found .*{message}"):
+    with pytest.raises(ConversionError, match=f"cannot be converted: .*{message}"):
         read_gguf(tmp_path / "m.gguf")
 
 
@@ -538,7 +434,7 @@ def test_scales_that_are_not_finite_name_their_tensor(tmp_path):
     data = gguf.quantize(weights.pop("model.layers.1.mlp.up_proj.weight"), Kind.Q4_0)
     data[0, :2] = np.array([np.inf], np.float16).view(np.uint8)
     write_model(tmp_path / "m.gguf", "llama", weights, add={"blk.1.ffn_up.weight": (data, Kind.Q4_0)})
-    with pytest.raises(CheckpointError, match="expected finite weights in blk.1.ffn_up.weight"):
+    with pytest.raises(CheckpointError, match="blk.1.ffn_up.weight .* is not finite: a block scale or minimum is infinite"):
         list(read_gguf(tmp_path / "m.gguf").tensors())
 
 
@@ -616,7 +512,7 @@ def test_smollm2_logits_equal_those_of_its_dequantized_weights(smollm2, smollm2_
 @pytest.mark.full
 def test_smollm2_tokenizes_all_published_lines(smollm2_directory):
     tokenizer = load_tokenizer(smollm2_directory)
-    rows = json.loads((Path(__file__).parents[1] / "data/smollm2_tokens.json").read_text(encoding="utf-8"))
+    rows = json.loads((Path(__file__).parents[2] / "data/smollm2_tokens.json").read_text(encoding="utf-8"))
     assert len(rows) == 400
     assert [row["text"] for row in rows if tokenizer.encode(row["text"]) != row["ids"]] == []
     assert tokenizer.eos_token_ids == {2}

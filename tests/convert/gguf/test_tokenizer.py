@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from dflash_mlx.errors import ConversionError
 
-TEXTS = [row["text"] for row in json.loads((Path(__file__).parents[1] / "data/smollm2_tokens.json").read_text(encoding="utf-8"))]
+TEXTS = [row["text"] for row in json.loads((Path(__file__).parents[2] / "data/smollm2_tokens.json").read_text(encoding="utf-8"))]
 
 
 def trained_merges(size: int = 900) -> list[str]:
@@ -229,7 +229,7 @@ def test_sentencepiece_adds_bos_unless_told_not_to():
 def test_what_cannot_be_rebuilt_is_said(tmp_path, change, message):
     metadata = byte_level("smollm") | change
     assert any(message in fault for fault in tokenizer_faults(metadata))
-    with pytest.raises(ConversionError, match="expected a tokenizer that can be rebuilt; found"):
+    with pytest.raises(ConversionError, match="tokenizer cannot be rebuilt:"):
         write_tokenizer(metadata, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -255,5 +255,5 @@ def test_a_file_without_token_types_has_only_normal_tokens(tmp_path):
 
 
 def test_merges_of_unknown_pieces_are_refused():
-    with pytest.raises(ConversionError, match="expected merges of the file's own tokens"):
+    with pytest.raises(ConversionError, match="merges do not fit its tokens"):
         build_tokenizer(byte_level("smollm") | {"ggml.merges": ["a b"]})
