@@ -49,7 +49,7 @@ from ..errors import DFlashError
 from ..models.target import Target
 from ..options import largest_block
 from ..text import StopText, token_bytes
-from .prefix_cache import PromptStore, open_turn
+from .prefix_cache import PrefixCache, stream_from_prefix
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Provider(ModelProvider):
 class Generator(ResponseGenerator):
     """Runs requests one after the other in the order in which they came."""
 
-    def __init__(self, provider: Provider, store: PromptStore):
+    def __init__(self, provider: Provider, store: PrefixCache):
         self.running = False
         super().__init__(provider, store)
 
@@ -235,14 +235,14 @@ class Generator(ResponseGenerator):
         )
         self._log_cache_stats()
         wants_rows = args.logprobs or args.top_logprobs > 0
-        turn = open_turn(
+        turn = stream_from_prefix(
             provider.model,
             tokenizer,
             prompt,
             self.prompt_cache,
             provider.model_key,
             draft_model=provider.draft_model,
-            checkpoints=list(zip(lengths, kinds, strict=True)),
+            shared=list(zip(lengths, kinds, strict=True)),
             should_stop=lambda: ctx._should_stop or self._stop or request.gone(),
             logits_processors=make_logits_processors(**asdict(args.logits)),
             prompt_progress_callback=lambda done, total: answers.put((done, total)),
@@ -801,7 +801,7 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
       OSError: the address cannot be bound. What `open_pair` raises.
     """
     provider = Provider(options, open_pair)
-    generator = Generator(provider, PromptStore(options.prompt_cache_size, options.prompt_cache_bytes or 1 << 63))
+    generator = Generator(provider, PrefixCache(options.prompt_cache_size, options.prompt_cache_bytes or 1 << 63))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         while not provider.ready.wait(0.2):

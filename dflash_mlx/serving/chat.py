@@ -31,7 +31,7 @@ from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
 from ..options import largest_block
-from .prefix_cache import PromptStore, open_turn
+from .prefix_cache import PrefixCache, stream_from_prefix
 
 HELP = """\
 /help              this list
@@ -187,7 +187,7 @@ class Conversation:
         # Positions the target was made for, where its config says.
         self.limit = target.context_length
         # The last few states: an undone or retried turn starts from one of them.
-        self.store = PromptStore(6)
+        self.store = PrefixCache(6)
         self.used = self.held = 0
         self.last: GenerationResponse | None = None
         self.stopped = False
@@ -255,14 +255,14 @@ class Conversation:
         ids, common = self.prompt()
         state = None if self.raw else self._text_state(ids)
         room = self.limit - len(ids) if self.limit else settings.max_tokens
-        turn = open_turn(
+        turn = stream_from_prefix(
             self.pair.model,
             tokenizer,
             ids,
             self.store,
             (self.pair.name, self.pair.draft_name),
             draft_model=self.pair.drafter,
-            checkpoints=[(common, "user"), (len(ids) - 1, "user")],
+            shared=[(common, "user"), (len(ids) - 1, "user")],
             should_stop=should_stop,
             prompt_progress_callback=progress,
             max_tokens=min(settings.max_tokens, room),

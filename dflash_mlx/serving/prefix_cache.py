@@ -3,8 +3,8 @@
 Knows prompt caches and the generation loop. Knows no messages, terminals or HTTP; chat and server both stand on it.
 
 Caches are stored under the token ids that they hold. A prompt takes a copy of the one that holds most of its beginning, cut
-to what both share. Where cutting is impossible (a recurrence, a window that has wrapped), copies made at `checkpoints` on
-the way serve instead.
+to what both share. Where cutting is impossible (a recurrence, a window that has wrapped), copies made on the way, at
+lengths that later prompts share, serve instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from ..rollback import PairCache, can_trim_prompt_cache, is_pair_cache, trim_pro
 from ..sampling import KeyedSampler, LogitsProcessor, choose_seed
 
 
-class PromptStore(LRUPromptCache):
+class PrefixCache(LRUPromptCache):
     """mlx-lm's store of prompt caches, for lists that also carry a drafter's part."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything fits: a store of no size or no bytes keeps nothing."""
+        return self.max_size > 0 and self.max_bytes > 0
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """A copy of the cache that holds most of `tokens`, never all of them, and the tokens that it lacks.
@@ -46,6 +51,8 @@ class PromptStore(LRUPromptCache):
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
         """Store a cache under the tokens it holds; the shorter ones that it can be cut to are dropped."""
+        if not self.keeps:
+            return
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         # mlx-lm's drops them too, but calls no pair list trimmable.
         kept = self._trie.search(model, tokens).exact is not None
@@ -57,7 +64,7 @@ class PromptStore(LRUPromptCache):
 
 
 @dataclass
-class Turn:
+class PrefixRun:
     """One prompt on its way.
 
     held: how many of its tokens a stored cache already had.
@@ -68,73 +75,70 @@ class Turn:
     responses: Generator[GenerationResponse, None, None]
 
 
-def open_turn(
+def stream_from_prefix(
     model: nn.Module,
     tokenizer: Any,
     prompt: list[int],
-    store: PromptStore,
+    store: PrefixCache,
     key: Any,
     *,
     draft_model: nn.Module | None = None,
-    checkpoints: Sequence[tuple[int, str]] = (),
+    shared: Sequence[tuple[int, str]] = (),
     should_stop: Callable[[], bool] = lambda: False,
     logits_processors: Sequence[LogitsProcessor] = (),
     prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
-) -> Turn:
+) -> PrefixRun:
     """Generate after the whole of `prompt`, running only what no stored cache holds.
 
     Args beyond those of `stream_generate`:
       prompt: every token of the conversation, not only the new ones.
       key: names models that may share caches.
-      checkpoints: (length, kind) of beginnings of `prompt` that later prompts will share, in rising order; kind is mlx-lm's
+      shared: (length, kind) of beginnings of `prompt` that later prompts will share, in rising order; kind is mlx-lm's
         "system", "user" or "assistant". Copies are kept there if the cache could not be cut to them later.
-      should_stop: asked after every prefill pass and every token; True ends the turn.
+      should_stop: asked after every prefill pass and every token; True ends the run.
       logits_processors: see the whole prompt, held or not, so that text does not depend on what was held.
     """
     entries, rest = store.fetch_nearest_cache(key, prompt)
     held = len(prompt) - len(rest)
     if entries is None:
         entries = make_prompt_cache(model, draft_model)
+    run = _Run(model, tokenizer, prompt, store, key, draft_model, entries, held, should_stop, prompt_progress_callback)
+    return PrefixRun(held, run.responses(shared, logits_processors, options))
 
-    def respond() -> Generator[GenerationResponse, None, None]:
-        at, until, filling, emitted, sound = held, len(prompt), False, [], True
 
-        def watch(done: int, total: int) -> None:
-            # A pair runs its anchor again, which the store counts as held.
-            nonlocal at
-            at = max(until - (total - done), held)
-            prompt_progress_callback(at, len(prompt))
-            if at < len(prompt) and should_stop():
-                raise _Stopped
-            if filling and done == total - 1:
-                raise _Filled
+@dataclass
+class _Run:
+    """The state of one run. at: tokens of the prompt that `entries` hold by now; emitted: tokens that came after it."""
 
-        common = {"draft_model": draft_model, "prompt_cache": entries, "prompt_progress_callback": watch}
+    model: nn.Module
+    tokenizer: Any
+    prompt: list[int]
+    store: PrefixCache
+    key: Any
+    draft_model: nn.Module | None
+    entries: list[Any]
+    held: int
+    should_stop: Callable[[], bool]
+    progress: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
+        self.at, self.emitted = self.held, []
+        # How far the present call of the loop fills the cache, and whether it ends there.
+        self.until, self.filling = len(self.prompt), False
+
+    def responses(
+        self, shared: Sequence[tuple[int, str]], processors: Sequence[LogitsProcessor], options: dict[str, Any]
+    ) -> Generator[GenerationResponse, None, None]:
+        """Keep copies on the way, then generate. What was computed goes into the store unless an error left it uneven."""
+        sound = True
         try:
-            for length, kind in checkpoints:
-                if not at < length < len(prompt) or not _needs_copies(entries):
-                    continue
-                # The loop fills a cache with all tokens but the last and then chooses one: one more is passed, and it is
-                # left there.
-                until, filling = length + 1, True
-                try:
-                    next(stream_generate(model, tokenizer, prompt[at:until], **common, **_passes(options)))
-                except _Filled:
-                    at = length
-                store.insert_cache(key, prompt[:length], copy.deepcopy(entries), cache_type=kind)
-            until, filling = len(prompt), False
-            processors = [_after(prompt[:at], processor) for processor in logits_processors] or None
-            if draft_model is None and options.get("sampler"):
-                # By its place in the whole prompt, which entries of a recurrence alone do not know.
-                seed = choose_seed(options.pop("seed", None))
-                options["sampler"] = KeyedSampler(options["sampler"], seed, len(prompt))
-            steps = stream_generate(model, tokenizer, prompt[at:], logits_processors=processors, **common, **options)
-            with closing(steps):
+            self._keep_copies(shared, options)
+            with closing(self._generate(processors, options)) as steps:
                 for response in steps:
-                    emitted.append(response.token)
+                    self.emitted.append(response.token)
                     yield response
-                    if should_stop():
+                    if self.should_stop():
                         break
         except _Stopped:
             pass
@@ -146,11 +150,47 @@ def open_turn(
             raise
         finally:
             if sound:
-                ids = PairCache.read(entries).ids if is_pair_cache(entries) else [*prompt[:at], *emitted]
+                pair = is_pair_cache(self.entries)
+                ids = PairCache.read(self.entries).ids if pair else [*self.prompt[: self.at], *self.emitted]
                 if ids:
-                    store.insert_cache(key, ids, entries)
+                    self.store.insert_cache(self.key, ids, self.entries)
 
-    return Turn(held, respond())
+    def _stream(self, tokens: list[int], **options: Any) -> Generator[GenerationResponse, None, None]:
+        common = {"draft_model": self.draft_model, "prompt_cache": self.entries, "prompt_progress_callback": self._watch}
+        return stream_generate(self.model, self.tokenizer, tokens, **common, **options)
+
+    def _watch(self, done: int, total: int) -> None:
+        # A pair runs its anchor again, which the store counts as held.
+        self.at = max(self.until - (total - done), self.held)
+        self.progress(self.at, len(self.prompt))
+        if self.at < len(self.prompt) and self.should_stop():
+            raise _Stopped
+        if self.filling and done == total - 1:
+            raise _Filled
+
+    def _keep_copies(self, shared: Sequence[tuple[int, str]], options: dict[str, Any]) -> None:
+        """Fill the cache up to each length that later prompts share, and store a copy where it could not be cut later."""
+        for length, kind in shared:
+            if not self.at < length < len(self.prompt) or not self.store.keeps or not _needs_copies(self.entries):
+                continue
+            # The loop fills a cache with all tokens but the last and then chooses one: one more is passed, and it is left there.
+            self.until, self.filling = length + 1, True
+            try:
+                next(self._stream(self.prompt[self.at : self.until], **_passes(options)))
+            except _Filled:
+                self.at = length
+            self.store.insert_cache(self.key, self.prompt[:length], copy.deepcopy(self.entries), cache_type=kind)
+        self.until, self.filling = len(self.prompt), False
+
+    def _generate(
+        self, processors: Sequence[LogitsProcessor], options: dict[str, Any]
+    ) -> Generator[GenerationResponse, None, None]:
+        processors = [_after(self.prompt[: self.at], processor) for processor in processors] or None
+        if self.draft_model is None and options.get("sampler"):
+            # By its place in the whole prompt, which entries of a recurrence alone do not know.
+            seed = choose_seed(options.pop("seed", None))
+            options["sampler"] = KeyedSampler(options["sampler"], seed, len(self.prompt))
+        return self._stream(self.prompt[self.at :], logits_processors=processors, **options)
 
 
 class _Stopped(Exception):
@@ -158,7 +198,7 @@ class _Stopped(Exception):
 
 
 class _Filled(Exception):
-    """Leaves the loop once a checkpoint's tokens are in the cache."""
+    """Leaves the loop once the tokens of a shared beginning are in the cache."""
 
 
 def _needs_copies(entries: Sequence[Any]) -> bool:

@@ -26,7 +26,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.serving.app import Generator, Handler, Options, Provider, Server, _by_text
-from dflash_mlx.serving.prefix_cache import PromptStore
+from dflash_mlx.serving.prefix_cache import PrefixCache
 from dflash_mlx.text import StopText, token_bytes
 
 TOOLS = (
@@ -84,7 +84,7 @@ def read(link):
 @contextmanager
 def running(model, tokenizer, drafter=None, **options):
     provider = Provider(Options(**options), lambda: ("served", "drafter" if drafter else None, model, tokenizer, drafter))
-    generator = Generator(provider, PromptStore(options.get("prompt_cache_size", 10)))
+    generator = Generator(provider, PrefixCache(options.get("prompt_cache_size", 10)))
     provider.ready.wait()
     try:
         assert provider.fault is None, provider.fault

@@ -14,7 +14,7 @@ from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import PairCache
-from dflash_mlx.serving.prefix_cache import PromptStore, open_turn
+from dflash_mlx.serving.prefix_cache import PrefixCache, stream_from_prefix
 
 KINDS = {"plain": "llama", "sliding window": "gemma3", "hybrid": "qwen3_next"}
 
@@ -57,7 +57,7 @@ def rows(monkeypatch):
 def turn(model, drafter, prompt, store, n=16, **options):
     if drafter is not None:
         options.setdefault("block_size", drafter.config.block_size)
-    opened = open_turn(model, letters(), prompt, store, "pair", draft_model=drafter, max_tokens=n, **options)
+    opened = stream_from_prefix(model, letters(), prompt, store, "pair", draft_model=drafter, max_tokens=n, **options)
     return opened.held, list(opened.responses)
 
 
@@ -73,10 +73,10 @@ def test_a_second_turn_runs_only_what_is_new_and_drafts_as_a_fresh_run(kind, len
     whole = [*prompt, *first, *new]
     second = ids_of(run(model, None, whole, 16))
     drafter = mixed(model, [*whole, *second])
-    store = PromptStore(4)
+    store = PrefixCache(4)
     assert ids_of(turn(model, drafter, prompt, store, prefill_step_size=64)[1]) == first
     rows.clear()
-    opened = open_turn(model, letters(), whole, store, "pair", draft_model=drafter, max_tokens=16, block_size=5)
+    opened = stream_from_prefix(model, letters(), whole, store, "pair", draft_model=drafter, max_tokens=16, block_size=5)
     responses = [next(opened.responses)]
     # The last turn's last token, which the target had not read yet, and the new ones.
     assert sum(rows) == len(new) + 1 and opened.held == len(prompt) + len(first)
@@ -88,13 +88,13 @@ def test_a_second_turn_runs_only_what_is_new_and_drafts_as_a_fresh_run(kind, len
 
 @pytest.mark.parametrize("with_drafter", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_history_that_changed_behind_a_checkpoint_goes_on_from_there(kind, with_drafter):
+def test_a_history_that_changed_behind_a_kept_copy_goes_on_from_there(kind, with_drafter):
     # As when a template drops the thinking of earlier answers.
     model, prompt = family(KINDS[kind]), some_line(90)
-    checkpoints = [(40, "system"), (80, "user")]
+    shared = [(40, "system"), (80, "user")]
     drafter = mixed(model, prompt) if with_drafter else None
-    store = PromptStore(6)
-    held, first = turn(model, drafter, prompt, store, checkpoints=checkpoints)
+    store = PrefixCache(6)
+    held, first = turn(model, drafter, prompt, store, shared=shared)
     assert held == 0 and ids_of(first) == ids_of(run(model, None, prompt, 16))
     for cut in (80, 40):
         other = [*prompt[:cut], *some_line(7)[::-1]]
@@ -108,9 +108,9 @@ def test_a_history_that_changed_behind_a_checkpoint_goes_on_from_there(kind, wit
 def test_the_same_prompt_again_gives_the_same_answer(kind):
     model, prompt = family(KINDS[kind]), some_line(60)
     drafter = mixed(model, prompt, **(FULL if kind == "plain" else {}))
-    store = PromptStore(6)
-    held, first = turn(model, drafter, prompt, store, checkpoints=[(55, "user")])
-    again_held, again = turn(model, drafter, prompt, store, checkpoints=[(55, "user")])
+    store = PrefixCache(6)
+    held, first = turn(model, drafter, prompt, store, shared=[(55, "user")])
+    again_held, again = turn(model, drafter, prompt, store, shared=[(55, "user")])
     assert same(first, again) and held == 0 and again_held == (59 if kind == "plain" else 55)
 
 
@@ -121,10 +121,10 @@ def test_a_turn_that_is_stopped_anywhere_leaves_what_it_computed(kind, with_draf
     drafter = mixed(model, prompt) if with_drafter else None
     expected = ids_of(run(model, None, prompt, 16))
     for asked in (1, 2, 4, 9, 15):
-        store, count = PromptStore(6), itertools.count(1)
-        options = {"prefill_step_size": 8, "checkpoints": [(20, "user")]}
+        store, count = PrefixCache(6), itertools.count(1)
+        options = {"prefill_step_size": 8, "shared": [(20, "user")]}
         _, cut = turn(model, drafter, prompt, store, should_stop=lambda n=asked, c=count: next(c) >= n, **options)
-        # It is asked between the prompt's passes (4 times up to the checkpoint and 5 behind it, if there is one), then after
+        # It is asked between the prompt's passes (4 times up to the kept copy and 5 behind it, if there is one), then after
         # each token.
         looks = 9 if with_drafter or kind != "plain" else 8
         assert ids_of(cut) == expected[: max(asked - looks, 0)]
@@ -138,8 +138,8 @@ def test_a_turn_that_is_stopped_anywhere_leaves_what_it_computed(kind, with_draf
 def test_a_closed_turn_is_kept_and_one_that_fails_is_not(with_drafter):
     model, prompt = tiny_target(), some_line(20, 61)
     drafter = mixed(model, prompt) if with_drafter else None
-    store = PromptStore(6)
-    opened = open_turn(model, letters(), prompt, store, "pair", draft_model=drafter, max_tokens=9)
+    store = PrefixCache(6)
+    opened = stream_from_prefix(model, letters(), prompt, store, "pair", draft_model=drafter, max_tokens=9)
     next(opened.responses)
     opened.responses.close()
     assert len(store) == 1
@@ -155,11 +155,11 @@ def test_a_closed_turn_is_kept_and_one_that_fails_is_not(with_drafter):
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["from a copy", "from a cut"])
 def test_two_turns_that_branch_off_one_do_not_disturb_each_other(changes):
     model, prompt = tiny_target(), some_line(30, 61)
-    drafter, store = mixed(model, prompt, **changes), PromptStore(8)
-    turn(model, drafter, prompt, store, checkpoints=[(29, "user")])
+    drafter, store = mixed(model, prompt, **changes), PrefixCache(8)
+    turn(model, drafter, prompt, store, shared=[(29, "user")])
     branches = [[*prompt, n, n + 1, n + 2] for n in (5, 25, 5)]
     options = {"draft_model": drafter, "max_tokens": 12, "block_size": 5}
-    opened = [open_turn(model, letters(), b, store, "pair", **options) for b in branches]
+    opened = [stream_from_prefix(model, letters(), b, store, "pair", **options) for b in branches]
     assert [o.held for o in opened] == [30 if changes else 29] * 3
     got = list(zip(*(o.responses for o in opened), strict=True))
     for i, branch in enumerate(branches):
@@ -168,7 +168,7 @@ def test_two_turns_that_branch_off_one_do_not_disturb_each_other(changes):
 
 def test_a_conversation_keeps_one_cache_and_its_bytes_are_counted():
     model, prompt = tiny_target(), some_line(10, 61)
-    drafter, store = mixed(model, prompt, **FULL), PromptStore(4)
+    drafter, store = mixed(model, prompt, **FULL), PrefixCache(4)
     for _ in range(5):
         held, responses = turn(model, drafter, prompt, store, n=6)
         prompt = [*prompt, *ids_of(responses), 3, 4]
@@ -180,13 +180,13 @@ def test_a_conversation_keeps_one_cache_and_its_bytes_are_counted():
 
 def test_caches_of_other_models_are_never_taken_and_full_stores_drop_the_oldest():
     model, prompt = tiny_target(), some_line(12, 61)
-    store = PromptStore(2)
+    store = PrefixCache(2)
     for key in ("a", "b", "c"):
-        opened = open_turn(model, letters(), prompt, store, key, max_tokens=3)
+        opened = stream_from_prefix(model, letters(), prompt, store, key, max_tokens=3)
         list(opened.responses)
         assert opened.held == 0
     assert len(store) == 2 and store.fetch_nearest_cache("a", prompt)[0] is None
-    small = PromptStore(4, max_bytes=10)
+    small = PrefixCache(4, max_bytes=10)
     turn(model, mixed(model, prompt, **FULL), prompt, small, 3)
     assert len(small) == 0 and small.nbytes == 0
 
@@ -194,8 +194,8 @@ def test_caches_of_other_models_are_never_taken_and_full_stores_drop_the_oldest(
 def test_copies_are_made_only_where_cutting_may_fail():
     lengths = {}
     for kind, name in KINDS.items():
-        model, store = family(name), PromptStore(8)
-        list(open_turn(model, letters(), some_line(40), store, "m", max_tokens=3, checkpoints=[(20, "user")]).responses)
+        model, store = family(name), PrefixCache(8)
+        list(stream_from_prefix(model, letters(), some_line(40), store, "m", max_tokens=3, shared=[(20, "user")]).responses)
         lengths[kind] = len(store)
         kinds = {type(e) for e in store.fetch_nearest_cache("m", some_line(40))[0]}
         assert kinds & {"plain": {KVCache}, "sliding window": {RotatingKVCache}, "hybrid": {ArraysCache}}[kind]
@@ -257,7 +257,7 @@ def _check(cells, pair):
             drafter = known_drafter(model, [*prompt, *expected], quality)
         if drafter:
             options["block_size"] = block
-        store = PromptStore(4)
+        store = PrefixCache(4)
         if reused:
             assert ids_of(turn(model, drafter, turns[0], store, 8, **options)[1]) == first
         held, got = turn(model, drafter, prompt, store, 16, **options)
@@ -273,14 +273,14 @@ def test_a_seeds_text_is_the_same_where_entries_do_not_know_their_rows(name):
     options = {"sampler": make_sampler(1.0), "seed": 3}
     want = ids_of(list(stream_generate(model, letters(), prompt, 12, **options)))
     for drafter in (None, known_drafter(model, [*prompt, *want], "noisy", block=4)):
-        turn = open_turn(
+        turn = stream_from_prefix(
             model,
             letters(),
             prompt,
-            PromptStore(6),
+            PrefixCache(6),
             "m",
             draft_model=drafter,
-            checkpoints=[(7, "user")],
+            shared=[(7, "user")],
             max_tokens=12,
             **options,
         )
@@ -306,3 +306,17 @@ def test_a_seeds_text_is_the_same_with_any_drafter_block_and_cache(pair):
 @pytest.mark.parametrize("row", range(6))
 def test_a_seeds_text_is_the_same_in_every_cell(pair, row):
     _check([cell for cell in CELLS if cell[0] == row], pair)
+
+
+@pytest.mark.parametrize("limit", [{"max_size": 0}, {"max_bytes": 0}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_of_no_size_keeps_nothing_and_makes_no_copies(kind, limit, rows):
+    model, prompt, store = family(KINDS[kind]), some_line(40), PrefixCache(**limit)
+    want = ids_of(run(model, None, prompt, 8))
+    drafter = mixed(model, prompt)
+    for _ in range(2):
+        rows.clear()
+        held, responses = turn(model, drafter, prompt, store, 8, shared=[(20, "user")])
+        # The prompt in one pass: nothing stops at 20 for a copy.
+        assert held == 0 and ids_of(responses) == want and max(rows) == 39
+    assert len(store) == 0 and store.nbytes == 0
