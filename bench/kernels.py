@@ -31,8 +31,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import accept, autotune, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 2, 4, 8, 16)
@@ -120,9 +119,9 @@ class Bench:
     def __init__(self, record: dict, out: Path, dtype: mx.Dtype, samples: int, quick: bool):
         self.record, self.out, self.dtype, self.samples = record, out, dtype, samples
         self.rows, self.quick = (1, 4, 16) if quick else ROWS, quick
-        self.same = choice.same_floats(block_qmm.TOLERANCE[dtype])
+        self.same = autotune.same_floats(block_qmm.TOLERANCE[dtype])
         # With a norm before or a gate behind, which round too.
-        self.same_formed = choice.same_floats(2 * block_qmm.TOLERANCE[dtype])
+        self.same_formed = autotune.same_floats(2 * block_qmm.TOLERANCE[dtype])
         self.later: list[tuple[dict, Calls, int]] = []
 
     def save(self) -> None:
@@ -163,10 +162,10 @@ class Bench:
         self.record["entries"].append(entry)
         self.later.append((entry, stock, nbytes))
         self.save()
-        verdict = "right" if wrong is None else f"WRONG: {wrong}"
+        found = "right" if wrong is None else f"WRONG: {wrong}"
         bits = {True: "rows agree", False: "ROWS DIFFER", None: ""}[equal]
         print(f"{kernel:17} {what:34} {rows:3} rows  {kernel_s * 1e6:9.1f} us {entry['kernel_gbps']:6.0f} GB/s", end="")
-        print(f"  first call {first:5.2f} s  {verdict}  {bits}", flush=True)
+        print(f"  first call {first:5.2f} s  {found}  {bits}", flush=True)
 
     def finish(self) -> None:
         """Time stock MLX at the same shapes, few rows first."""
@@ -266,7 +265,7 @@ class Bench:
 
     def block_attention(self) -> None:
         f, g = block_attention.block_attention_kernel, block_attention.block_attention_ops
-        same = choice.same_floats({4: 1e-4, 2: 5e-2}[self.dtype.size])
+        same = autotune.same_floats({4: 1e-4, 2: 5e-2}[self.dtype.size])
         for name, hq, hk, d, s, window in CACHES[: 2 if self.quick else None]:
             if d * self.dtype.size > 512:
                 continue

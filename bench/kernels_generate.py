@@ -7,8 +7,8 @@
 Runs at several numbers of rows a pass go side by side, so their seconds are not to be compared: 7, up to where stock MLX's CUDA
 kernels for quantized products are ready-made, and 8, from where on it compiles others; then an eighth of the tokens at 8 with
 cuDNN's attention, which MLX takes unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only
-the variants that run are compiled. With all kernels passes are replayed, without them never: a launch is counted where it was
-made, once for a trace, and `replays` says how many passes were replayed.
+the variants that run are compiled. With all kernels passes are compiled, without them never: a launch is counted where it was
+made, once for a trace, and `compiled` says how many compiled passes ran.
 
 A run that dies is run again in three ways at once: with every operation evaluated as it comes, which names the one that dies;
 without CUDA graphs; and with a core dump, in which the device's kernel is named. One with kernels also with each kernel alone.
@@ -37,7 +37,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx import load, load_drafter, stream_generate
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.kernels.routing import kernel_calls
 from dflash_mlx.traced import compiled
@@ -82,9 +82,9 @@ class Job:
         return max(1, tokens // 8) if self.cudnn else tokens
 
     def environment(self, folder: Path) -> dict[str, str]:
-        # block_linear stands in replayed passes alone; without kernels every operation is MLX's as mlx-lm has it.
-        replays = "on" if self.mode in ("on", "block_linear") else "off"
-        own = {choice.VARIABLE: self.mode, compiled.VARIABLE: replays, CUDNN: str(int(self.cudnn))}
+        # block_linear stands in compiled passes alone; without kernels every operation is MLX's as mlx-lm has it.
+        traced = "on" if self.mode in ("on", "block_linear") else "off"
+        own = {autotune.VARIABLE: self.mode, compiled.VARIABLE: traced, CUDNN: str(int(self.cudnn))}
         if self.way == "without graphs":
             own[GRAPHS] = "0"
         if self.way == "core dump":
@@ -170,9 +170,9 @@ def summary(run: dict) -> str:
     """One line about a run."""
     launches = ", ".join(f"{name} {n}" for name, n in run.get("launches", {}).items()) or "none"
     counts = ", ".join(f"{run.get(name, 0)} {name}" for name in ("tokens", "ties", "faults"))
-    replayed = sum(r["passes"] for r in run.get("replays", []))
+    passes = sum(r["passes"] for r in run.get("compiled", []))
     line = f"{counts} in {run.get('seconds', 0):.1f} s; {len(run.get('variants', []))} compiled; launches: {launches}"
-    line += f"; {replayed} passes replayed" if replayed else ""
+    line += f"; {passes} passes compiled" if passes else ""
     return line + (f"; {run['error']}" if "error" in run else "")
 
 
@@ -275,7 +275,7 @@ def generate(
                     print(f"answer {i} token {done}: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NO TIE'}")
                     done += 1
         record["tokens"], record["seconds"] = record["tokens"] + len(said), record["seconds"] + time.perf_counter() - begin
-        record["replays"] = [replays.findings() for replays in getattr(drafter, "_replays", None) or ()]
+        record["compiled"] = [passes.findings() for passes in getattr(drafter, "_compiled", None) or ()]
         save()
         if record["tokens"] >= tokens:
             break
@@ -292,7 +292,7 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
     for i in range(0, len(text) - 1, step):
         model(mx.array([text[i : min(i + step, len(text) - 1)]]), cache=cache)
     for way in ("off", mode):
-        os.environ[choice.VARIABLE] = way
+        os.environ[autotune.VARIABLE] = way
         hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True)
         rows.append(target.head(hidden)[0, -1].astype(mx.float32))
         mx.eval(rows[-1])
@@ -303,13 +303,13 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
 def _force(launches: dict[str, int], variants: list[str]) -> None:
     """No trials: what may run does, the text for matrix units before the other. Count launches, note what is compiled."""
 
-    def forced(kernel: Kernel, shape: str, trial: Callable) -> choice.Verdict:
+    def forced(kernel: Kernel, shape: str, trial: Callable) -> autotune.TuningResult:
         # Neither read from the cache directory nor kept there.
-        verdict = choice.Verdict(kernel.name, shape, True, "forced", 1.0 if "tiles" in kernel.name else 2.0, 3.0)
-        choice._known[kernel, shape] = verdict
-        return verdict
+        result = autotune.TuningResult(kernel.name, shape, True, "forced", 1.0 if "tiles" in kernel.name else 2.0, 3.0)
+        autotune._known[kernel, shape] = result
+        return result
 
-    choice._verdict = forced
+    autotune._result = forced
     prepared = Kernel.prepared
 
     def counted(kernel: Kernel, **given):
@@ -376,7 +376,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--trace", action="store_true", help="evaluate each operation as it comes and record the last ones")
     args = p.parse_args()
-    os.environ[choice.VARIABLE] = args.mode
+    os.environ[autotune.VARIABLE] = args.mode
     options = {"trace": args.trace, "path": args.model}
     generate(args.mode, args.tokens, args.pair, args.bits, args.block_size, args.against, args.out, **options)
 

@@ -325,7 +325,7 @@ class PendingPass:
     anchor: [1]; drafted: [1, N], of which N >= width; source: who drafted them; lookahead: enqueued before the pass in front of
     it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the outcome.
-    context: what undoes passes of the drafter after this round's (see `_slid`); doubtful: one of our kernels ran in it.
+    context: what undoes passes of the drafter after this round's (see `_slid`); may_be_nonfinite: one of our kernels ran in it.
     seconds: spent enqueuing and waiting so far, draft_s of them on the draft if that was waited for; then
     drafted_ids: its ids and how sure the drafter is of each; confidence_cut: these chose the width.
     """
@@ -340,7 +340,7 @@ class PendingPass:
     token: mx.array | None
     read: Callable[[], RoundResult]
     context: list[Any]
-    doubtful: bool
+    may_be_nonfinite: bool
     drafted_ids: tuple[list[int], list[float] | None] | None = None
     confidence_cut: bool = False
     seconds: float = 0.0
@@ -430,8 +430,8 @@ class _Run:
         last, measures = emitted + 1 == self.max_tokens, not emitted and not self.rule.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
         quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
-        doubtful = current.doubtful and (quantizes or not self._deep)
-        return not (last or measures or self.target_sampler.processors or doubtful)
+        may_be_nonfinite = current.may_be_nonfinite and (quantizes or not self._deep)
+        return not (last or measures or self.target_sampler.processors or may_be_nonfinite)
 
     def next_width(self) -> int:
         return self._cut(self.rule.choose(self.rows - self.injected))
@@ -497,11 +497,13 @@ class _Run:
         # Where the drafter did not run its entries are as they were: nothing of them is new.
         context = [entry.state for entry in pair.drafter] if source == "drafter" else []
         hidden, features = verify_block(target, anchor, drafted[:, :width], pair.target, point)
-        token, read, doubtful = self.target_sampler.start(target, hidden, features, drafted, context, self.rows + 1, confidence)
+        token, read, may_be_nonfinite = self.target_sampler.start(
+            target, hidden, features, drafted, context, self.rows + 1, confidence
+        )
         if not width:
             self._evaluate(self._states)
         context = _slid(pair.drafter) if source == "drafter" else self.context
-        return PendingPass(anchor, drafted, width, source, lookahead, point, features, token, read, context, doubtful)
+        return PendingPass(anchor, drafted, width, source, lookahead, point, features, token, read, context, may_be_nonfinite)
 
     def retry(self, current: PendingPass, lookahead: PendingPass | None) -> PendingPass:
         """Undo a target pass, and the plain one after it, and enqueue it once more."""

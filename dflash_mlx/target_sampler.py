@@ -81,15 +81,15 @@ class TargetSampler:
         Shapes:
           - hidden: [1, N + 1, H]; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
-          and raises NotFiniteError if one of our kernels or a replay was at fault; whether one ran at all.
+          and raises NotFiniteError if one of our kernels or a compiled pass was at fault; whether one ran at all.
         """
-        replayed = target.replayed
+        was_compiled = target.was_compiled
         if self.processors:
-            doubts = target.doubts(hidden)
+            flag = target.finite_flag(hidden)
             drafts = pack_drafts(drafted, confidence)
-            mx.async_eval(drafts, hidden, features, context, doubts)
+            mx.async_eval(drafts, hidden, features, context, flag)
             n = drafted.shape[1]
-            return None, lambda: self._match_rows(target, hidden, drafts, n, position, doubts, replayed), bool(doubts)
+            return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, was_compiled), bool(flag)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if block.shape[1] and mx.default_device() != mx.cpu:
             # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
@@ -103,18 +103,18 @@ class TargetSampler:
         else:
             rows = logprobs(target, hidden, target.logits)
             accepted, bonus = None, self._choose(rows[:, 0], position)
-        doubts = target.doubts(hidden, margin, rows)
+        flag = target.finite_flag(hidden, margin, rows)
         if not block.shape[1]:
-            token, parts = bonus, [bonus, *doubts]
+            token, parts = bonus, [bonus, *flag]
         else:
-            parts = [pack_drafts(drafted, confidence), accepted, bonus, *doubts]
+            parts = [pack_drafts(drafted, confidence), accepted, bonus, *flag]
         packed = mx.concatenate(parts) if len(parts) > 1 else token
         # Everything is enqueued; reading one small array is the only wait.
         mx.async_eval(packed, hidden, features, context)
 
         def read() -> RoundResult:
             values = packed.tolist()
-            target.check([values.pop() for _ in doubts], replayed)
+            target.check([values.pop() for _ in flag], was_compiled)
             last = values.pop()
             n = values.pop() if block.shape[1] else 0
             ids, confidence = unpack_drafts(values, drafted.shape[1])
@@ -124,7 +124,7 @@ class TargetSampler:
             # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
-        return token, read, bool(doubts)
+        return token, read, bool(flag)
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
@@ -141,12 +141,12 @@ class TargetSampler:
         drafts: mx.array,
         n_drafts: int,
         position: int,
-        doubts: list[mx.array],
-        replayed: bool,
+        flag: list[mx.array],
+        was_compiled: bool,
     ) -> RoundResult:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
-        target.check([doubt.item() for doubt in doubts], replayed)
+        target.check([bits.item() for bits in flag], was_compiled)
         ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
@@ -164,7 +164,7 @@ class TargetSampler:
         """`head` of sound states, before a processor sees it: again, without kernels, if one of them was at fault there."""
         logits = target.head(hidden)
         try:
-            target.check([doubt.item() for doubt in target.doubts(hidden, logits=logits)], head=True)
+            target.check([bits.item() for bits in target.finite_flag(hidden, logits=logits)], head=True)
         except NotFiniteError:
             logits = target.head(hidden)
         return logits

@@ -462,10 +462,10 @@ def bench(
         if plot:
             b.check_plot()
         if kernels:
-            from ..kernels.autotune import VARIABLE, asked
+            from ..kernels.autotune import VARIABLE, setting
 
             os.environ[VARIABLE] = kernels
-            asked()
+            setting()
         target, drafter, lm, tokenizer, draft = _load_pair(model, draft_model, dtype, revision, trust_remote_code)
         if dense:
             import mlx.core as mx
@@ -744,13 +744,13 @@ def _load_pair(
     import mlx.core as mx
 
     from .. import loading
-    from ..kernels import autotune as choice
+    from ..kernels import autotune
     from ..pairs import builtin
     from ..traced import compiled
 
     # What the environment asks for and is not known is said before anything is loaded.
-    compiled.asked()
-    choice.asked()
+    compiled.setting()
+    autotune.setting()
     target, drafter = _choose_pair(model, draft_model)
     _check_revision(revision, target, drafter)
     builtin.builtin_path(target, "target", say=_say)

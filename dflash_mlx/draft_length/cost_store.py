@@ -15,7 +15,7 @@ from ..models.drafter import Drafter
 from ..models.target import Target
 from ..rollback import checkpoint, rollback
 from ..target_sampler import pack_drafts
-from ..traced.compiled import asked, attach
+from ..traced.compiled import attach, setting
 from ..verify import logprobs, verify_block
 from .acceptance import Acceptance
 from .policy import Costs, WidthRule, load_costs, measure, pair_key, save_costs
@@ -38,7 +38,7 @@ def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
 
 def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
     """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
-    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__, asked())
+    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__, setting())
     costs = load_costs(key)
     if costs is None:
         with mx.stream(stream):
@@ -101,7 +101,7 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
 
     # What is tried at first use is tried before anything is timed; on empty entries nothing is.
     inject(1)
-    if target.blocks:
+    if target.compiled:
         draft()
         choose(1)
         plain()

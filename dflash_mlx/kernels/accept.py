@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import autotune as choice
+from . import autotune
 from .launch import Kernel
 
 _SOURCE = """
@@ -85,7 +85,7 @@ def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.ar
     if target.shape != (draft.shape[0], draft.shape[1] + 1):
         raise ValueError(f"expected one target choice more than drafts; found {target.shape} for {draft.shape}")
     # No pass of a target that uses kernels need have come before this call.
-    launch = choice.planned(_plan, *draft.shape, draft.dtype, target.dtype) if choice.may_run() else None
+    launch = autotune.planned(_plan, *draft.shape, draft.dtype, target.dtype) if autotune.may_run() else None
     return launch(draft, target) if launch else accept_ops(draft, target)
 
 
@@ -95,14 +95,14 @@ def _plan(b: int, n: int, dtype: mx.Dtype, target_dtype: mx.Dtype) -> Callable[.
         b * n > 0  # an empty array has no buffer
         and dtype == target_dtype == mx.int32  # ids are compared as they are
     )
-    return prepare(b, n) if eligible and choice.use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)) else None
+    return prepare(b, n) if eligible and autotune.should_use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)) else None
 
 
-def trials(b: int, n: int) -> list[choice.Trial]:
+def trials(b: int, n: int) -> list[autotune.Trial]:
     """One comparison with MLX on made-up ids that often agree."""
     keys = mx.random.split(mx.random.key(0), 2)
     target = mx.random.randint(0, 100, (b, n + 1), dtype=mx.int32, key=keys[0])
     draft = mx.where(mx.random.uniform(shape=(b, n), key=keys[1]) < 0.8, target[:, :n], target[:, 1:])
     mx.eval(draft, target)
     launch = prepare(b, n)
-    return [choice.Trial(lambda: launch(draft, target), lambda: accept_ops(draft, target), choice.same_ids)]
+    return [autotune.Trial(lambda: launch(draft, target), lambda: accept_ops(draft, target), autotune.same_ids)]

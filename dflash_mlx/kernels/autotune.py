@@ -1,12 +1,12 @@
 """Which kernels run: what the user said, and what this machine has shown.
 
-    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the verdict is kept. On CUDA
-                                   only the forms that need no compiling (see `few_rows`)
+    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the result is kept. On CUDA
+                                   only the forms that need no compiling (see `small_batch`)
                          off       none
                          on        all that are eligible, faster or not
                          a,b       these, faster or not; no others
 
-Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the verdicts, locked,
+Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the results, locked,
 while it runs: a kernel that hung the machine is found by its marker, which nobody locks, and not tried again.
 """
 
@@ -37,14 +37,16 @@ VARIABLE = "DFLASH_MLX_KERNELS"
 NAMES = (
     *("block_qmm", "block_qmm_tiles", "block_linear", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
     # These are MLX's own operations, put together otherwise.
-    *("row_products", "folded_attention"),
+    *("matmul_as_gemv", "gqa_folded_attention"),
 )
+# Accepted for one release, with a line in the log.
+_OLD_NAMES = {"row_products": "matmul_as_gemv", "folded_attention": "gqa_folded_attention"}
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dflash_mlx.kernels")
-# This process's verdicts, and kernels switched off in it by name, with the reason.
-_known: dict[tuple[Kernel | Form, str], Verdict] = {}
+# This process's results, and kernels switched off in it by name, with the reason.
+_known: dict[tuple[Kernel | Form, str], TuningResult] = {}
 _off: dict[str, str] = {}
 # (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
 # being made meanwhile is kept in the old one, where nobody looks.
@@ -63,7 +65,7 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuningResult:
     """What one machine found about one kernel at one shape. Times are medians, None where the trial did not get there."""
 
     kernel: str
@@ -86,7 +88,7 @@ class Trial:
     same: Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]
 
 
-def asked() -> str | frozenset[str]:
+def setting() -> str | frozenset[str]:
     """What DFLASH_MLX_KERNELS says: "auto", "off", "on" or the names given.
 
     Raises:
@@ -100,7 +102,10 @@ def _parse(value: str) -> str | frozenset[str]:
     value = value.strip().lower()
     if value in ("", "auto", "on", "off"):
         return value or "auto"
-    names = frozenset(n.strip() for n in value.split(",") if n.strip())
+    given = [name.strip() for name in value.split(",") if name.strip()]
+    if old := [name for name in given if name in _OLD_NAMES]:
+        _log.warning("%s: %s", VARIABLE, "; ".join(f"{name} is now called {_OLD_NAMES[name]}" for name in old))
+    names = frozenset(_OLD_NAMES.get(name, name) for name in given)
     if unknown := sorted(names - set(NAMES)):
         raise KernelError(
             f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. "
@@ -115,7 +120,7 @@ def has_gpu() -> bool:
 
 
 def _directory() -> Path:
-    """Where verdicts are kept."""
+    """Where results are kept."""
     return cache_directory() / "kernels"
 
 
@@ -128,7 +133,7 @@ def may_run() -> bool:
       KernelError: if kernels were named and there is no GPU.
     """
     global _ground
-    wanted, ground = asked(), (os.environ.get(VARIABLE), has_gpu(), maker())
+    wanted, ground = setting(), (os.environ.get(VARIABLE), has_gpu(), maker())
     if ground != _ground:
         _forget()
         _ground = ground
@@ -143,19 +148,19 @@ def _gpu_for(wanted: str | frozenset[str]) -> bool:
     return False
 
 
-def use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
+def should_use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
     """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
 
     Args:
-      shape: what the time depends on, e.g. "float16 4 bit group 64 N 4096 K 4096"; one verdict each.
+      shape: what the time depends on, e.g. "float16 4 bit group 64 N 4096 K 4096"; one result each.
       trial: makes the trials; faster means a smaller sum of times over them.
     Raises:
       KernelError: if the user asked for this kernel and it cannot run or is wrong.
     """
     if not _wanted(kernel):
         return False
-    wanted = asked()
-    faster = kernel.name not in _off and _verdict(kernel, shape, trial).use
+    wanted = setting()
+    faster = kernel.name not in _off and _result(kernel, shape, trial).use
     if reason := _off.get(kernel.name):  # the trial may have put it there
         if wanted == "auto":
             return False
@@ -164,7 +169,7 @@ def use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]])
 
 
 def _wanted(kernel: Kernel | Form) -> bool:
-    wanted = asked()
+    wanted = setting()
     if wanted == "off" or (isinstance(wanted, frozenset) and kernel.name not in wanted) or not _gpu_for(wanted):
         return False
     # To compile it takes longer than most answers do.
@@ -201,8 +206,8 @@ def _forget() -> None:
 
 
 def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
-    """The quickest of several kernels for one operation among those that `use` lets run; None: stock MLX."""
-    used = [kernel for kernel, trial in candidates.items() if use(kernel, shape, trial)]
+    """The quickest of several kernels for one operation among those that `should_use` lets run; None: stock MLX."""
+    used = [kernel for kernel, trial in candidates.items() if should_use(kernel, shape, trial)]
     return min(used, key=lambda k: _known[k, shape].kernel_s, default=None) if len(used) > 1 else next(iter(used), None)
 
 
@@ -217,7 +222,7 @@ def switch_off(name: str, reason: str) -> None:
         _log.warning("kernel %s is off: %s", name, reason)
 
 
-def distrust(reason: str) -> None:
+def disable_all(reason: str) -> None:
     """All kernels off for the rest of the process: one of those that ran is at fault, and which one is not known."""
     if set(NAMES) - set(_off):
         _off.update({name: reason for name in NAMES if name not in _off})
@@ -225,20 +230,20 @@ def distrust(reason: str) -> None:
         _log.warning("all kernels are off: %s", reason)
 
 
-def verdicts() -> list[Verdict]:
-    """All verdicts kept for this machine, for `doctor`; those of this process included."""
-    kept = {k: Verdict(**v) for k, v in _load().items() if k.startswith(_machine())}
-    return list({**kept, **{_key(*known): verdict for known, verdict in _known.items()}}.values())
+def results() -> list[TuningResult]:
+    """All results kept for this machine, for `doctor`; those of this process included."""
+    kept = {k: TuningResult(**v) for k, v in _load().items() if k.startswith(_machine())}
+    return list({**kept, **{_key(*known): result for known, result in _known.items()}}.values())
 
 
 def _machine() -> str:
-    """The device and the versions that a verdict holds for."""
+    """The device and the versions that a result holds for."""
     info = mx.device_info() if has_gpu() else {}
     return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} mlx {mx.__version__} "
 
 
 def _file() -> Path:
-    return _directory() / "verdicts.json"
+    return _directory() / "tuning.json"
 
 
 def _load() -> dict[str, dict]:
@@ -253,50 +258,50 @@ def _key(kernel: Kernel | Form, shape: str) -> str:
     return f"{_machine()}{kernel.name} {text} {shape}"
 
 
-def _keep(key: str, verdict: Verdict) -> None:
-    """Add one verdict to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
+def _keep(key: str, result: TuningResult) -> None:
+    """Add one result to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         new = _file().with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({**_load(), key: asdict(verdict)}, indent=1))
+        new.write_text(json.dumps({**_load(), key: asdict(result)}, indent=1))
         os.replace(new, _file())
     except OSError as e:
-        _log.warning("verdicts are not kept: %s", e)
+        _log.warning("tuning results are not kept: %s", e)
 
 
-def _verdict(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
-    """The verdict of this process, of an earlier one on this machine, or of a trial now."""
+def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:
+    """The result of this process, of an earlier one on this machine, or of a trial now."""
     if known := _known.get((kernel, shape)):
         return known
     key = _key(kernel, shape)
     marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
     if kept := _load().get(key):
-        verdict = Verdict(**kept)
+        result = TuningResult(**kept)
     else:
         with contextlib.ExitStack() as open_files:
             left = _mark(marker, key, open_files)
             if left:
                 reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
-                verdict = Verdict(kernel.name, shape, False, reason)
+                result = TuningResult(kernel.name, shape, False, reason)
             else:
-                verdict = _judge(kernel.name, shape, trial)
+                result = _judge(kernel.name, shape, trial)
             if left == "":
-                _keep(key, verdict)
+                _keep(key, result)
                 with contextlib.suppress(OSError):
                     # Emptied too: another process may have opened it, and is let at it when this one is through.
                     marker.write_text("")
                     marker.unlink()
-    _known[kernel, shape] = verdict
-    if verdict.kernel_s is None:
-        switch_off(kernel.name, f"{verdict.reason} ({shape})")
-    return verdict
+    _known[kernel, shape] = result
+    if result.kernel_s is None:
+        switch_off(kernel.name, f"{result.reason} ({shape})")
+    return result
 
 
 def _mark(marker: Path, key: str, open_files: contextlib.ExitStack) -> str | None:
     """Lock the marker of a trial and write the key into it.
 
     Returns: what stood in it, so "" if no trial was left behind; None if another process is at this trial (or there is no cache):
-      then the two disturb each other's times, and this one's verdict is its own.
+      then the two disturb each other's times, and this one's result is its own.
     """
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +318,7 @@ def _mark(marker: Path, key: str, open_files: contextlib.ExitStack) -> str | Non
         return None
 
 
-def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdict:
+def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:
     """Run the trials: right first, then faster."""
     try:
         with mx.stream(_stream()):
@@ -322,13 +327,13 @@ def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> Verdi
                 ours, theirs = t.kernel(), t.stock()
                 mx.eval(ours, theirs)
                 if wrong := t.same(ours, theirs):
-                    return Verdict(name, shape, False, wrong)
+                    return TuningResult(name, shape, False, wrong)
             kernel_s, stock_s = (sum(times) for times in zip(*(_medians_s(t.kernel, t.stock) for t in trials), strict=True))
     except Exception as e:  # a text that does not compile or launch comes as any of several types
-        return Verdict(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
+        return TuningResult(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
     faster = kernel_s < stock_s
     reason = f"right, {stock_s / kernel_s:.2f} times as fast as stock MLX"
-    return Verdict(name, shape, faster, reason, kernel_s, stock_s)
+    return TuningResult(name, shape, faster, reason, kernel_s, stock_s)
 
 
 def _stream() -> mx.Stream:

@@ -17,13 +17,13 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import autotune as choice
+from . import autotune
 from .block_qmm import MAX_ROWS, TYPES, row_tile
 from .launch import Kernel
 
 CHUNK_TILES = 8
 CHUNK = 32 * CHUNK_TILES
-# Keys of a trial. One verdict for all lengths: a row takes the same text however long the text has become, and however many
+# Keys of a trial. One tuning result for all lengths: a row takes the same text however long the text has become, and however many
 # rows go with it.
 TRIAL_KEYS = 4096
 # Outputs that a thread holds: 48 floats beside scores and weights stay in an Apple GPU's registers.
@@ -352,7 +352,7 @@ def block_attention_plan(
     if s < queries.shape[2] or values.shape != k_shape:  # all rows are among the keys
         return None
     has_sinks = sinks is not None
-    return choice.planned(
+    return autotune.planned(
         _plan, queries.shape, queries.dtype, hk, k_shape[3], keys.dtype, values.dtype, scale, causal, window, has_sinks
     )
 
@@ -385,7 +385,7 @@ def _plan(
     length = min(TRIAL_KEYS, window + MAX_ROWS) if window else TRIAL_KEYS
     about = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
     about += " sinks" if has_sinks else ""
-    if eligible and choice.use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window, has_sinks)):
+    if eligible and autotune.should_use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window, has_sinks)):
         return prepare(shape, dtype, hk, scale, causal, window, has_sinks)
     return None
 
@@ -400,7 +400,7 @@ def trials(
     window: int,
     has_sinks: bool = False,
     rows: tuple[int, ...] = (1, 2, 4, 8, 16),
-) -> list[choice.Trial]:
+) -> list[autotune.Trial]:
     """Comparisons with MLX on made-up values, at row counts that compile all forms of the text."""
     keys = mx.random.split(mx.random.key(0), 4)
     s = max(s, max(rows))
@@ -408,12 +408,12 @@ def trials(
     k, v = (mx.random.normal((1, hk, s, d), dtype=dtype, key=key) for key in keys[1:3])
     sinks = mx.random.normal((hq,), dtype=dtype, key=keys[3]) if has_sinks else None
     mx.eval(q, k, v, sinks)
-    same = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
+    same = autotune.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, scale = q[:, :, :m], d**-0.5
         launch = prepare(some.shape, dtype, hk, scale, causal, window, has_sinks)
         stock = lambda: [block_attention_ops(some, k, v, scale, causal, window, sinks)]  # noqa: E731
-        return choice.Trial(lambda: [launch(some, k, v, sinks, 0)], stock, same)
+        return autotune.Trial(lambda: [launch(some, k, v, sinks, 0)], stock, same)
 
     return [one(m) for m in rows]

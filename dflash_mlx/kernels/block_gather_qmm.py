@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import autotune as choice
+from . import autotune
 from .block_qmm import MAX_ROWS, SIMDGROUPS, TOLERANCE, TYPES
 from .launch import Kernel
 
@@ -199,7 +199,7 @@ def block_gather_qmm_plan(
     """What `block_gather_qmm` of the same arguments hands (x, w, scales, biases, indices) to; None: MLX."""
     if biases is None:  # not affine
         return None
-    return choice.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
+    return autotune.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
 
 
 def _plan(
@@ -224,12 +224,12 @@ def _plan(
         and e * n * k // group_size >= 8  # the scales, so all weights, are in device memory
     )
     about = f"{dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
-    if eligible and choice.use(KERNEL, about, lambda: trials(e, n, k, share, group_size, bits, dtype)):
+    if eligible and autotune.should_use(KERNEL, about, lambda: trials(e, n, k, share, group_size, bits, dtype)):
         return prepare(shape, dtype, w_shape, indices_shape, group_size, bits)
     return None
 
 
-def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[choice.Trial]:
+def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[autotune.Trial]:
     """Comparisons with MLX on made-up values, experts chosen at random."""
     keys = mx.random.split(mx.random.key(0), 3)
     w = mx.random.normal((e * n, k), dtype=dtype, key=keys[0])
@@ -239,10 +239,10 @@ def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype
     indices = mx.random.randint(0, e, (most * share,), key=keys[2]).astype(mx.uint32)
     mx.eval(weights, x, indices)
 
-    def one(rows: int) -> choice.Trial:
+    def one(rows: int) -> autotune.Trial:
         a = (x[:rows], *weights, indices[: rows * share])
         launch = prepare((rows, k), dtype, (e, n), (rows * share,), group_size, bits)
-        same = choice.same_floats(TOLERANCE[dtype])
-        return choice.Trial(lambda: [launch(*a)], lambda: [block_gather_qmm_ops(*a, group_size, bits)], same)
+        same = autotune.same_floats(TOLERANCE[dtype])
+        return autotune.Trial(lambda: [launch(*a)], lambda: [block_gather_qmm_ops(*a, group_size, bits)], same)
 
     return [one(rows) for rows in (1, 4, 8, 16)]

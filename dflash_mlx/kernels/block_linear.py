@@ -5,7 +5,7 @@
     x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
 
 In matrix units, so for 16-bit types: the text is tile_product.py's. Weights may be affine-quantized or of x's type. A row is the
-same among few and many. Knows arrays only; which layers belong together, `joints` sees.
+same among few and many. Knows arrays only; which layers belong together, `fusion` sees.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import autotune as choice
+from . import autotune
 from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, tile_sizes
 from .launch import Kernel
-from .small_batch import row_products_plan
+from .small_batch import matmul_as_gemv_plan
 from .tile_product import tile_product
 
 # The form of nothing but a product, for what all forms have in common.
@@ -147,7 +147,7 @@ def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual
     if weights.scales is not None and weights.biases is None:  # not affine
         return None
     types = x.dtype, weights.w.dtype, scales
-    return choice.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], eps, residual, gated)
+    return autotune.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], eps, residual, gated)
 
 
 def _plan(
@@ -175,7 +175,7 @@ def _plan(
         return None
     about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
     trial = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
-    if not choice.use(_kernel(bits, eps is not None, residual, gated), about, trial):
+    if not autotune.should_use(_kernel(bits, eps is not None, residual, gated), about, trial):
         return None
     return prepare(shape, dtype, n, group_size, bits, eps, residual, gated)
 
@@ -203,7 +203,7 @@ def trials(
     residual: bool,
     gated: bool,
     rows: tuple[int, ...] = (4, 16),
-) -> list[choice.Trial]:
+) -> list[autotune.Trial]:
     """Comparisons with MLX's operations on made-up values of the real shape."""
     norm = eps is not None
     x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated, max(rows))
@@ -211,13 +211,13 @@ def trials(
     weights = [first, *(first.copied() for _ in range(copies - 1))]
     mx.eval(x, scale, r, [w.arrays for w in weights])
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, rest, turn = x[None, :m], None if r is None else r[None, :m], itertools.cycle(weights)
         launch = prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated)
-        product = row_products_plan(some, first.w) if bits == 16 else None
+        product = matmul_as_gemv_plan(some, first.w) if bits == 16 else None
         ours = lambda: [launch(some, next(turn), scale, rest)]  # noqa: E731
         around = (scale, eps) if norm else None
         stock = lambda: [block_linear_ops(some, next(turn), around, rest, gated, product)]  # noqa: E731
-        return choice.Trial(ours, stock, choice.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
+        return autotune.Trial(ours, stock, autotune.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
 
     return [one(m) for m in rows]

@@ -19,7 +19,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import autotune as choice
+from . import autotune
 from .launch import Kernel
 from .tile_product import tile_product
 
@@ -267,7 +267,7 @@ def block_qmm_plan(
     """
     if biases is None:  # not affine
         return None
-    return choice.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, group_size, bits)
+    return autotune.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, group_size, bits)
 
 
 def _plan(
@@ -294,7 +294,7 @@ def _plan(
     ways = {KERNEL: prepare} | ({TILES: prepare_tiles} if dtype in TILE_TYPES else {})
     made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, dtype)
     about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
-    kernel = choice.fastest({kernel: partial(made, way) for kernel, way in ways.items()}, about)
+    kernel = autotune.fastest({kernel: partial(made, way) for kernel, way in ways.items()}, about)
     return ways[kernel](shape, dtype, n, group_size, bits) if kernel else None
 
 
@@ -306,7 +306,7 @@ def trials(
     dtype: mx.Dtype,
     way: Callable[..., Callable[..., mx.array]] = prepare,
     rows: tuple[int, ...] = (1, 2, 4, 8, 16),
-) -> list[choice.Trial]:
+) -> list[autotune.Trial]:
     """Comparisons of a text with MLX on made-up values of the real shape, at row counts that compile all of its forms."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
@@ -315,9 +315,9 @@ def trials(
     x = mx.random.normal((max(rows), k), dtype=dtype, key=keys[1])
     mx.eval(weights, x)
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, turn, launch = x[:m], itertools.cycle(weights), way((m, k), dtype, n, group_size, bits)
         ours, stock = lambda: [launch(some, *next(turn))], lambda: [block_qmm_ops(some, *next(turn), group_size, bits)]
-        return choice.Trial(ours, stock, choice.same_floats(TOLERANCE[dtype]))
+        return autotune.Trial(ours, stock, autotune.same_floats(TOLERANCE[dtype]))
 
     return [one(m) for m in rows]

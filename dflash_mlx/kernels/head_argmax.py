@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import autotune as choice
+from . import autotune
 from .block_qmm import MAX_ROWS, TRIAL_COLUMNS, TYPES, block_qmm, row_tile
 from .launch import Kernel
 
@@ -340,7 +340,7 @@ def head_argmax_plan(
     else:
         quantized, type_of_weights = (group_size, bits), scales.dtype
     biased = logit_bias is not None
-    return choice.planned(_plan, x.shape, x.dtype, w.shape[0], type_of_weights, quantized, softcap, biased)
+    return autotune.planned(_plan, x.shape, x.dtype, w.shape[0], type_of_weights, quantized, softcap, biased)
 
 
 def _plan(
@@ -365,12 +365,12 @@ def _plan(
     )
     kind = "dense" if quantized is None else f"{quantized[1]} bit group {quantized[0]}"
     about = f"{dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if biased else ''}"
-    if eligible and choice.use(KERNEL, about, lambda: trials(min(v, TRIAL_COLUMNS), h, dtype, quantized)):
+    if eligible and autotune.should_use(KERNEL, about, lambda: trials(min(v, TRIAL_COLUMNS), h, dtype, quantized)):
         return prepare(shape, dtype, v, quantized, softcap, biased)
     return None
 
 
-def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 2, 4, 8, 16)) -> list[choice.Trial]:
+def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 2, 4, 8, 16)) -> list[autotune.Trial]:
     """Comparisons with MLX on made-up values, at row counts that compile all forms of the text; ids may differ where the margin
     is a rounding's."""
     keys = mx.random.split(mx.random.key(0), 2)
@@ -384,9 +384,9 @@ def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, r
         logits = x @ w.T if quantized is None else block_qmm(x, *weights)
         return [mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1).astype(mx.int32)]
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, launch = x[:m], prepare((m, h), dtype, v, quantized)
-        return choice.Trial(lambda: launch(some, *weights[:3]), lambda: stock(some), same_choices(dtype, h))
+        return autotune.Trial(lambda: launch(some, *weights[:3]), lambda: stock(some), same_choices(dtype, h))
 
     return [one(m) for m in rows]
 

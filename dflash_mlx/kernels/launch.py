@@ -153,7 +153,7 @@ class Kernel:
 
     @property
     def text(self) -> str:
-        """What a verdict is about."""
+        """What a tuning result is about."""
         return self.header + self.source
 
     def __call__(self, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
@@ -179,7 +179,7 @@ class Kernel:
 class Form:
     """Another way to say an operation in MLX's own, chosen as kernels are.
 
-    text: changed when the way is, so that its verdicts are new.
+    text: changed when the way is, so that its tuning results are new.
     """
 
     name: str

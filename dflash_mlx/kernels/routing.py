@@ -1,5 +1,5 @@
 """The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
-block_attention; and on CUDA, those of few rows through other operations of MLX's (see `few_rows`).
+block_attention; and on CUDA, those of few rows through other operations of MLX's (see `small_batch`).
 
 Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
 call mlx-lm's `QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given.
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import small_batch as few_rows
+from . import small_batch
 from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
@@ -72,7 +72,7 @@ class BufferMask(WatchedArray):
         return mask
 
 
-class Served:
+class KernelRoute:
     """A handler of a module's call that a kernel may serve.
 
     Since the last pass began:
@@ -103,11 +103,11 @@ class _Masks:
         about = (mask if isinstance(mask, str) else None, *about)
         if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
             made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
-            self._last = (mask, about, few_rows.folded_mask(made, *about[1:]))
+            self._last = (mask, about, small_batch.folded_mask(made, *about[1:]))
         return self._last[2]
 
 
-def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
+def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
 
     Not those that attend in another way: with capped scores, or by MLX's own function.
@@ -115,7 +115,7 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
     Args:
       class_of: a module's own class, where something may stand in its place.
     """
-    found: list[tuple[nn.Module, Served, str]] = []
+    found: list[tuple[nn.Module, KernelRoute, str]] = []
     masks = _Masks()
     for _, module in model.named_modules():
         cls = class_of(module)
@@ -134,7 +134,7 @@ def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
     return copied
 
 
-class Attention(Served):
+class Attention(KernelRoute):
     """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function."""
 
     def __init__(self, module: nn.Module, call: FunctionType, masks: _Masks):
@@ -142,7 +142,7 @@ class Attention(Served):
         self._masks = masks
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
         # kernel's.
-        self._foreign = False
+        self._other_mask = False
         self._call = renamed(call, ATTENTION, self._attend)
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -151,9 +151,9 @@ class Attention(Served):
     def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
         # A trace's: the cache's whole buffers (see `compiled`).
         buffer = isinstance(mask, BufferMask) and not mask.changed and keys is cache.keys and values is cache.values
-        self._foreign = self._foreign or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
+        self._other_mask = self._other_mask or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
         laid = None
-        if not self._foreign:
+        if not self._other_mask:
             laid = (keys, values, 0, 0) if buffer else _laid(queries, keys, values, cache, mask)
         said = isinstance(scale, (int, float))
         if laid and said:
@@ -162,7 +162,7 @@ class Attention(Served):
                 self.served = True
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if said and sinks is None and mask is not None and isinstance(keys, mx.array):
-            if launch := few_rows.folded_attention_plan(queries, keys, values, scale, mask, buffer):
+            if launch := small_batch.gqa_folded_attention_plan(queries, keys, values, scale, mask, buffer):
                 m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
                 return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
         self.left = laid is not None
@@ -202,13 +202,13 @@ def _laid(
     return keys, values, cache.offset - s, cache.max_size
 
 
-def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, Served, str]]:
+def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(layer, handler, method) for each affine quantized layer, on CUDA for those not quantized too: its products of 1..16 rows.
 
     Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
     """
-    found: list[tuple[nn.Module, Served, str]] = []
-    dense = {nn.Linear: "__call__", nn.Embedding: "as_linear"} if few_rows.here() else {}
+    found: list[tuple[nn.Module, KernelRoute, str]] = []
+    dense = {nn.Linear: "__call__", nn.Embedding: "as_linear"} if small_batch.here() else {}
     for _, module in model.named_modules():
         if method := dense.get(class_of(module)):
             found.append((module, Dense(module), method))
@@ -223,7 +223,7 @@ def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type)
     return found
 
 
-class Linear(Served):
+class Linear(KernelRoute):
     """The product of a QuantizedLinear's call or a QuantizedEmbedding's as_linear, then the layer's own bias."""
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -239,13 +239,13 @@ class Linear(Served):
         return y + layer["bias"] if "bias" in layer else y
 
 
-class Dense(Served):
+class Dense(KernelRoute):
     """The product of a Linear's call or an Embedding's as_linear, then the layer's own bias."""
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()
         layer = self.module
-        launch = few_rows.row_products_plan(x, layer["weight"])
+        launch = small_batch.matmul_as_gemv_plan(x, layer["weight"])
         if launch is None:
             self.left = True
             return inner(x)
@@ -253,7 +253,7 @@ class Dense(Served):
         return y + layer["bias"] if "bias" in layer else y
 
 
-class Switch(Served):
+class Switch(KernelRoute):
     """QuantizedSwitchLinear's call. x: [..., 1 or k, 1, K], indices: [..., k], to [..., k, 1, N]."""
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -5,8 +5,8 @@ kernels on an H100 come in clusters, and a graph with those is made anew each ti
 own. Attention of 4 rows and more, without cuDNN, is some ten operations; with it, one, but for each new number of keys cuDNN
 makes a plan first: 84 ms a pass of 16 rows, 13 at a known length, 14 without cuDNN (SmolLM2-135M, H200, mlx 0.32.4).
 
-    row_products       x[M, K] times W[N, K]     M products of a matrix and a vector: each row is computed as if it were alone
-    folded_attention   Q[HQ, M, D], K, V[HK]     the HQ / HK heads that share keys, and the rows, as rows of one product; the
+    matmul_as_gemv       x[M, K] times W[N, K]     M products of a matrix and a vector: each row is computed as if it were alone
+    gqa_folded_attention   Q[HQ, M, D], K, V[HK]     the HQ / HK heads that share keys, and the rows, as rows of one product; the
                                                  mask comes with it, made once a pass
 
 A 16-row pass of SmolLM2-135M in bfloat16 took 12.0 ms, 10.1 with the first, 9.7 with the second, 8.0 with both (H100, mlx
@@ -27,12 +27,12 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..kernels import autotune as choice
-from ..kernels.block_qmm import MAX_ROWS, TOLERANCE, TRIAL_BYTES, TRIAL_COLUMNS, TYPES
-from ..kernels.launch import Form
+from . import autotune
+from .block_qmm import MAX_ROWS, TOLERANCE, TRIAL_BYTES, TRIAL_COLUMNS, TYPES
+from .launch import Form
 
-PRODUCTS = Form("row_products")
-FOLDED = Form("folded_attention")
+PRODUCTS = Form("matmul_as_gemv")
+FOLDED = Form("gqa_folded_attention")
 # A drafter's keys are those of a block and of as many new rows.
 MOST_PRODUCT_ROWS = 2 * MAX_ROWS
 # MLX has a kernel on CUDA for the attention of up to 3 rows.
@@ -48,12 +48,12 @@ Launch = Callable[..., mx.array]
 
 def here() -> bool:
     """Whether either can be of use: on a GPU whose backend is CUDA."""
-    return mx.cuda.is_available() and choice.has_gpu()
+    return mx.cuda.is_available() and autotune.has_gpu()
 
 
 def allow_cudnn() -> None:
     """Let MLX ask cuDNN for attention, as it does by default, if it has not run any yet and the user has not said otherwise: for
-    pairs whose blocks are replayed over buffers, of which few lengths occur."""
+    pairs whose passes are compiled over buffers, of which few lengths occur."""
     if _left_to_us:
         os.environ[CUDNN] = "1"
 
@@ -67,27 +67,27 @@ def _cudnn_takes(dtype: mx.Dtype, *sizes: int) -> bool:
     return os.environ.get(CUDNN, "1") != "0" and dtype in (mx.float16, mx.bfloat16) and fits
 
 
-def row_products(x: mx.array, w: mx.array) -> mx.array:
+def matmul_as_gemv(x: mx.array, w: mx.array) -> mx.array:
     """x[1, M, K] times w[N, K], transposed: [1, M, N]. A row's bits do not depend on M."""
     return rows_apart(x, w).reshape(1, x.shape[1], w.shape[0])
 
 
 def rows_apart(x: mx.array, w: mx.array) -> mx.array:
-    """What `row_products` is made of, w being [N, K] or the same M times over, [M, N, K]: [M, N, 1]."""
+    """What `matmul_as_gemv` is made of, w being [N, K] or the same M times over, [M, N, K]: [M, N, 1]."""
     _, m, k = x.shape
     return mx.matmul(w, mx.reshape(x, (m, k, 1)))
 
 
 def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
     """x [..., K] -> the values of x W^T of W[N, K], in some shape: for passes that are traced, where views are operations of
-    every replay. Those of W are made once."""
+    every pass. Those of W are made once."""
     turned, spread = w.T[None], {}
     mx.eval(turned)
 
     def product(x: mx.array) -> mx.array:
         if x.ndim != 3 or x.shape[0] != 1:
             return x @ w.T
-        if not (choice.may_run() and row_products_plan(x, w)):
+        if not (autotune.may_run() and matmul_as_gemv_plan(x, w)):
             return x @ turned
         m = x.shape[1]
         if m not in spread:
@@ -98,9 +98,9 @@ def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
     return product
 
 
-def row_products_plan(x: mx.array, w: mx.array) -> Launch | None:
-    """What to hand (x, w) to: `row_products`, or None for MLX's product. One answer for 2..16 rows of a matrix, one for more."""
-    return choice.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
+def matmul_as_gemv_plan(x: mx.array, w: mx.array) -> Launch | None:
+    """What to hand (x, w) to: `matmul_as_gemv`; None: MLX's product. One answer for 2..16 rows of a matrix, one for more."""
+    return autotune.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
 
 
 def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...], w_dtype: mx.Dtype) -> Launch | None:
@@ -111,10 +111,10 @@ def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...],
     block = shape[1] <= MAX_ROWS
     about = f"{dtype} N {n} K {k}" + ("" if block else " for a drafter's keys")
     trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype, (2, 8, 16) if block else (24, 32))
-    return row_products if choice.use(PRODUCTS, about, trial) else None
+    return matmul_as_gemv if autotune.should_use(PRODUCTS, about, trial) else None
 
 
-def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[choice.Trial]:
+def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[autotune.Trial]:
     """Comparisons with MLX's product, over as many matrices as a cache does not hold."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
@@ -122,16 +122,16 @@ def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 
     x = mx.random.normal((1, max(rows), k), dtype=dtype, key=keys[1])
     mx.eval(weights, x)
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, turn = x[:, :m], itertools.cycle(weights)
-        ours, stock = lambda: [row_products(some, next(turn))], lambda: [some @ next(turn).T]
-        return choice.Trial(ours, stock, choice.same_floats(TOLERANCE[dtype]))
+        ours, stock = lambda: [matmul_as_gemv(some, next(turn))], lambda: [some @ next(turn).T]
+        return autotune.Trial(ours, stock, autotune.same_floats(TOLERANCE[dtype]))
 
     return [one(m) for m in rows]
 
 
 def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dtype) -> mx.array:
-    """A mask as `folded_attention` takes it.
+    """A mask as `gqa_folded_attention` takes it.
 
     Args:
       mask: "causal", the m rows being the last of s; or an array [m, s], leading axes of 1 allowed: True where a key is seen, or
@@ -146,7 +146,7 @@ def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dty
     return mx.concatenate([added] * shared) if shared > 1 else added
 
 
-def folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> mx.array:
+def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> mx.array:
     """Attention in three operations.
 
     Shapes:
@@ -165,7 +165,7 @@ def folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
     """MLX's attention of a few rows to a number of keys that is another one each time."""
-    launch = folded_attention_plan(queries, keys, values, scale, mask)
+    launch = gqa_folded_attention_plan(queries, keys, values, scale, mask)
     if launch is None:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     shared = queries.shape[1] // keys.shape[1]
@@ -173,7 +173,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     return launch(queries, keys, values, folded)
 
 
-def folded_attention_plan(
+def gqa_folded_attention_plan(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None, buffer: bool = False
 ) -> Launch | None:
     """What to hand (queries, keys, values, folded mask) to; None: MLX.
@@ -184,7 +184,7 @@ def folded_attention_plan(
     s, types = keys.shape[2], (queries.dtype, keys.dtype, values.dtype)
     if isinstance(mask, mx.array) and (mask.size != queries.shape[2] * s or mask.shape[-1] != s):
         return None
-    return choice.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale, buffer, mask is None)
+    return autotune.planned(_attention, queries.shape, keys.shape[1], values.shape[3], types, scale, buffer, mask is None)
 
 
 def _attention(
@@ -199,26 +199,26 @@ def _attention(
     if cudnn:
         # Known without a trial: a plan is dearer than anything that is done instead, and one operation is cheapest where few
         # lengths occur (16-row pass, H100: 6.3 ms, folded 6.8; 4 rows: 4.6, 5.4).
-        return functools.partial(folded_attention, scale=scale) if not buffer and choice.allowed(FOLDED) else None
+        return functools.partial(gqa_folded_attention, scale=scale) if not buffer and autotune.allowed(FOLDED) else None
     about = f"{types[0]} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}"
-    if not choice.use(FOLDED, about, functools.partial(attention_trials, hq, hk, d, e, types[0])):
+    if not autotune.should_use(FOLDED, about, functools.partial(attention_trials, hq, hk, d, e, types[0])):
         return None
-    return functools.partial(folded_attention, scale=scale)
+    return functools.partial(gqa_folded_attention, scale=scale)
 
 
-def attention_trials(hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, rows: tuple[int, ...] = (4, 16)) -> list[choice.Trial]:
+def attention_trials(hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, rows: tuple[int, ...] = (4, 16)) -> list[autotune.Trial]:
     """Comparisons with MLX's attention, causal, 512 keys; the mask is made beforehand, as a pass makes it once for its layers."""
     key = mx.random.split(mx.random.key(0), 3)
     q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=key[0])
     k = mx.random.normal((1, hk, TRIAL_KEYS, d), dtype=dtype, key=key[1])
     v = mx.random.normal((1, hk, TRIAL_KEYS, e), dtype=dtype, key=key[2])
     mx.eval(q, k, v)
-    same, scale = choice.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]), d**-0.5
+    same, scale = autotune.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]), d**-0.5
 
-    def one(m: int) -> choice.Trial:
+    def one(m: int) -> autotune.Trial:
         some, mask = q[:, :, :m], folded_mask("causal", m, TRIAL_KEYS, hq // hk, dtype)
         mx.eval(mask)
         stock = lambda: [mx.fast.scaled_dot_product_attention(some, k, v, scale=scale, mask="causal")]  # noqa: E731
-        return choice.Trial(lambda: [folded_attention(some, k, v, mask, scale)], stock, same)
+        return autotune.Trial(lambda: [gqa_folded_attention(some, k, v, mask, scale)], stock, same)
 
     return [one(m) for m in rows]

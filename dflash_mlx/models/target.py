@@ -22,10 +22,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import CacheError, TapError
-from ..kernels import autotune as choice
+from ..kernels import autotune
 from ..kernels.block_qmm import MAX_ROWS
 from ..kernels.head_argmax import head_argmax_plan
-from ..kernels.routing import Handler, Served, WatchedArray, attention_calls, kernel_calls
+from ..kernels.routing import Handler, KernelRoute, WatchedArray, attention_calls, kernel_calls
 from ..rollback import Checkpoint, leaves
 
 
@@ -253,15 +253,15 @@ class Target:
         # Modules that change an ArraysCache, from the first pass that had one.
         self._stateful: list[nn.Module] | None = None
         # Layers that kernels may serve, from the first pass of few rows on a GPU.
-        self._kernel_calls: list[tuple[nn.Module, Served, str]] | None = None
+        self._kernel_calls: list[tuple[nn.Module, KernelRoute, str]] | None = None
         # Rows of a pass -> what the kernels' plans rested on, and which of those layers are routed.
-        self._routed: dict[int, tuple[object, list[tuple[nn.Module, Served, str]]]] = {}
+        self._routed: dict[int, tuple[object, list[tuple[nn.Module, KernelRoute, str]]]] = {}
         # Whether the last pass was a compiled one, whose calls nobody sees.
-        self.replayed = False
-        # Calls of layers that go another way in passes of few rows, before any kernel: see `joints`.
-        self.joints: Sequence[tuple[nn.Module, Handler]] = ()
+        self.was_compiled = False
+        # Calls of layers that go another way in passes of few rows, before any kernel: see `traced`.
+        self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass over a block in place of this target's own where it can: see `compiled`.
-        self.blocks: Callable[..., tuple[mx.array, mx.array] | None] | None = None
+        self.compiled: Callable[..., tuple[mx.array, mx.array] | None] | None = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
@@ -330,7 +330,7 @@ class Target:
         Args:
           point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
             inputs of stateful modules are kept, for every row.
-          kernels: of few rows, let our kernels serve its layers. For who looks at `doubts`: prefill does not.
+          kernels: of few rows, let our kernels serve its layers. For who looks at `finite_flag`: prefill does not.
           eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
             inside a compiled function.
         Returns:
@@ -341,10 +341,10 @@ class Target:
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
-        self.replayed = False
+        self.was_compiled = False
         for _, handler, _ in self._kernel_calls or ():
             handler.served = handler.left = False
-        routed = [*self._kernels(ids.size), *self.joints] if kernels else []
+        routed = [*self._kernels(ids.size), *self.fused] if kernels else []
         with intercept([*routed, *handlers]), self._states(cache, point, ids.shape[1]):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
@@ -376,13 +376,13 @@ class Target:
             return "It runs its layers piece by piece, never as a whole, so they have no output: no drafter can be fed with it."
         return "If the model or a part of it was compiled with mx.compile, pass the uncompiled one."
 
-    def _kernels(self, rows: int) -> list[tuple[nn.Module, Served, str]]:
+    def _kernels(self, rows: int) -> list[tuple[nn.Module, KernelRoute, str]]:
         """How a pass over few rows, one included, calls the target's layers: row by row the same for any number."""
-        if rows > MAX_ROWS or not choice.may_run():
+        if rows > MAX_ROWS or not autotune.may_run():
             return []
         if self._kernel_calls is None:
             self._kernel_calls = kernel_calls(self.model, own_class) + attention_calls(self.model, own_class)
-        plans = choice.plans()
+        plans = autotune.plans()
         if self._routed.get(rows, (None,))[0] is not plans:
             self._routed[rows] = (plans, self._kernel_calls)
         return self._routed[rows][1]
@@ -390,7 +390,7 @@ class Target:
     def _not_again(self, rows: int) -> None:
         """After a pass: layers that it left to MLX are not routed for as many rows, as long as what was planned holds."""
         plans, calls = self._routed.get(rows, (None, ()))
-        if plans is choice.plans() and any(handler.left for _, handler, _ in calls):
+        if plans is autotune.plans() and any(handler.left for _, handler, _ in calls):
             self._routed[rows] = (plans, [call for call in calls if call[1].served or not call[1].left])
 
     def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
@@ -472,7 +472,7 @@ class Target:
         Returns:
           - ids: [B, L] int32; margin: [B, L] float32, NaN where a logit is
         """
-        if hidden.size // hidden.shape[-1] > MAX_ROWS or not choice.may_run():
+        if hidden.size // hidden.shape[-1] > MAX_ROWS or not autotune.may_run():
             return None
         if self._head is None:
             self._head = self._find_head(hidden)
@@ -480,7 +480,7 @@ class Target:
         launch = head_argmax_plan(hidden, *weights) if weights else None
         return launch(hidden, *weights[:3], weights[-1]) if launch else None
 
-    def doubts(self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> list[mx.array]:
+    def finite_flag(self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> list[mx.array]:
         """What a caller reads with its other numbers, to hand to `check`: nothing after a pass of MLX's own, else one [1] int32,
         the bits of a float32.
 
@@ -488,7 +488,7 @@ class Target:
           hidden: of the last pass; margin: from `choices`, whose kernel ran then; logits: from `head`, normalised or not.
         """
         # Who switched kernels off meanwhile, in another thread say, did not undo this pass.
-        if margin is None and not self.doubtful:
+        if margin is None and not self.may_be_nonfinite:
             return []
         # One number that is finite if all are, and its bits for who reads integers: each operation costs the host's time.
         total = hidden.astype(mx.float32).sum()
@@ -500,31 +500,31 @@ class Target:
         return [total[None].view(mx.int32)]
 
     @property
-    def doubtful(self) -> bool:
-        """Whether the last pass was a replay (see `compiled`), or a kernel of ours ran in it or in `head` since."""
-        return self.replayed or self._served
+    def may_be_nonfinite(self) -> bool:
+        """Whether the last pass was a compiled one (see `traced`), or a kernel of ours ran in it or in `head` since."""
+        return self.was_compiled or self._served
 
     @property
     def _served(self) -> bool:
         return any(handler.served for _, handler, _ in self._kernel_calls or ())
 
-    def check(self, doubts: list[int], replayed: bool | None = None, head: bool = False) -> None:
-        """Switch off what may be at fault, with one line in the log: its replays if the pass was one, else all kernels.
+    def check(self, flag: list[int], was_compiled: bool | None = None, head: bool = False) -> None:
+        """Switch off what may be at fault, with one line in the log: its compiled passes if it was one, else all kernels.
 
         Args:
-          doubts: what `doubts` gave; replayed: `replayed` after that pass, where others came since; head: its states were known
-            to be sound, so it is about `head`.
+          flag: what `finite_flag` gave; was_compiled: `was_compiled` after that pass, where others came since;
+            head: its states were known to be sound, so it is about `head`.
         Raises:
           NotFiniteError: where one of them says so. The pass is to be run again.
         """
-        if any(bits & _NOT_FINITE == _NOT_FINITE for bits in doubts):
-            if (self.replayed if replayed is None else replayed) and not head:
+        if any(bits & _NOT_FINITE == _NOT_FINITE for bits in flag):
+            if (self.was_compiled if was_compiled is None else was_compiled) and not head:
                 # Another answer's may have been refused while this one was on its way.
-                if not self.blocks.refused:
-                    self.blocks.refuse("a pass gave a value that is not finite")
+                if not self.compiled.refused:
+                    self.compiled.refuse("a pass gave a value that is not finite")
             else:
-                choice.distrust("a pass gave a value that is not finite")
-            raise choice.NotFiniteError
+                autotune.disable_all("a pass gave a value that is not finite")
+            raise autotune.NotFiniteError
 
     def _find_head(self, hidden: mx.array) -> tuple[nn.Module, str, str] | tuple[()]:
         """The layer that is the whole head: given the hidden states as they are, and what it gives is what the model returns.

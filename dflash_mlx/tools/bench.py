@@ -424,13 +424,13 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """What the user asked of our kernels, and this machine's verdict on each shape that was tried."""
-    from ..kernels import autotune as choice
+    """What the user asked of our kernels, and this machine's result for each shape that was tried."""
+    from ..kernels import autotune
 
-    asked = choice.asked()
+    asked = autotune.setting()
     return {
         "asked": asked if isinstance(asked, str) else sorted(asked),
-        "verdicts": [asdict(verdict) for verdict in choice.verdicts()],
+        "verdicts": [asdict(result) for result in autotune.results()],
     }
 
 

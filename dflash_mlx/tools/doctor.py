@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
-from ..kernels import autotune as choice
+from ..kernels import autotune
 from ..loading import check_memory, default_dtype, load, load_drafter, weight_bytes
 from ..memory import machine_bytes, size_text
 from ..models.target import Target
@@ -104,15 +104,15 @@ def _versions() -> dict[str, str]:
 
 def _kernels() -> dict[str, Any]:
     """Which kernels may run, and what this machine has found about each at each shape."""
-    asked = choice.asked()
+    asked = autotune.setting()
     wanted = asked if isinstance(asked, str) else ",".join(sorted(asked))
-    return {"asked": wanted, "gpu": choice.has_gpu(), "verdicts": [asdict(verdict) for verdict in choice.verdicts()]}
+    return {"asked": wanted, "gpu": autotune.has_gpu(), "verdicts": [asdict(result) for result in autotune.results()]}
 
 
 def _replays(draft: Any) -> dict[str, Any]:
     """Whether passes may be replayed, and what came of it with this pair in this process."""
-    found = getattr(draft, "_replays", None) or ()
-    return {"asked": compiled.asked(), "here": compiled.may_replay(), "found": [replays.findings() for replays in found]}
+    found = getattr(draft, "_compiled", None) or ()
+    return {"asked": compiled.setting(), "here": compiled.may_compile(), "found": [replays.findings() for replays in found]}
 
 
 def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
@@ -363,14 +363,14 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
-    """One line a verdict; how to decide otherwise, which matters only where there is a GPU."""
+    """One line a result; how to decide otherwise, which matters only where there is a GPU."""
     if not kernels["gpu"]:
         return ["kernels     none without a GPU that MLX sees"]
     lines = [
         f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{v['kernel']} {v['shape']}: {v['reason']}"
         for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
     ]
-    return [f"kernels     {choice.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
+    return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
 
 
 def _replay_lines(replays: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Passes over blocks, the target's and the drafter's, that are put together once and replayed: where a model is small, the host
-takes longer over a pass than the GPU does.
+"""Passes over blocks, the target's and the drafter's, that are put together once and run again: where a model is small, the
+host takes longer over a pass than the GPU does.
 
     DFLASH_MLX_COMPILE   unset, auto   on CUDA, the widths at which a trial on this machine found it faster; elsewhere none
                          off           no pass
@@ -12,10 +12,11 @@ key and value buffers of the cache, and where it stands as arrays: places to wri
              held          block      capacity       stands up to its own place. What stands behind has weight zero.
 
 Rows without meaning fill up what is shorter than a traced shape. In a trace, layers that are given the same array are one
-product (see `joints`).
+product (see `fused`).
 
-A weight of zero hides what is finite, and a draft that was rolled back may have overflowed float16. So a replay of the target is
-always doubted (`Target.doubts`): one that gives a value that is not finite is the last, and its pass runs again as ever.
+A weight of zero hides what is finite, and a draft that was rolled back may have overflowed float16. So after a compiled pass of
+the target the finite flag is always read (`Target.finite_flag`). Where it says that a value is not finite, that was the last
+compiled pass of this target, and the pass runs again as an ordinary one.
 
 Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
 width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
@@ -44,14 +45,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..errors import DFlashError
-from ..kernels import autotune as choice
-from ..kernels import block_linear
+from ..kernels import autotune, block_linear
 from ..kernels.routing import BufferMask, Dense, kernel_calls
-from ..kernels.small_batch import allow_cudnn, folded_attention_plan, folded_mask
+from ..kernels.small_batch import allow_cudnn, folded_mask, gqa_folded_attention_plan
 from ..models.drafter import Drafter
 from ..models.target import Target, family, intercept
 from ..rollback import Checkpoint
-from .fusion import Call, joint_calls
+from .fusion import Call, fused_linears
 
 VARIABLE = "DFLASH_MLX_COMPILE"
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
@@ -80,7 +80,7 @@ class CompileError(DFlashError, ValueError):
     """DFLASH_MLX_COMPILE says what is not known."""
 
 
-def asked() -> str:
+def setting() -> str:
     """What DFLASH_MLX_COMPILE says: "off", "auto" or "on".
 
     Raises:
@@ -92,44 +92,44 @@ def asked() -> str:
     return value
 
 
-def may_replay() -> bool:
-    """Whether passes may be replayed here.
+def may_compile() -> bool:
+    """Whether passes may be compiled here.
 
     Raises:
-      CompileError: as `asked`.
+      CompileError: as `setting`.
     """
-    wanted = asked()
-    return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and choice.has_gpu()
+    wanted = setting()
+    return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and autotune.has_gpu()
 
 
 def prepare(model: nn.Module, drafter: Drafter) -> None:
     """What must be said before the first attention of the process, if it is to hold.
 
     Raises:
-      CompileError: as `asked`.
+      CompileError: as `setting`.
     """
-    if may_replay() and _plain([*make_prompt_cache(model), *drafter.make_cache()]):
+    if may_compile() and _plain([*make_prompt_cache(model), *drafter.make_cache()]):
         allow_cudnn()
 
 
 def attach(target: Target, drafter: Drafter) -> Target:
-    """Let this target's blocks and the drafter's passes be replayed. Traces are kept with the drafter, as long as both models'
+    """Let this target's blocks and the drafter's passes be compiled. Traces are kept with the drafter, as long as both models'
     parts are the same.
 
     Raises:
-      CompileError: as `asked`.
+      CompileError: as `setting`.
     """
-    if not may_replay():
-        drafter.replays = None
+    if not may_compile():
+        drafter.compiled = None
         return target
-    blocks, drafts = getattr(drafter, "_replays", None) or (None, None)
-    always, parts, own = asked() == "on", _parts(target.model), _parts(drafter)
+    blocks, drafts = getattr(drafter, "_compiled", None) or (None, None)
+    always, parts, own = setting() == "on", _parts(target.model), _parts(drafter)
     # By identity: an adapter loaded since is another array.
     if blocks is None or blocks.always != always or not _same(blocks.parts, parts) or not _same(drafts.parts, own):
-        blocks, drafts = Blocks(target.model, target.layer_ids, parts, always), Drafts(drafter, own, always)
+        blocks, drafts = CompiledVerify(target.model, target.layer_ids, parts, always), CompiledDraft(drafter, own, always)
         # Not as an item of the module, whose items other threads may be walking through.
-        object.__setattr__(drafter, "_replays", (blocks, drafts))
-    target.blocks, drafter.replays = blocks, drafts
+        object.__setattr__(drafter, "_compiled", (blocks, drafts))
+    target.compiled, drafter.compiled = blocks, drafts
     return target
 
 
@@ -144,7 +144,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _plain(entries: Sequence[Any]) -> bool:
-    """Whether passes over these may be replayed."""
+    """Whether passes over these may be compiled."""
     return all(type(entry) is KVCache for entry in entries)
 
 
@@ -242,7 +242,7 @@ class _Traced:
         """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
         place, or all to the whole block."""
         seen, added = self._place.seen, self._place.added
-        plan = folded_attention_plan(queries, keys, values, scale, seen, True) if choice.may_run() else None
+        plan = gqa_folded_attention_plan(queries, keys, values, scale, seen, True) if autotune.may_run() else None
         if plan is None:
             mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -255,16 +255,16 @@ class _Traced:
 Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.array, ...]]
 
 
-class Replays:
+class CompiledPass:
     """The compiled forms of one pass, by shape (numbers of rows) and capacity.
 
     eager: the ordinary pass, which a trace is compared with.
-    traced: joints -> the pass that is traced, with these calls of layers in place of their own.
+    traced: fused -> the pass that is traced, with these calls of layers in place of their own.
     model: what the pass runs; parts: what its traces take for constant.
     always: whether a pass is used that is right, faster or not.
     refused: why this model cannot be compiled, if so.
-    passes: replays so far.
-    kernels, fused: what may serve a joint product, as `kernel_calls`, and whether kernels may take what stands around one.
+    passes: compiled passes so far.
+    kernels, fused: what may serve a fused linear, as `kernel_calls`, and whether kernels may take what stands around one.
     """
 
     kernels, fused = staticmethod(kernel_calls), True
@@ -293,7 +293,7 @@ class Replays:
         self._failed: Counter[tuple] = Counter()
         # Capacity -> the numbers of its rows.
         self._columns: dict[int, mx.array] = {}
-        self._plans = choice.plans()
+        self._plans = autotune.plans()
 
     def findings(self) -> dict[str, Any]:
         """Plain values: whose passes, why there are none if so, how many there were, and by rows of a block whether faster."""
@@ -305,17 +305,17 @@ class Replays:
         }
 
     def refuse(self, reason: str) -> None:
-        """No replays any more, with one line in the log: loud where they were asked for."""
+        """No compiled passes any more, with one line in the log: loud where they were asked for."""
         self.refused = reason
         # What was traced holds copies of weights, half a model's where it is small.
         self._pass, self._known = None, {}
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def serves(self, rows: int) -> bool:
-        """Whether blocks of so many rows are replayed, as far as is known."""
+        """Whether blocks of so many rows are compiled, as far as is known."""
         return not self.refused and self._faster.get(rows, True)
 
-    def replay(
+    def run(
         self,
         arrays: Sequence[mx.array],
         filled: Sequence[mx.array],
@@ -341,8 +341,8 @@ class Replays:
         length = cache[0].offset
         if any(entry.offset != length for entry in cache):
             return None
-        choice.may_run()
-        if self._plans is not choice.plans():
+        autotune.may_run()
+        if self._plans is not autotune.plans():
             # A kernel was switched off, or switched on.
             self._forget()
         capacity = capacity_for(max(length + spare + context + K, *(entry.keys.shape[2] for entry in cache)))
@@ -365,7 +365,7 @@ class Replays:
             return None
         for entry in cache:
             _widen(entry, capacity)
-        out = _replay(run, filled, cache, place, length + keeps)
+        out = _call(run, filled, cache, place, length + keeps)
         self.passes += 1
         return out
 
@@ -393,20 +393,20 @@ class Replays:
             return self._eager(arrays, plain, length)
 
         def compiled() -> tuple[mx.array, ...]:
-            return _replay(run, filled, ours, place, length + keeps)
+            return _call(run, filled, ours, place, length + keeps)
 
         expected = eager()
         try:
             if self._pass is None:
                 spare, columns = [_copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
-                fused = self.fused and choice.may_run() and choice.allowed(block_linear.KERNEL)
-                noted = joint_calls(
+                fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
+                noted = fused_linears(
                     self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns, fused
                 )
                 self._pass = self._traced(noted)
             run = self._compiled(key)
             off = _compared(expected, compiled(), plain, ours, length)
-        except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for joint weights
+        except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for fused weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return None
         allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
@@ -425,14 +425,14 @@ class Replays:
         return run if self._faster.get(rows, True) else None
 
 
-class Blocks(Replays):
-    """A target's passes over blocks, single rows included: what `Target.blocks` is."""
+class CompiledVerify(CompiledPass):
+    """A target's passes over blocks, single rows included: what `Target.compiled` is."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
-        def passes(joints: list[Call]) -> Pass:
+        def passes(fused: list[Call]) -> Pass:
             # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
             target = Target(model, layer_ids)
-            target.joints = joints
+            target.fused = fused
             return lambda arrays, entries, _: target(*arrays, entries, kernels=True)
 
         super().__init__(family(model), passes([]), passes, model, parts, always)
@@ -440,7 +440,7 @@ class Blocks(Replays):
     def __call__(
         self, target: Target, ids: mx.array, cache: Sequence[Any], point: Checkpoint
     ) -> tuple[mx.array, mx.array] | None:
-        """The pass `target(ids, cache, point, kernels=True)`, replayed; None: run that instead.
+        """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
 
         Shapes:
           - ids: [1, w] int32; the values returned are as of `Target.__call__`
@@ -454,21 +454,21 @@ class Blocks(Replays):
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
         filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids
-        if (out := self.replay([ids], [filled], cache, 0, 0, w + more, w)) is None:
+        if (out := self.run([ids], [filled], cache, 0, 0, w + more, w)) is None:
             return None
         point.ended(w)
-        target.logits, target.replayed = None, True
+        target.logits, target.was_compiled = None, True
         hidden, features = out
         return (hidden[:, :w], features[:, :w]) if more else out
 
 
 def _stock_calls(model: nn.Module) -> list[tuple]:
-    """Those of `kernel_calls` that are MLX's own operations: nobody doubts a drafter."""
+    """Those of `kernel_calls` that are MLX's own operations: nobody reads a drafter's finite flag."""
     return [call for call in kernel_calls(model) if isinstance(call[1], Dense)]
 
 
-class Drafts(Replays):
-    """A drafter's passes: what `Drafter.replays` is."""
+class CompiledDraft(CompiledPass):
+    """A drafter's passes: what `Drafter.compiled` is."""
 
     kernels, fused = staticmethod(_stock_calls), False
 
@@ -476,10 +476,10 @@ class Drafts(Replays):
         # The drafter holds this.
         held = weakref.ref(drafter)
 
-        def passes(joints: list[Call]) -> Pass:
+        def passes(fused: list[Call]) -> Pass:
             def run(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
                 (ids, features), drafter = arrays, held()
-                with intercept([*(_stock_calls(drafter) if choice.may_run() else []), *joints]):
+                with intercept([*(_stock_calls(drafter) if autotune.may_run() else []), *fused]):
                     return (drafter.mask_rows(ids, features, entries, start),)
 
             return run
@@ -487,7 +487,7 @@ class Drafts(Replays):
         super().__init__("the drafter", passes([]), passes, drafter, parts, always)
 
     def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, replayed; None: run that instead. New context rows are filled up to one block's or a few."""
+        """`Drafter.mask_rows`, compiled; None: run that instead. New context rows are filled up to one block's or a few."""
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:
             return None
@@ -501,7 +501,7 @@ class Drafts(Replays):
         # In front, where all rows behind keep their places to one another.
         spare = -S % K
         rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features
-        out = self.replay([ids, features], [ids, rows], cache, spare, S, K, S)
+        out = self.run([ids, features], [ids, rows], cache, spare, S, K, S)
         return None if out is None else out[0]
 
 
@@ -521,7 +521,7 @@ def _traceable(
     return tuple(out), [entry.keys for entry in entries], [entry.values for entry in entries]
 
 
-def _replay(
+def _call(
     run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[KVCache], place: _Place, end: int
 ) -> tuple[mx.array, ...]:
     """One call of the compiled function. The entries then hold its buffers alone, so that MLX writes them in place."""

@@ -4,7 +4,7 @@
     rope(q), rope(k)                one rotation of the product's columns, all as heads, of which each call takes its heads
     W rms(x);  x + W y;  silu(Wg x) * Wu x      one launch of `block_linear`, where that kernel runs
 
-Which layers these are is seen in a pass: no family's names are known. Joint weights are copies, so only those of small layers are
+Which layers these are is seen in a pass: no family's names are known. fused weights are copies, so only those of small layers are
 joined. Quantized ones may be filled up with rows of zeros, to a number of columns that a kernel takes.
 
 Knows MLX's `Linear`, `QuantizedLinear`, `RMSNorm` and `RoPE`, and mlx-lm's rotations and `swiglu`; knows nothing of caches or of
@@ -26,8 +26,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import swiglu
 
-from ..kernels import autotune as choice
-from ..kernels import small_batch as few_rows
+from ..kernels import autotune, small_batch
 from ..kernels.block_linear import Weights, block_linear_plan
 from ..kernels.routing import ATTENTION, Handler, WatchedArray, kernel_calls, renamed
 from ..models.target import own_class
@@ -40,7 +39,7 @@ _ARRAYS = ("weight", "scales", "biases", "bias")
 Call = tuple[nn.Module, Handler]
 
 
-def joint_calls(
+def fused_linears(
     model: nn.Module,
     run: Callable[[list[Call]], Any],
     kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls,
@@ -53,7 +52,7 @@ def joint_calls(
 
     Args:
       run: the pass, with these calls of layers in place of their own and of what kernels make of them.
-      kernels: what may serve a joint product, as `kernel_calls` gives it.
+      kernels: what may serve a fused linear, as `kernel_calls` gives it.
       columns: quantized products have a multiple of so many, those of one layer too.
       fused: whether `block_linear` may take what stands around a product.
     """
@@ -139,7 +138,7 @@ def _bytes(layers: Sequence[nn.Module]) -> int:
 
 
 def _missing(layers: Sequence[nn.Module], columns: int) -> int:
-    """Rows of zeros that their joint weights need."""
+    """Rows of zeros that their fused weights need."""
     quantized = own_class(layers[0]) is nn.QuantizedLinear
     return -sum(layer["weight"].shape[0] for layer in layers) % columns if quantized else 0
 
@@ -217,10 +216,10 @@ def _maker(
     weights: of that launch, and of those that take more; None: there are none. ends: of the product's parts. own: the call, where
     it is no other's.
     """
-    fixed = few_rows.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
+    fixed = small_batch.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
     def launched(x: mx.array, norm: nn.Module | None, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
-        if weights is None or not choice.may_run():
+        if weights is None or not autotune.may_run():
             return None
         scale, eps = (None, None) if norm is None else (norm["weight"], norm.eps)
         if scale is not None and scale.dtype != x.dtype:
@@ -412,7 +411,7 @@ def _gate(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _rotating(module: nn.Module) -> Call:
-    """A rotation's handler: the first call for heads of a joint product rotates those of all its columns."""
+    """A rotation's handler: the first call for heads of a fused linear rotates those of all its columns."""
 
     def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         x, *others = args or (None,)

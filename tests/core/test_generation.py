@@ -773,8 +773,8 @@ def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
         raise MemoryError("planted")
 
     def without_rows(self, *args):
-        token, read, doubtful = start(self, *args)
-        return token, lambda: (*read()[:3], failing, None), doubtful
+        token, read, may_be_nonfinite = start(self, *args)
+        return token, lambda: (*read()[:3], failing, None), may_be_nonfinite
 
     monkeypatch.setattr(choose.TargetSampler, "start", without_rows)
     with pytest.raises(MemoryError):

@@ -37,7 +37,7 @@ from dflash_mlx.draft_length.policy import FixedWidth
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import PairCache
-from dflash_mlx.traced.compiled import Replays
+from dflash_mlx.traced.compiled import CompiledPass
 
 PROMPT = [5, 9, 33, 7, 20]
 
@@ -342,12 +342,12 @@ def test_what_a_peek_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch
 
 
 def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monkeypatch):
-    # With cuDNN an ordinary draft at a new length takes 60 ms where a replayed one takes 2: timed, it was the cost of drafting.
+    # With cuDNN an ordinary draft at a new length takes 60 ms where a compiled one takes 2: timed, it was the cost of drafting.
     model, *_ = tiny
-    drafter, tried, original = tiny_drafter(model, layer_types=None, sliding_window=None), [], Replays._tried
+    drafter, tried, original = tiny_drafter(model, layer_types=None, sliding_window=None), [], CompiledPass._tried
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     monkeypatch.setattr(
-        Replays, "_tried", lambda self, *args: (tried.append((self.name, args[-1][-1])), original(self, *args))[1]
+        CompiledPass, "_tried", lambda self, *args: (tried.append((self.name, args[-1][-1])), original(self, *args))[1]
     )
 
     def measure(plain, draft, inject, verify, both, most):
@@ -356,7 +356,7 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
         for _ in range(2):
             plain()
             draft()
-        assert tried == before and all(replays.passes for replays in drafter._replays)
+        assert tried == before and all(passes.passes for passes in drafter._compiled)
         return costs_module.Costs(1.0, 1.0, 1.0, {1: 1.0})
 
     monkeypatch.setattr(costs_module, "measure", measure)

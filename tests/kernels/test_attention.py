@@ -12,8 +12,7 @@ from kit import greedy_ids, ids_of, run
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from dflash_mlx.kernels import autotune as choice
-from dflash_mlx.kernels import block_attention
+from dflash_mlx.kernels import autotune, block_attention
 from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.routing import attention_calls
@@ -43,10 +42,10 @@ def wide(name, **changes):
 @pytest.fixture
 def everywhere(monkeypatch):
     """Our kernel runs wherever it can, no other does; a list of (rows, window, sinks, start, keys) of each launch."""
-    monkeypatch.setattr(choice, "may_run", lambda: True)
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: kernel.name == "block_attention")
-    monkeypatch.setattr(choice, "fastest", lambda candidates, shape: None)
-    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(autotune, "may_run", lambda: True)
+    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: kernel.name == "block_attention")
+    monkeypatch.setattr(autotune, "fastest", lambda candidates, shape: None)
+    monkeypatch.setattr(autotune, "_plans", {})
     return noting(monkeypatch, block_attention.prepare)
 
 
@@ -289,12 +288,12 @@ def test_quantized_caches_switch_to_mlx_in_the_middle_of_a_text(stand_in):
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_a_pass_is_doubted_only_if_a_kernel_ran_in_it(faster, stand_in, monkeypatch):
-    monkeypatch.setattr(choice, "use", lambda *args: faster)
+def test_a_pass_is_flagged_only_if_a_kernel_ran_in_it(faster, stand_in, monkeypatch):
+    monkeypatch.setattr(autotune, "should_use", lambda *args: faster)
     model = wide("llama")
     target = Target(model)
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True)
-    assert len(target.doubts(hidden)) == faster and bool(stand_in) == faster
+    assert len(target.finite_flag(hidden)) == faster and bool(stand_in) == faster
 
 
 def test_nobody_elses_calls_change(stand_in):
@@ -315,15 +314,15 @@ def test_layers_are_found_while_another_pass_holds_them(monkeypatch):
     model = wide("llama")
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: path.endswith("o_proj"))
     held = [(m, lambda inner, args, kwargs: inner(*args, **kwargs)) for _, m in model.named_modules()]
-    monkeypatch.setattr(choice, "may_run", lambda: True)
+    monkeypatch.setattr(autotune, "may_run", lambda: True)
     with intercept(held):
         assert len(Target(model)._kernels(1)) == 2 * len(model.layers)
 
 
 def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
     asked = []
-    monkeypatch.setattr(choice, "_plans", {})
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: asked.append(shape) or False)
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: asked.append(shape) or False)
     for m, s in ((1, 20), (16, 300), (1, 5000)):
         q, k = mx.zeros((1, 4, m, 32)), mx.zeros((1, 2, s, 32))
         assert not block_attention.block_attention_plan(q, k, k, 0.2)
@@ -332,8 +331,8 @@ def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
 
 def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):
     tried = []
-    monkeypatch.setattr(choice, "_plans", {})
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: tried.append((shape, trial())) or False)
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: tried.append((shape, trial())) or False)
     monkeypatch.setattr(block_attention, "trials", lambda *about: about[-1])
     q, k = mx.zeros((1, 4, 1, 32)), mx.zeros((1, 2, 20, 32))
     for sinks in (None, mx.zeros((4,))):
@@ -343,14 +342,14 @@ def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_replayed_passes_hand_the_kernel_whole_buffers(name, stand_in, monkeypatch):
+def test_compiled_passes_hand_the_kernel_whole_buffers(name, stand_in, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     model, prompt = wide(name), [5, 9, 33, 7, 12]
     want = greedy_ids(model, prompt, 40)
     drafter = known_drafter(model, [*prompt, *want], "noisy", block=6)
     stand_in.clear()
     assert ids_of(run(model, drafter, prompt, 40, block_size=6)) == want
-    blocks = drafter._replays[0]
+    blocks = drafter._compiled[0]
     assert blocks.passes > 5
     # Once a layer of the one trace: 6 rows are filled up to 8. The ordinary pass that it was compared with has 6.
     assert [launch for launch in stand_in if launch[4] == "a buffer"] == [(8, 0, False, 0, "a buffer")] * len(model.layers)

@@ -14,9 +14,16 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
-from dflash_mlx.kernels import autotune as choice
-from dflash_mlx.kernels import small_batch as few_rows
+from dflash_mlx.kernels import (
+    accept,
+    autotune,
+    block_attention,
+    block_gather_qmm,
+    block_linear,
+    block_qmm,
+    head_argmax,
+    small_batch,
+)
 from dflash_mlx.kernels.autotune import KernelError, Trial
 from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.kernels.routing import attention_calls, kernel_calls
@@ -32,9 +39,9 @@ def fresh(monkeypatch, tmp_path):
     """No verdict of another test, an empty cache directory, the variable unset."""
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
-    monkeypatch.setattr(choice, "_known", {})
-    monkeypatch.setattr(choice, "_off", {})
-    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_off", {})
+    monkeypatch.setattr(autotune, "_plans", {})
     return tmp_path / "kernels"
 
 
@@ -42,8 +49,8 @@ def fresh(monkeypatch, tmp_path):
 def gpu(monkeypatch):
     """As if the CPU were a GPU whose kernels are as fast as the test says: times are [kernel, stock]."""
     times = {"kernel": 1.0, "stock": 2.0}
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    monkeypatch.setattr(choice, "_medians_s", lambda kernel, stock: [times["kernel"], times["stock"]])
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "_medians_s", lambda kernel, stock: [times["kernel"], times["stock"]])
     return times
 
 
@@ -58,75 +65,75 @@ def trial(ours=ONE, theirs=ONE, calls=None):
     def stock():
         return [theirs]
 
-    return lambda: [Trial(kernel, stock, choice.same_floats(1e-3))]
+    return lambda: [Trial(kernel, stock, autotune.same_floats(1e-3))]
 
 
 def test_without_a_gpu_no_trial_runs_and_a_named_kernel_is_an_error(monkeypatch):
-    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried")) is False
+    assert autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried")) is False
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
-    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried")) is False
+    assert autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried")) is False
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
     with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=accept; found none. Unset"):
-        choice.use(KERNEL, "s", trial())
+        autotune.should_use(KERNEL, "s", trial())
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept,qmm")
     with pytest.raises(KernelError, match="block_qmm, .*; found qmm. Correct the variable"):
-        choice.asked()
+        autotune.setting()
 
 
 def test_every_kernel_can_be_named():
     named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax)}
-    forms = {few_rows.PRODUCTS.name, few_rows.FOLDED.name}
-    assert named | {block_qmm.TILES.name} | forms == set(choice.NAMES)
+    forms = {small_batch.PRODUCTS.name, small_batch.FOLDED.name}
+    assert named | {block_qmm.TILES.name} | forms == set(autotune.NAMES)
 
 
 def test_right_and_faster_is_used_and_tried_once(gpu, fresh):
     calls = []
-    assert choice.use(KERNEL, "s", trial(calls=calls)) and choice.use(KERNEL, "s", trial(calls=calls))
+    assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and autotune.should_use(KERNEL, "s", trial(calls=calls))
     assert len(calls) == 1
-    choice._known.clear()  # a new process
-    assert choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
-    (verdict,) = choice.verdicts()
+    autotune._known.clear()  # a new process
+    assert autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    (verdict,) = autotune.results()
     assert (verdict.kernel, verdict.use, verdict.reason) == ("accept", True, "right, 2.00 times as fast as stock MLX")
     assert not list(fresh.glob("*.trying"))
 
 
 def test_right_but_slower_is_not_used_unless_asked_for(gpu, monkeypatch):
     gpu["kernel"] = 3.0
-    assert not choice.use(KERNEL, "s", trial())
+    assert not autotune.should_use(KERNEL, "s", trial())
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
-    assert choice.use(KERNEL, "s", trial())
+    assert autotune.should_use(KERNEL, "s", trial())
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
-    assert choice.use(KERNEL, "s", trial())
+    assert autotune.should_use(KERNEL, "s", trial())
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
-    assert not choice.use(KERNEL, "s", trial())
+    assert not autotune.should_use(KERNEL, "s", trial())
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
-    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
+    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried"))
 
 
 def test_on_cuda_a_kernel_runs_only_when_asked_for(gpu, monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried"))
-    assert choice.use(few_rows.PRODUCTS, "s", trial())  # nothing to compile
+    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried"))
+    assert autotune.should_use(small_batch.PRODUCTS, "s", trial())  # nothing to compile
     for value in ("on", "accept"):
         monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
-        assert choice.may_run() and choice.use(KERNEL, "s", trial())
+        assert autotune.may_run() and autotune.should_use(KERNEL, "s", trial())
 
 
 def test_of_two_kernels_for_one_operation_the_quicker_runs(gpu, monkeypatch):
     other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0] + 1;")
 
     def fastest():
-        return choice.fastest({KERNEL: trial(), other: trial()}, "s")
+        return autotune.fastest({KERNEL: trial(), other: trial()}, "s")
 
     times = iter([3.0, 4.0, 2.0, 4.0])  # kernel, stock; kernel, stock
-    monkeypatch.setattr(choice, "_medians_s", lambda *runs: [next(times) for _ in runs])
+    monkeypatch.setattr(autotune, "_medians_s", lambda *runs: [next(times) for _ in runs])
     assert fastest() is other and fastest() is other
-    choice.switch_off("block_qmm", "a test")
+    autotune.switch_off("block_qmm", "a test")
     assert fastest() is KERNEL
-    choice.switch_off("accept", "a test")
+    autotune.switch_off("accept", "a test")
     assert fastest() is None
 
 
@@ -138,12 +145,12 @@ def test_of_two_kernels_for_one_operation_the_quicker_runs(gpu, monkeypatch):
 ])  # fmt: skip
 def test_wrong_is_off_with_one_line_and_asking_for_it_is_an_error(ours, reason, gpu, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
-        assert not choice.use(KERNEL, "s", trial(ours)) and not choice.use(KERNEL, "s", trial(ours))
+        assert not autotune.should_use(KERNEL, "s", trial(ours)) and not autotune.should_use(KERNEL, "s", trial(ours))
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
-    assert re.search(reason, choice.verdicts()[0].reason)
+    assert re.search(reason, autotune.results()[0].reason)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
     with pytest.raises(KernelError, match="expected accept to run"):
-        choice.use(KERNEL, "s", trial(ours))
+        autotune.should_use(KERNEL, "s", trial(ours))
 
 
 def test_a_hang_is_not_tried_again(gpu, fresh):
@@ -151,48 +158,48 @@ def test_a_hang_is_not_tried_again(gpu, fresh):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        choice.use(KERNEL, "s", killed)
+        autotune.should_use(KERNEL, "s", killed)
     (marker,) = fresh.glob("*.trying")
-    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
-    assert str(marker) in choice.verdicts()[0].reason
-    choice._known.clear(), choice._off.clear()
+    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    assert str(marker) in autotune.results()[0].reason
+    autotune._known.clear(), autotune._off.clear()
     marker.unlink()
-    assert choice.use(KERNEL, "s", trial())
+    assert autotune.should_use(KERNEL, "s", trial())
 
 
 def test_a_trial_that_another_process_is_at_is_no_hang_and_its_verdict_is_not_ours(gpu, fresh):
     code = (
-        "import contextlib, pathlib, sys; from dflash_mlx.kernels import choice\n"
+        "import contextlib, pathlib, sys; from dflash_mlx.kernels import autotune\n"
         "with contextlib.ExitStack() as files:\n"
-        "    assert choice._mark(pathlib.Path(sys.argv[1]), 'key', files) == ''\n"
+        "    assert autotune._mark(pathlib.Path(sys.argv[1]), 'key', files) == ''\n"
         "    print('there', flush=True), sys.stdin.read()"
     )
     with pytest.raises(KeyboardInterrupt):  # to know the marker's name
-        choice.use(KERNEL, "s", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        autotune.should_use(KERNEL, "s", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     (marker,) = fresh.glob("*.trying")
     marker.unlink()
     calls = []
     with subprocess.Popen([sys.executable, "-c", code, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"there\n"
-        assert choice.use(KERNEL, "s", trial(calls=calls)) and len(calls) == 1
-        assert marker.exists() and not choice._load()
+        assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and len(calls) == 1
+        assert marker.exists() and not autotune._load()
         other.kill()
-    choice._known.clear()  # a new process, after the other one died in its trial
-    assert not choice.use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    autotune._known.clear()  # a new process, after the other one died in its trial
+    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
 
 
 def test_a_trial_that_ended_between_opening_its_marker_and_locking_it_is_no_hang(gpu, fresh, monkeypatch):
-    flock, calls = choice.fcntl.flock, []
+    flock, calls = autotune.fcntl.flock, []
 
     def late(file, how):
         # The other process, whole.
-        monkeypatch.setattr(choice.fcntl, "flock", flock)
-        assert choice.use(KERNEL, "s", trial(calls=calls))
-        choice._known.clear()
+        monkeypatch.setattr(autotune.fcntl, "flock", flock)
+        assert autotune.should_use(KERNEL, "s", trial(calls=calls))
+        autotune._known.clear()
         flock(file, how)
 
-    monkeypatch.setattr(choice.fcntl, "flock", late)
-    assert choice.use(KERNEL, "s", trial(calls=calls)) and len(calls) == 2
+    monkeypatch.setattr(autotune.fcntl, "flock", late)
+    assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and len(calls) == 2
     assert not list(fresh.glob("*.trying"))
 
 
@@ -200,7 +207,7 @@ def test_another_text_or_shape_is_another_verdict(gpu):
     calls = []
     for kernel in (KERNEL, Kernel("accept", ("x",), ("y",), "y[0] = x[0] + 0;")):
         for shape in ("a", "b"):
-            choice.use(kernel, shape, trial(calls=calls))
+            autotune.should_use(kernel, shape, trial(calls=calls))
     assert len(calls) == 4
 
 
@@ -212,46 +219,46 @@ def test_a_plan_holds_until_what_it_rests_on_changes(gpu, monkeypatch):
         return len(asked)
 
     def plan(about="a"):
-        return choice.planned(decide, about)
+        return autotune.planned(decide, about)
 
-    assert [plan(), plan()] == [1, 1] and plan("b") == 2 and choice.planned(lambda about: 7, "a") == 7
-    choice.may_run()
+    assert [plan(), plan()] == [1, 1] and plan("b") == 2 and autotune.planned(lambda about: 7, "a") == 7
+    autotune.may_run()
     before = len(asked)
     for change in (
         lambda: monkeypatch.setenv("DFLASH_MLX_KERNELS", "off"),
-        lambda: monkeypatch.setattr(choice, "has_gpu", lambda: False),
+        lambda: monkeypatch.setattr(autotune, "has_gpu", lambda: False),
         lambda: monkeypatch.setattr(mx.fast, "metal_kernel", emulator.metal_kernel),
     ):
         plan()
         change()
-        choice.may_run()
-        choice.may_run()
+        autotune.may_run()
+        autotune.may_run()
         before += 1
         assert [plan(), plan()] == [before + 1] * 2
     # These at once, whoever asks next.
-    choice.switch_off("accept", "a test")
+    autotune.switch_off("accept", "a test")
     assert [plan(), plan()] == [before + 2] * 2
-    choice.distrust("a test")
+    autotune.disable_all("a test")
     assert [plan(), plan()] == [before + 3] * 2
-    choice.distrust("again")
+    autotune.disable_all("again")
     assert plan() == before + 3
 
 
 def test_a_plan_that_was_being_made_when_kernels_went_off_is_not_kept(gpu):
     def decide():
-        choice.switch_off("block_qmm", "in a trial, or by another thread")
+        autotune.switch_off("block_qmm", "in a trial, or by another thread")
         return "with block_qmm"
 
-    assert choice.planned(decide) == "with block_qmm"
-    assert not choice._plans
-    assert choice.planned(decide) == "with block_qmm" and len(choice._plans) == 1
+    assert autotune.planned(decide) == "with block_qmm"
+    assert not autotune._plans
+    assert autotune.planned(decide) == "with block_qmm" and len(autotune._plans) == 1
 
 
 def test_a_kernel_can_be_switched_off_for_the_process(gpu, caplog):
-    assert choice.use(KERNEL, "s", trial())
-    choice.switch_off("accept", "a logit was not finite")
-    choice.switch_off("accept", "again")
-    assert not choice.use(KERNEL, "s", trial())
+    assert autotune.should_use(KERNEL, "s", trial())
+    autotune.switch_off("accept", "a logit was not finite")
+    autotune.switch_off("accept", "again")
+    assert not autotune.should_use(KERNEL, "s", trial())
     assert [r.getMessage() for r in caplog.records] == ["kernel accept is off: a logit was not finite"]
 
 
@@ -259,11 +266,11 @@ def test_a_cache_that_cannot_be_written_costs_only_the_memory(gpu, monkeypatch, 
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(blocked))
-    assert choice.use(KERNEL, "s", trial()) and choice.verdicts()
+    assert autotune.should_use(KERNEL, "s", trial()) and autotune.results()
 
 
 def test_times_are_medians_of_real_calls():
-    times = choice._medians_s(lambda: [mx.ones((4,)) * 2], lambda: [mx.ones((4,))])
+    times = autotune._medians_s(lambda: [mx.ones((4,)) * 2], lambda: [mx.ones((4,))])
     assert len(times) == 2 and all(0 < seconds < 0.1 for seconds in times)
 
 
@@ -322,9 +329,9 @@ def test_trials_compile_every_form_that_a_row_count_may_take(monkeypatch, sinks)
 
 def use_all(monkeypatch, seen):
     """Each kernel that is asked for runs, the first where there are several; `seen` gets the names."""
-    monkeypatch.setattr(choice, "use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
-    monkeypatch.setattr(choice, "fastest", lambda c, shape: seen.append(next(iter(c)).name) or next(iter(c)))
-    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: seen.append(kernel.name) or True)
+    monkeypatch.setattr(autotune, "fastest", lambda c, shape: seen.append(next(iter(c)).name) or next(iter(c)))
+    monkeypatch.setattr(autotune, "_plans", {})
 
 
 class Net(nn.Module):
@@ -394,7 +401,7 @@ def test_a_targets_block_has_the_logits_of_one_row_at_a_time(pair, monkeypatch):
         return lambda *arrays: launched.append(1) or launch(*arrays)
 
     monkeypatch.setattr(block_qmm, "prepare", noted)
-    monkeypatch.setattr(choice, "may_run", lambda: True)
+    monkeypatch.setattr(autotune, "may_run", lambda: True)
 
     def run(ids, cache):
         logits = target.head(target(ids, cache, kernels=True)[0])
@@ -423,8 +430,10 @@ def ready(gpu, monkeypatch):
         )
 
     monkeypatch.setattr(mx.fast, "metal_kernel", maker)
-    monkeypatch.setattr(choice, "_judge", lambda name, shape, trial: choice.Verdict(name, shape, True, "a test", 1.0, 2.0))
-    assert choice.may_run()
+    monkeypatch.setattr(
+        autotune, "_judge", lambda name, shape, trial: autotune.TuningResult(name, shape, True, "a test", 1.0, 2.0)
+    )
+    assert autotune.may_run()
     return launched
 
 
@@ -520,11 +529,11 @@ def test_distrust_acts_in_the_middle_of_a_pass(ready):
             call()
             assert ready[0] == name
             ready.clear()
-            choice.distrust("a test")
+            autotune.disable_all("a test")
             call()
             assert not ready
-        choice._off.clear()
-        choice._forget()
+        autotune._off.clear()
+        autotune._forget()
 
 
 def test_rows_that_are_not_an_experts_are_left_to_mlx(ready):

@@ -14,8 +14,7 @@ import emulator
 import kernels
 import kernels_generate
 
-from dflash_mlx.kernels import autotune as choice
-from dflash_mlx.kernels import block_linear
+from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.kernels.accept import accept_ops
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
@@ -46,17 +45,17 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.setattr(mx.fast, "metal_kernel", maker)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
     for name in ("_known", "_off", "_plans"):
-        monkeypatch.setattr(choice, name, {})
+        monkeypatch.setattr(autotune, name, {})
     # What a run puts in its place for good is taken back here.
-    monkeypatch.setattr(choice, "_verdict", choice._verdict)
+    monkeypatch.setattr(autotune, "_result", autotune._result)
     monkeypatch.setattr(Kernel, "prepared", Kernel.prepared)
     return spoilt
 
 
 def run(monkeypatch, tmp_path, mode, **options):
-    monkeypatch.setenv(choice.VARIABLE, mode)
+    monkeypatch.setenv(autotune.VARIABLE, mode)
     off = tmp_path / "off.json"
     against = None if mode == "off" else off
     # float32: 16-bit types take this CPU 26 times as long with 4-bit weights.

@@ -191,8 +191,8 @@ def test_the_dispatcher_takes_mlx_without_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("change", ["17 rows", "D 40", "narrow values", "more queries than keys", "float32 D 256"])
 def test_what_is_not_eligible_goes_to_mlx(change, monkeypatch):
-    monkeypatch.setattr(module.choice, "use", lambda *a: pytest.fail("asked for a choice"))
-    monkeypatch.setattr(module.choice, "_plans", {})
+    monkeypatch.setattr(module.autotune, "should_use", lambda *a: pytest.fail("asked for a choice"))
+    monkeypatch.setattr(module.autotune, "_plans", {})
     rows = {"17 rows": 17, "more queries than keys": 5}.get(change, 3)
     q, k, v = made(4 if rows == 5 else 40, m=rows, d={"D 40": 40, "float32 D 256": 256}.get(change, 32))
     v = v[..., :16] if change == "narrow values" else v

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checks import f64, ulp
 
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels import block_linear as module
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel, block_linear_ops, block_linear_plan
 from dflash_mlx.kernels.block_qmm import TILES, block_qmm_tiles_kernel
@@ -314,8 +314,8 @@ CHANGES = ["float32", "dense float32", "17 rows", "18 rows in two axes", "no row
 def asked(monkeypatch):
     """Which choices were asked for: (kernel, what about). The answer is no."""
     calls = []
-    monkeypatch.setattr(choice, "use", lambda kernel, about, trial: calls.append((kernel, about)))
-    monkeypatch.setattr(choice, "_plans", {})
+    monkeypatch.setattr(autotune, "should_use", lambda kernel, about, trial: calls.append((kernel, about)))
+    monkeypatch.setattr(autotune, "_plans", {})
     return calls
 
 
@@ -347,8 +347,8 @@ def test_every_form_is_a_kernel_of_its_own_under_one_name():
 
 def test_without_a_gpu_there_is_no_plan(monkeypatch):
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
-    monkeypatch.setattr(choice, "_plans", {})
-    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(autotune, "has_gpu", lambda: False)
     assert block_linear_plan(*eligible(), EPS, False, False) is None
 
 
@@ -383,17 +383,17 @@ def test_a_plan_that_was_tried_launches_the_kernel(monkeypatch, tmp_path):
     # On a CUDA GPU it is not tried unasked.
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_linear")
     for name in ("_known", "_off", "_plans"):
-        monkeypatch.setattr(choice, name, {})
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    monkeypatch.setattr(choice, "_medians_s", lambda kernel, stock: [1.0, 2.0])
+        monkeypatch.setattr(autotune, name, {})
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "_medians_s", lambda kernel, stock: [1.0, 2.0])
     x, w, given = made("norm gated", 32, 256, mx.float16, 64, 4)
     x = x.reshape(2, 8, 256)
     with emulator.emulated():
         launch = block_linear_plan(x, w, EPS, False, True)
         assert mx.array_equal(launch(x, w, given["norm"][0]), block_linear_kernel(x, w, given["norm"], gated=True))
         assert launch(x, w, given["norm"][0]).shape == (2, 8, 16)
-        (verdict,) = choice.verdicts()
+        (verdict,) = autotune.results()
         assert (verdict.kernel, verdict.shape) == ("block_linear", f"{mx.float16} 4 bit group 64 N 32 K 256")
         assert verdict.reason == "right, 2.00 times as fast as stock MLX"
         # Another form of this size is another verdict.
-        assert block_linear_plan(x[:, :1], w, None, False, True) and len(choice._known) == 2
+        assert block_linear_plan(x[:, :1], w, None, False, True) and len(autotune._known) == 2

@@ -9,8 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import load, load_drafter, stream_generate
-from dflash_mlx.kernels import accept, block_attention, block_qmm, head_argmax
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import accept, autotune, block_attention, block_qmm, head_argmax
 from dflash_mlx.kernels.autotune import KernelError
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
@@ -51,13 +50,13 @@ def gpu(monkeypatch, tmp_path):
 
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
-    monkeypatch.setattr(choice, "_known", {})
-    monkeypatch.setattr(choice, "_off", {})
-    monkeypatch.setattr(choice, "_plans", {})
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_off", {})
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
     times = iter(range(10**6))
     monkeypatch.setattr(
-        choice, "_medians_s", lambda *runs: [next(times) for _ in runs]
+        autotune, "_medians_s", lambda *runs: [next(times) for _ in runs]
     )  # stock is timed after ours: it takes longer
     monkeypatch.setattr(block_qmm, "prepare", prepare)
     monkeypatch.setattr(accept, "prepare", lambda b, n: accept.accept_ops)
@@ -91,7 +90,7 @@ def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantiz
     assert ids(quantized, n) == want
     linears = sum(isinstance(m, nn.QuantizedLinear) for _, m in quantized[0].named_modules())
     assert len(gpu) > linears * n / 8 and max(gpu) > 1 and 1 in gpu
-    assert {v.kernel for v in choice.verdicts() if v.use} == {"accept", "block_attention", "block_qmm", "head_argmax"}
+    assert {v.kernel for v in autotune.results() if v.use} == {"accept", "block_attention", "block_qmm", "head_argmax"}
 
 
 def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
@@ -104,7 +103,7 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
     monkeypatch.delenv("DFLASH_MLX_KERNELS")
     assert ids(quantized, 20) == want and gpu
     gpu.clear()
-    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    monkeypatch.setattr(autotune, "has_gpu", lambda: False)
     assert ids(quantized, 20) == want and not gpu
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_qmm")
     with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=block_qmm; found none"):
@@ -115,14 +114,14 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
 def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(quantized, gpu, monkeypatch, faster):
     model = quantized[0]
     if not faster:
-        monkeypatch.setattr(choice, "_medians_s", lambda *runs: [1.0, 1.0])
+        monkeypatch.setattr(autotune, "_medians_s", lambda *runs: [1.0, 1.0])
     target = Target(model)
     found = len(target._kernels(5))
 
     def run():
         gpu.clear()
         hidden, _ = target(mx.array([[1, 2, 3, 4, 5]]), make_prompt_cache(model), kernels=True)
-        return len(target._kernels(5)), len(gpu) > 0, len(target.doubts(hidden)) > 0
+        return len(target._kernels(5)), len(gpu) > 0, len(target.finite_flag(hidden)) > 0
 
     run()  # trials launch too
     assert run() == (found if faster else 0, faster, faster)
@@ -130,16 +129,16 @@ def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(
     assert len(target._kernels(5)) == found and run() == (found, True, True)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
     run()
-    choice.switch_off("block_qmm", "a test")
+    autotune.switch_off("block_qmm", "a test")
     assert len(target._kernels(5)) == found and run() == (len(model.layers) if faster else 0, False, faster)
 
 
 @pytest.mark.parametrize("name", ["block_qmm", "block_attention", "accept"])
-def test_a_pass_is_doubted_where_some_kernel_serves_its_layers(quantized, gpu, monkeypatch, name):
+def test_a_pass_is_flagged_where_some_kernel_serves_its_layers(quantized, gpu, monkeypatch, name):
     monkeypatch.setenv("DFLASH_MLX_KERNELS", name)
     target = Target(quantized[0])
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
-    assert len(target.doubts(hidden)) == (name != "accept")
+    assert len(target.finite_flag(hidden)) == (name != "accept")
 
 
 def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quantized, gpu, monkeypatch, caplog):
@@ -155,7 +154,7 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quanti
 
 def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
     """Launches n to `last` after the trials spoil their outputs, of those that were prepared for `which`; what is left of n."""
-    prepare, left, in_trial, judge = module.prepare, [n], [0], choice._judge
+    prepare, left, in_trial, judge = module.prepare, [n], [0], autotune._judge
 
     def spoiling(*about):
         sound = prepare(*about)
@@ -176,7 +175,7 @@ def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
         finally:
             in_trial[0] -= 1
 
-    monkeypatch.setattr(choice, "_judge", judged)
+    monkeypatch.setattr(autotune, "_judge", judged)
     monkeypatch.setattr(module, "prepare", spoiling)
     return left
 
@@ -211,13 +210,13 @@ def test_one_logit_that_is_not_finite_is_seen_where_the_head_is_a_product(
     assert left[0] <= 0
 
 
-def test_a_pass_with_kernels_is_doubted_also_where_they_were_switched_off_behind_it(quantized, gpu):
+def test_a_pass_with_kernels_is_flagged_also_where_they_were_switched_off_behind_it(quantized, gpu):
     target = Target(quantized[0])
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
-    choice.distrust("another thread")
-    assert target.doubts(hidden)
+    autotune.disable_all("another thread")
+    assert target.finite_flag(hidden)
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
-    assert not target.doubts(hidden)
+    assert not target.finite_flag(hidden)
 
 
 def test_the_head_alone_goes_through_its_kernel_and_calls_no_other_layer(quantized, gpu, monkeypatch):

@@ -12,16 +12,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import dflash_mlx
 from dflash_mlx import stream_generate
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import autotune, small_batch
 from dflash_mlx.kernels import routing as layers
-from dflash_mlx.kernels import small_batch as few_rows
-from dflash_mlx.kernels.small_batch import folded_attention, folded_mask, row_products
+from dflash_mlx.kernels.small_batch import folded_mask, gqa_folded_attention, matmul_as_gemv
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import checkpoint, rollback
 from dflash_mlx.traced.compiled import prepare
 from dflash_mlx.verify import verify_block
 
-FORMS = {"row_products", "folded_attention"}
+FORMS = {"matmul_as_gemv", "gqa_folded_attention"}
 
 
 @pytest.fixture
@@ -30,23 +29,23 @@ def cuda(monkeypatch, tmp_path):
     ran = []
 
     def noted(name):
-        form = getattr(few_rows, name)
+        form = getattr(small_batch, name)
         return lambda *args, **kwargs: ran.append(name) or form(*args, **kwargs)
 
     for name in FORMS:
-        monkeypatch.setattr(few_rows, name, noted(name))
+        monkeypatch.setattr(small_batch, name, noted(name))
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    monkeypatch.setattr(choice, "_known", {})
-    monkeypatch.setattr(choice, "_off", {})
-    monkeypatch.setattr(choice, "_plans", {})
-    monkeypatch.setattr(few_rows, "TRIAL_KEYS", 40)
-    monkeypatch.setattr(few_rows, "TRIAL_BYTES", 1)
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_off", {})
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(small_batch, "TRIAL_KEYS", 40)
+    monkeypatch.setattr(small_batch, "TRIAL_BYTES", 1)
     times = iter(range(10**6))
     monkeypatch.setattr(
-        choice, "_medians_s", lambda *runs: [next(times) for _ in runs]
+        autotune, "_medians_s", lambda *runs: [next(times) for _ in runs]
     )  # stock is timed after ours: it takes longer
     return ran
 
@@ -59,11 +58,11 @@ def normal(*shape, seed=0, dtype=mx.float32):
 @pytest.mark.parametrize("m", [2, 5, 16, 32])
 def test_a_product_is_mlxs_and_its_rows_are_those_of_one_row(n, k, m):
     x, w = normal(1, m, k), normal(n, k, seed=1)
-    y = row_products(x, w)
+    y = matmul_as_gemv(x, w)
     assert y.shape == (1, m, n)
     assert mx.allclose(y, x @ w.T, rtol=1e-5, atol=1e-4)
     for i in range(m):
-        assert mx.array_equal(y[:, i : i + 1], row_products(x[:, i : i + 1], w))
+        assert mx.array_equal(y[:, i : i + 1], matmul_as_gemv(x[:, i : i + 1], w))
 
 
 MASKS = {
@@ -83,7 +82,7 @@ MASKS = {
 def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s):
     q, k, v = normal(1, hq, m, d), normal(1, hk, s, d, seed=1), normal(1, hk, s, e, seed=2)
     mask, seen = MASKS[kind](m, s)
-    got = folded_attention(q, k, v, folded_mask(mask, m, s, hq // hk, q.dtype), 0.3)
+    got = gqa_folded_attention(q, k, v, folded_mask(mask, m, s, hq // hk, q.dtype), 0.3)
     keys, values = (mx.repeat(a, hq // hk, axis=1) for a in (k, v))
     scores = 0.3 * q @ keys.swapaxes(-1, -2) + (mask if kind == "added" else mx.where(seen, 0, -math.inf))
     assert got.shape == (1, hq, m, e)
@@ -92,18 +91,18 @@ def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
-    few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype))
-    few_rows.folded_attention_plan(*(normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))), 0.2, "causal")
-    assert {v.kernel for v in choice.verdicts() if v.use and v.reason.startswith("right")} == FORMS
-    choice._known.clear()
-    choice._file().unlink()
-    choice._forget()
-    monkeypatch.setattr(few_rows, "row_products", lambda x, w: row_products(x, w) * 1.2)
-    monkeypatch.setattr(few_rows, "folded_attention", lambda q, k, v, mask, scale: folded_attention(q, k, v, mask, 2 * scale))
-    assert few_rows.row_products_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype)) is None
+    small_batch.matmul_as_gemv_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype))
+    small_batch.gqa_folded_attention_plan(*(normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))), 0.2, "causal")
+    assert {v.kernel for v in autotune.results() if v.use and v.reason.startswith("right")} == FORMS
+    autotune._known.clear()
+    autotune._file().unlink()
+    autotune._forget()
+    monkeypatch.setattr(small_batch, "matmul_as_gemv", lambda x, w: matmul_as_gemv(x, w) * 1.2)
+    monkeypatch.setattr(small_batch, "gqa_folded_attention", lambda *given: gqa_folded_attention(*given[:4], 2 * given[4]))
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype)) is None
     given = [normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))]
-    assert few_rows.folded_attention_plan(*given, 0.2, "causal") is None
-    assert [v.reason[:24] for v in choice.verdicts()] == ["differs from stock MLX b"] * 2
+    assert small_batch.gqa_folded_attention_plan(*given, 0.2, "causal") is None
+    assert [v.reason[:24] for v in autotune.results()] == ["differs from stock MLX b"] * 2
 
 
 @pytest.mark.parametrize(
@@ -112,13 +111,13 @@ def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
     ids=["one row", "33 rows", "two texts", "no batch"],
 )
 def test_products_that_are_left_to_mlx(cuda, x, w):
-    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
-    assert few_rows.row_products_plan(normal(*x), normal(*w)) is None
-    assert few_rows.row_products_plan(normal(1, 4, 32, dtype=mx.float16), normal(8, 32)) is None
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32))
+    assert small_batch.matmul_as_gemv_plan(normal(*x), normal(*w)) is None
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32, dtype=mx.float16), normal(8, 32)) is None
 
 
 def attention_plan(b=1, hq=4, hk=2, m=5, s=12, d=32, mask="causal", scale=0.2, kv=mx.float32):
-    return few_rows.folded_attention_plan(
+    return small_batch.gqa_folded_attention_plan(
         normal(b, hq, m, d), normal(b, hk, s, d, dtype=kv), normal(b, hk, s, d, dtype=kv), scale, mask
     )
 
@@ -132,23 +131,23 @@ def test_attention_that_is_left_to_mlx(cuda):
 
 
 def test_they_run_unasked_on_cuda_and_nowhere_else(cuda, monkeypatch):
-    assert choice.may_run() and few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))
-    for value, runs in {"off": False, "accept": False, "row_products": True, "on": True}.items():
+    assert autotune.may_run() and small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32))
+    for value, runs in {"off": False, "accept": False, "matmul_as_gemv": True, "on": True}.items():
         monkeypatch.setenv("DFLASH_MLX_KERNELS", value)
-        choice.may_run()
-        assert bool(few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32))) is runs, value
+        autotune.may_run()
+        assert bool(small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32))) is runs, value
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    choice._forget()
-    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+    autotune._forget()
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
 
 
 def test_slower_ones_do_not_run(cuda, monkeypatch):
     times = iter(range(10**6, 0, -1))
-    monkeypatch.setattr(choice, "_medians_s", lambda *runs: [next(times) for _ in runs])
-    assert few_rows.row_products_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+    monkeypatch.setattr(autotune, "_medians_s", lambda *runs: [next(times) for _ in runs])
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
 
 
-def test_a_pass_is_served_by_them_without_doubts_and_what_is_left_to_mlx_is_not_routed_again(cuda):
+def test_a_pass_is_served_by_them_without_flags_and_what_is_left_to_mlx_is_not_routed_again(cuda):
     model = family("llama")
     target, entries = Target(model, (1,)), make_prompt_cache(model)
     target(mx.array([some_line(20)]), entries)
@@ -163,8 +162,8 @@ def test_a_pass_is_served_by_them_without_doubts_and_what_is_left_to_mlx_is_not_
             mx.eval(hidden)
             rollback(entries, point, 20)
             if tried:
-                assert (cuda.count("row_products"), cuda.count("folded_attention")) == expected
-            assert target.doubts(hidden) == []
+                assert (cuda.count("matmul_as_gemv"), cuda.count("gqa_folded_attention")) == expected
+            assert target.finite_flag(hidden) == []
         kinds = [type(handler).__name__ for _, handler, _ in target._kernels(rows)]
         # The embedding of a model that is not tied is never the head: nobody called it, so it stays.
         assert kinds.count("Attention") == expected[1] and kinds.count("Dense") - expected[0] in (0, 1)
@@ -176,7 +175,7 @@ def test_the_mask_is_made_once_a_pass(cuda, monkeypatch):
     target(mx.array([some_line(20)]), entries)
     target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
     made = []
-    monkeypatch.setattr(few_rows, "folded_mask", lambda *about: made.append(about[:3]) or folded_mask(*about))
+    monkeypatch.setattr(small_batch, "folded_mask", lambda *about: made.append(about[:3]) or folded_mask(*about))
     for _ in range(2):
         target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
     assert made == [("causal", 4, 28), ("causal", 4, 32)]
@@ -196,7 +195,7 @@ def test_ids_are_plain_decodings(name, cuda):
     assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
 
 
-def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch):
+def test_compiled_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     model, tokenizer, drafter = pair
     prompt = tokenizer.encode("def area(width, height):")
@@ -207,19 +206,19 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
         assert [r.token for r in out] == want
         rounds = out[-1].stats.rounds
     # The third answer's traces are there.
-    blocks, drafts = drafter._replays
+    blocks, drafts = drafter._compiled
     assert blocks.passes >= 2 * sum(r.width > 3 for r in rounds) > 10 and drafts.passes > 10
-    assert cuda.count("folded_attention") == 0
+    assert cuda.count("gqa_folded_attention") == 0
     cuda.clear()
     features = normal(1, 2, drafter.fc.weight.shape[1])
     mx.eval(drafter.mask_rows(mx.zeros((1, 8), dtype=mx.int32), features, drafter.make_cache(), 0))
     assert not cuda  # outside of a trace a drafter's products are MLX's
     traced, masks = [], []
-    apart = few_rows.rows_apart
-    monkeypatch.setattr(few_rows, "rows_apart", lambda x, w: traced.append(w.shape[-2:]) or apart(x, w))
-    folded = lambda q, k, v, mask, scale: masks.append(mask.shape) or folded_attention(q, k, v, mask, scale)  # noqa: E731
-    monkeypatch.setattr(few_rows, "folded_attention", folded)
-    choice._forget()
+    apart = small_batch.rows_apart
+    monkeypatch.setattr(small_batch, "rows_apart", lambda x, w: traced.append(w.shape[-2:]) or apart(x, w))
+    folded = lambda q, k, v, mask, scale: masks.append(mask.shape) or gqa_folded_attention(q, k, v, mask, scale)  # noqa: E731
+    monkeypatch.setattr(small_batch, "gqa_folded_attention", folded)
+    autotune._forget()
     list(stream_generate(model, tokenizer, prompt, 20, drafter, block_size=8))
     assert drafter.fc.weight.shape in traced and model.layers[0].mlp.down_proj.weight.shape in traced
     # So are the products of layers that are given the same array.
@@ -233,34 +232,36 @@ def test_replayed_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_replayed_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
+def test_a_compiled_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
     model = tiny_target()
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
     expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
-    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._replays[1].passes > 5
+    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._compiled[1].passes > 5
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])
-@pytest.mark.parametrize("replays", ["auto", "off"])
+@pytest.mark.parametrize("compile_setting", ["auto", "off"])
 @pytest.mark.parametrize("sliding", [False, True])
-def test_cudnn_is_asked_where_all_blocks_are_replayed_unless_the_user_says_otherwise(given, replays, sliding, cuda, monkeypatch):
-    monkeypatch.setenv("DFLASH_MLX_COMPILE", replays)
-    monkeypatch.setenv(few_rows.CUDNN, given or "0")
-    monkeypatch.setattr(few_rows, "_left_to_us", given is None)
+def test_cudnn_is_asked_where_all_passes_are_compiled_unless_the_user_says_otherwise(
+    given, compile_setting, sliding, cuda, monkeypatch
+):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", compile_setting)
+    monkeypatch.setenv(small_batch.CUDNN, given or "0")
+    monkeypatch.setattr(small_batch, "_left_to_us", given is None)
     model, layers = tiny_target(), {} if sliding else {"layer_types": None, "sliding_window": None}
     prepare(model, tiny_drafter(model, **layers))
-    expected = given or ("1" if replays == "auto" and not sliding else "0")
-    assert os.environ[few_rows.CUDNN] == expected
+    expected = given or ("1" if compile_setting == "auto" and not sliding else "0")
+    assert os.environ[small_batch.CUDNN] == expected
 
 
 def test_a_loaded_pair_says_so_before_its_first_attention(cuda, monkeypatch):
-    monkeypatch.setenv(few_rows.CUDNN, "0")
-    monkeypatch.setattr(few_rows, "_left_to_us", True)
+    monkeypatch.setenv(small_batch.CUDNN, "0")
+    monkeypatch.setattr(small_batch, "_left_to_us", True)
     seen, attend = [], mx.fast.scaled_dot_product_attention
 
     def noting(*args, **kwargs):
-        seen.append(os.environ[few_rows.CUDNN])
+        seen.append(os.environ[small_batch.CUDNN])
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
@@ -270,35 +271,35 @@ def test_a_loaded_pair_says_so_before_its_first_attention(cuda, monkeypatch):
 
 
 def test_with_cudnn_blocks_over_a_buffer_are_its_own_and_others_never(cuda, monkeypatch):
-    monkeypatch.setenv(few_rows.CUDNN, "1")
+    monkeypatch.setenv(small_batch.CUDNN, "1")
 
     def plan(m, dtype=mx.bfloat16, d=64, buffer=False):
         keys = normal(1, 2, 40, d, dtype=dtype)
         mask = mx.zeros((m, 40), dtype=dtype) if buffer else "causal"
-        return few_rows.folded_attention_plan(normal(1, 4, m, d, dtype=dtype), keys, keys, 1.0, mask, buffer)
+        return small_batch.gqa_folded_attention_plan(normal(1, 4, m, d, dtype=dtype), keys, keys, 1.0, mask, buffer)
 
     assert plan(4, buffer=True) is None and plan(16, buffer=True) is None
     # Any other number of keys would be planned for anew. MLX asks its kernel for up to 3 rows only where cuDNN does not run.
-    assert plan(2) and plan(16) and not choice._known
+    assert plan(2) and plan(16) and not autotune._known
     # cuDNN does not run these: a trial says.
     for other in ({"dtype": mx.float32}, {"d": 136}, {"d": 60}):
         assert plan(4, **other) and plan(4, buffer=True, **other) and plan(2, **other) is None
-    assert len(choice._known) == 3
+    assert len(autotune._known) == 3
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
-    choice.may_run()
+    autotune.may_run()
     assert plan(16) is None
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
-    monkeypatch.setenv(few_rows.CUDNN, "0")
-    choice._forget()
+    monkeypatch.setenv(small_batch.CUDNN, "0")
+    autotune._forget()
     assert plan(4, buffer=True) and plan(2) is None
 
 
 def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
-    monkeypatch.setenv("DFLASH_MLX_KERNELS", "row_products")
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "matmul_as_gemv")
     model, tokenizer, drafter = pair
     prompt = tokenizer.encode("def area(width, height):")
-    drafter._replays = None
+    drafter._compiled = None
     seen, attend = [], mx.fast.scaled_dot_product_attention
 
     def noting(queries, keys, values, scale, mask=None, **kwargs):
@@ -314,18 +315,18 @@ def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_with_cudnn_an_ordinary_draft_asks_for_no_plan(causal, cuda, monkeypatch):
-    monkeypatch.setenv(few_rows.CUDNN, "1")
+    monkeypatch.setenv(small_batch.CUDNN, "1")
     # float32 is not cuDNN's.
-    monkeypatch.setattr(few_rows, "_cudnn_takes", lambda *_: True)
+    monkeypatch.setattr(small_batch, "_cudnn_takes", lambda *_: True)
     model = tiny_target()
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
     features = normal(1, 9, drafter.fc.weight.shape[1])
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
-    choice.may_run()
+    autotune.may_run()
     expected = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "")
-    choice.may_run()
+    autotune.may_run()
     cuda.clear()
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("a plan"))
     found = drafter.slots(mx.array([9]), features, drafter.make_cache(), 0, 5)
-    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5) and cuda == ["folded_attention"] * len(drafter.layers)
+    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5) and cuda == ["gqa_folded_attention"] * len(drafter.layers)

@@ -11,7 +11,7 @@ import pytest
 from kit import TINY, plant
 
 from dflash_mlx import rollback as cache_module
-from dflash_mlx.kernels import autotune as choice
+from dflash_mlx.kernels import autotune
 from dflash_mlx.tools import doctor
 from dflash_mlx.tools.doctor import diagnose, render
 
@@ -53,10 +53,10 @@ def test_the_text_says_what_the_report_holds(sound):
 
 
 def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
-    right = choice.Verdict("block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5)
-    wrong = choice.Verdict("accept", "B 1", False, "ids differ from stock MLX's")
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    monkeypatch.setattr(choice, "verdicts", lambda: [right, wrong])
+    right = autotune.TuningResult("block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5)
+    wrong = autotune.TuningResult("accept", "B 1", False, "ids differ from stock MLX's")
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setattr(autotune, "results", lambda: [right, wrong])
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
     text = render({**sound, "kernels": doctor._kernels()})
     assert "kernels     DFLASH_MLX_KERNELS on; 2 shapes tried on this machine" in text

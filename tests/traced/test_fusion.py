@@ -13,14 +13,12 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_mlx.kernels import autotune as choice
-from dflash_mlx.kernels import small_batch as few_rows
+from dflash_mlx.kernels import autotune, small_batch
 from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.models.target import Target, intercept
 from dflash_mlx.rollback import checkpoint
-from dflash_mlx.traced import compiled
-from dflash_mlx.traced import fusion as joints
-from dflash_mlx.traced.fusion import joint_calls
+from dflash_mlx.traced import compiled, fusion
+from dflash_mlx.traced.fusion import fused_linears
 
 
 class Layers(nn.Module):
@@ -44,7 +42,7 @@ def found_in(model, x, **options):
         with intercept(calls):
             model(x)
 
-    return joint_calls(model, run, **options)
+    return fused_linears(model, run, **options)
 
 
 def names(model, calls):
@@ -55,7 +53,7 @@ def names(model, calls):
 
 def products(monkeypatch):
     """A list that every product of MLX's is written into: columns of its result."""
-    made, linear, quantized, fixed = [], nn.Linear.__call__, nn.QuantizedLinear.__call__, few_rows.fixed_product
+    made, linear, quantized, fixed = [], nn.Linear.__call__, nn.QuantizedLinear.__call__, small_batch.fixed_product
 
     def noting(call):
         return lambda self, x: (made.append(self["weight"].shape[0]), call(self, x))[1]
@@ -64,7 +62,7 @@ def products(monkeypatch):
         product = fixed(w)
         return lambda x: (made.append(w.shape[0]), product(x))[1]
 
-    monkeypatch.setattr(few_rows, "fixed_product", fixing)
+    monkeypatch.setattr(small_batch, "fixed_product", fixing)
     monkeypatch.setattr(nn.Linear, "__call__", noting(linear))
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", noting(quantized))
     return made
@@ -129,9 +127,9 @@ def test_a_layer_that_is_given_another_array_than_the_last_makes_its_own_product
 
 def test_large_layers_and_layers_of_different_kinds_are_left_apart(monkeypatch):
     model, x = Layers(), mx.random.normal((1, 3, 64))
-    monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4)
+    monkeypatch.setattr(fusion, "MOST_BYTES", 96 * 64 * 4)
     assert names(model, found_in(model, x)) == ["a", "b"]
-    monkeypatch.setattr(joints, "MOST_BYTES", 96 * 64 * 4 - 1)
+    monkeypatch.setattr(fusion, "MOST_BYTES", 96 * 64 * 4 - 1)
     assert names(model, found_in(model, x)) == []
     monkeypatch.undo()
     model.b = model.b.to_quantized(64, 4)
@@ -198,7 +196,7 @@ def test_a_transformers_projections_are_found_by_what_they_are_given():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "deepseek_v3", "phi3", "gpt_oss"])
-def test_a_pass_of_any_family_is_the_same_with_its_joints(name):
+def test_a_pass_of_any_family_is_the_same_with_fused_linears(name):
     model, ids = family(name), mx.array([[5, 9, 33, 7, 12]])
     expected = model(ids)
     calls = found_in(model, ids)
@@ -393,7 +391,7 @@ def test_no_product_is_held_behind_its_pass():
     with intercept(calls):
         found = model(x)
     gc.collect()
-    assert found and not any(isinstance(a, (joints._Product, joints._Part)) for a in gc.get_objects())
+    assert found and not any(isinstance(a, (fusion._Product, fusion._Part)) for a in gc.get_objects())
 
 
 @pytest.mark.parametrize("make, per_layer", [(tiny_target, 1), (tiny_qwen3, 2)])
@@ -408,11 +406,11 @@ def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_l
         return out, keys, values
 
     monkeypatch.setattr(compiled, "_traceable", noting)
-    for found in (joint_calls, lambda *args: []):
-        monkeypatch.setattr(compiled, "joint_calls", found)
+    for found in (fused_linears, lambda *args: []):
+        monkeypatch.setattr(compiled, "fused_linears", found)
         target, cache = Target(model), make_prompt_cache(model)
         target(mx.array([[1, 2, 3]]), cache)
-        blocks = compiled.Blocks(model, (), compiled._parts(model), True)
+        blocks = compiled.CompiledVerify(model, (), compiled._parts(model), True)
         assert blocks(target, mx.array([[4, 5, 6, 7]]), cache, checkpoint(cache, 3)) is not None
     (once, casts), (twice, most) = traced
     assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))
@@ -455,8 +453,8 @@ def launches(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(joints, "block_linear_plan", plan)
-    monkeypatch.setattr(choice, "may_run", lambda: True)
+    monkeypatch.setattr(fusion, "block_linear_plan", plan)
+    monkeypatch.setattr(autotune, "may_run", lambda: True)
     return made
 
 
@@ -468,7 +466,7 @@ def fused(model, x, columns=1):
 
 
 def alike(found, expected):
-    # float32: a joint product sums in another order. 1e-5 of the largest value.
+    # float32: a fused linear sums in another order. 1e-5 of the largest value.
     return all(
         a.shape == b.shape and (mx.abs(a - b).max() <= 1e-5 * mx.abs(b).max()).item()
         for a, b in zip(found, expected, strict=True)

@@ -13,12 +13,11 @@ from kit import greedy_ids
 from mlx_lm.models.activations import swiglu
 
 from dflash_mlx import load, load_drafter, stream_generate
-from dflash_mlx.kernels import autotune as choice
-from dflash_mlx.kernels import block_linear
+from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.models.target import intercept
 from dflash_mlx.traced import compiled
-from dflash_mlx.traced.fusion import joint_calls
+from dflash_mlx.traced.fusion import fused_linears
 
 
 @pytest.fixture
@@ -36,11 +35,13 @@ def launched(monkeypatch, tmp_path):
         return run
 
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
-    monkeypatch.setenv(choice.VARIABLE, "block_linear")
+    monkeypatch.setenv(autotune.VARIABLE, "block_linear")
     for name in ("_known", "_off", "_plans"):
-        monkeypatch.setattr(choice, name, {})
-    monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    monkeypatch.setattr(choice, "_judge", lambda name, shape, trial: choice.Verdict(name, shape, True, "right", 1.0, 2.0))
+        monkeypatch.setattr(autotune, name, {})
+    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setattr(
+        autotune, "_judge", lambda name, shape, trial: autotune.TuningResult(name, shape, True, "right", 1.0, 2.0)
+    )
     monkeypatch.setattr(block_linear, "TILE_TYPES", (mx.float32,))
     monkeypatch.setattr(block_linear, "prepare", prepare)
     return made
@@ -77,7 +78,7 @@ def launches_of(launched, model, x=None):
         with intercept(calls):
             model(x)
 
-    calls = joint_calls(model, run, fused=True)
+    calls = fused_linears(model, run, fused=True)
     launched.clear()
     with intercept(calls):
         found = model(x)
@@ -109,7 +110,7 @@ def test_of_products_that_are_made_again_nothing_is_run(launched):
             return model(x)
 
     graph = io.StringIO()
-    mx.export_to_dot(graph, run(joint_calls(model, run, fused=True)))
+    mx.export_to_dot(graph, run(fused_linears(model, run, fused=True)))
     assert len(launched) == 4 and graph.getvalue().count('label ="Matmul"') == 2
 
 
@@ -176,7 +177,7 @@ def test_a_pass_that_goes_another_way_than_the_one_that_was_watched(body, rows, 
         with intercept(calls):
             return model(x)
 
-    calls = joint_calls(model, run, fused=True)
+    calls = fused_linears(model, run, fused=True)
     object.__setattr__(model, "otherwise", True)
     found = run(calls)
     assert mx.allclose(found, model(x), rtol=0, atol=1e-5) and set(launched) == forms
@@ -202,15 +203,17 @@ def test_norms_of_other_classes_and_layers_with_a_bias_are_left_to_mlx(launched)
 def test_where_the_kernel_is_refused_or_off_all_is_mlxs(launched, monkeypatch):
     model = Layer(lambda m, swiglu, x: x + m.a(m.norm(x)))
     assert launches_of(launched, model, mx.random.normal((1, 17, 64))) == {}
-    choice.switch_off("block_linear", "wrong")
-    monkeypatch.setenv(choice.VARIABLE, "auto")
+    autotune.switch_off("block_linear", "wrong")
+    monkeypatch.setenv(autotune.VARIABLE, "auto")
     assert launches_of(launched, model) == {}
 
 
 # 128 columns: on CUDA.
 @pytest.mark.parametrize("bits, columns", [(None, 1), (4, 1), (4, 128)])
-def test_ids_of_replayed_passes_are_plain_decodings_and_the_drafter_launches_nothing(bits, columns, launched, monkeypatch):
-    monkeypatch.setattr(compiled, "joint_calls", lambda m, run, kernels, _, fused: joint_calls(m, run, kernels, columns, fused))
+def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_nothing(bits, columns, launched, monkeypatch):
+    monkeypatch.setattr(
+        compiled, "fused_linears", lambda m, run, kernels, _, fused: fused_linears(m, run, kernels, columns, fused)
+    )
     model, tokenizer = load("tiny", dtype=mx.float32)
     if bits:
         nn.quantize(model, 32, bits)
@@ -218,11 +221,11 @@ def test_ids_of_replayed_passes_are_plain_decodings_and_the_drafter_launches_not
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     out = list(stream_generate(model, tokenizer, prompt, 50, drafter, block_size=8))
     layers = len(model.layers)
-    blocks, drafts = drafter._replays
+    blocks, drafts = drafter._compiled
     assert blocks.passes > 10 and drafts.passes > 10 and not blocks.refused
     # One trace of the target; queries, keys and values are one product, the gate another, which is made once for nothing.
     assert Counter(launched) == {"norm": 2 * layers, "gated norm": layers, "": 2 * layers, "sum": 2 * layers}
-    monkeypatch.setenv(choice.VARIABLE, "off")
+    monkeypatch.setenv(autotune.VARIABLE, "off")
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "off")
     assert [r.token for r in out] == greedy_ids(model, prompt, 50)
 
@@ -236,5 +239,5 @@ def test_a_kernel_that_is_switched_off_between_answers_is_traced_out(launched, m
     assert launched
     for value in ("off", "block_linear"):
         launched.clear()
-        monkeypatch.setenv(choice.VARIABLE, value)
+        monkeypatch.setenv(autotune.VARIABLE, value)
         assert answer() == first and bool(launched) == (value != "off")
