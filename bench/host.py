@@ -6,7 +6,7 @@
 The real loop (`stream_generate`, fixed block size) writes an answer. Then the same passes are made again without it: for every
 round one drafter pass over the same context rows and one target pass over the same block at the same position, head and argmax
 included, with nothing decided in between. Two ways: with one wait a round, as the loop must have, and without waits, which is
-what the device alone needs. host share = 1 - bare / real. Runs alternate; medians. A peek is what a second wait, for the drafts,
+what the device alone needs. host share = 1 - bare / real. Runs alternate; medians. A cut is what a second wait, for the drafts,
 and reading how sure the drafter is of them add to a round: as the width rule measures it, at the drafter's own block.
 """
 
@@ -22,11 +22,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
-from dflash_mlx.draft_length.cost_store import measure_costs
+from dflash_mlx.draft_length.cost_store import measure_cost_model
 from dflash_mlx.loading import default_dtype
 from dflash_mlx.models.target import Target
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
-from dflash_mlx.rollback import PairCache, checkpoint, rollback
+from dflash_mlx.rollback import PairCache, rollback, rollback_point
 from dflash_mlx.tools import bench
 from dflash_mlx.traced.compiled import attach
 from dflash_mlx.train.trainer import dense
@@ -52,7 +52,7 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
     for r in rounds:
         anchor = mx.array([ids[row - len(prompt)]], dtype=mx.int32)
         drafted = drafter.draft(anchor, pending, pair.drafter, start, len(r.drafted) + 1)
-        point = checkpoint(pair.target, row)
+        point = rollback_point(pair.target, row)
         hidden, features = verify_block(target, anchor, drafted[:, : r.width], pair.target, point)
         choices = mx.argmax(logprobs(target, hidden), axis=-1)
         (mx.eval if waits else mx.async_eval)(choices, drafted, features)
@@ -95,7 +95,7 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
         "tokens": len(ids),
         "ms_a_round": ms,
         "spread_ms": {name: [1e3 * f(values) / len(rounds) for f in (min, max)] for name, values in times.items()},
-        "peek_ms": 1e3 * statistics.median(measure_costs(model, drafter).peek_s for _ in range(repeats)),
+        "cut_ms": 1e3 * statistics.median(measure_cost_model(model, drafter).cut_s for _ in range(repeats)),
         "host_share": 1 - ms["passes_with_waits"] / ms["loop"],
         "host_and_wait_share": 1 - ms["passes_without_waits"] / ms["loop"],
     }
@@ -132,7 +132,7 @@ def main() -> None:
     print(f"loop {ms['loop']:.3f} ms a round; its passes {ms['passes_with_waits']:.3f} ms with one wait a round: ", end="")
     print(f"host share {100 * result['host_share']:.1f} %")
     print(f"passes without waits {ms['passes_without_waits']:.3f} ms: host and waits {100 * result['host_and_wait_share']:.1f} %")
-    print(f"a peek adds {result['peek_ms']:.3f} ms")
+    print(f"a cut adds {result['cut_ms']:.3f} ms")
     if args.out:
         bench.write_record(record, args.out)
 

@@ -67,11 +67,11 @@ def accept_block(
     n = draft.shape[1]
     at = draft[..., None]
     p, q = (mx.take_along_axis(rows, at, axis=-1)[..., 0] for rows in (target[:, :-1], drafter))
-    chance, chances = mx.ones(draft.shape[:1]), [mx.ones(draft.shape[:1])]
+    chance, reached = mx.ones(draft.shape[:1]), [mx.ones(draft.shape[:1])]
     accepted = mx.zeros(draft.shape[:1], dtype=mx.int32)
     for i in range(1, n + 1):
         chance = mx.minimum(1.0, chance * p[:, i - 1] / q[:, i - 1])
-        chances.append(chance)
+        reached.append(chance)
         if i < n:
             left = mx.maximum(chance[:, None] * target[:, i] - drafter[:, i], 0).sum(axis=-1)
             # 0 / 0: p and q agree to the end, so everything may be kept.
@@ -79,7 +79,7 @@ def accept_block(
         else:
             rule = chance
         accepted = mx.where(uniform[:, i - 1] <= rule, i, accepted)
-    weight = mx.take_along_axis(mx.stack(chances, axis=1), accepted[:, None], axis=1)[:, 0]
+    weight = mx.take_along_axis(mx.stack(reached, axis=1), accepted[:, None], axis=1)[:, 0]
     return accepted, _draw_rest(target, drafter, accepted, weight, gumbel)
 
 

@@ -20,9 +20,9 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .draft_length.cost_store import width_rule
-from .draft_length.policy import FixedWidth, WidthRule
-from .draft_length.prompt_lookup import Copier, make_copier
+from .draft_length.cost_store import draft_length_policy
+from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .draft_length.prompt_lookup import PromptLookup, make_prompt_lookup
 from .errors import CacheError, GenerationError, PairError
 from .kernels.autotune import NotFiniteError
 from .memory import wired_limit
@@ -40,15 +40,15 @@ from .options import (
     warn_of_overflow,
 )
 from .rollback import (
-    Checkpoint,
     KVQuantization,
     PairCache,
+    RollbackPoint,
     check_rollback,
-    checkpoint,
     is_pair_cache,
     leaves,
     plain_windows,
     rollback,
+    rollback_point,
 )
 from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
@@ -207,11 +207,11 @@ def stream_generate(
     quantization = _quantization(model, given)
     target_sampler = make_target_sampler(sampler, logits_processors or (), seed, acceptance, ids)
     if block_size is None and acceptance == "match":
-        rule: FixedWidth | WidthRule = width_rule(model, draft_model, stream)
+        rule: FixedDraftLength | DraftLengthPolicy = draft_length_policy(model, draft_model, stream)
     else:
         # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
-        rule = FixedWidth((block_size or draft_model.config.block_size) - 1)
-    copier = make_copier(copy, acceptance, block_size)
+        rule = FixedDraftLength((block_size or draft_model.config.block_size) - 1)
+    lookup = make_prompt_lookup(copy, acceptance, block_size)
     stats = GenerationStats(block_size or draft_model.config.block_size, keep_rounds, rule=rule)
     if prompt_cache is not None and prompt_cache is not entries:
         # A fresh list from mlx-lm's own make_prompt_cache gets the drafter's part added in place, now that nothing was refused.
@@ -221,7 +221,7 @@ def stream_generate(
         draft_model,
         pair,
         target_sampler,
-        copier,
+        lookup,
         rule,
         stats,
         max_tokens,
@@ -335,7 +335,7 @@ class PendingPass:
     width: int
     source: str
     lookahead: bool
-    point: Checkpoint
+    point: RollbackPoint
     features: mx.array
     token: mx.array | None
     read: Callable[[], RoundResult]
@@ -363,8 +363,8 @@ class _Run:
         drafter: Drafter,
         pair: PairCache,
         target_sampler: TargetSampler,
-        copier: Copier | None,
-        rule: FixedWidth | WidthRule,
+        lookup: PromptLookup | None,
+        rule: FixedDraftLength | DraftLengthPolicy,
         stats: GenerationStats,
         max_tokens: int,
         stream: Any,
@@ -372,11 +372,11 @@ class _Run:
         prefill_step_size: int | None,
         progress: Callable[[int, int], None] | None,
     ):
-        self.drafter, self.pair, self.target_sampler, self.copier, self.rule, self.stats = (
+        self.drafter, self.pair, self.target_sampler, self.lookup, self.rule, self.stats = (
             drafter,
             pair,
             target_sampler,
-            copier,
+            lookup,
             rule,
             stats,
         )
@@ -386,7 +386,7 @@ class _Run:
         self.rows, self.injected = pair.rows, pair.rows - pair.pending
         self.pending = _Rows(pair.features)
         self.context = _slid(pair.drafter)
-        self.point = checkpoint(pair.target, pair.rows)
+        self.point = rollback_point(pair.target, pair.rows)
         # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
@@ -416,7 +416,7 @@ class _Run:
             pair.ids = pair.ids[: self.rows] + chunk
             feed, done = feed[len(chunk) :], self.rows + len(chunk)
             context = _slid(pair.drafter)
-            self._move(done, done, _Rows(), context, checkpoint(pair.target, done))
+            self._move(done, done, _Rows(), context, rollback_point(pair.target, done))
             self.progress(self._prompt_rows - len(feed), self._prompt_rows)
         pair.ids = pair.ids[: self.rows] + feed
         self._begun = self.rows
@@ -438,9 +438,9 @@ class _Run:
 
     def copy_width(self, width: int) -> int:
         """How many copied ids to verify in place of a round of `width`; 0: none."""
-        if self.copier is None or not self.copier.follow(self.pair.ids):
+        if self.lookup is None or not self.lookup.follow(self.pair.ids):
             return 0
-        return self._cut(self.rule.copy(width, self.copier.chances(self.stats.block_size - 1)))
+        return self._cut(self.rule.prompt_lookup_width(width, self.lookup.rates(self.stats.block_size - 1)))
 
     def _cut(self, width: int) -> int:
         if self.target.positions is not None:
@@ -451,7 +451,7 @@ class _Run:
     def enqueue_block(self, anchor: int, width: int) -> PendingPass:
         """Enqueue a round after a token that was read: of `width`, or of copied drafts where they promise more."""
         copied = self.copy_width(width)
-        drafts = self.copier.draft(self.stats.block_size - 1) if copied else None
+        drafts = self.lookup.draft(self.stats.block_size - 1) if copied else None
         return self.enqueue(mx.array([anchor], dtype=mx.int32), copied or width, drafts=drafts)
 
     def enqueue(self, anchor: mx.array, width: int, lookahead: bool = False, drafts: list[int] | None = None) -> PendingPass:
@@ -463,7 +463,7 @@ class _Run:
         if self.quantization and self.rows > self._begun:
             # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
             self.quantization.apply(pair)
-        self.point = checkpoint(pair.target, self.rows)
+        self.point = rollback_point(pair.target, self.rows)
         with mx.stream(self.stream):
             if source == "drafter":
                 args = (self.drafter, anchor, self.pending.joined(), pair.drafter, self.injected, stats.block_size)
@@ -606,7 +606,7 @@ class _Run:
         mx.async_eval([entry.state for entry in self.pair.drafter])
         self._move(self.rows, self.rows, _Rows(), _slid(self.pair.drafter), self.point)
 
-    def _move(self, rows: int, injected: int, pending: _Rows, context: list[Any], point: Checkpoint) -> None:
+    def _move(self, rows: int, injected: int, pending: _Rows, context: list[Any], point: RollbackPoint) -> None:
         # One statement, so that an interruption falls before or after it.
         self.rows, self.injected, self.pending, self.context, self.point = rows, injected, pending, context, point
 

@@ -2,13 +2,13 @@
 
 Knows mlx-lm's cache classes. Knows nothing of models, tokens' meaning or the loop.
 
-A target pass over a block is undone in two calls: `checkpoint(entries)` before it, `rollback(entries, point, keep)` after
+A target pass over a block is undone in two calls: `rollback_point(entries)` before it, `rollback(entries, point, keep)` after
 it. What an entry can do decides how (`_CUT` and the two kinds beside it):
 
     entry                                       before the pass          to keep the first n rows of it
     KV, quantized, chunked, concatenated, MLA   its offset               cut the rows behind
     rotating (sliding window, kept rows)        its offset               cut the newest rows, wherever the ring has them
-    arrays (recurrence, convolution)            the arrays themselves    put them back, replay n rows (see `Checkpoint`)
+    arrays (recurrence, convolution)            the arrays themselves    put them back, replay n rows (see `RollbackPoint`)
     list of these                               one of each              one by one
 
 A prompt cache for a pair is a flat list of mlx-lm's own classes, so mlx-lm's save and load carry it:
@@ -134,7 +134,7 @@ def check_rollback(entries: Sequence[Any], family: str) -> None:
 
 
 @dataclass
-class Checkpoint:
+class RollbackPoint:
     """What `rollback` needs to keep any number of rows of one target pass.
 
     length: rows committed before the pass.
@@ -157,10 +157,10 @@ class Checkpoint:
         self.whole.clear()
 
 
-def checkpoint(entries: Sequence[Any], length: int) -> Checkpoint:
+def rollback_point(entries: Sequence[Any], length: int) -> RollbackPoint:
     """Remember the entries as they are, holding `length` tokens. Cheap: references and numbers."""
     whole = {id(entry): dict(vars(entry)) for entry in leaves(entries) if type(entry) is not ArraysCache}
-    return Checkpoint(length, [_save(entry) for entry in entries], whole=whole)
+    return RollbackPoint(length, [_save(entry) for entry in entries], whole=whole)
 
 
 def _save(entry: Any) -> Any:
@@ -169,7 +169,7 @@ def _save(entry: Any) -> Any:
     return list(entry.cache) if type(entry) is ArraysCache else entry.offset
 
 
-def rollback(entries: Sequence[Any], point: Checkpoint, length: int) -> None:
+def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
     """Put every entry where plain decoding would have it after `length` tokens: `point` and some rows of the pass after it.
 
     May be called again with a smaller length, until the next pass. An interrupted pass, which may have reached some entries
@@ -188,7 +188,7 @@ def rollback(entries: Sequence[Any], point: Checkpoint, length: int) -> None:
         _undo(entry, saved, point, keep)
 
 
-def _undo(entry: Any, saved: Any, point: Checkpoint, keep: int) -> None:
+def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
     replays = point.replays.get(id(entry), [])
     if type(entry) is CacheList:
         # A module that is given the whole list appends to all of it when it is replayed.

@@ -27,8 +27,8 @@ class GenerationStats:
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
     n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
-    widths: rounds by width, 0 being plain decoding. rule: what chose them. copied: those with copied drafts among them;
-      confidence_cut: those whose width was cut to what the drafter was sure of, once it had drafted.
+    widths: rounds by width, 0 being plain decoding. rule: what chose them. looked_up: those with drafts from the text;
+      confidence_cut: those whose width was cut to what the drafter was confident of, once it had drafted.
     sources: rounds and accepted drafts by source, of rounds of width > 0.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
@@ -44,7 +44,7 @@ class GenerationStats:
     n_committed: int = 0
     n_verified: int = 0
     widths: dict[int, int] = field(default_factory=dict)
-    copied: dict[int, int] = field(default_factory=dict)
+    looked_up: dict[int, int] = field(default_factory=dict)
     confidence_cut: dict[int, int] = field(default_factory=dict)
     sources: dict[str, dict[str, int]] = field(
         default_factory=lambda: {name: {"rounds": 0, "accepted": 0} for name in ("drafter", "copy")}
@@ -62,7 +62,7 @@ class GenerationStats:
     @property
     def width_reason(self) -> str | None:
         """One sentence on the widths that were chosen; None if they were asked for."""
-        return self.rule and self.rule.reason(self.widths, self.copied, self.confidence_cut)
+        return self.rule and self.rule.reason(self.widths, self.looked_up, self.confidence_cut)
 
     def add_round(
         self, drafted: list[int], accepted: int, bonus: int, width: int, source: str, confidence_cut: bool = False
@@ -78,7 +78,7 @@ class GenerationStats:
             self.sources[source]["rounds"] += 1
             self.sources[source]["accepted"] += accepted
             if source == "copy":
-                self.copied[width] = self.copied.get(width, 0) + 1
+                self.looked_up[width] = self.looked_up.get(width, 0) + 1
         if self.keep_rounds:
             drafted, source = (drafted, source) if width else ([], "plain")
             self.rounds.append(Round(drafted=drafted, accepted=accepted, bonus=bonus, width=width, source=source))

@@ -8,18 +8,18 @@ from typing import Any
 import mlx.core as mx
 
 from .models.target import Target
-from .rollback import Checkpoint, exact_windows
+from .rollback import RollbackPoint, exact_windows
 
 
 def verify_block(
-    target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: Checkpoint
+    target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: RollbackPoint
 ) -> tuple[mx.array, mx.array]:
     """Run the target over `[anchor, drafted...]` after the rows its cache holds.
 
     Shapes:
       - anchor: [B] int32; drafted: [B, N] int32, N = width of this round
     Args:
-      point: `checkpoint(cache)`
+      point: `rollback_point(cache)`
     Returns:
       - hidden: [B, N + 1, H] final normed states, row i chooses the token after block slot i
       - features: [B, N + 1, n_taps * H] taps of the same rows

@@ -21,10 +21,10 @@ def costs_file(tmp_path_factory):
     """Measured costs of passes go to a file of this session, not to the user's cache."""
     from dflash_mlx.draft_length import policy as width
 
-    before, file = width._costs_file, tmp_path_factory.mktemp("costs") / "widths.json"
-    width._costs_file = lambda: file
+    before, file = width._cost_file, tmp_path_factory.mktemp("costs") / "widths.json"
+    width._cost_file = lambda: file
     yield file
-    width._costs_file = before
+    width._cost_file = before
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,17 @@ import math
 from collections.abc import Sequence
 
 
-def expected(chances: Sequence[float]) -> list[float]:
-    """Committed tokens of a round by width 0, 1, ... len(chances): the accepted ones and the bonus."""
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Committed tokens of a round by width 0, 1, ... len(rates): the accepted ones and the bonus."""
     total, reach, found = 1.0, 1.0, [1.0]
-    for chance in chances:
+    for chance in rates:
         reach *= chance
         total += reach
         found.append(total)
     return found
 
 
-class Acceptance:
+class AcceptanceRate:
     """How often each slot is accepted when those before it are: counts that fade, a slot leaning on the one before it."""
 
     FADE, LEAN, START = 0.97, 2.0, 0.7
@@ -28,7 +28,7 @@ class Acceptance:
         # [accepted, seen] a slot.
         self.counts = [[0.0, 0.0] for _ in range(slots)]
 
-    def chances(self) -> list[float]:
+    def rates(self) -> list[float]:
         found, before = [], self.START
         for accepted, seen in self.counts:
             before = (accepted + self.LEAN * before) / (seen + self.LEAN)
@@ -68,9 +68,9 @@ class Calibration:
         chance = sigmoid(a * logit(confidence) + b * logit(slot's chance) + c)
 
     Every slot that was judged moves a, b, c by one step of stochastic gradient on the log loss, so old rounds fade. Confidences
-    that say nothing drive a to 0 and b to 1, which is the slots' own chances; ones that are too high or upside down are bent
+    that say nothing drive a to 0 and b to 1, which is the slots' own rates; ones that are too high or upside down are bent
     by c and the sign of a. On greedy answers of the built-in pairs the log loss a slot is 0.48 (smollm2) and 0.49 (tiny); the
-    slots' chances alone have 0.67 and 0.61, the bare confidences 0.48 and 0.52.
+    slots' rates alone have 0.67 and 0.61, the bare confidences 0.48 and 0.52.
     """
 
     RATE, SHORTER, START = 0.05, 0.1, (0.5, 0.5, 0.0)
@@ -78,13 +78,13 @@ class Calibration:
     def __init__(self) -> None:
         self.weights = list(self.START)
 
-    def chances(self, confidence: Sequence[float], slots: Sequence[float]) -> list[float]:
-        """By slot. slots: what `Acceptance.chances` says."""
+    def rates(self, confidence: Sequence[float], slots: Sequence[float]) -> list[float]:
+        """By slot. slots: what `AcceptanceRate.rates` says."""
         a, b, c = self.weights
         return [_sigmoid(a * _logit(p) + b * _logit(q) + c) for p, q in zip(confidence, slots, strict=True)]
 
     def add(self, confidence: Sequence[float], slots: Sequence[float], accepted: int, more: bool) -> None:
-        """One round, as for `Acceptance.add`; `slots`: as they were when it was drafted."""
+        """One round, as for `AcceptanceRate.add`; `slots`: as they were when it was drafted."""
         a, b, c = self.weights
         for i in range(min(accepted + 1, len(slots))):
             x, y = _logit(confidence[i]), _logit(slots[i])

@@ -13,41 +13,41 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..models.drafter import Drafter
 from ..models.target import Target
-from ..rollback import checkpoint, rollback
+from ..rollback import rollback, rollback_point
 from ..target_sampler import pack_drafts
 from ..traced.compiled import attach, setting
 from ..verify import logprobs, verify_block
-from .acceptance import Acceptance
-from .policy import Costs, WidthRule, load_costs, measure, pair_key, save_costs
+from .acceptance import AcceptanceRate
+from .policy import CostModel, DraftLengthPolicy, load_cost_model, measure, pair_key, save_cost_model
 
 
-def width_rule(model: nn.Module, drafter: Drafter, stream: Any) -> WidthRule:
+def draft_length_policy(model: nn.Module, drafter: Drafter, stream: Any) -> DraftLengthPolicy:
     """The rule for one run. What passes cost, and what earlier runs accepted, is kept with the drafter for the next one."""
-    known: WidthRule | None = getattr(drafter, "_last_rule", None)
+    known: DraftLengthPolicy | None = getattr(drafter, "_last_rule", None)
     most = drafter.config.block_size - 1
-    acceptance = Acceptance(most)
+    acceptance = AcceptanceRate(most)
     if known is not None:
         acceptance.counts = [list(counts) for counts in known.acceptance.counts]
         acceptance.forget(4)
-    rule = WidthRule(most, acceptance, known and known.costs, lambda: measured_costs(model, drafter, stream))
+    rule = DraftLengthPolicy(most, acceptance, known and known.cost_model, lambda: stored_cost_model(model, drafter, stream))
     if known is not None:
         rule.take_up(known)
     drafter._last_rule = rule
     return rule
 
 
-def measured_costs(model: nn.Module, drafter: Drafter, stream: Any) -> Costs:
+def stored_cost_model(model: nn.Module, drafter: Drafter, stream: Any) -> CostModel:
     """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
     key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__, setting())
-    costs = load_costs(key)
+    costs = load_cost_model(key)
     if costs is None:
         with mx.stream(stream):
-            costs = measure_costs(model, drafter)
-        save_costs(key, costs)
+            costs = measure_cost_model(model, drafter)
+        save_cost_model(key, costs)
     return costs
 
 
-def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
+def measure_cost_model(model: nn.Module, drafter: Drafter) -> CostModel:
     target = attach(Target(model, drafter.config.target_layer_ids), drafter)
     entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
     # Any text of different tokens.
@@ -59,7 +59,7 @@ def measure_costs(model: nn.Module, drafter: Drafter) -> Costs:
 
     def choose(width: int, drafted: mx.array | None = None) -> mx.array:
         nonlocal rows
-        point = checkpoint(entries, rows)
+        point = rollback_point(entries, rows)
         drafted = (text if drafted is None else drafted)[:, :width]
         hidden, taps = verify_block(target, token, drafted, entries, point)
         chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)

@@ -25,7 +25,7 @@ def _bucket(length: int) -> int:
 _BUCKETS = [_bucket(length) for length in range(_LONGEST + 1)]
 
 
-class Copier:
+class PromptLookup:
     """Follows a text and tells what came after its last ids where they stood before.
 
         ids       a b c d e f g x b c d | ? ?       b c d stood before, and e came after them:
@@ -35,7 +35,7 @@ class Copier:
     as what it says is committed; then the latest place of the last 2 ids is taken. (On 400 answers of smollm2 that copies as much
     as the longest match does, at one look-up an id.)
 
-    How often the id after a match was the copied one is counted by the match's length over all committed ids, whoever drafted
+    How often the id after a match was the looked_up one is counted by the match's length over all committed ids, whoever drafted
     them: to know what copying is worth, nothing needs to be tried.
     """
 
@@ -48,7 +48,7 @@ class Copier:
         self.source, self.length, self._known = 0, 0, 0
         # Where the text goes on after the latest occurrence of each 2 ids in a row.
         self._after: dict[tuple[int, ...], int] = {}
-        # [copied, seen] by length.
+        # [looked_up, seen] by length.
         self._counts = {length: [chance * self.LEAN, self.LEAN] for length, chance in self.START.items()}
 
     def follow(self, ids: list[int]) -> bool:
@@ -79,13 +79,13 @@ class Copier:
         period = len(self.ids) - self.source
         return [self.ids[self.source + i % period] for i in range(n)]
 
-    def chances(self, n: int) -> list[float]:
+    def rates(self, n: int) -> list[float]:
         """By slot: how likely a copied id is accepted if those before it are."""
         found = {length: hits / seen for length, (hits, seen) in self._counts.items()}
         return [found[_BUCKETS[min(self.length + i, _LONGEST)]] for i in range(n)]
 
 
-def make_copier(copy: bool | None, acceptance: str, block_size: int | None) -> Copier | None:
+def make_prompt_lookup(copy: bool | None, acceptance: str, block_size: int | None) -> PromptLookup | None:
     """What `stream_generate`'s `copy` asks for; None: no copying.
 
     Raises:
@@ -99,4 +99,4 @@ def make_copier(copy: bool | None, acceptance: str, block_size: int | None) -> C
             "expected a block_size of at least 2 with copy; found 1, which drafts nothing. Leave one of the two out."
         )
     wanted = block_size is None and acceptance == "match" if copy is None else copy
-    return Copier() if wanted else None
+    return PromptLookup() if wanted else None

@@ -26,7 +26,7 @@ from ..kernels import autotune
 from ..kernels.block_qmm import MAX_ROWS
 from ..kernels.head_argmax import head_argmax_plan
 from ..kernels.routing import Handler, KernelRoute, WatchedArray, attention_calls, kernel_calls
-from ..rollback import Checkpoint, leaves
+from ..rollback import RollbackPoint, leaves
 
 
 class _Local(threading.local):
@@ -152,7 +152,7 @@ def _given(args: tuple, kwargs: dict) -> list[Any]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, (ArraysCache, CacheList))]
 
 
-def _recorder(module: nn.Module, point: Checkpoint, rows: int) -> Handler:
+def _recorder(module: nn.Module, point: RollbackPoint, rows: int) -> Handler:
     """Leaves in `point` how to run the first n rows of this call again, for the state that it leaves in its cache entry.
 
     Linear layers inside work row by row, so their outputs are kept and cut instead of computed again; what is left to do is
@@ -319,7 +319,7 @@ class Target:
         self,
         ids: mx.array,
         cache: Sequence[Any] | None = None,
-        point: Checkpoint | None = None,
+        point: RollbackPoint | None = None,
         kernels: bool = False,
         eager: bool = False,
     ) -> tuple[mx.array, mx.array]:
@@ -328,7 +328,7 @@ class Target:
         Shapes:
           - ids: [B, L] int32
         Args:
-          point: made by `checkpoint(cache)` just now; then rows of this pass can be taken back by `rollback`. For blocks only:
+          point: made by `rollback_point(cache)` just now; then `rollback` takes back rows of this pass. For blocks only:
             inputs of stateful modules are kept, for every row.
           kernels: of few rows, let our kernels serve its layers. For who looks at `finite_flag`: prefill does not.
           eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
@@ -393,8 +393,8 @@ class Target:
         if plans is autotune.plans() and any(handler.left for _, handler, _ in calls):
             self._routed[rows] = (plans, [call for call in calls if call[1].served or not call[1].left])
 
-    def _states(self, cache: Sequence[Any] | None, point: Checkpoint | None, rows: int) -> AbstractContextManager:
-        """Round one pass: the first one finds the modules that change states, those with a checkpoint record them."""
+    def _states(self, cache: Sequence[Any] | None, point: RollbackPoint | None, rows: int) -> AbstractContextManager:
+        """Round one pass: the first one finds the modules that change states, those with a rollback point record them."""
         if not any(type(entry) is ArraysCache for entry in leaves(cache or ())):
             return nullcontext()
         if self._stateful is None:

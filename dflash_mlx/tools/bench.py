@@ -312,8 +312,8 @@ def make_hopeless(drafter: nn.Module) -> None:
 
     class Hopeless(type(drafter)):
         def choose(self, hidden, anchor):
-            ids, sure = super().choose(hidden, anchor)
-            return mx.where(ids == 0, ids + 1, ids - 1), sure
+            ids, confidence = super().choose(hidden, anchor)
+            return mx.where(ids == 0, ids + 1, ids - 1), confidence
 
     drafter.__class__ = Hopeless
 

@@ -25,7 +25,7 @@ from ..memory import machine_bytes, size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
-from ..rollback import check_rollback, checkpoint, leaves, rollback
+from ..rollback import check_rollback, leaves, rollback, rollback_point
 from ..traced import compiled
 from ..verify import verify_block
 
@@ -215,7 +215,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     alone = mx.concatenate([lm(mx.array([[token]]), cache=single) for token in tail], axis=1).astype(mx.float32)
     target(mx.array([known]), blocks)
     for block, keep in ((tail[:1] + known[:4], 1), (tail[1:], len(tail) - 1)):
-        point = checkpoint(blocks, _PROBE_ROWS + (keep > 1))
+        point = rollback_point(blocks, _PROBE_ROWS + (keep > 1))
         hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]]), blocks, point)
         rollback(blocks, point, point.length + keep)
     together = target.head(hidden).astype(mx.float32)

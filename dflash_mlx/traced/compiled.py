@@ -50,7 +50,7 @@ from ..kernels.routing import BufferMask, Dense, kernel_calls
 from ..kernels.small_batch import allow_cudnn, folded_mask, gqa_folded_attention_plan
 from ..models.drafter import Drafter
 from ..models.target import Target, family, intercept
-from ..rollback import Checkpoint
+from ..rollback import RollbackPoint
 from .fusion import Call, fused_linears
 
 VARIABLE = "DFLASH_MLX_COMPILE"
@@ -438,7 +438,7 @@ class CompiledVerify(CompiledPass):
         super().__init__(family(model), passes([]), passes, model, parts, always)
 
     def __call__(
-        self, target: Target, ids: mx.array, cache: Sequence[Any], point: Checkpoint
+        self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint
     ) -> tuple[mx.array, mx.array] | None:
         """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
 

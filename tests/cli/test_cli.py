@@ -80,7 +80,7 @@ def test_json_says_which_widths_were_taken_and_why():
     assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
 
 
-def test_where_peeks_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
+def test_where_cuts_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
     figures = {"prompt_tokens": 2, "prompt_tps": 1.0, "generation_tokens": 3, "generation_tps": 1.0, "finish_reason": "stop"}
     figures |= {
         "peak_memory_gb": 0.1,

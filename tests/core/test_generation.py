@@ -399,12 +399,14 @@ def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
 @pytest.mark.parametrize(
     "wants_confidence,cuts_by_confidence,width", [(True, False, 4), (True, True, 4), (True, True, 1), (False, False, 4)]
 )
-def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, wants_confidence, cuts_by_confidence, width):
+def test_a_round_waits_twice_only_if_it_is_cut_by_confidence(
+    tiny, waits, monkeypatch, wants_confidence, cuts_by_confidence, width
+):
     model, line, *_ = tiny
     per_round, told = [], []
 
-    class Peeking(generation.FixedWidth):
-        def copy(self, width, chances):
+    class Cutting(generation.FixedDraftLength):
+        def prompt_lookup_width(self, width, rates):
             return 0
 
         def confidence_cut(self, confidence):
@@ -415,8 +417,8 @@ def test_a_round_waits_twice_only_if_it_is_peeked_at(tiny, waits, monkeypatch, w
             per_round.append(waits["wait"])
             told.append((confidence, waited))
 
-    Peeking.wants_confidence, Peeking.cuts_by_confidence = wants_confidence, cuts_by_confidence
-    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(4))
+    Cutting.wants_confidence, Cutting.cuts_by_confidence = wants_confidence, cuts_by_confidence
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Cutting(4))
     got = run(model, tiny_drafter(model), PROMPT, 40, block_size=None)
     assert ids_of(got) == line[:40] and set(got[-1].stats.widths) == {width}
     waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
@@ -665,12 +667,12 @@ def test_an_interruption_while_plain_passes_overlap_leaves_both_caches_consisten
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("place", PLAIN_PLACES)
 def test_an_interruption_while_drafts_are_copied_leaves_both_caches_consistent(sliding, monkeypatch, place, after):
-    copied, draft = [], copying.Copier.draft
+    copied, draft = [], copying.PromptLookup.draft
     # Wherever one id stood before.
     monkeypatch.setattr(copying, "SHORTEST", 1)
-    monkeypatch.setattr(copying.Copier, "START", {1: 0.9, **copying.Copier.START})
-    monkeypatch.setattr(generation.FixedWidth, "copy", lambda self, width, chances: width)
-    monkeypatch.setattr(copying.Copier, "draft", lambda self, n: copied.append(draft(self, n)) or copied[-1])
+    monkeypatch.setattr(copying.PromptLookup, "START", {1: 0.9, **copying.PromptLookup.START})
+    monkeypatch.setattr(generation.FixedDraftLength, "prompt_lookup_width", lambda self, width, rates: width)
+    monkeypatch.setattr(copying.PromptLookup, "draft", lambda self, n: copied.append(draft(self, n)) or copied[-1])
     test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, 7, after, copy=True)
     assert copied
 

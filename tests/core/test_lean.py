@@ -32,8 +32,8 @@ import dflash_mlx
 from dflash_mlx import generation, make_prompt_cache, sampling
 from dflash_mlx import rollback as cache_module
 from dflash_mlx import target_sampler as choose
-from dflash_mlx.draft_length import cost_store as costs_module
-from dflash_mlx.draft_length.policy import FixedWidth
+from dflash_mlx.draft_length import cost_store
+from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import PairCache
@@ -52,7 +52,7 @@ def shuffled(monkeypatch):
             rules.append(Shuffled(drafter.config.block_size - 1, seed))
             return rules[-1]
 
-        monkeypatch.setattr(generation, "width_rule", rule)
+        monkeypatch.setattr(generation, "draft_length_policy", rule)
         return rules
 
     return use
@@ -76,9 +76,12 @@ def test_widths_that_change_all_the_time_change_no_token_and_no_context_row(tiny
     assert 0 in widths and len(set(widths)) > 3 and sum(a == 0 < b for a, b in zip(widths, widths[1:], strict=False)) >= 3
     assert [t[:2] for t in rules[0].told] == [(r["width"], r["accepted"]) for r in got[-1].stats.rounds]
     assert any(told[2] for told in rules[0].told)
-    # Of the rounds that draft half are peeked at, and any of their drafts verified, none included.
-    peeked = got[-1].stats.confidence_cut
-    assert sum(peeked.values()) == len(rules[0].sure) >= 5 and got[-1].stats.summary()["confidence_cut"] == peeked
+    # Of the rounds that draft half are cut by confidence, and any of their drafts verified, none included.
+    confidence_cut = got[-1].stats.confidence_cut
+    assert (
+        sum(confidence_cut.values()) == len(rules[0].confidence) >= 5
+        and got[-1].stats.summary()["confidence_cut"] == confidence_cut
+    )
     # Once a round: a try that was chosen and not run would be lost.
     assert rules[0].asked <= len(widths) + 1
     for r in got[-1].stats.rounds:
@@ -93,14 +96,14 @@ def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tin
     model, _, noisy = tiny
     told = []
 
-    class Told(FixedWidth):
-        def copy(self, width, chances):
+    class Told(FixedDraftLength):
+        def prompt_lookup_width(self, width, rates):
             return 0
 
         def observe(self, width, accepted, more, seconds, usual, *rest):
             told.append(usual)
 
-    monkeypatch.setattr(generation, "width_rule", lambda *_: Told(width))
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Told(width))
     for _ in dflash_mlx.stream_generate(model, letters(), PROMPT, 40, noisy):
         time.sleep(0.02)
     assert len(told) >= 10 and sum(told) >= 0.7 * len(told)
@@ -122,14 +125,14 @@ def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, s
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it_is_told(pair, monkeypatch, most):
+def test_a_round_that_is_cut_by_confidence_drafts_what_others_draft_and_verifies_what_it_is_told(pair, monkeypatch, most):
     model, tokenizer, drafter = pair
-    sure, told = {}, []
+    confidences, told = {}, []
 
-    class Peeking(FixedWidth):
+    class Cutting(FixedDraftLength):
         wants_confidence, cuts_by_confidence = True, False
 
-        def copy(self, width, chances):
+        def prompt_lookup_width(self, width, rates):
             return 0
 
         def confidence_cut(self, confidence):
@@ -138,12 +141,12 @@ def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it
 
         def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
             if not self.cuts_by_confidence:
-                sure[len(sure)] = confidence
+                confidences[len(confidences)] = confidence
 
-    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(7))
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Cutting(7))
     prompt = tokenizer.encode("def test_")
     blind = run(model, drafter, prompt, 40, tokenizer, block_size=None)
-    Peeking.cuts_by_confidence = True
+    Cutting.cuts_by_confidence = True
     got = run(model, drafter, prompt, 40, tokenizer, block_size=None)
     assert ids_of(got) == ids_of(blind) == greedy_ids(model, prompt, 40)
     rounds, stats = got[-1].stats.rounds, got[-1].stats
@@ -154,51 +157,51 @@ def test_a_round_that_is_peeked_at_drafts_what_others_draft_and_verifies_what_it
     else:
         assert [(r.drafted, r.accepted, r.source) for r in rounds] == [([], 0, "plain")] * len(rounds)
     # Read early or with the outcome, to 2^-20.
-    assert told[0] == sure[0] and all(0 < p <= 1 for p in told[0]) and len(set(told[0])) == 7
+    assert told[0] == confidences[0] and all(0 < p <= 1 for p in told[0]) and len(set(told[0])) == 7
     hidden = fresh_slots(model, drafter, [*prompt, got[0].token])
     expected = mx.softmax(drafter._head(hidden)[0], axis=-1).max(axis=-1)
     assert mx.allclose(mx.array(told[0]), expected, atol=1e-4).item()
 
 
-class Peeking(FixedWidth):
-    """Peeks at every round and verifies `cut_to` of its drafts."""
+class Cutting(FixedDraftLength):
+    """Cuts every round and verifies `kept` of its drafts."""
 
     wants_confidence = cuts_by_confidence = True
 
-    def __init__(self, width, cut_to):
-        self.width, self.cut_to, self.told = width, cut_to, []
+    def __init__(self, width, kept):
+        self.width, self.kept, self.told = width, kept, []
 
-    def copy(self, width, chances):
+    def prompt_lookup_width(self, width, rates):
         return 0
 
     def confidence_cut(self, confidence):
-        return self.cut_to
+        return self.kept
 
     def observe(self, width, accepted, more, seconds, usual, copied, confidence, waited):
         self.told.append((width, len(confidence or ()), waited))
 
 
-@pytest.mark.parametrize("cut_to", [0, 2])
-def test_a_peeked_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, cut_to):
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_cut_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, kept):
     model, line, noisy = tiny
-    rule = Peeking(4, cut_to)
-    monkeypatch.setattr(generation, "width_rule", lambda *_: rule)
+    rule = Cutting(4, kept)
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: rule)
     for nth in (2, 3, 5):
         rule.told.clear()
         with monkeypatch.context() as patch:
             failing_pass(patch, nth)
             got = run(model, noisy, PROMPT, 20, block_size=None)
-        assert ids_of(got) == line[:20] and got[-1].stats.confidence_cut == got[-1].stats.widths == {cut_to: len(rule.told)}
-        assert set(rule.told) == {(cut_to, 4, True)}
+        assert ids_of(got) == line[:20] and got[-1].stats.confidence_cut == got[-1].stats.widths == {kept: len(rule.told)}
+        assert set(rule.told) == {(kept, 4, True)}
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
 @pytest.mark.parametrize("where", ["confidence_cut", "_hold", "_verify"])
-def test_an_interruption_at_a_peek_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
+def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
     model, prompt = family(name), some_line(30)
     line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
     for nth in (1, 2, 9):
-        rule, calls = Peeking(4, 0 if where == "_hold" else 3), []
+        rule, calls = Cutting(4, 0 if where == "_hold" else 3), []
         owner = rule if where == "confidence_cut" else generation._Run
         original = getattr(owner, where)
 
@@ -210,7 +213,7 @@ def test_an_interruption_at_a_peek_leaves_both_caches_at_what_was_said(monkeypat
 
         got, cache = [], make_prompt_cache(model, drafter)
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "width_rule", lambda *_, rule=rule: rule)
+            patch.setattr(generation, "draft_length_policy", lambda *_, rule=rule: rule)
             patch.setattr(owner, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 for r in dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, prompt_cache=cache):
@@ -223,9 +226,9 @@ def test_an_interruption_at_a_peek_leaves_both_caches_at_what_was_said(monkeypat
         assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh), (nth, where)
 
 
-def test_a_round_that_is_peeked_at_reaches_over_no_row_where_the_cache_is_quantized(monkeypatch):
+def test_a_round_that_is_cut_by_confidence_reaches_over_no_row_where_the_cache_is_quantized(monkeypatch):
     drafter = tiny_drafter(tiny_target(seed=4, head_dim=32))
-    monkeypatch.setattr(generation, "width_rule", lambda *_: Peeking(1, 4))
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Cutting(1, 4))
     for start in range(len(PROMPT) + 1, len(PROMPT) + 8):
         options = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
         expected = greedy_ids(drafter.target, PROMPT, 24, **options)
@@ -310,8 +313,8 @@ def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
 def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch, costs_file):
     model = tiny_target(seed=2, intermediate_size=52)
     calls = []
-    original = costs_module.measure_costs
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *args: (calls.append(1), original(*args))[1])
+    original = cost_store.measure_cost_model
+    monkeypatch.setattr(cost_store, "measure_cost_model", lambda *args: (calls.append(1), original(*args))[1])
     steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 9, tiny_drafter(model))
     next(steps)
     assert calls == []
@@ -324,16 +327,16 @@ def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch,
     assert calls == [1]
 
 
-def test_what_a_peek_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch, waits):
+def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch, waits):
     model, *_ = tiny
     passes, counted = {}, []
 
     def measure(plain, draft, inject, verify, both, most):
         passes["both"] = both
-        return costs_module.Costs(1.0, 1.0, 1.0, {1: 1.0})
+        return cost_store.CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(costs_module, "measure", measure)
-    costs_module.measure_costs(model, tiny_drafter(model))
+    monkeypatch.setattr(cost_store, "measure", measure)
+    cost_store.measure_cost_model(model, tiny_drafter(model))
     for second in (False, True, False):
         before = waits["wait"]
         passes["both"](3, second)
@@ -357,16 +360,16 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
             plain()
             draft()
         assert tried == before and all(passes.passes for passes in drafter._compiled)
-        return costs_module.Costs(1.0, 1.0, 1.0, {1: 1.0})
+        return cost_store.CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(costs_module, "measure", measure)
-    costs_module.measure_costs(model, drafter)
+    monkeypatch.setattr(cost_store, "measure", measure)
+    cost_store.measure_cost_model(model, drafter)
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
     model, line, _ = tiny
     drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
-    costs = costs_module.measure_costs(model, drafter)
+    costs = cost_store.measure_cost_model(model, drafter)
     assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
     assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
@@ -375,7 +378,7 @@ def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
 
 def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monkeypatch):
     model, line, noisy = tiny
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(cost_store, "measure_cost_model", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
     assert set(stats.widths) == {3} and stats.width_reason is None and stats.confidence_cut == {}
 
@@ -653,9 +656,9 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     model, line, _ = tiny
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
-    costs = costs_module.Costs(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
-    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
+    costs = cost_store.CostModel(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
     assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
@@ -664,10 +667,10 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 @pytest.mark.full
 def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
     model, tokenizer, drafter = pair
-    costs = costs_module.Costs(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
-    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
-    monkeypatch.setattr(costs_module.Costs, "reprice", lambda *_: None)
+    costs = cost_store.CostModel(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
+    monkeypatch.setattr(cost_store.CostModel, "reprice", lambda *_: None)
     monkeypatch.setattr(drafter, "_last_rule", None, raising=False)
     prompt = tokenizer.encode("def test_")
     got = run(model, drafter, prompt, 300, tokenizer, block_size=None, copy=False)
@@ -677,7 +680,7 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
     assert "7 drafts verified on average, as many as the drafter was sure enough of: 1." in stats.width_reason
     # Less time by these costs than at any fixed width.
     blind = {w: n - stats.confidence_cut.get(w, 0) for w, n in stats.widths.items()}
-    seconds = sum(n * costs.peeked(w) for w, n in stats.confidence_cut.items()) + sum(
+    seconds = sum(n * costs.cut_round(w) for w, n in stats.confidence_cut.items()) + sum(
         n * costs.round(w) for w, n in blind.items()
     )
     for width in (1, 2, 3, 4, 7):
@@ -687,9 +690,9 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
 
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
-    costs = costs_module.Costs(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(costs_module, "measured_costs", lambda *_: costs)
-    monkeypatch.setattr(costs_module.Costs, "refine", lambda *_: None)
+    costs = cost_store.CostModel(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
     assert stats.widths[0] > 90
     assert "drafting off in 9" in stats.width_reason and "5 rows cost 2.5x one row here" in stats.width_reason

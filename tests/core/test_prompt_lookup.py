@@ -13,8 +13,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from dflash_mlx import generation, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length import prompt_lookup as copying
-from dflash_mlx.draft_length.policy import FixedWidth
-from dflash_mlx.draft_length.prompt_lookup import Copier
+from dflash_mlx.draft_length.policy import FixedDraftLength
+from dflash_mlx.draft_length.prompt_lookup import PromptLookup
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.rollback import PairCache, trim_prompt_cache
 from dflash_mlx.sampling import Distribution
@@ -65,14 +65,14 @@ def repeating(seed, n, letters=50):
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_copied_equals_a_plain_searchs(seed, letters):
     text, chance = repeating(seed, 500, letters), random.Random(seed)
-    copier, plain, ids, found = Copier(), PlainSearch(), [], 0
+    lookup, plain, ids, found = PromptLookup(), PlainSearch(), [], 0
     while len(ids) < len(text):
         ids += text[len(ids) : len(ids) + chance.choice([1] * 8 + [2, 7, 90])]
-        assert copier.follow(ids) == plain.follow(ids)
-        assert copier.source == plain.source
-        if copier.source:
+        assert lookup.follow(ids) == plain.follow(ids)
+        assert lookup.source == plain.source
+        if lookup.source:
             found += 1
-            assert copier.length == plain.length() and copier.draft(40) == plain.draft(40)
+            assert lookup.length == plain.length() and lookup.draft(40) == plain.draft(40)
     assert found > 20
 
 
@@ -100,41 +100,41 @@ def test_as_much_is_copied_as_by_the_longest_match(pair):
             at, total, rounds = at + n + 1, total + n, rounds + 1
         return total, rounds
 
-    copier = Copier()
-    ours, theirs = accepted(lambda ids: copier.follow(ids) and copier.source), accepted(longest)
+    lookup = PromptLookup()
+    ours, theirs = accepted(lambda ids: lookup.follow(ids) and lookup.source), accepted(longest)
     assert ours[0] > 100 and ours[1] <= 1.05 * theirs[1]
 
 
 def test_chances_follow_what_came_after_matches_of_each_length():
-    copier, ids = Copier(), repeating(1, 40) + list(range(60, 160))
-    copier.follow(ids)
+    lookup, ids = PromptLookup(), repeating(1, 40) + list(range(60, 160))
+    lookup.follow(ids)
     # The same 100 ids again and again, with another one after every 5.
     for _ in range(6):
         for at in range(0, 100, 5):
             ids += [*range(60 + at, 65 + at), 1000 + len(ids)]
             for n in range(len(ids) - 5, len(ids) + 1):
-                copier.follow(ids[:n])
-    counts = copier._counts
+                lookup.follow(ids[:n])
+    counts = lookup._counts
     two, three, four = (counts[length][0] / counts[length][1] for length in (2, 3, 4))
     # After 2 ids the third is right, after 3 the fourth, after 4 the fifth, after 5 never; nothing longer was seen.
     assert two > 0.9 < three and 0.45 < four < 0.6
-    assert counts[16] == Copier()._counts[16]
+    assert counts[16] == PromptLookup()._counts[16]
     ids += [60, 61]
-    assert copier.follow(ids) and copier.length == 2
-    chances = copier.chances(8)
-    assert chances[:2] == [two, three] and chances[2:6] == [four] * 4 and chances[6] > four
+    assert lookup.follow(ids) and lookup.length == 2
+    rates = lookup.rates(8)
+    assert rates[:2] == [two, three] and rates[2:6] == [four] * 4 and rates[6] > four
 
 
 def test_a_prompt_is_not_counted_and_does_not_keep_its_sources():
-    copier = Copier()
-    assert copier.follow(repeating(2, 400) + [1, 2, 3, 4, 1, 2, 3]) and copier.draft(3) == [4, 1, 2]
-    assert copier._counts == Copier()._counts
+    lookup = PromptLookup()
+    assert lookup.follow(repeating(2, 400) + [1, 2, 3, 4, 1, 2, 3]) and lookup.draft(3) == [4, 1, 2]
+    assert lookup._counts == PromptLookup()._counts
 
 
 def test_short_texts_have_nothing_to_copy():
     for ids in ([], [1], [1, 1]):
-        assert not Copier().follow(ids)
-    assert Copier().follow([1, 1, 1])
+        assert not PromptLookup().follow(ids)
+    assert PromptLookup().follow([1, 1, 1])
 
 
 # In the loop
@@ -152,7 +152,7 @@ def rounds_by_search(prompt, stats, block):
         ids = [*ids, *r.drafted[: r.accepted], r.bonus]
 
 
-class KnownCopier(Copier):
+class KnownPromptLookup(PromptLookup):
     """Says at two ids of three that there is something to copy, and copies the known line, with errors."""
 
     def __init__(self, line):
@@ -168,7 +168,7 @@ class KnownCopier(Copier):
         known = [*self.line, *[0] * (len(self.ids) + n)]
         return [known[at] if (at * 7919) % 10 > 1 else (known[at] + 1) % 50 for at in places]
 
-    def chances(self, n):
+    def rates(self, n):
         return [0.5] * n
 
 
@@ -179,12 +179,12 @@ def mixed(monkeypatch):
     def use(line, seed):
         rule = []
 
-        def width_rule(model, drafter, stream):
+        def draft_length_policy(model, drafter, stream):
             rule[:] = [Shuffled(drafter.config.block_size - 1, seed, copies=True)]
             return rule[0]
 
-        monkeypatch.setattr(generation, "width_rule", width_rule)
-        monkeypatch.setattr(generation, "make_copier", lambda *args: KnownCopier(line))
+        monkeypatch.setattr(generation, "draft_length_policy", draft_length_policy)
+        monkeypatch.setattr(generation, "make_prompt_lookup", lambda *args: KnownPromptLookup(line))
         return rule
 
     return use
@@ -194,8 +194,8 @@ def mixed(monkeypatch):
 def short(monkeypatch):
     """One id that stood before is followed: a random target seldom says three ids twice, and then for ever."""
     monkeypatch.setattr(copying, "SHORTEST", 1)
-    monkeypatch.setattr(Copier, "START", {1: 0.3, **Copier.START})
-    monkeypatch.setattr(FixedWidth, "copy", lambda self, width, chances: self.width)
+    monkeypatch.setattr(PromptLookup, "START", {1: 0.3, **PromptLookup.START})
+    monkeypatch.setattr(FixedDraftLength, "prompt_lookup_width", lambda self, width, rates: self.width)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_copied_drafts_are_a_plain_searchs_and_change_no_token(short, name):
     assert ids_of(got) == line
     rounds_by_search(prompt + line[:1], stats, 6)
     assert stats.sources["copy"]["rounds"] > 2 and stats.sources["drafter"]["rounds"] > 2
-    assert stats.copied == {5: stats.sources["copy"]["rounds"]}
+    assert stats.looked_up == {5: stats.sources["copy"]["rounds"]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -268,8 +268,8 @@ def test_rows_that_wait_for_the_drafter_are_bounded_while_drafts_are_copied(tiny
     monkeypatch.setattr(generation, "_PENDING_BYTES", 20 * 48 * 4)
     mixed(PROMPT + line, 0)
     monkeypatch.setattr(Shuffled, "choose", lambda self, pending=0: 0)
-    monkeypatch.setattr(KnownCopier, "follow", lambda self, ids: Copier.follow(self, ids) or True)
-    monkeypatch.setattr(Shuffled, "copy", lambda self, width, chances: 4)
+    monkeypatch.setattr(KnownPromptLookup, "follow", lambda self, ids: PromptLookup.follow(self, ids) or True)
+    monkeypatch.setattr(Shuffled, "prompt_lookup_width", lambda self, width, rates: 4)
     cache = make_prompt_cache(model, noisy)
     got = run(model, noisy, PROMPT, 120, block_size=None, prompt_cache=cache)
     assert ids_of(got) == line[:120] and got[-1].stats.widths.keys() <= {0, 4} and got[-1].stats.sources["copy"]["rounds"] > 30
@@ -341,7 +341,7 @@ def test_accepted_copies_do_not_hide_a_drafter_that_overflows(mixed, monkeypatch
     model.set_dtype(mx.float16)
     line = greedy_ids(model, PROMPT, 60)
     mixed(PROMPT + line, 0)
-    monkeypatch.setattr(FixedWidth, "copy", lambda self, width, chances: self.width)
+    monkeypatch.setattr(FixedDraftLength, "prompt_lookup_width", lambda self, width, rates: self.width)
     drafter = tiny_drafter(model)
     drafter.fc.weight = drafter.fc.weight * 1e5
     drafter.set_dtype(mx.float16)
@@ -357,8 +357,8 @@ def test_no_copying_at_a_fixed_block_size_or_where_it_is_off(tiny, short, monkey
     for options in ({"block_size": 5}, {"block_size": 5, "copy": False}, {"block_size": None, "copy": False}):
         assert run(model, noisy, PROMPT, 40, **options)[-1].stats.sources["copy"]["rounds"] == 0
     made = []
-    monkeypatch.setattr(copying.Copier, "__init__", lambda self: made.append(1))
-    monkeypatch.setattr(copying.Copier, "follow", lambda self, ids: False)
+    monkeypatch.setattr(copying.PromptLookup, "__init__", lambda self: made.append(1))
+    monkeypatch.setattr(copying.PromptLookup, "follow", lambda self, ids: False)
     run(model, noisy, PROMPT, 40, block_size=None)
     assert made == [1]
 

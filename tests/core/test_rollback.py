@@ -19,7 +19,7 @@ from dflash_mlx import can_trim_prompt_cache, make_prompt_cache, stream_generate
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.errors import CacheError, GenerationError
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache, check_rollback, checkpoint, rollback
+from dflash_mlx.rollback import PairCache, check_rollback, rollback, rollback_point
 from dflash_mlx.verify import verify_block
 
 TOLERANCE = 1e-4
@@ -132,7 +132,7 @@ def test_a_window_inside_kept_rows_is_refused():
 def test_a_concatenated_cache_loses_the_rows_that_are_cut():
     entry, rows = ConcatenateKVCache(), mx.arange(10.0).reshape(1, 1, 10, 1)
     entry.update_and_fetch(rows[:, :, :6], rows[:, :, :6])
-    point = checkpoint([entry], 6)
+    point = rollback_point([entry], 6)
     entry.update_and_fetch(rows[:, :, 6:9], rows[:, :, 6:9])
     point.rows = 3
     rollback([entry], point, 7)
@@ -149,7 +149,7 @@ def test_a_round_can_be_cut_again_to_any_shorter_length(kind):
     for first, second in [(6, 3), (5, 1), (4, 0)]:
         cache = mlx_lm_cache.make_prompt_cache(model)
         target(mx.array([line[:21]]), cache)
-        point = checkpoint(cache, 21)
+        point = rollback_point(cache, 21)
         block = line[21 : 21 + first] + [2] * (8 - first)
         verify_block(target, mx.array(block[:1]), mx.array([block[1:]]), cache, point)
         rollback(cache, point, 21 + first)
@@ -165,7 +165,7 @@ def test_an_interrupted_pass_is_undone_in_every_entry(kind):
     target, cache = Target(model, (0,)), mlx_lm_cache.make_prompt_cache(model)
     target(mx.array([line[:21]]), cache)
     for rows in (1, 6):
-        point = checkpoint(cache, 21)
+        point = rollback_point(cache, 21)
 
         class Interrupted(type(model.layers[-1])):
             def __call__(self, *args, **kwargs):
@@ -199,7 +199,7 @@ def test_a_pass_interrupted_between_an_entrys_keys_and_values_is_undone(kind, mo
 
     for rows in (1, 6):
         for nth in range(1, 200):
-            point, left = checkpoint(cache, 21), nth
+            point, left = rollback_point(cache, 21), nth
             with monkeypatch.context() as patch:
                 patch.setattr(mx, "concatenate", interrupted)
                 with suppress(KeyboardInterrupt):
@@ -257,7 +257,7 @@ def test_a_state_is_replayed_without_repeating_its_projections():
     model, line = family("qwen3_next"), some_line(30)
     target, cache = Target(model, (0,)), mlx_lm_cache.make_prompt_cache(model)
     target(mx.array([line[:21]]), cache)
-    point = checkpoint(cache, 21)
+    point = rollback_point(cache, 21)
     verify_block(target, mx.array(line[21:22]), mx.array([line[22:27]]), cache, point)
     before, called = nn.Linear.__call__, []
     nn.Linear.__call__ = lambda self, x: called.append(x.shape) or before(self, x)
@@ -294,7 +294,7 @@ def test_an_entry_that_does_not_cut_as_asked_is_an_error(monkeypatch):
     model, line = family("llama"), some_line(30)
     target, cache = Target(model, (0,)), mlx_lm_cache.make_prompt_cache(model)
     target(mx.array([line[:21]]), cache)
-    point = checkpoint(cache, 21)
+    point = rollback_point(cache, 21)
     verify_block(target, mx.array(line[21:22]), mx.array([line[22:27]]), cache, point)
     monkeypatch.setitem(cache_module._CUT, KVCache, lambda entry, n: 0)
     with pytest.raises(CacheError, match="expected a cache of 23 rows; KVCache holds 27"):

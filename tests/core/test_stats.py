@@ -75,4 +75,4 @@ def test_rounds_and_accepted_drafts_are_counted_by_source():
     stats.add_round([7, 7, 7, 7], 3, 1, 3, "copy")
     stats.add_round([7, 7, 7, 7], 2, 1, 3, "copy")
     assert stats.sources == {"drafter": {"rounds": 3, "accepted": 5}, "copy": {"rounds": 2, "accepted": 5}}
-    assert stats.copied == {3: 2} and stats.widths[3] == 2 and stats.n_drafting == 5
+    assert stats.looked_up == {3: 2} and stats.widths[3] == 2 and stats.n_drafting == 5

@@ -3,7 +3,7 @@ import pytest
 from kit import full_forward, tiny_target
 
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import checkpoint, rollback
+from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.target_sampler import TargetSampler
 from dflash_mlx.verify import logprobs, verify_block
 
@@ -14,7 +14,7 @@ def test_a_block_gets_the_states_of_a_full_forward_and_lengthens_the_cache_by_it
     model = tiny_target()
     target, cache = Target(model, (0, 2)), model.make_cache()
     target(mx.array([PROMPT]), cache)
-    hidden, features = verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, checkpoint(cache, 4))
+    hidden, features = verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, rollback_point(cache, 4))
     outputs = full_forward(model, PROMPT + BLOCK)
     # float32; another number of rows a pass: bit-equal on the CPUs that were tried, 1e-5 leaves room for another BLAS.
     expected = mx.concatenate([outputs[0], outputs[2]], axis=-1)[4:]
@@ -27,7 +27,7 @@ def test_a_block_of_the_anchor_alone_is_a_plain_step():
     model = tiny_target()
     target, cache = Target(model, (1,)), model.make_cache()
     target(mx.array([PROMPT]), cache)
-    hidden, _ = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, checkpoint(cache, 4))
+    hidden, _ = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, rollback_point(cache, 4))
     assert hidden.shape == (1, 1, 24) and cache[0].offset == 5
     assert mx.allclose(target.head(hidden)[0, 0], model(mx.array([PROMPT + BLOCK[:1]]))[0, -1], rtol=1e-5, atol=1e-5).item()
 
@@ -40,7 +40,7 @@ def test_a_pass_on_the_cpu_begins_at_its_taps(width, monkeypatch):
     monkeypatch.setattr(cls, "__call__", lambda self, *args, **kwargs: (seen.append("layer"), layer(self, *args, **kwargs))[1])
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append([a.shape for a in arrays]), start(*arrays))[1])
     with mx.stream(mx.cpu):
-        verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1 : 1 + width]], mx.int32), cache, checkpoint(cache, 0))
+        verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1 : 1 + width]], mx.int32), cache, rollback_point(cache, 0))
     tap = [(1, width + 1, 24)]
     assert seen == ["layer", tap, "layer", "layer", tap, "layer"]
 
@@ -65,7 +65,7 @@ def test_rows_rolled_back_after_a_block_leave_no_trace():
     model = tiny_target()
     target, cache = Target(model, (1,)), model.make_cache()
     target(mx.array([PROMPT]), cache)
-    point = checkpoint(cache, 4)
+    point = rollback_point(cache, 4)
     verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, point)
     rollback(cache, point, 6)
     assert [entry.offset for entry in cache] == [6] * 4

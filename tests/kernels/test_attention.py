@@ -17,7 +17,7 @@ from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.routing import attention_calls
 from dflash_mlx.models.target import Target, intercept
-from dflash_mlx.rollback import checkpoint, exact_windows
+from dflash_mlx.rollback import exact_windows, rollback_point
 from dflash_mlx.verify import verify_block
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
@@ -153,7 +153,7 @@ def test_a_verify_pass_sees_what_plain_passes_see(everywhere):
     mx.eval(model(mx.array([line[:21]]), cache=cache))
     target = Target(model)
     with emulator.emulated():
-        hidden, _ = verify_block(target, mx.array(line[21:22]), mx.array([line[22:26]]), cache, checkpoint(cache, 21))
+        hidden, _ = verify_block(target, mx.array(line[21:22]), mx.array([line[22:26]]), cache, rollback_point(cache, 21))
         mx.eval(hidden)
     want = Target(model)(mx.array([line[:26]]), make_prompt_cache(model))[0][:, 21:]
     assert len(everywhere) == len(model.layers) and {launch[0] for launch in everywhere} == {5}

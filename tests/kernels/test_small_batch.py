@@ -16,7 +16,7 @@ from dflash_mlx.kernels import autotune, small_batch
 from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.small_batch import folded_mask, gqa_folded_attention, matmul_as_gemv
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import checkpoint, rollback
+from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.traced.compiled import prepare
 from dflash_mlx.verify import verify_block
 
@@ -157,7 +157,7 @@ def test_a_pass_is_served_by_them_without_flags_and_what_is_left_to_mlx_is_not_r
     for rows, expected in {1: (0, 0), 2: (products, 0), 5: (products, n)}.items():
         for tried in (False, True):
             cuda.clear()
-            point = checkpoint(entries, 20)
+            point = rollback_point(entries, 20)
             hidden, _ = verify_block(target, mx.array([3]), mx.zeros((1, rows - 1), dtype=mx.int32), entries, point)
             mx.eval(hidden)
             rollback(entries, point, 20)

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 
 from dflash_mlx import generation
-from dflash_mlx.draft_length.policy import FixedWidth
+from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.serving.chat import Chat, Conversation, Pair, Settings, _MarkdownScreen, read_session, split_blocks
 
@@ -346,7 +346,7 @@ def test_a_format_of_answers_that_mlx_lm_knows_says_where_thinking_begins():
 def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
     model, tokenizer, drafter = pair
     # Always where something stood before.
-    monkeypatch.setattr(generation, "width_rule", lambda *_: FixedWidth(7))
+    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: FixedDraftLength(7))
     conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=60)), 0, 0
     for text in ("import os\n", "import os\n"):
         conversation.messages.append({"role": "user", "content": text})

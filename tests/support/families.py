@@ -623,7 +623,7 @@ def in_blocks(model, line, start, plan, cache=None):
         size, keep = plan[i % len(plan)]
         keep, i = min(keep, len(line) - at), i + 1
         block = [*line[at : at + keep], *((t + 1) % 50 for t in [*line[at + keep : at + size], *[7] * size])][:size]
-        point = cache_module.checkpoint(cache, at)
+        point = cache_module.rollback_point(cache, at)
         hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]], dtype=mx.int32), cache, point)
         rows.append(target.head(hidden)[0, :keep])
         cache_module.rollback(cache, point, at + keep)

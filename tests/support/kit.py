@@ -21,7 +21,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import generation, stream_generate
-from dflash_mlx.draft_length.policy import FixedWidth
+from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.config import DrafterConfig
@@ -185,37 +185,38 @@ class Noisy(Oracle):
         return (token + 1) % 50 if (position * 7919) % 10 < 3 else token
 
 
-class Shuffled(FixedWidth):
-    """A width rule's stand-in: any width from 0 to `most`; every other one is 0, and stretches of it are frequent. With `copies`
-    every other round takes copied drafts where there are any, any number of them. Half of the rounds are peeked at: then again
-    any width is taken. `told` gets what `observe` was told, `sure` the drafter's confidences at the peeks."""
+class Shuffled(FixedDraftLength):
+    """A draft-length policy's stand-in: any width from 0 to `most`; every other one is 0, and stretches of it are frequent.
+
+    With `copies` every other round takes drafts from the text where there are any, any number of them. Half of the rounds are
+    cut by confidence: then again any width is taken. `told` gets what `observe` was told, `confidence` what the cuts were."""
 
     wants_confidence = True
 
     def __init__(self, most, seed, copies=False):
-        self.sure, self.cuts_by_confidence = [], False
+        self.confidence, self.cuts_by_confidence = [], False
         self.most, self.chance, self.told, self.left, self.copies = most, random.Random(seed), [], 0, copies
-        self.width = self.copied = self.asked = 0
+        self.width = self.looked_up = self.asked = 0
 
     def choose(self, pending=0):
         self.asked += 1
         return self.width
 
-    def copy(self, width, chances):
-        return self.copied
+    def prompt_lookup_width(self, width, rates):
+        return self.looked_up
 
     def confidence_cut(self, confidence):
-        self.sure.append(confidence)
+        self.confidence.append(confidence)
         return self.chance.randint(0, self.most)
 
-    def observe(self, width, accepted, more, seconds, usual, copied=False, confidence=None, waited=False):
-        self.told.append((width, accepted, more, copied))
+    def observe(self, width, accepted, more, seconds, usual, looked_up=False, confidence=None, waited=False):
+        self.told.append((width, accepted, more, looked_up))
         self.cuts_by_confidence = self.chance.random() < 0.5
         self.left -= 1
         if self.left <= 0:
             self.width = self.chance.choice([0, self.chance.randint(1, self.most)])
             self.left = self.chance.choice([1, 1, 2, 5])
-        self.copied = self.chance.choice([0, self.chance.randint(1, self.most)]) if self.copies else 0
+        self.looked_up = self.chance.choice([0, self.chance.randint(1, self.most)]) if self.copies else 0
 
 
 def failing_pass(patch, nth):

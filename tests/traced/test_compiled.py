@@ -18,12 +18,12 @@ from mlx_lm.models.base import create_causal_mask
 import dflash_mlx
 from dflash_mlx import generation, make_prompt_cache
 from dflash_mlx.draft_length import cost_store as costs
-from dflash_mlx.draft_length.policy import FixedWidth
+from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache, checkpoint, rollback, trim_prompt_cache
+from dflash_mlx.rollback import PairCache, rollback, rollback_point, trim_prompt_cache
 from dflash_mlx.traced import compiled
 from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, CompileError, attach, capacity_for
 from dflash_mlx.verify import verify_block
@@ -52,7 +52,7 @@ def filled(model, target, prompt=PROMPT):
 
 def verify(target, cache, block=BLOCK, length=None):
     length = cache[0].offset if length is None else length
-    point = checkpoint(cache, length)
+    point = rollback_point(cache, length)
     drafted = mx.array([block[1:]], dtype=mx.int32)
     return *verify_block(target, mx.array(block[:1]), drafted, cache, point), point
 
@@ -105,9 +105,9 @@ def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monke
     prompt = tokenizer.encode("def area(width, height):")
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
-        rule, left = FixedWidth(3), iter(widths)
+        rule, left = FixedDraftLength(3), iter(widths)
         rule.choose = lambda pending=0, left=left: next(left, 0)
-        monkeypatch.setattr(generation, "width_rule", lambda *_, rule=rule: rule)
+        monkeypatch.setattr(generation, "draft_length_policy", lambda *_, rule=rule: rule)
         out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
         assert ids_of(out) == greedy_ids(model, prompt, 40)
     blocks, drafts = drafter._compiled
@@ -362,7 +362,7 @@ def test_a_pass_that_would_differ_is_not_used(caplog):
     model.layers[2].self_attn.__class__ = Unmasked
     caches = [filled(model, ours), filled(model, ours)]
     before = [mx.array(entry.values) for entry in caches[0]]
-    assert ours.compiled(ours, mx.array([BLOCK]), caches[0], checkpoint(caches[0], 7)) is None
+    assert ours.compiled(ours, mx.array([BLOCK]), caches[0], rollback_point(caches[0], 7)) is None
     assert all(mx.array_equal(a, entry.values) and entry.offset == 7 for a, entry in zip(before, caches[0], strict=True))
     found = [verify(ours, caches[0])[0] for _ in range(2)]
     expected = [verify(Target(model, (0, 2)), caches[1])[0] for _ in range(2)]
@@ -658,9 +658,9 @@ def test_caches_of_other_kinds_are_left_alone():
     verify(ours, mixed)
     uneven = filled(model, ours)
     uneven[2].trim(1)
-    assert ours.compiled(ours, mx.array([BLOCK]), uneven, checkpoint(uneven, 7)) is None
+    assert ours.compiled(ours, mx.array([BLOCK]), uneven, rollback_point(uneven, 7)) is None
     two = filled(model, ours, [PROMPT, PROMPT[::-1]])
-    assert ours.compiled(ours, mx.array([BLOCK, BLOCK]), two, checkpoint(two, 7)) is None
+    assert ours.compiled(ours, mx.array([BLOCK, BLOCK]), two, rollback_point(two, 7)) is None
     fresh = mlx_lm_cache.make_prompt_cache(model)
     verify(ours, fresh, length=0)
     assert ours.compiled.passes == 0 and not ours.compiled._known
@@ -806,8 +806,8 @@ def test_traces_that_are_kept_are_few(monkeypatch):
 def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(forced, monkeypatch):
     model, keys = tiny_target(), []
     drafter = tiny_drafter(model, block=6)
-    monkeypatch.setattr(costs, "save_costs", lambda key, _: keys.append(key))
+    monkeypatch.setattr(costs, "save_cost_model", lambda key, _: keys.append(key))
     for value in ("on", "off"):
         monkeypatch.setenv(compiled.VARIABLE, value)
-        costs.measured_costs(model, drafter, generation.generation_stream)
+        costs.stored_cost_model(model, drafter, generation.generation_stream)
     assert len(set(keys)) == 2 and drafter._compiled[0].passes

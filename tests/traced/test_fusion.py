@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dflash_mlx.kernels import autotune, small_batch
 from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.models.target import Target, intercept
-from dflash_mlx.rollback import checkpoint
+from dflash_mlx.rollback import rollback_point
 from dflash_mlx.traced import compiled, fusion
 from dflash_mlx.traced.fusion import fused_linears
 
@@ -411,7 +411,7 @@ def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_l
         target, cache = Target(model), make_prompt_cache(model)
         target(mx.array([[1, 2, 3]]), cache)
         blocks = compiled.CompiledVerify(model, (), compiled._parts(model), True)
-        assert blocks(target, mx.array([[4, 5, 6, 7]]), cache, checkpoint(cache, 3)) is not None
+        assert blocks(target, mx.array([[4, 5, 6, 7]]), cache, rollback_point(cache, 3)) is not None
     (once, casts), (twice, most) = traced
     assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))
     # To note where an array comes from is a cast to its own type, and may be none of the pass's. Rotations on a CPU have some.
