@@ -1,11 +1,141 @@
-"""Text as it grows: where it stops; and what one token adds to it. Knows tokenizers, no models."""
+"""Text as it grows: what each token adds to it, and where it stops. Knows tokenizers, no models."""
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
+
+
+class TextStream:
+    """The text that an answer adds to its prompt, token by token.
+
+        text = TextStream(tokenizer, prompt_ids)                  one for each answer; prompt_ids: all of them, cached ones too
+        print(text.feed(token))                                   for each token, EOS left out
+        print(text.finish())                                      what was held back, once after the last token
+
+    A prompt that is continued: the pieces together are what `tokenizer.decode(prompt + ids)` adds behind the longest common
+    start with `tokenizer.decode(prompt)`. So a leading blank stays, and a character that the prompt began comes whole. Text that
+    a later token may still change is held back: half a character, a run of byte tokens, a blank that the tokenizer cleans up.
+
+    A prompt that a chat template has rendered: mlx-lm's own text, which drops one leading blank.
+
+    after_chat_template: which of the two; None: told by how the prompt ends (see `follows_chat_template`).
+    """
+
+    # Tokens in front of the new text: they shield it from what a tokenizer does to the beginning of a text.
+    _SHIELD, _LONGEST = 8, 32
+    _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+    # What `clean_up_tokenization_spaces` writes without the blank.
+    _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
+        self._tokenizer, self._mlx_lm = tokenizer, None
+        if follows_chat_template(tokenizer, prompt) if after_chat_template is None else after_chat_template:
+            # A new one at each access.
+            self._mlx_lm = tokenizer.detokenizer
+            return
+        self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        # _ids: the window that is decoded; _before: the text in front of the next piece, as the window has it.
+        self._ids = self._tail(prompt)
+        self._before = self._decode()
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        if self._mlx_lm is not None:
+            self._mlx_lm.add_token(token)
+            return self._mlx_lm.last_segment
+        self._ids.append(token)
+        text = self._decode()
+        if self._is_byte(token):
+            return ""
+        return self._piece(text, text[: len(text) - self._unsure(text)])
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        if self._mlx_lm is not None:
+            self._mlx_lm.finalize()
+            return self._mlx_lm.last_segment
+        text = self._decode()
+        return self._piece(text, text)
+
+    def _piece(self, text: str, certain: str) -> str:
+        piece = certain[_common(self._before, certain) :]
+        if piece:
+            self._before = certain
+        if len(self._ids) > self._LONGEST and text == certain:
+            self._ids = self._tail(self._ids)
+            self._before = self._decode()
+        return piece
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids) if self._ids else ""
+
+    def _is_byte(self, token: int) -> bool:
+        name = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token: None)(token)
+        return isinstance(name, str) and self._BYTE.fullmatch(name) is not None
+
+    def _tail(self, ids: Sequence[int]) -> list[int]:
+        """The last ids, none of a run of bytes without those before it: a run decodes as a whole."""
+        start = max(len(ids) - self._SHIELD, 0)
+        while start and self._is_byte(ids[start]):
+            start -= 1
+        return list(ids[start:])
+
+    def _unsure(self, text: str) -> int:
+        """How many letters at the end may still change."""
+        # Half a character, or several.
+        unsure = len(text) - len(text.rstrip("\ufffd"))
+        if self._cleans and not unsure:
+            unsure = max((n for word in self._CLEANED for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+        return unsure
+
+
+def follows_chat_template(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether a prompt of token ids ends as the tokenizer's chat template ends one, so that an answer may begin.
+
+    Told by the ids that two rendered messages have in common at the end; an end without a letter tells nothing. Text that was
+    encoded by itself and happens to end like that counts as rendered.
+    """
+    ids = list(prompt[-_LONGEST_END:])
+    return any(ids[-len(end) :] == end for end in _template_ends(tokenizer))
+
+
+# Ids at the end of a prompt that are compared with the template's.
+_LONGEST_END = 64
+# Tokenizer -> its chat template, and how that ends a prompt.
+_ends: weakref.WeakKeyDictionary[Any, tuple[Any, list[list[int]]]] = weakref.WeakKeyDictionary()
+
+
+def _template_ends(tokenizer: Any) -> list[list[int]]:
+    if not getattr(tokenizer, "has_chat_template", False):
+        return []
+    template = getattr(tokenizer, "chat_template", None)
+    known = _ends.get(tokenizer)
+    if known is None or known[0] != template:
+        found = [_template_end(tokenizer, **setting) for setting in ({}, {"enable_thinking": True}, {"enable_thinking": False})]
+        known = _ends[tokenizer] = (template, [end for end in found if end])
+    return known[1]
+
+
+def _template_end(tokenizer: Any, **settings: Any) -> list[int]:
+    """The ids that two rendered messages share at their end; [] where they have no letter."""
+    options = {"add_generation_prompt": True, "return_dict": False, **settings}
+    try:
+        a, b = (list(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)) for text in ("x", "7"))
+        shared = _common(a[::-1], b[::-1])
+        end = a[len(a) - shared :][-_LONGEST_END:]
+        return end if end and tokenizer.decode(end).strip() else []
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything; this one then tells nothing
+        return []
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class StopText:
