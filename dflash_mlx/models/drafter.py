@@ -211,7 +211,11 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
         """[B, K, H] to [B, K, H]; context rows enter attention as they are, without this layer's input norm."""
-        h = h + self.self_attn(self.input_layernorm(h), context, cache, start)
+        return self.sublayers(h, lambda x: self.self_attn(x, context, cache, start))
+
+    def sublayers(self, h: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
+        """Both sublayers and what is round them, whatever the context is: `attend` takes normed rows [B, K, H] to [B, K, H]."""
+        h = h + attend(self.input_layernorm(h))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -404,10 +408,10 @@ class ConvolutionLayer(DecoderLayer):
         self.attention_conv = DynamicConvolution(config)
         self.mlp_conv = DynamicConvolution(config)
 
-    def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
+    def sublayers(self, h: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
         x = self.input_layernorm(h)
         before, after = self.attention_conv.kernels(x)
-        x = self.self_attn(DynamicConvolution.convolve(x, before), context, cache, start)
+        x = attend(DynamicConvolution.convolve(x, before))
         h = h + DynamicConvolution.convolve(x, after)
         x = self.post_attention_layernorm(h)
         before, after = self.mlp_conv.kernels(x)
@@ -445,14 +449,11 @@ class CandidateSelector(nn.Module):
             candidates, under `key`.
         Returns: the path [B, N] int32, and the scores [B, N, k] that each of its tokens was chosen by.
         """
-        # A token beyond the codebooks (added after training) has no row: it borrows the last one.
-        last = self.predecessor_codebook.shape[0] - 1
         projected = self.hidden_projection(hidden).astype(mx.float32)
         successors = self.successor_codebook[candidates].astype(mx.float32)
         token, path, seen = anchor, [], []
         for i in range(hidden.shape[1]):
-            query = self.predecessor_codebook[mx.minimum(token, last)].astype(mx.float32) * projected[:, i]
-            scores = unary[:, i] + (successors[:, i] @ query[..., None])[..., 0]
+            scores = self._scores(projected[:, i], unary[:, i], successors[:, i], token)
             if temperature:
                 key, mine = mx.random.split(key)
                 slot = mx.random.categorical(scores / temperature, key=mine)
@@ -462,6 +463,23 @@ class CandidateSelector(nn.Module):
             path.append(token)
             seen.append(scores)
         return mx.stack(path, axis=1).astype(mx.int32), mx.stack(seen, axis=1)
+
+    def scores(self, hidden: mx.array, unary: mx.array, candidates: mx.array, before: mx.array) -> mx.array:
+        """Scores of all slots at once, of which the tokens before them are known.
+
+        Shapes:
+          - hidden: [..., H]; unary, candidates: [..., k]; before: [...] token ids
+        Returns: [..., k] float32
+        """
+        projected = self.hidden_projection(hidden).astype(mx.float32)
+        return self._scores(projected, unary, self.successor_codebook[candidates].astype(mx.float32), before)
+
+    def _scores(self, projected: mx.array, unary: mx.array, successors: mx.array, before: mx.array) -> mx.array:
+        """`scores`, of projected rows [..., rank] and the candidates' rows of the codebook [..., k, rank]."""
+        # A token beyond the codebooks (added after training) has no row: it borrows the last one.
+        last = self.predecessor_codebook.shape[0] - 1
+        query = self.predecessor_codebook[mx.minimum(before, last)].astype(mx.float32) * projected
+        return unary + (successors @ query[..., None])[..., 0]
 
 
 class DFlash2Drafter(Drafter):
