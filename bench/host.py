@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length.cost_store import measure_cost_model
-from dflash_mlx.loading import default_dtype
+from dflash_mlx.loading import activation_dtype
 from dflash_mlx.models.target import Target
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.rollback import PairCache, rollback, rollback_point
@@ -113,8 +113,8 @@ def main() -> None:
     p.add_argument("--dense", action="store_true", help="write quantized layers of both models out first")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
-    model, tokenizer = load(args.model, dtype=getattr(mx, args.dtype) if args.dtype else None)
-    dtype = getattr(mx, args.dtype) if args.dtype else default_dtype()
+    model, tokenizer = load(args.model, dtype=args.dtype)
+    dtype = activation_dtype(model)
     model = dense(model, dtype) if args.dense else model
     drafter = load_drafter(args.draft_model or args.model, model)
     drafter = dense(drafter, dtype) if args.dense else drafter

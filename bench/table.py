@@ -149,14 +149,14 @@ def put(readme: str, text: str) -> str:
 def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[str, Any]:
     """Repeat one record on this machine, in the number type that is usual here."""
     from dflash_mlx import load, load_drafter
-    from dflash_mlx.loading import default_dtype
+    from dflash_mlx.loading import activation_dtype
     from dflash_mlx.train.trainer import dense
 
     model, tokenizer = load(record["model"])
     write_out = not record["weights"]["bits"] and bool(bench.weights_of(model)["bits"])
-    model = dense(model, default_dtype()) if write_out else model
+    model = dense(model, activation_dtype(model)) if write_out else model
     drafter = load_drafter(record["draft_model"], model)
-    drafter = dense(drafter, default_dtype()) if write_out else drafter
+    drafter = dense(drafter, activation_dtype(model)) if write_out else drafter
     out.parent.mkdir(exist_ok=True)
     names = (record["model"], record["draft_model"])
     runs = bench.Bench(

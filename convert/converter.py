@@ -20,7 +20,7 @@ from dflash_mlx.models.drafter import ARCHITECTURES
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
 from .finite import require_finite
-from .quantize import Options, Predicate, Recipe, cast, check_options, mixed_recipe, quantize
+from .quantize import FLOAT_DTYPES, Options, Predicate, Recipe, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import check_tokenizer, copy_tokenizer
 from .write import staged_directory, write_json, write_weights
@@ -76,7 +76,8 @@ def convert(
       hf_path: a directory saved by transformers 4 or 5 or by mlx-lm, a GGUF file, or a hub repository
       mlx_path: the directory to write; its parents are made
       quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None stands for the default, as in mlx-lm
-      dtype: "float32", "bfloat16" or "float16" for everything that stays float; None keeps the checkpoint's own types
+      dtype: "float32", "bfloat16" or "float16" for everything that stays float and that the family's `cast_predicate` lets be
+        cast; None or "auto" keeps the checkpoint's own types
       revision: branch, tag or commit of a hub repository
       quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
       trust_remote_code: let code that comes with the checkpoint run
@@ -88,6 +89,7 @@ def convert(
       ConversionError: options, destination or tensors do not allow it
     """
     group_size, bits = 64 if q_group_size is None else q_group_size, 4 if q_bits is None else q_bits
+    dtype = None if dtype == "auto" else dtype
     check_options(bits, group_size, dtype)
     options = Options(quantize, group_size, bits, dtype, quant_predicate)
     if quant_predicate is not None and not quantize:
@@ -112,7 +114,7 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options, tru
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
     require_finite(checkpoint, loaded.dropped)
     model, config = loaded.model, dict(loaded.config)
-    cast(model, options.dtype)
+    loaded.cast(FLOAT_DTYPES[options.dtype] if options.dtype else None)
     recipe = Recipe()
     if options.quantize:
         predicate = options.predicate
@@ -138,7 +140,15 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options, tru
 
     record = _record("target", checkpoint, tensors, recipe, config.get("quantization"), dropped, fates, notes)
     record["family"], record["layout"] = family, layout
-    source = report.target_logits(lambda: _with_vocabulary(read_target(checkpoint, trust_remote_code=trust_remote_code)))
+
+    def source_model():
+        read = read_target(checkpoint, trust_remote_code=trust_remote_code)
+        if options.dtype is None:
+            # as it was written
+            read.cast(None)
+        return _with_vocabulary(read)
+
+    source = report.target_logits(source_model)
     written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
     record["parity"] = report.compare_logits(source, written) | {"reference": "the source, loaded by this package"}
     if not options.quantize and options.dtype in (None, "float32"):

@@ -72,16 +72,6 @@ def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
         raise ConversionError(f"expected options that MLX supports; found {'; '.join(faults)}. Choose one of those listed.")
 
 
-def cast(model: nn.Module, dtype: str | None) -> None:
-    """Give the float parameters another type, except those that the family's class keeps (`cast_predicate`)."""
-    if dtype is None:
-        return
-    to = FLOAT_DTYPES[dtype]
-    may = getattr(model, "cast_predicate", lambda _: True)
-    floats = [(name, value) for name, value in tree_flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)]
-    model.load_weights([(name, value.astype(to)) for name, value in floats if may(name)], strict=False)
-
-
 def quantize(
     model: nn.Module, group_size: int, bits: int, predicate: Predicate | None = None, own_rules: Predicate | None = None
 ) -> Recipe:

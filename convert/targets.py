@@ -36,6 +36,7 @@ class LoadedTarget:
     - dropped: source tensor -> why the text model does not use it
     - layout: name of the layout that fitted
     - fates: source tensor -> under which name the model has it, or by what it was combined
+    - types: parameter -> the type of its tensors in the files, where the model holds it in float32 instead
     - notes: sentences for the user
     """
 
@@ -45,7 +46,22 @@ class LoadedTarget:
     layout: str
     dropped: dict[str, str] = field(default_factory=dict)
     fates: dict[str, str] = field(default_factory=dict)
+    types: dict[str, mx.Dtype] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def cast(self, dtype: mx.Dtype | None, *, spare: bool = True) -> None:
+        """Give every float parameter the type of its tensors in the files, or `dtype`.
+
+        Args:
+          spare: leave out of `dtype` what the family's class keeps (`cast_predicate`: float32 decays, correction biases).
+        """
+        may = getattr(self.model, "cast_predicate", None) if spare else None
+        due = {}
+        for name, value in tree_flatten(self.model.parameters()):
+            if mx.issubdtype(value.dtype, mx.floating):
+                own = self.types.get(name, value.dtype)
+                due[name] = value.astype(own if dtype is None or (may and not may(name)) else dtype)
+        self.model.load_weights(list(due.items()), strict=False)
 
 
 def load_target(
@@ -131,7 +147,7 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
     target = normalise_config(raw_config, where=f"{where}/config.json" if checkpoint else where)
     weights, dropped = _drop_unused(weights, target)
     _settle_head(weights, dropped, target, where)
-    before = {name: value.dtype for name, value in weights.items()}
+    as_filed = weights
     weights = _vectors_in_float32(weights)
 
     faults: list[str] | None = None
@@ -152,12 +168,12 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
         add_windows(model, target.windows)
     notes += correct_rope(model, target)
     notes += correct_activation(model, target)
-    ready = _vectors_back(ready, before)
+    ready, types = _vectors_back(ready, _types_of_files(target, as_filed, layout))
     model.eval()
     model.load_weights(list(ready.items()), strict=True)
     if dropped:
         notes.append(_dropped_note(dropped))
-    return LoadedTarget(model, target.config, target, layout.name, dropped, fates, notes)
+    return LoadedTarget(model, target.config, target, layout.name, dropped, fates, types, notes)
 
 
 def _check_depth(config: dict, weights: Weights, where: str) -> None:
@@ -277,19 +293,31 @@ def _vectors_in_float32(weights: Weights) -> Weights:
     return {k: v.astype(mx.float32) if v.ndim == 1 and v.dtype in _HALF else v for k, v in weights.items()}
 
 
-def _vectors_back(weights: Weights, before: dict[str, mx.Dtype]) -> Weights:
-    """Vectors back to the checkpoint's type where that loses nothing; those that `sanitize` formed stay float32."""
-    halves = [dtype for dtype in before.values() if dtype in _HALF]
-    if not halves:
-        return weights
-    half = max(set(halves), key=halves.count)
-    out = {}
+def _types_of_files(target: TargetConfig, weights: Weights, layout: Layout) -> dict[str, mx.Dtype]:
+    """Parameter -> the type that mlx-lm's own loading gives it. Nothing is computed."""
+    if not any(value.ndim == 1 and value.dtype in _HALF for value in weights.values()):
+        return {}
+    ready, model = layout.apply(weights), _construct(target)
+    ready = model.sanitize(dict(ready)) if hasattr(model, "sanitize") else ready
+    return {name: value.dtype for name, value in ready.items() if value.ndim == 1}
+
+
+def _vectors_back(weights: Weights, types: dict[str, mx.Dtype]) -> tuple[Weights, dict[str, mx.Dtype]]:
+    """Vectors back to the files' types where that loses nothing.
+
+    Returns: the weights; and the types of the vectors that `sanitize` formed and that stay float32.
+    """
+    out, wider = {}, {}
     for name, value in weights.items():
-        if value.ndim == 1 and value.dtype == mx.float32 and before.get(name, half) in _HALF:
-            narrow = value.astype(before.get(name, half))
-            value = narrow if mx.array_equal(narrow.astype(mx.float32), value).item() else value
+        due = types.get(name, value.dtype)
+        if due != value.dtype:
+            narrow = value.astype(due)
+            if mx.array_equal(narrow.astype(value.dtype), value).item():
+                value = narrow
+            else:
+                wider[name] = due
         out[name] = value
-    return out
+    return out, wider
 
 
 def _try_layout(target: TargetConfig, weights: Weights, layout: Layout, where: str) -> tuple[nn.Module, Weights, list[str]]:
@@ -440,7 +468,8 @@ def _fill_shared_keys(model: nn.Module, weights: Weights, target: TargetConfig) 
     for name, value in tree_flatten(model.parameters()):
         match = _SHARED_KEYS.search(name)
         if match and int(match.group(1)) >= target.num_layers - shared and name not in weights:
-            weights[name] = mx.zeros(value.shape, dtype=mx.bfloat16)
+            own = name.replace(f"layers.{match.group(1)}.", "layers.0.")
+            weights[name] = mx.zeros(value.shape, dtype=weights[own].dtype if own in weights else mx.bfloat16)
 
 
 def _faults(model: nn.Module, weights: Weights) -> list[str]:

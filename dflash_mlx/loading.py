@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,41 @@ from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .traced.compiled import prepare
 
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
-def default_dtype() -> mx.Dtype:
-    """The activation type that `load` uses unless told: float32 on a CPU, bfloat16 on a GPU."""
-    return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+
+def loaded_dtype(checkpoint: Checkpoint, dtype: mx.Dtype | str | None) -> mx.Dtype | None:
+    """What `load` casts a checkpoint's float weights to. None: each keeps the type that it has in the files.
+
+    Args:
+      dtype: an MLX type or its name; "auto": the files' types; None: float32 on a CPU, the files' types on a GPU.
+    """
+    if dtype is None and mx.default_device() == mx.cpu:
+        return mx.float32
+    if dtype is None or dtype == "auto":
+        return _gguf_dtype(checkpoint) if checkpoint.kind == "gguf" else None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)} or auto", "Leave it out for the default")
+    return found
+
+
+def _gguf_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """The type of most floats among a GGUF file's matrices. Blocks have none that MLX computes in: bfloat16. Its vectors are
+    always float32, which would have everything computed in float32."""
+    sizes = Counter()
+    for tensor in checkpoint.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[_GGUF_TYPES.get(tensor.dtype, mx.bfloat16)] += math.prod(tensor.shape)
+    return max(sizes, key=sizes.get, default=mx.bfloat16)
+
+
+_GGUF_TYPES = {"F32": mx.float32, "F16": mx.float16}
+
+
+def activation_dtype(model: nn.Module) -> mx.Dtype:
+    """The type in which a target computes: that of its first layer's output. Nothing is evaluated."""
+    return Target(model, (0,))(mx.zeros((1, 1), dtype=mx.int32))[1].dtype
 
 
 def load(
@@ -39,14 +71,15 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     *,
-    dtype: mx.Dtype | None = None,
+    dtype: mx.Dtype | str | None = None,
 ) -> tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]:
     """Load a target and its tokenizer, as `mlx_lm.load`.
 
     Args:
       path_or_hf_repo: a directory (saved by transformers 4 or 5, mlx-lm or `convert`), a GGUF file, a hub repo, or the name
         of a built-in pair.
-      dtype: type of activations and of float weights (for quantized layers of scales and biases); None: `default_dtype`.
+      dtype: type of the float weights (of quantized layers: scales and biases) that the family's `cast_predicate` lets be
+        cast. "auto": every weight keeps the type of its file, as in mlx_lm.load. None: "auto" on a GPU, float32 on a CPU.
       The others are mlx-lm's; `model_config`, which changes what a checkpoint says of itself, is refused.
     Returns: the mlx-lm model and its TokenizerWrapper, and the config with `return_config`.
     """
@@ -59,7 +92,8 @@ def load(
         )
     path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
     checkpoint = inspect_checkpoint(path, revision=revision)
-    check_memory(checkpoint, dtype or default_dtype())
+    due = loaded_dtype(checkpoint, dtype)
+    check_memory(checkpoint, due)
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
     model, config = loaded.model, loaded.config
     keep_positions(model, config)
@@ -68,7 +102,8 @@ def load(
 
         model = load_adapters(model, adapter_path)
         model.eval()
-    model.set_dtype(dtype or default_dtype())
+    # Without a word everything is float32 on a CPU; a type that was asked for spares what the family's class keeps.
+    loaded.cast(due, spare=dtype is not None)
     if not lazy:
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
@@ -87,16 +122,25 @@ def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
         return
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype) -> int:
-    """Bytes of a checkpoint's weights once loaded, from the files' headers alone: float tensors take the activation type."""
-    floats = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
-    return sum(math.prod(t.shape) * dtype.size if t.dtype in floats else t.nbytes for t in checkpoint.tensors.values())
+# Bytes of a float in a file, and where they stay as they are: fp8 becomes bfloat16.
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 2}
 
 
-def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype, held_bytes: int = 0) -> None:
+def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> int:
+    """Bytes of a checkpoint's weights once loaded, from the files' headers alone.
+
+    Args:
+      dtype: what float tensors are cast to; None: they keep their types.
+    """
+    sizes = {name: dtype.size if dtype else own for name, own in _FLOAT_BYTES.items()}
+    return sum(math.prod(t.shape) * sizes[t.dtype] if t.dtype in sizes else t.nbytes for t in checkpoint.tensors.values())
+
+
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int = 0) -> None:
     """Compare what the weights will take with this machine's memory, before any of them is read.
 
     Args:
+      dtype: as in `weight_bytes`.
       held_bytes: what is loaded already, for a drafter its target.
     Raises:
       CheckpointError: they do not fit. A warning, where they hardly do.
@@ -124,8 +168,7 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
 
     checkpoint = inspect_checkpoint(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo, revision=revision)
     require_drafter(checkpoint)
-    activations = Target(model).embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
-    check_memory(checkpoint, activations, sum(value.nbytes for _, value in _flat(model)))
+    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)))
     read = read_drafter(checkpoint)
     drafter = make_drafter(read.config, read.weights, model)
     drafter.digest = checkpoint.digest
@@ -175,7 +218,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     if "d2t" in drafter:
         weights["d2t"] = weights["d2t"].astype(mx.int32)
     drafter.load_weights(list(weights.items()))
-    drafter.set_dtype(target.embed(mx.zeros((1, 1), dtype=mx.int32)).dtype)
+    drafter.set_dtype(activation_dtype(model))
     drafter.eval()
     mx.eval(drafter.parameters())
     if "lm_head" in drafter:

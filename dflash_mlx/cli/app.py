@@ -41,6 +41,7 @@ class Dtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+    auto = "auto"
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def generate(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, bfloat16 on a GPU.")
+        Dtype | None, typer.Option(help="Type of activations. Default: float32 on a CPU, the files' types on a GPU (auto).")
     ] = None,
     prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per prefill pass.")] = None,
     max_kv_size: Annotated[int | None, typer.Option(min=1, help="Rotating KV cache of this many rows.")] = None,
@@ -391,14 +392,12 @@ def doctor(
 ) -> None:
     """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
     with _only_ours_on_stdout() as stdout, _status("Looking ..."):
-        import mlx.core as mx
-
         from ..pairs.builtin import DEFAULT_PAIR
         from ..tools.doctor import diagnose, render
 
         if model is None and draft_model is None:
             model = draft_model = DEFAULT_PAIR
-        report = diagnose(model, draft_model, getattr(mx, dtype.value) if dtype else None, revision)
+        report = diagnose(model, draft_model, dtype.value if dtype else None, revision)
         print(json.dumps(report) if as_json else render(report), file=stdout)
     if report["faults"]:
         raise SystemExit(1)
@@ -468,12 +467,10 @@ def bench(
             setting()
         target, drafter, lm, tokenizer, draft = _load_pair(model, draft_model, dtype, revision, trust_remote_code)
         if dense:
-            import mlx.core as mx
-
-            from ..loading import default_dtype, load_drafter
+            from ..loading import activation_dtype, load_drafter
             from ..train.trainer import dense as write_out
 
-            type_ = getattr(mx, dtype.value) if dtype else default_dtype()
+            type_ = activation_dtype(lm)
             lm = write_out(lm, type_)
             draft = write_out(load_drafter(drafter, lm, revision=revision), type_)
         own = b.read_prompts(prompts, tokenizer.has_chat_template) if prompts else None
@@ -625,13 +622,13 @@ def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> t
     """The target and its tokenizer; on CUDA with quantized layers written out, whose kernels take minutes to compile there."""
     import mlx.core as mx
 
-    from ..loading import load
+    from ..loading import activation_dtype, load
 
-    target, tokenizer = load(model, dtype=getattr(mx, dtype.value) if dtype else None)
+    target, tokenizer = load(model, dtype=dtype.value if dtype else None)
     if dense or (dense is None and mx.default_device() != mx.cpu and not mx.metal.is_available()):
         from ..train.trainer import dense as write_out
 
-        target = write_out(target, getattr(mx, dtype.value) if dtype else mx.float16)
+        target = write_out(target, activation_dtype(target) if dtype else mx.float16)
     return target, tokenizer
 
 
@@ -741,7 +738,6 @@ def _load_pair(
     model: str | None, draft_model: str | None, dtype: Dtype | None, revision: str | None, trust_remote_code: bool
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
-    import mlx.core as mx
 
     from .. import loading
     from ..kernels import autotune
@@ -756,7 +752,7 @@ def _load_pair(
     builtin.builtin_path(target, "target", say=_say)
     with _status(f"Loading {target} ..."):
         lm, tokenizer = loading.load(
-            target, dtype=getattr(mx, dtype.value) if dtype else None, revision=revision, trust_remote_code=trust_remote_code
+            target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code
         )
         draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
     if draft is None:

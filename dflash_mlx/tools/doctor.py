@@ -20,7 +20,7 @@ from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
-from ..loading import check_memory, default_dtype, load, load_drafter, weight_bytes
+from ..loading import check_memory, load, load_drafter, loaded_dtype, weight_bytes
 from ..memory import machine_bytes, size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
@@ -41,7 +41,7 @@ _PROBE_ROWS = 12
 def diagnose(
     model: str | None,
     draft_model: str | None,
-    dtype: mx.Dtype | None = None,
+    dtype: mx.Dtype | str | None = None,
     revision: str | None = None,
     contexts: Sequence[int] = CONTEXTS,
 ) -> dict[str, Any]:
@@ -50,7 +50,6 @@ def diagnose(
     Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, replays, faults,
     suspicions.
     """
-    dtype = dtype or default_dtype()
     report: dict[str, Any] = {
         "versions": _versions(),
         "machine": {"device": str(mx.default_device()), "memory_gb": machine_bytes() / 1e9},
@@ -115,14 +114,15 @@ def _replays(draft: Any) -> dict[str, Any]:
     return {"asked": compiled.setting(), "here": compiled.may_compile(), "found": [replays.findings() for replays in found]}
 
 
-def _read_weights(model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
+def _read_weights(model: str, dtype: mx.Dtype | str | None, revision: str | None) -> dict[str, Any]:
     path = builtin_path(model, "target") or model
     found = inspect_checkpoint(path, revision=revision)
-    check_memory(found, dtype)
-    return {"name": model, "path": str(found.path), "files": found.kind, "weights_gb": weight_bytes(found, dtype) / 1e9}
+    type_ = loaded_dtype(found, dtype)
+    check_memory(found, type_)
+    return {"name": model, "path": str(found.path), "files": found.kind, "weights_gb": weight_bytes(found, type_) / 1e9}
 
 
-def _read_drafter(draft_model: str, dtype: mx.Dtype, revision: str | None) -> dict[str, Any]:
+def _read_drafter(draft_model: str, dtype: mx.Dtype | str | None, revision: str | None) -> dict[str, Any]:
     from ..conversion.drafters import read_drafter
 
     checkpoint = inspect_checkpoint(builtin_path(draft_model, "drafter") or draft_model, revision=revision)
@@ -146,7 +146,7 @@ def _read_drafter(draft_model: str, dtype: mx.Dtype, revision: str | None) -> di
         "unsupported": list(config.unsupported),
         "unread": list(config.unread),
         "trained_with_thinking": None if stated is None else {"setting": stated[0], "stated_by": stated[1]},
-        "weights_gb": weight_bytes(checkpoint, dtype) / 1e9,
+        "weights_gb": weight_bytes(checkpoint, loaded_dtype(checkpoint, dtype)) / 1e9,
         "positions": config.max_position_embeddings,
     }
 

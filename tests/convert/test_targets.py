@@ -137,12 +137,16 @@ def test_norms_formed_in_bfloat16_fail_the_golden(conformance, monkeypatch, name
     assert any(f.startswith("logits") for f in faults)
 
 
-def test_formed_norms_are_written_in_float32_and_the_rest_as_it_was(conformance, tmp_path):
-    convert(str(conformance / "targets" / "qwen3_5"), str(tmp_path / "mlx"))
-    written = mx.load(str(tmp_path / "mlx" / "model.safetensors"))
-    kinds = {name.split(".")[-2]: value.dtype for name, value in written.items()}
-    assert kinds["input_layernorm"] == mx.float32
-    assert kinds["embed_tokens"] == kinds["q_proj"] == mx.bfloat16
+def test_formed_norms_are_written_in_their_tensors_type_and_in_float32_with_every_bit(conformance, tmp_path):
+    """Written wider than the matrices they would have mlx-lm and this package compute in float32 on a GPU."""
+    source = conformance / "targets" / "qwen3_5"
+    convert(str(source), str(tmp_path / "own"))
+    convert(str(source), str(tmp_path / "wide"), dtype="float32")
+    own, wide = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("own", "wide"))
+    assert {value.dtype for value in own.values()} == {mx.bfloat16}
+    name = next(name for name in own if name.endswith("input_layernorm.weight"))
+    filed = next(v for k, v in mx.load(str(source / "model.safetensors")).items() if k.endswith(name.partition("layers")[2]))
+    assert mx.array_equal(wide[name], 1 + filed.astype(mx.float32)) and mx.array_equal(own[name], wide[name].astype(mx.bfloat16))
 
 
 # --- spellings --------------------------------------------------------------------------------------------------------
