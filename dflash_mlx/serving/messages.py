@@ -1,0 +1,311 @@
+"""From messages to a prompt: roles, parts, tool history and the chat template. Chat and server both write prompts with it.
+
+Knows chat templates. Knows no HTTP and no models.
+
+Templates differ in what they read: where a system message may stand, whether arguments of calls are objects or text, under
+which name earlier reasoning comes. A prompt is tried as it came, then in the other forms, and the first that keeps what was
+said is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.server import convert_chat
+
+from ..errors import DFlashError
+from .channels import has_reasoning, template_source
+
+_ROLES = ("system", "user", "assistant", "tool")
+# OpenAI's newer and older names for these.
+_SAME_ROLES = {"developer": "system", "function": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_Rendered = str | list[int]
+
+
+@dataclass
+class Prompt:
+    """A prompt's token ids.
+
+    shared: (length, kind) of the beginnings that later prompts will have in common with it, for the prefix cache.
+    before: its text from behind the last message on, which may open the reasoning.
+    """
+
+    ids: list[int]
+    shared: list[tuple[int, str]]
+    before: str = ""
+
+
+class Arguments(dict):
+    """Arguments of an earlier call: an object for templates that walk or serialise it, its text for those that join texts."""
+
+    def __init__(self, value: Mapping[str, Any], text: str):
+        super().__init__(value)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: Any) -> str:
+        return self.text + other
+
+    def __radd__(self, other: Any) -> str:
+        return other + self.text
+
+    def __deepcopy__(self, memo: Any) -> Arguments:
+        return Arguments(self, self.text)
+
+
+def read_messages(
+    messages: Any, tokenizer: Any, role_mapping: Mapping[str, str] | None = None, name: str = "messages"
+) -> list[dict[str, Any]]:
+    """Messages of a request in one form: known roles, content as text, arguments of calls as `Arguments`.
+
+    Raises:
+      DFlashError: names what is no message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DFlashError(f"{name} is {shown(messages)}; it must be a list with at least one message", "Add one")
+    return [_read_message(message, tokenizer, role_mapping or {}) for message in messages]
+
+
+def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str]) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DFlashError(f"a message is {shown(message)}; every message must be an object with a role", "Add the role")
+    read = {key: value for key, value in message.items() if value is not None and value != []}
+    read["role"] = _role(message["role"], tokenizer, role_mapping)
+    read["content"] = _text(message.get("content"))
+    if "tool_calls" in read:
+        read["tool_calls"] = _read_calls(read["tool_calls"])
+        if not read["content"] and re.search(r"""content["'\])]*\s+is\s+(not\s+)?none""", template_source(tokenizer)):
+            # Such templates tell calls from answers by it.
+            read["content"] = None
+    thought = next((read[key] for key in _REASONING if isinstance(read.get(key), str)), None)
+    for key in _REASONING:
+        read.pop(key, None)
+    if thought is not None:
+        read |= dict.fromkeys(_reasoning_names(tokenizer), thought)
+    return read
+
+
+def _role(role: str, tokenizer: Any, role_mapping: Mapping[str, str]) -> str:
+    source = template_source(tokenizer)
+    if role == "developer" and '"system"' not in source and "'system'" not in source and "developer" in source:
+        return role
+    role = _SAME_ROLES.get(role, role)
+    if role in _ROLES or role in role_mapping or role in _template_roles(source):
+        return role
+    known = ", ".join((*_ROLES, *_SAME_ROLES))
+    raise DFlashError(f"a message has the role {shown(role)}; this server knows {known}", "Use one of these roles")
+
+
+def _template_roles(source: str) -> set[str]:
+    """Roles that a template asks for by name."""
+    asked = re.findall(r"""role["'\])\s]*(?:==|!=|in)\s*([\[(]?(?:\s*["'][^"']*["']\s*,?)+)""", source)
+    return {name for names in asked for name in re.findall(r"""["']([^"']*)["']""", names)}
+
+
+def _text(content: Any) -> str:
+    """Content as one text: parts are joined, null is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DFlashError(f"content is {shown(content)}; it must be a text or a list of parts", "Send it as text")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise DFlashError(f"a part of a message has type {shown(kind)}; this server reads text only", "Send text parts")
+    return "".join(part["text"] for part in content)
+
+
+def _read_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DFlashError(f"tool_calls is {shown(calls)}; it must be a list of objects", "Send the calls as they came")
+    read = []
+    for call in calls:
+        function = call.get("function", {} if "name" not in call else call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DFlashError(f"a tool call is {shown(call)}; it must have a function with a name", "Send the call as it came")
+        inner = {**function, "arguments": read_arguments(function.get("arguments"))}
+        # Some templates read `call.name`, others `call.function.name`; OpenAI's is the latter.
+        read.append({"type": "function", **call, "function": inner} if function is not call else {**call, **inner})
+    return read
+
+
+def read_arguments(given: Any) -> Arguments:
+    """Arguments of an earlier call, an object or its text. Empty text is no arguments; a text that was cut off stays readable."""
+    if given is None or isinstance(given, str) and not given.strip():
+        return Arguments({}, "{}")
+    if isinstance(given, dict):
+        return Arguments(given, json.dumps(given, ensure_ascii=False))
+    text, value = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False), given
+    for _ in range(2):
+        # A second time for text that was encoded twice.
+        if isinstance(value, str):
+            try:
+                text, value = value, json.loads(value)
+            except (ValueError, RecursionError):
+                break
+    return Arguments(value if isinstance(value, dict) else {"arguments": text}, text)
+
+
+def _reasoning_names(tokenizer: Any) -> tuple[str, ...]:
+    """The names under which the template reads earlier reasoning; all of them where it does not tell."""
+    source = template_source(tokenizer)
+    for name in _REASONING:
+        if re.search(rf"""\.{name}\b|["']{name}["']""", source):
+            return (name,)
+    return _REASONING[:2]
+
+
+def render_text(tokenizer: Any, text: str) -> Prompt:
+    """A prompt that is continued as it is."""
+    ids = list(tokenizer.encode(text))
+    return Prompt(ids, [(len(ids) - 1, "assistant")], "")
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    role_mapping: Mapping[str, str] | None = None,
+) -> Prompt:
+    """Messages as `read_messages` gives them, written by the chat template; without one roles are written out.
+
+    Raises:
+      DFlashError: the chat template refuses these messages in every form.
+    """
+    if not tokenizer.has_chat_template:
+        return render_text(tokenizer, convert_chat([*messages], dict(role_mapping) if role_mapping else None))
+    variables = {"tools": list(tools) if tools else None, **(template_args or {})}
+    if not tokenizer.has_thinking and has_reasoning(tokenizer):
+        # mlx-lm switches thinking off for marks that it does not know.
+        variables.setdefault("enable_thinking", True)
+
+    def write(some: Sequence[dict[str, Any]], **more: Any) -> _Rendered:
+        return tokenizer.apply_chat_template([*some], tokenize=False, **{**variables, **more})
+
+    written, rendered = _first_that_keeps_all(messages, lambda some: write(some, add_generation_prompt=True))
+    ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
+    said = (messages[-1]["content"] or "").strip()
+    before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered
+    shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
+    return Prompt(ids, shared, before if isinstance(before, str) else tokenizer.decode(ids))
+
+
+def _first_that_keeps_all(
+    messages: Sequence[dict[str, Any]], write: Callable[[Sequence[dict[str, Any]]], _Rendered]
+) -> tuple[Sequence[dict[str, Any]], _Rendered]:
+    """The first form of the messages that the template takes and of which it drops no system message; else the first it takes.
+
+    Raises:
+      DFlashError: it takes none; says why it refused the first.
+    """
+    kept = [m["content"].strip() for m in messages if m["role"] == "system"]
+    kept += [m["content"].strip() for m in messages if m["role"] == "user"][-1:]
+    taken, fault = None, None
+    for form in _forms(messages):
+        try:
+            rendered = write(form)
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            fault = fault or error
+            continue
+        if not isinstance(rendered, str) or all(text in rendered for text in kept):
+            return form, rendered
+        taken = taken or (form, rendered)
+    if taken is None:
+        raise DFlashError(f"the chat template refused these messages: {fault}") from fault
+    return taken
+
+
+def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+    """The messages as they came, then the other forms that templates want, the likeliest first."""
+    systems = [place for place, message in enumerate(messages) if message["role"] == "system"]
+    orders = [messages]
+    if systems and systems != [0]:
+        orders.append(_joined_in_front(messages))
+    if systems and any(message["role"] == "user" for message in messages):
+        orders.append(_in_first_user_message(messages))
+    for order in orders:
+        yield order
+    calls = any("tool_calls" in message for message in messages)
+    for order in orders if calls else ():
+        yield [_changed(message, text=True) for message in order]
+        yield [_changed(message, null=True) for message in order]
+        yield [_changed(message, text=True, null=True) for message in order]
+        yield [_changed(message, thought_only=True) for message in order]
+    for order in orders[:1]:
+        yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in order]
+
+
+def _joined_in_front(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All system messages as one, before the others."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _in_first_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates without a system role: its text stands before the first message of the user."""
+    system, *others = _joined_in_front(messages)
+    first = next(place for place, message in enumerate(others) if message["role"] == "user")
+    others[first] = {**others[first], "content": f"{system['content']}\n\n{others[first]['content']}"}
+    return others
+
+
+def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:
+    """A message with calls in another form.
+
+    text: arguments as text alone; null: empty content as null, or the reverse;
+    thought_only: reasoning without content, for gpt-oss's template.
+    """
+    if "tool_calls" not in message:
+        return message
+    changed = {**message}
+    if text:
+        changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+    if null and not message["content"]:
+        changed["content"] = None if message["content"] == "" else ""
+    if thought_only and any(name in message for name in _REASONING):
+        changed["content"] = ""
+    return changed
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return {**call, "arguments": str(call["arguments"])}
+    return {**call, "function": {**call["function"], "arguments": str(call["function"]["arguments"])}}
+
+
+def _shared(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], ids: list[int], write: Callable[..., _Rendered]
+) -> list[tuple[int, str]]:
+    """Where later prompts part from this one: behind the system message, before an open reasoning, before the last token."""
+    shared = []
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count:
+        try:
+            text = write([*messages[:count], {"role": "user", "content": ""}], add_generation_prompt=False)
+        except Exception:  # noqa: BLE001 - as above: this template then tells nothing
+            text = ""
+        start = list(tokenizer.encode(text, add_special_tokens=False)) if isinstance(text, str) else list(text)
+        end = next((i for i, (a, b) in enumerate(zip(start, ids, strict=False)) if a != b), 0)
+        shared += [(end, "system")] if end else []
+    tail = tokenizer.rfind_think_start(ids, start=len(ids) - 11) if tokenizer.has_thinking else -1
+    if tail > (shared[-1][0] if shared else 0):
+        shared.append((tail, "user"))
+    return [*shared, (len(ids) - 1, "assistant" if tail >= 0 else "user")]
+
+
+def shown(value: Any) -> str:
+    """A value of a request for an error's sentence, cut to a line."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
