@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.errors import ConversionError
-from dflash_mlx.memory import size_text
+from dflash_mlx.machine import size_text
 from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import ARCHITECTURES
 

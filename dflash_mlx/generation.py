@@ -25,7 +25,7 @@ from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from .draft_length.prompt_lookup import PromptLookup, make_prompt_lookup
 from .errors import CacheError, GenerationError, PairError
 from .kernels.autotune import NotFiniteError
-from .memory import wired_limit
+from .machine import wired_limit
 from .models.drafter import Drafter
 from .models.target import Target, family
 from .options import (

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from .errors import CheckpointError, ConfigError, PairError, TapError
-from .memory import machine_bytes
+from .machine import machine_bytes
 from .models.config import DrafterConfig
 from .models.drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .models.target import Target

@@ -1,19 +1,271 @@
-"""Where this machine keeps what is fetched, converted and measured. Knows the environment and nothing else."""
+"""What belongs to this machine: directories, memory, files that are written whole, and every environment switch.
+
+Knows no model. Imports without MLX; what needs MLX imports it when it is called.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import secrets
 import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DFlashError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+_log = logging.getLogger("dflash_mlx.machine")
+
+CACHE = "DFLASH_MLX_CACHE"
+
+
+class CacheDirectoryError(DFlashError, RuntimeError):
+    """The cache directory cannot be found, made or written."""
+
+
+# ---- environment switches
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One environment variable that changes what this project does.
+
+    values: what it may hold; about: what that does; speed: it changes how fast models run, so records of measurements name it.
+    """
+
+    name: str
+    values: str
+    about: str
+    speed: bool = True
+
+
+# The only list of them: docs, `doctor` and the benchmark's record are made from it. MLX's own come last.
+ENVIRONMENT: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        Switch(
+            CACHE,
+            "a directory",
+            "Keeps what is fetched, converted or measured. Default: dflash-mlx in the user's cache directory.",
+            speed=False,
+        ),
+        Switch(
+            "DFLASH_MLX_KERNELS",
+            "auto, on, off, or names with commas",
+            "Which of our kernels run. auto (default): those that a trial on this GPU found right and faster. on: all that are "
+            "eligible, faster or not. off: none. Names: these and no others, faster or not.",
+        ),
+        Switch(
+            "DFLASH_MLX_COMPILE",
+            "auto, on, off",
+            "Whether passes over few rows are put together once and run again. auto (default): on CUDA, at the widths where a "
+            "trial on this machine found it faster; elsewhere nowhere. on: wherever it can be done. off: nowhere.",
+        ),
+        Switch("DFLASH_TRACEBACK", "1", "The command line shows Python's traceback with an error's sentence.", speed=False),
+        Switch("DFLASH_API_KEY", "text", "The key that clients of `serve` must send; `--api-key` goes before it.", speed=False),
+        Switch(
+            "MLX_CUDA_USE_CUDNN_SDPA",
+            "0, 1",
+            "MLX's own: whether cuDNN computes attention on CUDA. MLX reads it once a process.",
+        ),
+        Switch("MLX_USE_CUDA_GRAPHS", "0, 1", "MLX's own: whether MLX gathers CUDA launches into graphs."),
+        Switch("MLX_ENABLE_TF32", "0, 1", "MLX's own: whether float32 products on CUDA may round to TF32."),
+    )
+}
+
+
+def switch(name: str) -> str:
+    """The value of a variable of `ENVIRONMENT`, without blanks round it; "" where it is not set."""
+    return os.environ.get(ENVIRONMENT[name].name, "").strip()
+
+
+def switches_set() -> dict[str, str]:
+    """Those of `ENVIRONMENT` that change speed and are set, for records of measurements."""
+    return {name: os.environ[name] for name, known in ENVIRONMENT.items() if known.speed and name in os.environ}
+
+
+# ---- directories
 
 
 def cache_directory() -> Path:
-    """$DFLASH_MLX_CACHE, or dflash-mlx in the user's cache directory.
+    """$DFLASH_MLX_CACHE, or dflash-mlx in the user's cache directory. It need not exist.
 
     Raises:
-      RuntimeError: neither is told and the user has no home directory.
+      CacheDirectoryError: neither is told and the user has no home directory.
     """
-    if own := os.environ.get("DFLASH_MLX_CACHE"):
-        return Path(own).expanduser()
+    if own := switch(CACHE):
+        return _home_expanded(own)
     base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "dflash-mlx"
+    return _home_expanded(base) / "dflash-mlx"
+
+
+def state_directory() -> Path:
+    """Where the chat keeps its history and conversations: dflash-mlx in $XDG_STATE_HOME or ~/.local/state."""
+    return _home_expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "dflash-mlx"
+
+
+def usable_cache_directory() -> Path:
+    """`cache_directory`, made if it was not there, for files that are needed.
+
+    Raises:
+      CacheDirectoryError: it is a file, or cannot be made or written; names DFLASH_MLX_CACHE.
+    """
+    directory = cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(directory, error) from None
+    return directory
+
+
+def _unusable(directory: Path, error: OSError) -> CacheDirectoryError:
+    where = f"{CACHE} is {directory}" if switch(CACHE) else f"the cache directory is {directory} ({CACHE} is not set)"
+    return CacheDirectoryError(
+        f"{where}, which cannot be used: {error.strerror or error}",
+        f"Set {CACHE} to a directory that can be written",
+    )
+
+
+def _home_expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CacheDirectoryError(f"{path} has no home directory to stand in", f"Set {CACHE} to a directory") from None
+
+
+# ---- files
+
+
+def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], object], mode: int = 0o666) -> None:
+    """Write a file so that a reader, or a crash, finds the old one or the new one whole.
+
+    Args:
+      content: the bytes, the text, or a function that writes the file at the path it is given (beside `path`, with its suffix).
+      mode: permissions of the new file, less the umask.
+    Raises:
+      OSError: the file cannot be written; `path` is then as it was.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.stem}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    try:
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+        if callable(content):
+            content(part)
+        elif isinstance(content, str):
+            part.write_text(content, encoding="utf-8")
+        else:
+            part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+class JsonCache:
+    """One JSON object in the cache directory, entry by entry, for what can be found out again: measured times, tuning results.
+
+    A file that is missing, damaged or cannot be written is not an error: the log names it once and the next start measures again.
+
+    Args:
+      name: path below the cache directory; most: entries that are kept, the newest (None: all).
+    """
+
+    def __init__(self, name: str, most: int | None = None):
+        self.name, self.most = name, most
+        self._lock, self._said = threading.Lock(), False
+
+    @property
+    def path(self) -> Path:
+        return cache_directory() / self.name
+
+    def read(self) -> dict[str, Any]:
+        """All entries."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RuntimeError):
+            # RuntimeError: nested too deeply, or no cache directory.
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def put(self, key: str, entry: Any) -> bool:
+        """Add or replace one entry, as the newest. Returns: whether it was kept."""
+        with self._lock:
+            entries = {name: other for name, other in self.read().items() if name != key} | {key: entry}
+            while self.most is not None and len(entries) > self.most:
+                del entries[next(iter(entries))]
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.path, json.dumps(entries, indent=1))
+            except (OSError, RuntimeError) as error:
+                if not self._said:
+                    self._said = True
+                    _log.warning("%s is not kept: %s (%s says where)", self.name, error, CACHE)
+                return False
+        return True
+
+
+# ---- memory
+
+_limit_lock = threading.Lock()
+_limit_users = 0
+_limit_before: int | None = None
+
+
+def machine_bytes() -> int:
+    """Memory that models can have here: the accelerator's, where it says, else the machine's."""
+    import mlx.core as mx
+
+    return mx.device_info().get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes in the unit that suits them: "1.28 GB", and below 0.1 GB "5.3 MB"."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
+
+
+@contextmanager
+def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None]:
+    """Raise MLX's wired-memory limit to the recommended size until the last open generator ends; warn if models hardly fit.
+
+    mlx-lm's own context manager restores what it found, so two generators that end in the order in which they began would
+    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this does nothing.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    global _limit_users, _limit_before
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if limit is None:
+        yield
+        return
+    size = sum({id(a): a.nbytes for m in models for _, a in tree_flatten(m.parameters())}.values())
+    if size > 0.9 * limit:
+        warnings.warn(
+            f"the models take {size / 1e9:.1f} GB, close to the {limit / 1e9:.1f} GB that the GPU may hold; this can be slow",
+            stacklevel=3,
+        )
+    with _limit_lock:
+        if _limit_users == 0:
+            _limit_before = mx.set_wired_limit(limit)
+        _limit_users += 1
+    try:
+        yield
+    finally:
+        mx.synchronize(stream)
+        with _limit_lock:
+            _limit_users -= 1
+            if _limit_users == 0:
+                mx.set_wired_limit(_limit_before)

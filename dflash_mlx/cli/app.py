@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DFlashError
+from ..machine import switch
 from ..version import __version__
 
 app = typer.Typer(
@@ -57,7 +58,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
-        if os.environ.get("DFLASH_TRACEBACK"):
+        if switch("DFLASH_TRACEBACK"):
             raise
         if isinstance(error, OSError) and error.filename and error.strerror:
             said = f"expected to use {error.filename}; found: {error.strerror}. Check the path."

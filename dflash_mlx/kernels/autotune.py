@@ -16,9 +16,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import json
 import logging
-import os
 import statistics
 import threading
 import time
@@ -30,7 +28,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..errors import DFlashError
-from ..machine import cache_directory
+from ..machine import JsonCache, cache_directory, switch
 from .launch import Form, Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
@@ -94,7 +92,7 @@ def setting() -> str | frozenset[str]:
     Raises:
       KernelError: if it names a kernel that does not exist.
     """
-    return _parse(os.environ.get(VARIABLE, ""))
+    return _parse(switch(VARIABLE))
 
 
 @functools.lru_cache(maxsize=16)
@@ -133,7 +131,7 @@ def may_run() -> bool:
       KernelError: if kernels were named and there is no GPU.
     """
     global _ground
-    wanted, ground = setting(), (os.environ.get(VARIABLE), has_gpu(), maker())
+    wanted, ground = setting(), (switch(VARIABLE), has_gpu(), maker())
     if ground != _ground:
         _forget()
         _ground = ground
@@ -232,7 +230,7 @@ def disable_all(reason: str) -> None:
 
 def results() -> list[TuningResult]:
     """All results kept for this machine, for `doctor`; those of this process included."""
-    kept = {k: TuningResult(**v) for k, v in _load().items() if k.startswith(_machine())}
+    kept = {k: TuningResult(**v) for k, v in _results.read().items() if k.startswith(_machine())}
     return list({**kept, **{_key(*known): result for known, result in _known.items()}}.values())
 
 
@@ -242,31 +240,12 @@ def _machine() -> str:
     return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} mlx {mx.__version__} "
 
 
-def _file() -> Path:
-    return _directory() / "tuning.json"
-
-
-def _load() -> dict[str, dict]:
-    try:
-        return json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return {}
+_results = JsonCache("kernels/tuning.json")
 
 
 def _key(kernel: Kernel | Form, shape: str) -> str:
     text = hashlib.sha256(kernel.text.encode()).hexdigest()[:12]
     return f"{_machine()}{kernel.name} {text} {shape}"
-
-
-def _keep(key: str, result: TuningResult) -> None:
-    """Add one result to the file. A cache that cannot be written costs a new trial at the next start, nothing else."""
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        new = _file().with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({**_load(), key: asdict(result)}, indent=1))
-        os.replace(new, _file())
-    except OSError as e:
-        _log.warning("tuning results are not kept: %s", e)
 
 
 def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:
@@ -275,7 +254,7 @@ def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Tria
         return known
     key = _key(kernel, shape)
     marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
-    if kept := _load().get(key):
+    if kept := _results.read().get(key):
         result = TuningResult(**kept)
     else:
         with contextlib.ExitStack() as open_files:
@@ -286,7 +265,8 @@ def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Tria
             else:
                 result = _judge(kernel.name, shape, trial)
             if left == "":
-                _keep(key, result)
+                # A cache that cannot be written costs a new trial at the next start, nothing else.
+                _results.put(key, asdict(result))
                 with contextlib.suppress(OSError):
                     # Emptied too: another process may have opened it, and is let at it when this one is through.
                     marker.write_text("")

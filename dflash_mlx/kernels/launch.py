@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ..machine import cache_directory
+from ..machine import cache_directory, write_atomically
 
 Triple = tuple[int, int, int]
 
@@ -224,9 +223,7 @@ def _filed(text: str) -> str:
     try:
         if not file.exists() or file.read_bytes() != data:
             file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_suffix(f".{os.getpid()}")
-            new.write_bytes(data)
-            os.replace(new, file)
+            write_atomically(file, data)
     except OSError:
         return text
     path = str(file.absolute())

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..checkpoint import sha256_of
 from ..errors import CheckpointError
-from ..machine import cache_directory
+from ..machine import usable_cache_directory
 from ..version import __version__
 
 _PAIRS = Path(__file__).parent
@@ -86,7 +86,7 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
         return None
     if part == "drafter" or pair.wheel is None:
         return _PAIRS / name / part
-    return _converted(pair.wheel, cache_directory(), say)
+    return _converted(pair.wheel, usable_cache_directory(), say)
 
 
 def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Path:

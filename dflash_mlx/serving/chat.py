@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -29,6 +28,7 @@ from rich.text import Text
 
 from ..errors import DFlashError
 from ..generation import GenerationResponse
+from ..machine import state_directory, write_atomically
 from ..models.target import Target
 from ..options import largest_block
 from .prefix_cache import PrefixCache, stream_from_prefix
@@ -576,11 +576,8 @@ class Chat:
     def _save(self, name: str) -> Path:
         path = session_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         # Readable by the user alone, and never half written.
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(self.conversation.state(), file, ensure_ascii=False)
-        os.replace(fresh, path)
+        write_atomically(path, json.dumps(self.conversation.state(), ensure_ascii=False), mode=0o600)
         return path
 
     def _do_load(self, rest: str) -> None:
@@ -655,14 +652,11 @@ _TAKING = ("system", "save", "load", "model", "set")
 _CHANGING = ("clear", "undo", "set", "system", "model")
 
 
-def state_dir() -> Path:
-    """Where sessions and the history of lines are kept."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dflash-mlx"
-
-
 def session_path(name: str) -> Path:
     """A session's file: a path if `name` looks like one, else a name among the kept sessions."""
-    return Path(name).expanduser() if os.sep in name or name.endswith(".json") else state_dir() / "sessions" / f"{name}.json"
+    return (
+        Path(name).expanduser() if os.sep in name or name.endswith(".json") else state_directory() / "sessions" / f"{name}.json"
+    )
 
 
 def read_session(name: str) -> dict[str, Any]:
@@ -739,8 +733,8 @@ def _line_editor(stdout: TextIO) -> Callable[[str], str]:
         event.current_buffer.insert_text("\n")
 
     try:
-        state_dir().mkdir(parents=True, exist_ok=True)
-        history = FileHistory(str(state_dir() / "history"))
+        state_directory().mkdir(parents=True, exist_ok=True)
+        history = FileHistory(str(state_directory() / "history"))
     except OSError:
         history = InMemoryHistory()
     names = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]

@@ -42,14 +42,12 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DFlashError
 from ..generation import stream_generate
-from ..memory import machine_bytes
+from ..machine import machine_bytes, switches_set, write_atomically
 from ..models.target import Target
 from ..sampling import KeyedSampler
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
-# What of the environment changes the speed of both sides or of ours.
-SWITCHES = ("MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32", "DFLASH_MLX_KERNELS", "DFLASH_MLX_COMPILE")
 _WARM_UP_TOKENS = 64
 # Tokens after which the width rule should have settled.
 _EARLY = 64
@@ -175,7 +173,7 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
-            "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+            "environment": switches_set(),
             "model": names[0],
             "draft_model": names[1],
             "drafter_sha256": drafter and drafter.digest(),
@@ -706,6 +704,4 @@ def check_plot() -> None:
 def write_record(record: Mapping[str, Any], path: str | Path) -> None:
     """Write a record whole or not at all."""
     path = Path(path).expanduser()
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_atomically(path, json.dumps(record, indent=1) + "\n")

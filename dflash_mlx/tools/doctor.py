@@ -21,7 +21,7 @@ from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import check_memory, load, load_drafter, loaded_dtype, weight_bytes
-from ..memory import machine_bytes, size_text
+from ..machine import machine_bytes, size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking

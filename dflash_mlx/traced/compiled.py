@@ -33,7 +33,6 @@ import copy
 import functools
 import logging
 import math
-import os
 import time
 import weakref
 from collections import Counter
@@ -48,6 +47,7 @@ from ..errors import DFlashError
 from ..kernels import autotune, block_linear
 from ..kernels.routing import BufferMask, Dense, kernel_calls
 from ..kernels.small_batch import allow_cudnn, folded_mask, gqa_folded_attention_plan
+from ..machine import switch
 from ..models.drafter import Drafter
 from ..models.target import Target, family, intercept
 from ..rollback import RollbackPoint
@@ -86,7 +86,7 @@ def setting() -> str:
     Raises:
       CompileError: if it says anything else.
     """
-    value = os.environ.get(VARIABLE, "").strip().lower() or "auto"
+    value = switch(VARIABLE).lower() or "auto"
     if value not in ("off", "auto", "on"):
         raise CompileError(f"expected {VARIABLE} to be off, auto or on; found {value!r}. Correct the variable.")
     return value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CheckpointError, ConfigError
+from ..machine import write_atomically
 from .prompts import FAMILIES, FAMILY_IDS, KINDS, Pools, chat_ids, make_frame, read_prompts
 from .rollout import Frame, Row, Written, write_rows
 
@@ -97,11 +97,9 @@ class Docs:
         return Docs(starts=starts, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields})
 
     def save(self, path: Path) -> None:
-        """Write under another name, then rename: a shard is whole or absent."""
-        part = path.with_name(path.name + ".part")
-        with open(part, "wb") as f:
-            np.savez(f, **{**asdict(self), "answer": np.packbits(self.answer), "starts": self.starts.astype(np.uint32)})
-        os.replace(part, path)
+        """A shard is whole or absent."""
+        arrays = {**asdict(self), "answer": np.packbits(self.answer), "starts": self.starts.astype(np.uint32)}
+        write_atomically(path, lambda part: np.savez(part, **arrays))
 
     @staticmethod
     def load(path: Path) -> Docs:
@@ -458,9 +456,7 @@ def _check_meta(path: Path, meta: dict) -> None:
                 "Use another folder."
             )
         return
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(meta, indent=1))
-    os.replace(part, path)
+    write_atomically(path, json.dumps(meta, indent=1))
 
 
 def _collect(waiting: list[Future], leave: int) -> tuple[int, int]:

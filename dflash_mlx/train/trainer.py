@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from ..errors import CheckpointError, ConfigError, PairError
+from ..machine import write_atomically
 from ..models.config import DrafterConfig
 from ..models.drafter import Drafter
 from ..models.target import Target
@@ -205,15 +205,10 @@ def save_drafter(folder: str | Path, raw: dict[str, Any], weights: dict[str, mx.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
-    _replace(folder / "model.safetensors", lambda p: mx.save_safetensors(p, {k: v.astype(dtype) for k, v in weights.items()}))
+    typed = {name: value.astype(dtype) for name, value in weights.items()}
+    write_atomically(folder / "model.safetensors", lambda part: mx.save_safetensors(str(part), typed))
     text = json.dumps({**raw, "torch_dtype": names[dtype], "dtype": names[dtype]}, indent=1)
-    _replace(folder / "config.json", lambda p: Path(p).write_text(text + "\n"))
-
-
-def _replace(path: Path, write: Callable[[str], Any]) -> None:
-    part = path.with_name("part-" + path.name)
-    write(str(part))
-    os.replace(part, path)
+    write_atomically(folder / "config.json", text + "\n")
 
 
 def learning_rate(config: TrainConfig, share: float) -> float:
@@ -311,7 +306,9 @@ class Trainer:
         about = {"step": self.step, "elapsed": self.elapsed, "train": asdict(self.config), "drafter": self.raw}
         flat = dict(tree_flatten(state))
         mx.eval(flat)
-        _replace(out / "state.safetensors", lambda p: mx.save_safetensors(p, flat, {"about": json.dumps(about)}))
+        write_atomically(
+            out / "state.safetensors", lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)})
+        )
         save_drafter(out, self.raw, dict(tree_flatten(self.ema)))
 
     def restore(self, out: Path) -> None:
@@ -492,6 +489,6 @@ def draw_curves(out: Path) -> bool:
     left.set(xlabel="step", ylabel="loss", yscale="log")
     right.set(xlabel="step", ylabel="accepted + 1")
     figure.tight_layout()
-    _replace(out / "curves.png", lambda p: figure.savefig(p, format="png"))
+    write_atomically(out / "curves.png", lambda part: figure.savefig(part, format="png"))
     pyplot.close(figure)
     return True

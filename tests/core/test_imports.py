@@ -21,7 +21,6 @@ ORDER = (
     "conversion.gguf.header",
     "checkpoint",
     "kernels",
-    "memory",
     "rollback",
     "models.drafter",
     "conversion",

@@ -182,7 +182,7 @@ def test_a_trial_that_another_process_is_at_is_no_hang_and_its_verdict_is_not_ou
     with subprocess.Popen([sys.executable, "-c", code, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"there\n"
         assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and len(calls) == 1
-        assert marker.exists() and not autotune._load()
+        assert marker.exists() and not autotune._results.read()
         other.kill()
     autotune._known.clear()  # a new process, after the other one died in its trial
     assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))

@@ -95,7 +95,7 @@ def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
     small_batch.gqa_folded_attention_plan(*(normal(1, h, n, 32, dtype=dtype) for h, n in ((4, 5), (2, 9), (2, 9))), 0.2, "causal")
     assert {v.kernel for v in autotune.results() if v.use and v.reason.startswith("right")} == FORMS
     autotune._known.clear()
-    autotune._file().unlink()
+    autotune._results.path.unlink()
     autotune._forget()
     monkeypatch.setattr(small_batch, "matmul_as_gemv", lambda x, w: matmul_as_gemv(x, w) * 1.2)
     monkeypatch.setattr(small_batch, "gqa_folded_attention", lambda *given: gqa_folded_attention(*given[:4], 2 * given[4]))
