@@ -401,10 +401,10 @@ def test_the_loops_drafted_ids_are_numpys_without_caches(pair, name):
 
 FAULTS = {
     "after-convolution made from its own input": (
-        (drafter_module.ConvolutionLayer, "__call__", "h + DynamicConvolution.convolve(x, after)", "h + x"),
+        (drafter_module.ConvolutionLayer, "sublayers", "h + DynamicConvolution.convolve(x, after)", "h + x"),
     ),
     "sides swapped": (
-        (drafter_module.ConvolutionLayer, "__call__", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),
+        (drafter_module.ConvolutionLayer, "sublayers", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),
     ),
     "taps reversed": (
         (drafter_module.DynamicConvolution, "kernels", "return self.base_kernel[:", "return self.base_kernel[:, ::-1][:"),
@@ -413,11 +413,13 @@ FAULTS = {
         (drafter_module.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
     ),
     "codebooks swapped": (
-        (CandidateSelector, "__call__", "query = self.predecessor_codebook", "query = self.successor_codebook"),
+        (CandidateSelector, "_scores", "query = self.predecessor_codebook", "query = self.successor_codebook"),
     ),
-    "predecessor is always the anchor": ((CandidateSelector, "__call__", "mx.minimum(token, last)", "mx.minimum(anchor, last)"),),
-    "hidden row of the next slot": ((CandidateSelector, "__call__", "* projected[:, i]", "* projected[:, i - 1]"),),
-    "unary left out": ((CandidateSelector, "__call__", "unary[:, i] + ", ""),),
+    "predecessor is always the anchor": (
+        (CandidateSelector, "__call__", "successors[:, i], token)", "successors[:, i], anchor)"),
+    ),
+    "hidden row of the next slot": ((CandidateSelector, "__call__", "(projected[:, i]", "(projected[:, i - 1]"),),
+    "unary left out": ((CandidateSelector, "_scores", "unary + ", ""),),
 }
 
 
