@@ -1,7 +1,7 @@
-"""README's table of speeds, made from the records in bench/results/.
+"""docs/benchmarks.md's table of speeds, made from the records in bench/results/.
 
     python bench/table.py                       print it
-    python bench/table.py --write               put it into README.md, between its two markers
+    python bench/table.py --write               put it into docs/benchmarks.md, between its two markers
     python bench/table.py --here [--max-seconds 600] [--only bench-tiny]
                                                 repeat the records on this machine and show its figures beside them
 
@@ -110,7 +110,7 @@ def peer_table(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def section(results: Path = RESULTS) -> str:
-    """All that stands between README's markers."""
+    """All that stands between docs/benchmarks.md's markers."""
     pairs, shapes = read("bench-*.json", results), read("shapes-*.json", results)
     shapes = {name: record for name, record in shapes.items() if record["summary"]["blocks"]}
     groups: dict[tuple, dict] = {}
@@ -133,16 +133,16 @@ def section(results: Path = RESULTS) -> str:
     return "\n".join(lines).strip() or "No speed is recorded yet."
 
 
-def put(readme: str, text: str) -> str:
-    """README with the text between its markers replaced.
+def put(page: str, text: str) -> str:
+    """The page with the text between its markers replaced.
 
     Raises:
       ValueError: the markers are not there once each, in order.
     """
-    head, found, rest = readme.partition(BEGIN)
+    head, found, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (found and end) or BEGIN in tail or END in tail:
-        raise ValueError(f"expected {BEGIN} and {END} once each in README.md; found otherwise. Put them back.")
+        raise ValueError(f"expected {BEGIN} and {END} once each in docs/benchmarks.md; found otherwise. Put them back.")
     return f"{head}{BEGIN}\n{text}\n{END}{tail}"
 
 
@@ -187,9 +187,9 @@ def main() -> None:
             if mine["ended"] == "interrupted":
                 p.exit(130)
         return
-    readme = ROOT / "README.md"
+    page = ROOT / "docs" / "benchmarks.md"
     if args.write:
-        readme.write_text(put(readme.read_text(encoding="utf-8"), section()), encoding="utf-8")
+        page.write_text(put(page.read_text(encoding="utf-8"), section()), encoding="utf-8")
     else:
         print(section())
 

@@ -1,4 +1,4 @@
-"""bench/table.py: README's table is what the records say."""
+"""bench/table.py: docs/benchmarks.md's table is what the records say."""
 
 import importlib.util
 import json
@@ -57,8 +57,8 @@ def written(folder, **records):
     return table.section(folder)
 
 
-def test_readmes_table_is_what_the_records_say():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pages_table_is_what_the_records_say():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert table.put(text, table.section()) == text, "run: python bench/table.py --write"
 
 
@@ -106,8 +106,8 @@ def test_a_record_without_figures_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["none", table.BEGIN, table.END + table.BEGIN, f"{table.BEGIN}{table.END}{table.BEGIN}"])
-def test_a_readme_without_its_markers_is_refused(text):
-    with pytest.raises(ValueError, match="once each in README.md"):
+def test_a_page_without_its_markers_is_refused(text):
+    with pytest.raises(ValueError, match="once each in docs/benchmarks.md"):
         table.put(text, "new")
 
 
