@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# What has to pass before a change lands. Makes its own environments and uses nothing that was installed by hand:
+#   1 lint
+#   2 the built wheel, from an empty directory: the first command of README, then the quick tests
+#   3 an editable install: the slow tests
+#   4 the quick tests on every other interpreter of 3.11 to 3.14 that is here; for those that are not, all dependencies as wheels
+# PYTHON names the interpreter of 1 to 3 (default: python3.11). ONLY=quick stops after 2.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+repo=$PWD
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
+
+python=${PYTHON:-python3.11}
+"$python" -m venv "$work/env"
+. "$work/env/bin/activate"
+pip install -q build "ruff>=0.17,<0.18"
+ruff check .
+ruff format --check .
+
+# quick ENVIRONMENT: README's first command and the quick tests, from a directory that holds nothing.
+quick() {
+  rm -rf "$work/empty" && mkdir "$work/empty"
+  (cd "$work/empty" && "$1/bin/dflash-mlx" generate -m 16 && "$1/bin/dflash-mlx" generate -m 16 --block-size 8 &&
+    "$1/bin/python" -m pytest "$repo/tests" -c "$repo/pyproject.toml" --rootdir "$repo")
+}
+
+echo "== the wheel, from an empty directory"
+python -m build -q --wheel --outdir "$work/dist" .
+wheel=$(echo "$work"/dist/*.whl)
+pip install -q "$wheel[cpu,train,dev]"
+quick "$work/env"
+[ "${ONLY:-}" != quick ] || exit 0
+
+echo "== editable, slow tests"
+pip uninstall -q -y dflash-mlx
+pip install -q -e ".[cpu,train,dev]"
+pytest -m full
+
+# interpreter VERSION: prints a Python of that version, if one runs here.
+interpreter() {
+  for found in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+    if "$found" -c 'import venv' 2> /dev/null; then echo "$found" && return; fi
+  done
+}
+
+own=$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+for version in 3.11 3.12 3.13 3.14; do
+  [ "$version" != "$own" ] || continue
+  if found=$(interpreter "$version") && [ -n "$found" ]; then
+    echo "== Python $version"
+    "$found" -m venv "$work/$version"
+    "$work/$version/bin/pip" install -q "$wheel[cpu,train,dev]"
+    quick "$work/$version"
+  else
+    echo "== Python $version is not here: its wheels"
+    python scripts/wheels.py "$version" "$work/wheels"
+  fi
+done
