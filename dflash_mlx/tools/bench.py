@@ -28,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -38,13 +38,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx.utils import tree_flatten
-from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..machine import machine_bytes, switches_set, write_atomically
 from ..models.target import Target
-from ..sampling import KeyedSampler
+from ..sampling import KeyedSampler, SamplingSettings
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
@@ -61,8 +60,8 @@ class BenchError(DFlashError, ValueError):
 class Plan:
     """What is run.
 
-    kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the width rule choose.
-    hopeless: drafts that are never right.
+    kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the draft-length policy choose.
+    hopeless: drafts that are never right. sampling: more fields of `SamplingSettings`, for both sides.
     """
 
     kinds: tuple[str, ...] = ()
@@ -73,6 +72,7 @@ class Plan:
     block_size: int | None = None
     seed: int = 0
     hopeless: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,15 @@ def read_prompts(path: str, chat: bool) -> Prompts:
             try:
                 one = json.loads(line)
             except ValueError as error:
-                raise BenchError(f"expected JSON in line {number} of {path}; found {error}. Correct it.") from None
+                raise BenchError(f"line {number} of {path} is no JSON: {error}", "Correct it") from None
         text, kind = one.get("prompt"), one.get("kind", "own")
         if not isinstance(text, str) or not text or not isinstance(kind, str):
-            raise BenchError(f'expected {{"prompt": TEXT, "kind": NAME}} in line {number} of {path}; found {line[:60]!r}.')
+            raise BenchError(
+                f'line {number} of {path} is {line[:60]!r}; it must be {{"prompt": TEXT, "kind": NAME}}', "Correct it"
+            )
         kinds.setdefault(kind, []).append(text)
     if not kinds:
-        raise BenchError(f"expected prompts in {path}; found none. Write one a line.")
+        raise BenchError(f"{path} holds no prompts", "Write one a line")
     return Prompts(str(path), kinds, builtin_prompts(chat).before)
 
 
@@ -161,8 +163,9 @@ class Bench:
         unknown = [kind for kind in plan.kinds if kind not in self.prompts.kinds]
         if unknown:
             raise BenchError(
-                f"expected kinds among {', '.join(self.prompts.kinds)}, those of the prompts ({self.prompts.source}); found "
-                f"{', '.join(unknown)}."
+                f"the prompts ({self.prompts.source}) hold no {' and no '.join(unknown)}; their kinds are "
+                f"{', '.join(self.prompts.kinds)}",
+                "Choose among these",
             )
         kinds = plan.kinds or tuple(self.prompts.kinds)
         self.cells = [(kind, temp, context) for context in plan.contexts for temp in plan.temps for kind in kinds]
@@ -242,12 +245,13 @@ class Bench:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     def _responses(self, side: str, ids: list[int], temp: float, seed: int, max_tokens: int) -> Iterator[Any]:
-        sampler = make_sampler(temp) if temp >= 1e-5 else None
+        sampler, processors = SamplingSettings(temp=temp, **self.plan.sampling).make(self.tokenizer)
+        options = {"max_tokens": max_tokens, "logits_processors": processors}
         if side == "dflash":
-            options = {"draft_model": self.drafter, "block_size": self.plan.block_size, "seed": seed}
-            return stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, sampler=sampler, **options)
+            options |= {"draft_model": self.drafter, "block_size": self.plan.block_size, "seed": seed}
+            return stream_generate(self.model, self.tokenizer, ids, sampler=sampler, **options)
         keyed = KeyedSampler(sampler, seed, len(ids)) if sampler else None
-        return mlx_lm.stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, sampler=keyed)
+        return mlx_lm.stream_generate(self.model, self.tokenizer, ids, sampler=keyed, **options)
 
     def _run(
         self, side: str, cell: tuple[str, float, int], trial: int, max_tokens: int | None = None
@@ -616,14 +620,14 @@ def read_record(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
-        raise BenchError(f"expected a record of dflash-mlx bench, format {FORMAT}; {path} is none. Make one with --out.")
+        raise BenchError(f"{path} is no record of dflash-mlx bench in format {FORMAT}", "Make one with --out")
     return record
 
 
 def plan_of(record: Mapping[str, Any]) -> Plan:
     """The plan that a record followed, to repeat it."""
     settings = record["settings"]
-    values = {f.name: settings[f.name] for f in fields(Plan)}
+    values = {f.name: settings[f.name] for f in fields(Plan) if f.name in settings}
     return Plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
@@ -658,7 +662,7 @@ def plot(record: Mapping[str, Any], path: str | Path) -> None:
     figure, axes = _pyplot().subplots(figsize=(9, 4.5), layout="constrained")
     rows = record["summary"]
     if not rows:
-        raise BenchError("expected figures to plot; this record holds none. Let the benchmark run longer.")
+        raise BenchError("this record holds no figures to plot", "Let the benchmark run longer")
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     series = list(dict.fromkeys((row["temp"], row["context"]) for row in rows))
     bar = 0.8 / len(series)
@@ -685,7 +689,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise BenchError("expected matplotlib for a plot; it is not installed. Run: pip install matplotlib") from None
+        raise BenchError("a plot needs matplotlib, which is not installed", "Run: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

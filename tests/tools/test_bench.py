@@ -3,6 +3,7 @@
 import copy
 import json
 import statistics
+from dataclasses import replace
 
 import kit
 import mlx.core as mx
@@ -183,11 +184,11 @@ def test_a_users_prompts_are_json_lines_or_plain_lines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n", "found none"),
-        ('ok\n{"promt": "x"}', "in line 2 of"),
-        ('{"prompt": ', "expected JSON in line 1"),
-        ('{"prompt": ""}', "in line 1 of"),
-        ('{"prompt": "x", "kind": 3}', "in line 1 of"),
+        ("\n", "holds no prompts"),
+        ('ok\n{"promt": "x"}', "line 2 of"),
+        ('{"prompt": ', "line 1 of .* is no JSON"),
+        ('{"prompt": ""}', "line 1 of"),
+        ('{"prompt": "x", "kind": 3}', "line 1 of"),
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_read_is_refused_by_line(tmp_path, text, message):
@@ -272,7 +273,7 @@ def test_a_record_is_read_back_and_its_plan_repeated(record, tmp_path):
     assert bench.read_record(path) == record and list(tmp_path.iterdir()) == [path]
     assert bench.plan_of(record) == SMALL
     path.write_text('{"what": "something else"}')
-    with pytest.raises(BenchError, match="expected a record of dflash-mlx bench"):
+    with pytest.raises(BenchError, match="is no record of dflash-mlx bench"):
         bench.read_record(path)
 
 
@@ -329,7 +330,7 @@ def test_the_command_prints_one_record_keeps_it_and_compares_it(monkeypatch, cap
     [
         (["--model", "tiny"], 2, "nothing to compare"),
         (["--draft-model", "tiny"], 2, "it needs --model"),
-        ([*TINY, "--kinds", "nope"], 1, "expected kinds among function"),
+        ([*TINY, "--kinds", "nope"], 1, "hold no nope; their kinds are function"),
         ([*TINY, "--kernels", "nope"], 1, "expected DFLASH_MLX_KERNELS"),
         (["--compare", "a.json", "b.json"], 1, "a.json"),
     ],
@@ -389,3 +390,20 @@ def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     args = [*TINY, "--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
     assert cli(monkeypatch, "bench", *args) == 1
     assert "differs from mlx-lm's at token 1" in capsys.readouterr().out
+
+
+def test_sampling_options_of_a_plan_reach_both_sides(monkeypatch, pair):
+    seen = []
+
+    class Seen(bench.SamplingSettings):
+        def make(self, tokenizer=None, logit_bias=None):
+            seen.append((self.temp, self.top_k, self.repetition_penalty))
+            return super().make(tokenizer, logit_bias)
+
+    monkeypatch.setattr(bench, "SamplingSettings", Seen)
+    model, tokenizer, drafter = pair
+    plan = Plan(("copy",), (0.7,), (0,), 8, 1, block_size=3, sampling={"top_k": 5, "repetition_penalty": 1.3})
+    record = Bench(model, tokenizer, drafter, plan).go()
+    assert record["ended"] == "complete" and record["runs"][0]["differs_at"] is None
+    assert set(seen) == {(0.7, 5, 1.3)} and record["settings"]["sampling"] == plan.sampling
+    assert bench.plan_of(record) == replace(plan, kinds=("copy",))
