@@ -354,30 +354,25 @@ def serve(
         raise typer.BadParameter("give a JSON object", param_hint="--chat-template-args")
     import logging
 
+    from ..sampling_settings import SamplingSettings
     from ..serving.app import Options
     from ..serving.app import serve as run
 
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
     options = Options(
-        model=model,
-        draft_model=draft_model,
         host=host,
         port=port,
         api_key=api_key or None,
         max_body_bytes=int(max_body_mb * 1e6),
         allowed_origins=[origin for origin in allowed_origins.split(",") if origin],
         max_tokens=max_tokens,
-        temp=temp,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
+        sampling=SamplingSettings(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p),
         block_size=block_size,
         chat_template_args=template_args,
         prefill_step_size=prefill_step_size,
         prompt_cache_size=prompt_cache_size,
         prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
-        trust_remote_code=trust_remote_code,
     )
     with _only_ours_on_stdout():
         run(options, lambda: _load_pair(model, draft_model, dtype, revision, trust_remote_code), _say)

@@ -1,0 +1,329 @@
+"""The thread that generates: requests wait in one queue and run one after the other, in the order in which they came.
+
+Knows models, prompts as token ids and the prefix cache. Knows no HTTP, no messages and no JSON. Its users know three calls:
+`Engine.submit`, `Generation.tokens` and `Generation.cancel`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import DFlashError
+from ..models.target import Target
+from ..options import largest_block
+from ..sampling import SamplingSettings
+from ..text import StopText, TextStream, token_bytes
+from .prefix_cache import PrefixCache, stream_from_prefix
+from .requests import ClientDisconnected, RequestError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Options:
+    """What the server was started with. prompt_cache_bytes: None is no limit, 0 keeps nothing."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    max_body_bytes: int = 8_000_000
+    allowed_origins: list[str] = field(default_factory=list)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    block_size: int | None = None
+    max_tokens: int = 512
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    prefill_step_size: int = 2048
+    prompt_cache_size: int = 10
+    prompt_cache_bytes: int | None = None
+
+
+@dataclass
+class LoadedPair:
+    """The one pair that is served, under the names that the user gave. limit: positions the target was made for, if known."""
+
+    name: str
+    draft_name: str | None
+    model: Any
+    tokenizer: Any
+    drafter: Any
+
+    def __post_init__(self) -> None:
+        target = Target(self.model)
+        self.vocabulary, self.limit = target.vocabulary, target.context_length
+
+    def check(self, options: Options) -> None:
+        """Raises: DFlashError for what would make every request fail."""
+        options.sampling.check_vocabulary(self.vocabulary)
+        if self.drafter is not None and (options.block_size or 1) > (largest := largest_block(self.drafter)):
+            raise DFlashError(f"block_size is {options.block_size}; with this drafter it may be {largest} at most")
+
+
+@dataclass
+class Job:
+    """What to generate.
+
+    prompt, shared: as in `messages.Prompt`. after_template: whether a chat template ends it, as in `TextStream`.
+    top: how many of the likeliest tokens to name beside each; None: no log-probabilities.
+    """
+
+    prompt: list[int]
+    shared: list[tuple[int, str]] = field(default_factory=list)
+    after_template: bool = False
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_tokens: int = 512
+    block_size: int | None = None
+    stop: list[str] = field(default_factory=list)
+    top: int | None = None
+
+
+@dataclass
+class Token:
+    """One generated token on its way from the generating thread to its client's.
+
+    text: what is now surely before any stop string. offset: letters of the answer before this token's own.
+    logprob, top: only when asked for; top is (id, logprob), the likeliest first.
+    verified: drafted tokens that were verified in this run so far.
+    """
+
+    text: str
+    token: int
+    offset: int
+    finish_reason: str | None
+    from_draft: bool
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+    verified: int = 0
+
+
+class Generation:
+    """A submitted job. cached: tokens of its prompt that were held; done: those that have run, these included."""
+
+    def __init__(self, job: Job, is_gone: Callable[[], bool]):
+        self.job, self.cached, self.done = job, 0, 0
+        self._is_gone, self._cancelled = is_gone, False
+        self._events: queue.SimpleQueue[Token | BaseException | None] = queue.SimpleQueue()
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it was cancelled or its client has left."""
+        return self._cancelled or self._is_gone()
+
+    def cancel(self) -> None:
+        """Nobody wants more of it: it ends after the pass under way, or never starts."""
+        self._cancelled = True
+
+    def tokens(self, tick_s: float | None = None) -> Iterator[Token | None]:
+        """The tokens as they come; None each time that nothing came for tick_s seconds.
+
+        Raises:
+          RequestError: it could not be done. ClientDisconnected: it was ended before its end.
+        """
+        while True:
+            try:
+                event = self._events.get(timeout=tick_s)
+            except queue.Empty:
+                yield None
+                continue
+            if event is None:
+                return
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    def put(self, event: Token | BaseException | None) -> None:
+        self._events.put(event)
+
+
+class Engine:
+    """Owns the pair and the thread that runs it.
+
+    Args:
+      open_pair: gives names of target and drafter, then target, tokenizer and drafter; runs in the generating thread, which
+        owns the arrays' stream.
+    """
+
+    def __init__(self, options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]]):
+        self.options, self._open = options, open_pair
+        self.ready, self.fault, self.running = threading.Event(), None, False
+        self.pair: LoadedPair | None = None
+        limit = options.prompt_cache_bytes
+        self._cache = PrefixCache(options.prompt_cache_size, 1 << 63 if limit is None else limit)
+        self._queue: queue.Queue[Generation] = queue.Queue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="generate")
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, without the one that runs."""
+        return self._queue.qsize()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self.fault is None and not self._closing.is_set()
+
+    def submit(self, job: Job, is_gone: Callable[[], bool] = lambda: False) -> Generation:
+        """Put a job in the queue. is_gone: asked once a token and once a prefill pass; True ends it.
+
+        Raises:
+          RequestError: the prompt does not fit, or the thread has ended.
+        """
+        if not job.prompt:
+            raise RequestError("the prompt is empty; it must have at least one token", "Send some text")
+        if (limit := self.pair.limit) and len(job.prompt) >= limit:
+            problem = f"the prompt has {len(job.prompt)} tokens; it must stay below the target's {limit} positions"
+            raise RequestError(problem, "Send less", code="context_length_exceeded")
+        if not self.is_healthy:
+            raise RequestError("the generating thread has ended", "Start the server again", 503)
+        generation = Generation(job, is_gone)
+        self._queue.put(generation)
+        return generation
+
+    def close(self) -> None:
+        """End after the pass under way; what waits is told so."""
+        self._closing.set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            try:
+                self.pair = LoadedPair(*self._open())
+                self.pair.check(self.options)
+            except BaseException as error:
+                self.fault = error
+            finally:
+                self.ready.set()
+            stream = mx.default_stream(mx.default_device())
+            while self.fault is None and not self._closing.is_set():
+                try:
+                    generation = self._queue.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                self._serve(generation, stream)
+        finally:
+            self._closing.set()
+            while not self._queue.empty():
+                self._queue.get().put(RequestError("the server is stopping", "Ask again later", 503))
+            # Arrays end in the thread that made them. A stream of MLX's that is left behind ends the process with an abort.
+            del self._cache
+            if self.pair is not None:
+                self.pair.model = self.pair.drafter = None
+            mx.clear_streams()
+
+    def _serve(self, generation: Generation, stream: Any) -> None:
+        self.running = True
+        try:
+            if generation.unwanted:
+                raise ClientDisconnected
+            self._run(generation, stream)
+            generation.put(None)
+        except (RequestError, ClientDisconnected) as error:
+            generation.put(error)
+        except Exception as error:
+            # Requests were checked before: whatever is raised here is a fault of this program.
+            _log.exception("a request failed")
+            told = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+            generation.put(RequestError(told, status=500))
+        finally:
+            self.running = False
+
+    def _run(self, generation: Generation, stream: Any) -> None:
+        pair, job = self.pair, generation.job
+        room = pair.limit - len(job.prompt) if pair.limit else job.max_tokens
+        sampler, processors = job.sampling.make(pair.tokenizer, job.logit_bias)
+
+        def progress(done: int, total: int) -> None:
+            generation.done = done
+
+        run = stream_from_prefix(
+            pair.model,
+            pair.tokenizer,
+            job.prompt,
+            self._cache,
+            (pair.name, pair.draft_name),
+            draft_model=pair.drafter,
+            shared=job.shared,
+            should_stop=lambda: generation.unwanted or self._closing.is_set(),
+            logits_processors=processors,
+            prompt_progress_callback=progress,
+            max_tokens=room if job.max_tokens == -1 else min(job.max_tokens, room),
+            sampler=sampler,
+            seed=job.sampling.seed,
+            block_size=job.block_size,
+            prefill_step_size=self.options.prefill_step_size,
+            keep_rounds=False,
+            stream=stream,
+        )
+        generation.cached = generation.done = run.held
+        text, reason = _Text(pair.tokenizer, job), None
+        with closing(run.responses) as responses:
+            for response in responses:
+                token = text.token(response)
+                generation.put(token)
+                if reason := token.finish_reason:
+                    break
+        if reason is None:
+            raise ClientDisconnected
+
+
+class _Text:
+    """Makes a run's responses tokens with their text, which ends at a stop string."""
+
+    def __init__(self, tokenizer: Any, job: Job):
+        self.tokenizer, self.top = tokenizer, job.top
+        # From the whole prompt: a run sees only what no cache held.
+        self.stream, self.stop = TextStream(tokenizer, job.prompt, job.after_template), StopText(job.stop)
+        # Letters given out so far, and the bytes of tokens whose letters were not.
+        self.letters, self.held = 0, b""
+
+    def token(self, response: Any) -> Token:
+        reason = response.finish_reason
+        piece = "" if reason == "stop" else self.stream.feed(response.token)
+        piece += self.stream.finish() if reason else ""
+        offset = self._place(None if reason == "stop" else response.token, piece)
+        text, found = self.stop.feed(piece, last=reason is not None)
+        row = response.logprobs if self.top is not None else None
+        return Token(
+            text,
+            response.token,
+            offset,
+            "stop" if found else reason,
+            response.from_draft,
+            None if row is None else row[response.token].item(),
+            [] if row is None else top_tokens(row, self.top),
+            response.stats.n_verified if response.stats else 0,
+        )
+
+    def _place(self, token: int | None, piece: str) -> int:
+        """Where a token's text begins, also while letters of tokens before it are held back."""
+        start = self.letters + len(self.held.decode(errors="ignore"))
+        self.held += (token_bytes(self.tokenizer, token) or b"") if token is not None else b""
+        self.letters += len(piece)
+        if piece:
+            known = self.held.decode(errors="ignore")
+            rest = self.held[len(known[: len(piece)].encode()) :]
+            # What is no character by itself cannot stay for long.
+            self.held = rest if len(rest) < 4 or known[len(piece) :] else b""
+        return start
+
+
+def top_tokens(row: mx.array, count: int) -> list[tuple[int, float]]:
+    """The `count` likeliest ids of a row [V] with their log-probabilities, the likeliest first."""
+    count = min(count, row.shape[-1] - 1)
+    if count <= 0:
+        return []
+    ids = mx.argpartition(-row, kth=count - 1)[:count]
+    return sorted(zip(ids.tolist(), row[ids].tolist(), strict=True), key=lambda pair: -pair[1])

@@ -1,0 +1,162 @@
+"""What is asked for: every field, and the sentence for what cannot be done."""
+
+import json
+
+import openai
+import pytest
+from serving_kit import MESSAGES, WEATHER, ask, running
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "another/model"}, 404, "the model 'another/model' is not served here; this server has 'served'"),
+        ({"model": 3}, 404, "the model 3 is not served here"),
+        ({"draft_model": "other"}, 400, "draft_model is \"other\"; this server has 'drafter'"),
+        ({"n": 2}, 400, "n is 2; this server cannot do that"),
+        ({"n": True}, 400, "n is true; this server cannot"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format is"),
+        ({"adapters": "x"}, 400, 'adapters is "x"; this server cannot do that. Leave it out.'),
+        ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, 400, "this server cannot force calls"),
+        ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),
+        ({"temprature": 1}, 400, "the field 'temprature' is unknown to this server. Leave it out."),
+        ({"stop": ""}, 400, "none of them empty"),
+        ({"stop": [1]}, 400, "stop is [1]; it must be a text"),
+        ({"stop": ["x"] * 65}, 400, "stop has 65 texts, the longest of 1 letters; at most 64 texts"),
+        ({"stop": "x" * 1001}, 400, "stop has 1 texts, the longest of 1001 letters"),
+        (
+            {"presence_penalty": 10**30},
+            400,
+            "; it must be a number from -1000000 to 1000000",
+        ),
+        ({"frequency_penalty": -1e7}, 400, "frequency_penalty is -10000000.0; it must be a number from"),
+        ({"temperature": 10**200}, 400, "it must be a number from 0 to 1000000"),
+        (
+            {"repetition_penalty": 1.1, "repetition_context_size": 1 << 31},
+            400,
+            "repetition_context_size is 2147483648; it must be",
+        ),
+        ({"stream_options": {"x": 1}}, 400, "include_usage"),
+        ({"stream_options": {"include_usage": "x"}, "stream": True}, 400, "include_usage, true or false"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options came without stream = true"),
+        ({"prompt": "x"}, 400, 'prompt is "x"; chat completions have no such field'),
+        ({"role_mapping": {"user": "U: "}}, 400, "role_mapping is given; served has a chat template"),
+        ({"num_draft_tokens": 64}, 400, "num_draft_tokens is 64; it must be a whole number from 0 to 63"),
+        ({"num_draft_tokens": -1}, 400, "num_draft_tokens is -1; it must be"),
+        ({"num_draft_tokens": 1e4}, 400, "num_draft_tokens is 10000.0; it must be a whole number"),
+        ({"top_logprobs": -1}, 400, "top_logprobs is -1; it must be a whole number from 0 to 20"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "half of a surrogate pair"),
+        ({"max_tokens": 0}, 400, "max_tokens is 0; it must be a whole number of at least 1"),
+        ({"max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
+        ({"temperature": -1}, 400, "temperature is -1; it must be a number from 0"),
+        ({"temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
+        ({"top_k": 5000}, 400, "top_k is 5000; it must be below 1536"),
+        ({"top_logprobs": 40}, 400, "top_logprobs is 40; it must be a whole number from 0 to 20"),
+        ({"xtc_threshold": 0.9}, 400, "xtc_threshold is 0.9; it must be a number from 0 to 0.5"),
+        ({"logit_bias": {"99999": 1}}, 400, "token ids are 0 to 1535"),
+        ({"logit_bias": {"5": "nan"}}, 400, 'a logit_bias is "nan"; it must be a number of at most 1000000 in size'),
+        ({"logit_bias": {"5": None}}, 400, "a logit_bias is null"),
+        ({"logit_bias": {"5": True}}, 400, "a logit_bias is true"),
+        ({"logit_bias": {"5": 1e9}}, 400, "a logit_bias is 1000000000.0"),
+        ({"logit_bias": [5]}, 400, "logit_bias is [5]; it must be an object"),
+        ({"logit_bias": {"-1": 1}}, 400, "token ids are 0 to 1535"),
+        ({"logit_bias": {"²": 1}}, 400, "token ids are 0 to 1535"),
+        ({"logit_bias": {"9" * 5000: 1}}, 400, "token ids are 0 to 1535"),
+        ({"seed": -1}, 400, "whole number from 0 to"),
+        ({"seed": 2**40, "temperature": 1}, 400, "whole number from 0 to"),
+        ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "hi"}}, 400, "it may hold variables of the chat template only"),
+        ({"chat_template_kwargs": {"return_tensors": "np"}}, 400, "chat_template_kwargs has 'return_tensors'"),
+        ({"messages": []}, 400, "at least one message"),
+        ({"messages": ["hi"]}, 400, "an object with a role"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "content is 3; it must be a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            400,
+            "image_url",
+        ),
+        ({"messages": [{"role": "bad", "content": "x"}]}, 400, "the chat template refused these messages: no such role"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "it must stay below the target's 4096 positions"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence_and_harms_nobody(served, change, status, message):
+    answer = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **change})
+    assert answer[0] == status, answer
+    assert message in json.loads(answer[1])["error"]["message"]
+    assert ask(served, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_openai_client_sees_its_own_error_classes(served):
+    with pytest.raises(openai.NotFoundError, match="another"):
+        served.client.chat.completions.create(model="another", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="n is 3"):
+        ask(served, n=3)
+
+
+def test_a_text_completion_of_many_prompts_or_none_is_refused(served):
+    for prompt in (["a", "b"], [1, 2], None, ""):
+        status, body = served.post("/v1/completions", {"prompt": prompt})
+        assert status == 400 and "it must" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": MESSAGES}, "text completions have no such field"),
+        ({"tools": WEATHER}, "tools is [{"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs is {}; text completions have no such field"),
+        ({"logprobs": -1}, "logprobs is -1; it must be a whole number from 0 to 20"),
+        ({"logprobs": 21}, "logprobs is 21; it must be a whole number from 0 to 20"),
+    ],
+)
+def test_what_a_text_completion_has_no_use_for_is_refused(served, change, message):
+    status, body = served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **change})
+    assert status == 400 and message in json.loads(body)["error"]["message"]
+
+
+def test_without_a_chat_template_roles_are_written_out_and_its_arguments_are_refused(pair):
+    with running(*pair) as server:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        for change, message in (
+            (
+                {"chat_template_kwargs": {"enable_thinking": True}},
+                "chat_template_kwargs is given; served has no chat template",
+            ),
+            ({"role_mapping": {"user": 1}}, 'role_mapping is {"user": 1}; it must be an object of texts'),
+        ):
+            status, answer = server.post("/v1/chat/completions", {**body, **change})
+            assert status == 400 and message in json.loads(answer)["error"]["message"]
+        status, answer = server.post("/v1/chat/completions", {**body, "role_mapping": {"user": "U: ", "assistant": "A: "}})
+        assert json.loads(answer)["usage"]["prompt_tokens"] == len(pair[1].encode("U: " + MESSAGES[0]["content"] + "A:"))
+
+
+def test_whole_numbers_do_for_what_mlx_lm_wants_with_a_point(served):
+    status, answer = served.post(
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 1, "temperature": 1, "xtc_probability": 1, "xtc_threshold": 0},
+    )
+    assert status == 200, answer
+
+
+def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
+    body = {"messages": MESSAGES, "max_tokens": 2, "temperature": None, "stop": None, "user": "me", "store": False, "n": 1}
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"{not json", 400, "the body is no JSON in UTF-8"),
+        (b"\xff\xfe{}", 400, "the body is no JSON in UTF-8"),
+        (b'{"messages": [], "temperature": NaN}', 400, "NaN is not JSON"),
+        (b'{"messages": [], "temperature": 1e999}', 400, '"1e999" is too large a number'),
+        (b'{"messages": [], "presence_penalty": -1' + b"0" * 400 + b"}", 400, "is too large a number"),
+        (b"[" * 100_000, 400, "the body is no JSON in UTF-8"),
+        (b"[1]", 400, "the body is of type list; it must be a JSON object"),
+    ],
+)
+def test_a_broken_body_is_refused(served, data, status, message):
+    answer = served.post("/v1/chat/completions", data)
+    assert answer[0] == status and message in json.loads(answer[1])["error"]["message"]
