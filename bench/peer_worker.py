@@ -4,7 +4,7 @@
 
 Reads a JSON object {"ids": [...], "max_tokens": n} a line from stdin and writes {"ids", "ttft_s", "decode_s"} a line to stdout,
 decode_s from the first token to the end. Imports nothing of this checkout unless SIDE is ours: a peer has a package of the
-same name. Every side is greedy, with its own defaults for all else.
+same name; side `before` is an older state of ours, found by PYTHONPATH. Every side is greedy, with its own defaults for all else.
 """
 
 import json
@@ -119,6 +119,7 @@ def dflash_mlx_0_1_8(paths):
 SIDES = {
     "mlx-lm": mlx_lm_plain,
     "ours": ours,
+    "before": ours,
     "mlx-lm-draft": mlx_lm_draft,
     "z-lab": z_lab,
     "mlx-dspark": mlx_dspark,

@@ -2,13 +2,14 @@
 
     python bench/peers.py --envs DIR --pair tiny --z-lab CHECKOUT --out bench/results/peers-tiny.json
         [--sides mlx-lm ours mlx-dspark] [--small-draft DIR] [--kinds chat,code] [--max-tokens 64] [--trials 3]
-        [--max-seconds 600]
+        [--max-seconds 600] [--before CHECKOUT]
 
 Sides: mlx-lm (plain decoding), ours (default settings), z-lab (the authors' MLX code; give a checkout of z-lab/dflash),
 mlx-dspark, dflash-mlx-0.1.8 (both from the package index), mlx-lm-draft (mlx-lm's speculative decoding; its small model is
---small-draft, else the target's own first layers, for want of one with the same tokenizer). Environments are made in --envs with
-venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a GPU), a
-quantized drafter dense, so that all load the same numbers. Greedy; every side otherwise with its own defaults.
+--small-draft, else the target's own first layers, for want of one with the same tokenizer), before (an older checkout of this
+project, given by --before: its answers are compared with ours id by id, and its speed trial by trial). Environments are made in
+--envs with venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a
+GPU), a quantized drafter dense, so that all load the same numbers. Greedy; every side otherwise with its own defaults.
 
 All processes stay loaded and answer in turn, one at a time; the order is turned round after every trial. Speed of a side in a
 trial is over mlx-lm's on the same prompt in the same trial. A side that says something else than mlx-lm is shown with the count.
@@ -17,6 +18,7 @@ trial is over mlx-lm's on the same prompt in the same trial. A side that says so
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx import load
 from dflash_mlx.checkpoint import inspect_checkpoint
@@ -39,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 REQUIREMENTS = {
     "mlx-lm": None,
     "ours": None,
+    "before": None,
     "mlx-lm-draft": None,
     "z-lab": None,
     "mlx-dspark": ["mlx-dspark==0.20.3"],
@@ -116,12 +120,22 @@ def first_layers(target: str, layers: int, folder: Path) -> str:
     return str(done)
 
 
+def laid_out(checkout: Path, folder: Path) -> str:
+    """A folder from which an older checkout's package is imported, `convert/` at its installed place; made anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(checkout / "dflash_mlx", folder / "dflash_mlx")
+    shutil.copytree(checkout / "convert", folder / "dflash_mlx" / "conversion")
+    return str(folder)
+
+
 class Side:
     """A peer's process: `ask` gives its answer to one prompt."""
 
     def __init__(self, name: str, python: str, paths: dict[str, str], log: Path):
         self.name, self.log = name, log
         environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if name == "before":
+            environ["PYTHONPATH"] = paths["before"]
         # -P: no file beside the script may be taken for a package.
         self.process = subprocess.Popen(
             [python, "-P", str(HERE / "peer_worker.py"), name, json.dumps(paths)],
@@ -165,6 +179,11 @@ def said(ids: list[int], eos: set[int], max_tokens: int) -> list[int]:
     return ids[:end]
 
 
+def digest(ids: list[int]) -> str:
+    """Stands for the ids in a record: equal ones have equal digests."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a side and kind, then one a side over all kinds (medians of its speed over mlx-lm's, by pair)."""
     plain = {(r["kind"], r["trial"]): r for r in runs if r["side"] == "mlx-lm"}
@@ -183,6 +202,24 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def against(runs: list[dict[str, Any]], before: str = "before") -> dict[str, Any] | None:
+    """Our speed over an earlier state's, by pairs of one prompt and trial: the mean ratio (geometric) and its 95 % interval.
+
+    The interval is that of the mean of the logarithms, by 4,000 resamplings of the pairs. None: there are no pairs.
+    """
+    by = {(r["side"], r["kind"], r["trial"]): r for r in runs}
+    pairs = [
+        (r, by[before, kind, trial]) for (side, kind, trial), r in by.items() if side == "ours" and (before, kind, trial) in by
+    ]
+    if not pairs:
+        return None
+    logs = np.log([ours["decode_tps"] / then["decode_tps"] for ours, then in pairs])
+    means = np.random.default_rng(0).choice(logs, (4000, len(logs))).mean(axis=1)
+    low, high = np.exp(np.quantile(means, (0.025, 0.975)))
+    same = sum(ours["said"] == then["said"] for ours, then in pairs)
+    return {"ratio": float(np.exp(logs.mean())), "low": float(low), "high": float(high), "pairs": len(pairs), "same_ids": same}
+
+
 def table(record: dict[str, Any]) -> str:
     """A record for people."""
     m = record["machine"]
@@ -194,6 +231,11 @@ def table(record: dict[str, Any]) -> str:
         rows.append(
             [r["side"], r["kind"], f"{r['decode_tps']:.1f}", f"{r['ratio']:.2f}", f"{r['low']:.2f}-{r['high']:.2f}"]
             + [f"{r['ttft_s']:.3f}", f"{r['equal']}/{r['pairs']}"]
+        )
+    if b := record.get("against_before"):
+        lines.append(
+            f"ours over before: {b['ratio']:.3f} ({b['low']:.3f} to {b['high']:.3f}, 95 %) in {b['pairs']} pairs; "
+            f"the same ids in {b['same_ids']}"
         )
     return "\n".join([*lines, "", *bench.align(rows), "", f"This run is {record['ended']}."])
 
@@ -211,6 +253,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     wanted = [side for side in args.sides if side != "z-lab" or args.z_lab]
     if "mlx-lm-draft" in wanted:
         paths["small"] = args.small_draft or first_layers(target, max(layers // 4, 1), models)
+    wanted = [side for side in wanted if side != "before" or args.before]
+    if args.before:
+        paths["before"] = laid_out(args.before, args.envs / "before")
     if args.z_lab:
         paths["z_lab"] = str(args.z_lab.resolve())
     plan = bench.Plan(kinds=tuple(args.kinds.split(",")) if args.kinds else (), temps=(0.0,), contexts=(0,))
@@ -263,12 +308,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         record["runs"].append(
                             {"side": side, "kind": cell[0], "trial": trial, "tokens": len(a["ids"]), "ttft_s": a["ttft_s"]}
                             | {"decode_tps": (len(a["ids"]) - 1) / a["decode_s"], "equal": equal}
+                            | {"said": digest(said(a["ids"], eos, args.max_tokens))}
                         )
         record["ended"] = "complete"
     except KeyboardInterrupt:
         record["ended"] = "interrupted"
     finally:
         record["summary"] = summarise(record["runs"])
+        record["against_before"] = against(record["runs"])
         for side in open_sides.values():
             side.close()
     return record
@@ -281,6 +328,7 @@ def main() -> None:
     p.add_argument("--draft-model", help="the drafter's directory, if it is not the built-in one")
     p.add_argument("--sides", nargs="+", choices=REQUIREMENTS, default=list(REQUIREMENTS))
     p.add_argument("--z-lab", type=Path, help="checkout of github.com/z-lab/dflash; without it that side is left out")
+    p.add_argument("--before", type=Path, help="an older checkout of this project; without it that side is left out")
     p.add_argument("--small-draft", help="directory of a small model with the target's tokenizer, for mlx-lm-draft")
     p.add_argument("--kinds")
     p.add_argument("--max-tokens", type=int, default=64)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -116,3 +117,27 @@ def test_a_worker_says_why_it_failed_and_goes_on(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and '"eos": [3]' in lines[0]
     assert lines[1:] == ['{"error": "ValueError: no [1]"}', '{"error": "ValueError: no [2]"}']
+
+
+def test_speed_against_an_earlier_state_is_paired_by_prompt_and_trial():
+    def run(side, trial, tps, said="a"):
+        return {"side": side, "kind": "k", "trial": trial, "decode_tps": tps, "said": said}
+
+    runs = [run(side, i, tps * (i + 1)) for i in range(6) for side, tps in (("before", 10.0), ("ours", 12.0))]
+    found = peers.against([*runs, run("before", 9, 1.0), run("mlx-lm", 0, 1.0)])
+    assert found["pairs"] == 6 and found["same_ids"] == 6
+    assert all(abs(found[name] - 1.2) < 1e-9 for name in ("ratio", "low", "high"))
+    runs[1] = run("ours", 0, 6.0, "b")
+    assert peers.against(runs)["same_ids"] == 5 and peers.against(runs)["low"] < 1.0 < peers.against(runs)["ratio"]
+    assert peers.against([run("ours", 0, 1.0)]) is None
+
+
+def test_an_earlier_state_is_imported_whole_and_alone(tmp_path):
+    checkout = tmp_path / "checkout"
+    for file in ("dflash_mlx/__init__.py", "convert/__init__.py"):
+        (checkout / file).parent.mkdir(parents=True)
+        (checkout / file).write_text(f"NAME = {file!r}\n")
+    code = "import dflash_mlx.conversion as c, dflash_mlx as d; print(d.NAME, c.NAME)"
+    environment = {**os.environ, "PYTHONPATH": peers.laid_out(checkout, tmp_path / "laid")}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["dflash_mlx/__init__.py", "convert/__init__.py"]
