@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
-from dflash_mlx.draft_length.cost_store import measure_cost_model
+from dflash_mlx.draft_length.measure import measure_cost_model
 from dflash_mlx.loading import activation_dtype
 from dflash_mlx.models.target import Target
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR

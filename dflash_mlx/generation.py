@@ -20,7 +20,7 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .draft_length.cost_store import draft_length_policy
+from .draft_length.measure import draft_length_policy
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from .draft_length.prompt_lookup import PromptLookup, make_prompt_lookup
 from .errors import CacheError, GenerationError, PairError

@@ -5,10 +5,13 @@ Knows no model. Imports without MLX; what needs MLX imports it when it is called
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import platform
 import secrets
+import subprocess
 import sys
 import threading
 import warnings
@@ -217,7 +220,30 @@ class JsonCache:
         return True
 
 
-# ---- memory
+# ---- memory and system
+
+
+def system_identity() -> tuple[str, ...]:
+    """What measured times hold for, beside MLX and the models: the chip, the cores, the system's version and its build.
+
+    Not the host's name: a Mac that is renamed is the same machine, and one name in a cluster may be many machines.
+    """
+    return (_chip(), str(os.cpu_count()), platform.system(), platform.mac_ver()[0], platform.release(), platform.version())
+
+
+@functools.cache
+def _chip() -> str:
+    """The processor's own name, such as "Apple M4 Pro"; what the system calls its kind where it does not tell."""
+    name = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        else:
+            lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.machine()
+
 
 _limit_lock = threading.Lock()
 _limit_users = 0

@@ -19,12 +19,12 @@ def pair():
 @pytest.fixture(scope="session", autouse=True)
 def costs_file(tmp_path_factory):
     """Measured costs of passes go to a file of this session, not to the user's cache."""
-    from dflash_mlx.draft_length import policy as width
+    from dflash_mlx.draft_length import cost_store
 
-    before, file = width._cost_file, tmp_path_factory.mktemp("costs") / "widths.json"
-    width._cost_file = lambda: file
+    before, file = cost_store._records.name, tmp_path_factory.mktemp("costs") / "cost_models.json"
+    cost_store._records.name = str(file)
     yield file
-    width._cost_file = before
+    cost_store._records.name = before
 
 
 @pytest.fixture(scope="session")

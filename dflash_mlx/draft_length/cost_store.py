@@ -1,110 +1,53 @@
-"""What drafting and verifying cost for a pair on this machine: passes timed once on caches of their own, and kept.
-
-Knows both models; knows nothing of the loop. What follows from the numbers is `width`'s.
-"""
+"""Measured costs on disk: one record a pair and machine, in the cache directory. Knows nothing of how they are measured."""
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models import cache as mlx_lm_cache
+from mlx.utils import tree_flatten
 
-from ..models.drafter import Drafter
-from ..models.target import Target
-from ..rollback import rollback, rollback_point
-from ..target_sampler import pack_drafts
-from ..traced.compiled import attach, setting
-from ..verify import logprobs, verify_block
-from .acceptance import AcceptanceRate
-from .policy import CostModel, DraftLengthPolicy, load_cost_model, measure, pair_key, save_cost_model
+from ..machine import JsonCache, system_identity
+from ..version import __version__
+from .cost_model import CostModel
 
-
-def draft_length_policy(model: nn.Module, drafter: Drafter, stream: Any) -> DraftLengthPolicy:
-    """The rule for one run. What passes cost, and what earlier runs accepted, is kept with the drafter for the next one."""
-    known: DraftLengthPolicy | None = getattr(drafter, "_last_rule", None)
-    most = drafter.config.block_size - 1
-    acceptance = AcceptanceRate(most)
-    if known is not None:
-        acceptance.counts = [list(counts) for counts in known.acceptance.counts]
-        acceptance.forget(4)
-    rule = DraftLengthPolicy(most, acceptance, known and known.cost_model, lambda: stored_cost_model(model, drafter, stream))
-    if known is not None:
-        rule.take_up(known)
-    drafter._last_rule = rule
-    return rule
+# Age at which a measurement is made again.
+_STALE_S = 7 * 24 * 3600
+# The newest 64 pairs.
+_records = JsonCache("cost_models.json", most=64)
+_SECONDS = ("plain_s", "draft_s", "inject_s")
 
 
-def stored_cost_model(model: nn.Module, drafter: Drafter, stream: Any) -> CostModel:
-    """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
-    key = pair_key([model, drafter], drafter.config, mx.default_device(), mx.device_info(), mx.__version__, setting())
-    costs = load_cost_model(key)
-    if costs is None:
-        with mx.stream(stream):
-            costs = measure_cost_model(model, drafter)
-        save_cost_model(key, costs)
-    return costs
+def pair_key(models: Sequence[Any], *others: object) -> str:
+    """A name for what costs depend on: every parameter's name, shape and type, the chip, the system with its build, and what
+    else is given. The host's name is not in it: a Mac that is renamed is the same machine."""
+    shapes = [(name, a.shape, str(a.dtype)) for model in models for name, a in tree_flatten(model.parameters())]
+    kinds = [type(model).__qualname__ for model in models]
+    return hashlib.sha256(repr((__version__, kinds, sorted(shapes), system_identity(), *map(str, others))).encode()).hexdigest()[
+        :16
+    ]
 
 
-def measure_cost_model(model: nn.Module, drafter: Drafter) -> CostModel:
-    target = attach(Target(model, drafter.config.target_layer_ids), drafter)
-    entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
-    # Any text of different tokens.
-    text = mx.arange(1, 33, dtype=mx.int32)[None] * 37 % target.vocabulary
-    _, features = target(text, entries)
-    mx.eval(features)
-    token, text = text[0, :1], mx.broadcast_to(text, (1 + K // 32, 32)).reshape(1, -1)
-    rows = injected = 0
+def load_cost_model(key: str) -> CostModel | None:
+    """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right."""
+    try:
+        entry = _records.read()[key]
+        if not 0 <= time.time() - entry["saved_at"] < _STALE_S:
+            return None
+        verify_s = {int(width): float(seconds) for width, seconds in entry["verify_s"].items()}
+        costs = CostModel(*(float(entry[name]) for name in _SECONDS), verify_s, float(entry["cut_s"]))
+        numbers = (costs.plain_s, costs.draft_s, costs.inject_s, *verify_s.values())
+        right = verify_s and min(verify_s) > 0 and all(0 < n < 3600 for n in numbers) and 0 <= costs.cut_s < 3600
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    costs.keep = partial(save_cost_model, key)
+    return costs if right else None
 
-    def choose(width: int, drafted: mx.array | None = None) -> mx.array:
-        nonlocal rows
-        point = rollback_point(entries, rows)
-        drafted = (text if drafted is None else drafted)[:, :width]
-        hidden, taps = verify_block(target, token, drafted, entries, point)
-        chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
-        mx.async_eval(chosen, taps)
-        rows += 1
-        if width:
-            chosen.tolist()
-            rollback(entries, point, rows)
-            mx.eval([entry.state for entry in entries])
-        return chosen
 
-    def plain() -> None:
-        # As in the loop, the next pass is enqueued before the last one is read.
-        before = choose(0)
-        for _ in range(3):
-            before, now = choose(0), before
-            now.tolist()
-        before.tolist()
-
-    def draft() -> None:
-        nonlocal injected
-        mx.eval(Drafter.draft(drafter, token, features[:, :1], context, injected, K), [entry.state for entry in context])
-        injected += 1
-
-    def inject(n: int) -> None:
-        nonlocal injected
-        Drafter.inject(drafter, mx.broadcast_to(features[:, :1], (1, n, features.shape[2])), context, injected)
-        mx.eval([entry.state for entry in context])
-        injected += n
-
-    def both(width: int, waits: bool) -> None:
-        nonlocal injected
-        drafted, confidence = Drafter.draft_with_confidence(drafter, token, features[:, :1], context, injected, K)
-        if waits:
-            pack_drafts(drafted, confidence).tolist()
-        choose(width, drafted)
-        mx.eval([entry.state for entry in context])
-        injected += 1
-
-    # What is tried at first use is tried before anything is timed; on empty entries nothing is.
-    inject(1)
-    if target.compiled:
-        draft()
-        choose(1)
-        plain()
-    costs = measure(plain, draft, inject, choose, both, K - 1)
-    costs.plain_s /= 4
-    return costs
+def save_cost_model(key: str, costs: CostModel) -> None:
+    """Keep costs beside the newest others. A file that cannot be written is not needed: the next run measures again."""
+    costs.keep = partial(save_cost_model, key)
+    _records.put(key, {name: getattr(costs, name) for name in (*_SECONDS, "verify_s", "cut_s")} | {"saved_at": time.time()})

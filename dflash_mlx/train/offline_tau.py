@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..draft_length.prompt_lookup import PromptLookup
 from ..models.drafter import Drafter
 from ..models.target import Target
 from .data import Docs
@@ -114,20 +115,16 @@ def walk_docs(
     return walk_with(drafter_guess(drafter, target, ids, K, zero_features), ids, spans, K)
 
 
-def lookup_guess(K: int, n: int = 3) -> Guess:
-    """Prompt lookup: copy what followed the latest earlier occurrence of the last n ids (then n - 1, ... 1)."""
+def lookup_guess(K: int) -> Guess:
+    """Prompt lookup as the loop does it (`draft_length.prompt_lookup`), without its choice of where it pays."""
+    lookups: dict[int, PromptLookup] = {}
 
     def guess(ids: np.ndarray, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = np.full((len(rows), K - 1), -1)
         for r, (row, end) in enumerate(zip(rows, at, strict=True)):
-            text = ids[row, : end + 1]
-            for size in range(min(n, len(text) - 1), 0, -1):
-                windows = np.lib.stride_tricks.sliding_window_view(text[:-1], size)
-                found = np.flatnonzero((windows == text[-size:]).all(1))
-                if len(found):
-                    copied = text[found[-1] + size :][: K - 1]
-                    out[r, : len(copied)] = copied
-                    break
+            lookup = lookups.setdefault(int(row), PromptLookup())
+            if lookup.follow(ids[row, : end + 1].tolist()):
+                out[r] = lookup.draft(K - 1)
         return out
 
     return guess

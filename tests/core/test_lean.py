@@ -32,7 +32,8 @@ import dflash_mlx
 from dflash_mlx import generation, make_prompt_cache, sampling
 from dflash_mlx import rollback as cache_module
 from dflash_mlx import target_sampler as choose
-from dflash_mlx.draft_length import cost_store
+from dflash_mlx.draft_length import measure as timing
+from dflash_mlx.draft_length.cost_model import CostModel
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
@@ -313,8 +314,8 @@ def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
 def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch, costs_file):
     model = tiny_target(seed=2, intermediate_size=52)
     calls = []
-    original = cost_store.measure_cost_model
-    monkeypatch.setattr(cost_store, "measure_cost_model", lambda *args: (calls.append(1), original(*args))[1])
+    original = timing.measure_cost_model
+    monkeypatch.setattr(timing, "measure_cost_model", lambda *args: (calls.append(1), original(*args))[1])
     steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 9, tiny_drafter(model))
     next(steps)
     assert calls == []
@@ -333,10 +334,10 @@ def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch,
 
     def measure(plain, draft, inject, verify, both, most):
         passes["both"] = both
-        return cost_store.CostModel(1.0, 1.0, 1.0, {1: 1.0})
+        return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(cost_store, "measure", measure)
-    cost_store.measure_cost_model(model, tiny_drafter(model))
+    monkeypatch.setattr(timing, "time_by_turns", measure)
+    timing.measure_cost_model(model, tiny_drafter(model))
     for second in (False, True, False):
         before = waits["wait"]
         passes["both"](3, second)
@@ -360,16 +361,16 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
             plain()
             draft()
         assert tried == before and all(passes.passes for passes in drafter._compiled)
-        return cost_store.CostModel(1.0, 1.0, 1.0, {1: 1.0})
+        return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(cost_store, "measure", measure)
-    cost_store.measure_cost_model(model, drafter)
+    monkeypatch.setattr(timing, "time_by_turns", measure)
+    timing.measure_cost_model(model, drafter)
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
     model, line, _ = tiny
     drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
-    costs = cost_store.measure_cost_model(model, drafter)
+    costs = timing.measure_cost_model(model, drafter)
     assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
     assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
@@ -378,7 +379,7 @@ def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
 
 def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monkeypatch):
     model, line, noisy = tiny
-    monkeypatch.setattr(cost_store, "measure_cost_model", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(timing, "measure_cost_model", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
     assert set(stats.widths) == {3} and stats.width_reason is None and stats.confidence_cut == {}
 
@@ -656,9 +657,9 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     model, line, _ = tiny
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
-    costs = cost_store.CostModel(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
-    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
+    costs = CostModel(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
     assert stats.width_reason.startswith("4 of 4 drafts verified in most rounds: 1.0x the cost of one token here")
@@ -667,10 +668,10 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 @pytest.mark.full
 def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
     model, tokenizer, drafter = pair
-    costs = cost_store.CostModel(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
-    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
-    monkeypatch.setattr(cost_store.CostModel, "reprice", lambda *_: None)
+    costs = CostModel(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(CostModel, "refine", lambda *_: None)
+    monkeypatch.setattr(CostModel, "reprice", lambda *_: None)
     monkeypatch.setattr(drafter, "_last_rule", None, raising=False)
     prompt = tokenizer.encode("def test_")
     got = run(model, drafter, prompt, 300, tokenizer, block_size=None, copy=False)
@@ -690,9 +691,9 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
 
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
-    costs = cost_store.CostModel(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(cost_store, "stored_cost_model", lambda *_: costs)
-    monkeypatch.setattr(cost_store.CostModel, "refine", lambda *_: None)
+    costs = CostModel(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
+    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
     assert stats.widths[0] > 90
     assert "drafting off in 9" in stats.width_reason and "5 rows cost 2.5x one row here" in stats.width_reason

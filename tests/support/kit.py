@@ -223,7 +223,7 @@ def failing_pass(patch, nth):
     """Makes the nth pass of the next run one in which a kernel of ours gave a value that is not finite."""
     launched = []
 
-    def doubts(self, hidden, margin=None, logits=None):
+    def finite_flag(self, hidden, margin=None, logits=None):
         launched.append(1)
         return [mx.array([len(launched) == nth], dtype=mx.int32)]
 
@@ -231,7 +231,7 @@ def failing_pass(patch, nth):
         if any(values):
             raise NotFiniteError
 
-    patch.setattr(generation.Target, "doubts", doubts)
+    patch.setattr(generation.Target, "finite_flag", finite_flag)
     patch.setattr(generation.Target, "check", staticmethod(check))
 
 

@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_causal_mask
 
 import dflash_mlx
 from dflash_mlx import generation, make_prompt_cache
-from dflash_mlx.draft_length import cost_store as costs
+from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
