@@ -36,11 +36,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import load, load_drafter, stream_generate, traced
 from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.kernels.routing import kernel_calls
-from dflash_mlx.traced import compiled
 
 ROWS = (7, 8)
 LEAST_SECONDS = 15  # of a run: less is not enough to load and compile
@@ -83,8 +82,8 @@ class Job:
 
     def environment(self, folder: Path) -> dict[str, str]:
         # block_linear stands in compiled passes alone; without kernels every operation is MLX's as mlx-lm has it.
-        traced = "on" if self.mode in ("on", "block_linear") else "off"
-        own = {autotune.VARIABLE: self.mode, compiled.VARIABLE: traced, CUDNN: str(int(self.cudnn))}
+        passes = "on" if self.mode in ("on", "block_linear") else "off"
+        own = {autotune.VARIABLE: self.mode, traced.VARIABLE: passes, CUDNN: str(int(self.cudnn))}
         if self.way == "without graphs":
             own[GRAPHS] = "0"
         if self.way == "core dump":
@@ -275,7 +274,7 @@ def generate(
                     print(f"answer {i} token {done}: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NO TIE'}")
                     done += 1
         record["tokens"], record["seconds"] = record["tokens"] + len(said), record["seconds"] + time.perf_counter() - begin
-        record["compiled"] = [passes.findings() for passes in getattr(drafter, "_compiled", None) or ()]
+        record["compiled"] = drafter._compiled.findings() if getattr(drafter, "_compiled", None) else []
         save()
         if record["tokens"] >= tokens:
             break

@@ -35,7 +35,7 @@ from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import bench
-from dflash_mlx.traced import compiled
+from dflash_mlx.traced import prepare
 
 
 def qwen3_5(hidden: int, intermediate: int, tied: bool) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def planned_drafter(config: dict[str, Any], model: nn.Module, line: Line) -> Pla
     drafter.eval()
     mx.eval(drafter.parameters())
     object.__setattr__(drafter, "line", line)
-    compiled.prepare(model, drafter)
+    prepare(model, drafter.config.windows)
     return drafter.bind(target.embed, target.head, model)
 
 

@@ -22,7 +22,7 @@ from .models.drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .models.target import Target
 from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
-from .traced.compiled import prepare
+from .traced import prepare
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -168,8 +168,9 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
 
     checkpoint = inspect_checkpoint(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo, revision=revision)
     require_drafter(checkpoint)
-    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)))
     read = read_drafter(checkpoint)
+    prepare(model, read.config.windows)
+    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)))
     drafter = make_drafter(read.config, read.weights, model)
     drafter.digest = checkpoint.digest
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
@@ -191,7 +192,6 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     target = Target(model)
     drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
-    prepare(model, drafter)
     check_pair(config, target, drafter)
     quantize_to_match(drafter, weights, {"quantization": config.quantization}, "the drafter")
     expected = {name: value.shape for name, value in _flat(drafter)}

@@ -29,7 +29,7 @@ def verify_block(
     # together. Begun at its taps, a plain pass of `tiny` takes 0.89 of what mlx-lm's takes (2 cores, other work beside it).
     eager = mx.default_device() == mx.cpu
     block = mx.concatenate([anchor[:, None], drafted], axis=1) if drafted.shape[1] else anchor[:, None]
-    if target.compiled and (out := target.compiled(target, block, cache, point)):
+    if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)):
         return out
     if not drafted.shape[1]:
         # Plain decoding: one row is kept or undone as a whole, which needs no inputs of stateful modules.

@@ -735,13 +735,12 @@ def _load_pair(
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
 
-    from .. import loading
+    from .. import loading, traced
     from ..kernels import autotune
     from ..pairs import builtin
-    from ..traced import compiled
 
     # What the environment asks for and is not known is said before anything is loaded.
-    compiled.setting()
+    traced.setting()
     autotune.setting()
     target, drafter = _choose_pair(model, draft_model)
     _check_revision(revision, target, drafter)

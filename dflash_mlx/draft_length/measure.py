@@ -14,7 +14,8 @@ from ..models.drafter import Drafter
 from ..models.target import Target
 from ..rollback import rollback, rollback_point
 from ..target_sampler import pack_drafts
-from ..traced.compiled import attach, setting
+from ..traced import setting
+from ..traced.compiled import attach
 from ..verify import logprobs, verify_block
 from .cost_model import CostModel, first_widths
 from .cost_store import load_cost_model, pair_key, save_cost_model
@@ -94,7 +95,7 @@ def measure_cost_model(model: nn.Module, drafter: Drafter) -> CostModel:
 
     # What is tried at first use is tried before anything is timed; on empty entries nothing is.
     inject(1)
-    if target.compiled:
+    if target.accelerator:
         draft()
         choose(1)
         plain()

@@ -38,10 +38,8 @@ MOST_PRODUCT_ROWS = 2 * MAX_ROWS
 # MLX has a kernel on CUDA for the attention of up to 3 rows.
 LEAST_ATTENTION_ROWS = 4
 TRIAL_KEYS = 512
-# MLX reads this at its first attention; elsewhere it says nothing. A verify pass meets a new length each round.
+# MLX reads this once a process, at its first attention on CUDA.
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
-_left_to_us = CUDNN not in os.environ
-os.environ.setdefault(CUDNN, "0")
 
 Launch = Callable[..., mx.array]
 
@@ -51,11 +49,17 @@ def here() -> bool:
     return mx.cuda.is_available() and autotune.has_gpu()
 
 
-def allow_cudnn() -> None:
-    """Let MLX ask cuDNN for attention, as it does by default, if it has not run any yet and the user has not said otherwise: for
-    pairs whose passes are compiled over buffers, of which few lengths occur."""
-    if _left_to_us:
-        os.environ[CUDNN] = "1"
+def choose_cudnn(few_lengths: bool) -> None:
+    """Say whether MLX asks cuDNN for attention in this process; before the first attention on a GPU.
+
+    Only on CUDA, and only where neither the user nor a pair loaded earlier has said it: MLX reads it once.
+
+    Args:
+      few_lengths: whether passes run over buffers, of which few lengths occur. cuDNN plans anew for each number of keys, and an
+        ordinary verify pass meets a new number each round: then cuDNN is not asked.
+    """
+    if mx.cuda.is_available() and CUDNN not in os.environ:
+        os.environ[CUDNN] = "1" if few_lengths else "0"
 
 
 def _cudnn_takes(dtype: mx.Dtype, *sizes: int) -> bool:

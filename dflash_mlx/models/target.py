@@ -260,8 +260,8 @@ class Target:
         self.was_compiled = False
         # Calls of layers that go another way in passes of few rows, before any kernel: see `traced`.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
-        # Runs a pass over a block in place of this target's own where it can: see `compiled`.
-        self.compiled: Callable[..., tuple[mx.array, mx.array] | None] | None = None
+        # Runs a pass over a block in place of this target's own where it can: see `traced`.
+        self.accelerator: Any = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
@@ -519,9 +519,7 @@ class Target:
         """
         if any(bits & _NOT_FINITE == _NOT_FINITE for bits in flag):
             if (self.was_compiled if was_compiled is None else was_compiled) and not head:
-                # Another answer's may have been refused while this one was on its way.
-                if not self.compiled.refused:
-                    self.compiled.refuse("a pass gave a value that is not finite")
+                self.accelerator.refuse("a pass gave a value that is not finite")
             else:
                 autotune.disable_all("a pass gave a value that is not finite")
             raise autotune.NotFiniteError

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
+from .. import traced
 from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
@@ -26,7 +27,6 @@ from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
 from ..rollback import check_rollback, leaves, rollback, rollback_point
-from ..traced import compiled
 from ..verify import verify_block
 
 CONTEXTS = (4096, 32768, 131072)
@@ -110,8 +110,8 @@ def _kernels() -> dict[str, Any]:
 
 def _replays(draft: Any) -> dict[str, Any]:
     """Whether passes may be replayed, and what came of it with this pair in this process."""
-    found = getattr(draft, "_compiled", None) or ()
-    return {"asked": compiled.setting(), "here": compiled.may_compile(), "found": [replays.findings() for replays in found]}
+    accelerator = getattr(draft, "_compiled", None)
+    return {"asked": traced.setting(), "here": traced.may_accelerate(), "found": accelerator.findings() if accelerator else []}
 
 
 def _read_weights(model: str, dtype: mx.Dtype | str | None, revision: str | None) -> dict[str, Any]:
@@ -376,9 +376,9 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
 def _replay_lines(replays: Mapping[str, Any]) -> list[str]:
     """One line for each of the two models."""
     if not replays["here"]:
-        why = f"{compiled.VARIABLE} is off" if replays["asked"] == "off" else "unasked on CUDA alone"
+        why = f"{traced.VARIABLE} is off" if replays["asked"] == "off" else "unasked on CUDA alone"
         return [f"replays     none: {why}"]
-    lines = [f"replays     {compiled.VARIABLE} {replays['asked']}"]
+    lines = [f"replays     {traced.VARIABLE} {replays['asked']}"]
     for found in replays["found"]:
         widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
         text = f"none: {found['refused']}" if found["refused"] else f"{found['passes']} passes{f'; {widths}' if widths else ''}"

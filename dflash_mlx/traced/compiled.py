@@ -37,23 +37,22 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
-from ..errors import DFlashError
 from ..kernels import autotune, block_linear
 from ..kernels.routing import BufferMask, Dense, kernel_calls
-from ..kernels.small_batch import allow_cudnn, folded_mask, gqa_folded_attention_plan
-from ..machine import switch
+from ..kernels.small_batch import folded_mask, gqa_folded_attention_plan
 from ..models.drafter import Drafter
 from ..models.target import Target, family, intercept
 from ..rollback import RollbackPoint
+from . import accelerate
 from .fusion import Call, fused_linears
 
-VARIABLE = "DFLASH_MLX_COMPILE"
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
 ROWS = 4
 # Columns of a quantized product that MLX's kernels for several rows on CUDA take; any other number goes by a slower one.
@@ -76,60 +75,43 @@ _FASTER = 0.97
 _log = logging.getLogger("dflash_mlx.traced.compiled")
 
 
-class CompileError(DFlashError, ValueError):
-    """DFLASH_MLX_COMPILE says what is not known."""
+class CompiledPair:
+    """The compiled passes of a pair: an `Accelerator`.
 
-
-def setting() -> str:
-    """What DFLASH_MLX_COMPILE says: "off", "auto" or "on".
-
-    Raises:
-      CompileError: if it says anything else.
+    always: whether a pass is used that is right, faster or not.
     """
-    value = switch(VARIABLE).lower() or "auto"
-    if value not in ("off", "auto", "on"):
-        raise CompileError(f"expected {VARIABLE} to be off, auto or on; found {value!r}. Correct the variable.")
-    return value
 
+    def __init__(self, target: Target, drafter: Drafter, always: bool):
+        verify = CompiledVerify(target.model, target.layer_ids, _parts(target.model), always)
+        self.always, self.passes = always, (verify, CompiledDraft(drafter, _parts(drafter), always))
+        self.verify, self.draft = verify.verify, self.passes[1].draft
 
-def may_compile() -> bool:
-    """Whether passes may be compiled here.
+    def holds_for(self, target: Target, drafter: Drafter, always: bool) -> bool:
+        """Whether the models are what their traces were made of: by identity, an adapter loaded since is another array."""
+        parts = (_parts(target.model), _parts(drafter))
+        return self.always == always and all(_same(p.parts, now) for p, now in zip(self.passes, parts, strict=True))
 
-    Raises:
-      CompileError: as `setting`.
-    """
-    wanted = setting()
-    return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and autotune.has_gpu()
+    def refuse(self, reason: str) -> None:
+        # Another answer's pass may have been refused while this one was on its way.
+        if not self.passes[0].refused:
+            self.passes[0].refuse(reason)
 
-
-def prepare(model: nn.Module, drafter: Drafter) -> None:
-    """What must be said before the first attention of the process, if it is to hold.
-
-    Raises:
-      CompileError: as `setting`.
-    """
-    if may_compile() and _plain([*make_prompt_cache(model), *drafter.make_cache()]):
-        allow_cudnn()
+    def findings(self) -> list[dict[str, Any]]:
+        return [p.findings() for p in self.passes]
 
 
 def attach(target: Target, drafter: Drafter) -> Target:
-    """Let this target's blocks and the drafter's passes be compiled. Traces are kept with the drafter, as long as both models'
-    parts are the same.
+    """`accelerate` for a target and a drafter that no pair holds yet; until `DFlashPair` is there.
 
     Raises:
       CompileError: as `setting`.
     """
-    if not may_compile():
-        drafter.compiled = None
-        return target
-    blocks, drafts = getattr(drafter, "_compiled", None) or (None, None)
-    always, parts, own = setting() == "on", _parts(target.model), _parts(drafter)
-    # By identity: an adapter loaded since is another array.
-    if blocks is None or blocks.always != always or not _same(blocks.parts, parts) or not _same(drafts.parts, own):
-        blocks, drafts = CompiledVerify(target.model, target.layer_ids, parts, always), CompiledDraft(drafter, own, always)
+    kept = getattr(drafter, "_compiled", None)
+    accelerator = accelerate(SimpleNamespace(target=target, drafter=drafter, accelerator=kept))
+    if accelerator:
         # Not as an item of the module, whose items other threads may be walking through.
-        object.__setattr__(drafter, "_compiled", (blocks, drafts))
-    target.compiled, drafter.compiled = blocks, drafts
+        object.__setattr__(drafter, "_compiled", accelerator)
+    target.accelerator = drafter.accelerator = accelerator
     return target
 
 
@@ -426,7 +408,7 @@ class CompiledPass:
 
 
 class CompiledVerify(CompiledPass):
-    """A target's passes over blocks, single rows included: what `Target.compiled` is."""
+    """A target's passes over blocks, single rows included: `Accelerator.verify`."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
         def passes(fused: list[Call]) -> Pass:
@@ -437,7 +419,7 @@ class CompiledVerify(CompiledPass):
 
         super().__init__(family(model), passes([]), passes, model, parts, always)
 
-    def __call__(
+    def verify(
         self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint
     ) -> tuple[mx.array, mx.array] | None:
         """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
@@ -468,7 +450,7 @@ def _stock_calls(model: nn.Module) -> list[tuple]:
 
 
 class CompiledDraft(CompiledPass):
-    """A drafter's passes: what `Drafter.compiled` is."""
+    """A drafter's passes: `Accelerator.draft`."""
 
     kernels, fused = staticmethod(_stock_calls), False
 
@@ -486,7 +468,7 @@ class CompiledDraft(CompiledPass):
 
         super().__init__("the drafter", passes([]), passes, drafter, parts, always)
 
-    def __call__(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
+    def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
         """`Drafter.mask_rows`, compiled; None: run that instead. New context rows are filled up to one block's or a few."""
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:

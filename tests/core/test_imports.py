@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -173,12 +172,3 @@ def test_the_converter_is_installed_inside_the_package_only():
     code = "import importlib.util as u; assert u.find_spec('dflash_mlx.conversion'); assert u.find_spec('convert') is None"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("1", "1")])
-def test_verify_passes_go_without_a_cudnn_plan_for_each_length_unless_the_user_says_otherwise(given, seen):
-    asked = "import os, dflash_mlx.generation; print(os.environ['MLX_CUDA_USE_CUDNN_SDPA'])"
-    name = "MLX_CUDA_USE_CUDNN_SDPA"
-    env = {k: v for k, v in os.environ.items() if k != name} | ({name: given} if given else {})
-    run = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == seen

@@ -360,7 +360,7 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
         for _ in range(2):
             plain()
             draft()
-        assert tried == before and all(passes.passes for passes in drafter._compiled)
+        assert tried == before and all(passes.passes for passes in drafter._compiled.passes)
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
     monkeypatch.setattr(timing, "time_by_turns", measure)

@@ -17,7 +17,7 @@ from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.small_batch import folded_mask, gqa_folded_attention, matmul_as_gemv
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback, rollback_point
-from dflash_mlx.traced.compiled import prepare
+from dflash_mlx.traced import prepare
 from dflash_mlx.verify import verify_block
 
 FORMS = {"matmul_as_gemv", "gqa_folded_attention"}
@@ -38,6 +38,7 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(autotune, "has_gpu", lambda: True)
+    monkeypatch.setenv(small_batch.CUDNN, "0")
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(autotune, "_off", {})
     monkeypatch.setattr(autotune, "_plans", {})
@@ -206,7 +207,7 @@ def test_compiled_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
         assert [r.token for r in out] == want
         rounds = out[-1].stats.rounds
     # The third answer's traces are there.
-    blocks, drafts = drafter._compiled
+    blocks, drafts = drafter._compiled.passes
     assert blocks.passes >= 2 * sum(r.width > 3 for r in rounds) > 10 and drafts.passes > 10
     assert cuda.count("gqa_folded_attention") == 0
     cuda.clear()
@@ -237,7 +238,7 @@ def test_a_compiled_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
     expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
-    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._compiled[1].passes > 5
+    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._compiled.passes[1].passes > 5
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])
@@ -247,17 +248,15 @@ def test_cudnn_is_asked_where_all_passes_are_compiled_unless_the_user_says_other
     given, compile_setting, sliding, cuda, monkeypatch
 ):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", compile_setting)
-    monkeypatch.setenv(small_batch.CUDNN, given or "0")
-    monkeypatch.setattr(small_batch, "_left_to_us", given is None)
+    monkeypatch.delenv(small_batch.CUDNN) if given is None else monkeypatch.setenv(small_batch.CUDNN, given)
     model, layers = tiny_target(), {} if sliding else {"layer_types": None, "sliding_window": None}
-    prepare(model, tiny_drafter(model, **layers))
+    prepare(model, tiny_drafter(model, **layers).config.windows)
     expected = given or ("1" if compile_setting == "auto" and not sliding else "0")
     assert os.environ[small_batch.CUDNN] == expected
 
 
 def test_a_loaded_pair_says_so_before_its_first_attention(cuda, monkeypatch):
-    monkeypatch.setenv(small_batch.CUDNN, "0")
-    monkeypatch.setattr(small_batch, "_left_to_us", True)
+    monkeypatch.delenv(small_batch.CUDNN)
     seen, attend = [], mx.fast.scaled_dot_product_attention
 
     def noting(*args, **kwargs):

@@ -16,7 +16,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
 import dflash_mlx
-from dflash_mlx import generation, make_prompt_cache
+from dflash_mlx import generation, make_prompt_cache, traced
 from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels import autotune
@@ -24,8 +24,8 @@ from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import PairCache, rollback, rollback_point, trim_prompt_cache
-from dflash_mlx.traced import compiled
-from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, CompileError, attach, capacity_for
+from dflash_mlx.traced import CompileError, compiled
+from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, attach, capacity_for
 from dflash_mlx.verify import verify_block
 
 PROMPT = [5, 9, 33, 7, 12, 40, 2]
@@ -34,12 +34,12 @@ BLOCK = [20, 41, 3, 17, 8]
 
 @pytest.fixture
 def forced(monkeypatch):
-    monkeypatch.setenv(compiled.VARIABLE, "on")
+    monkeypatch.setenv(traced.VARIABLE, "on")
 
 
 def blocks_of(model, layer_ids=(0, 2), always=True):
     target = Target(model, layer_ids)
-    target.compiled = CompiledVerify(model, layer_ids, compiled._parts(model), always)
+    target.accelerator = CompiledVerify(model, layer_ids, compiled._parts(model), always)
     return target
 
 
@@ -80,7 +80,7 @@ def test_a_compiled_block_gives_the_states_and_the_rows_of_an_ordinary_one(make)
         for a, b in zip(*caches, strict=True):
             assert a.offset == b.offset
             assert all(near(y[:, :, : a.offset], x[:, :, : a.offset]) for x, y in ((a.keys, b.keys), (a.values, b.values)))
-    assert ours.compiled.passes == 5
+    assert ours.accelerator.passes == 5
 
 
 def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
@@ -93,15 +93,15 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
         assert all(a.shape == b.shape and near(a, b) for a, b in zip(found[:2], expected[:2], strict=True))
         assert {entry.offset for entry in caches[1]} == {7 + rows}
     # One row waits for others to be traced; then it is compared for itself, and shares the trace of four.
-    traces = [(key[0], key[-1]) for key in ours.compiled._known]
-    assert ours.compiled.passes == 9 and traces == [((0, 4), 4), ((0, 4), 1), ((0, 8), 8), ((0, 12), 12)]
-    assert len({id(run) for run in ours.compiled._known.values()}) == 3
+    traces = [(key[0], key[-1]) for key in ours.accelerator._known]
+    assert ours.accelerator.passes == 9 and traces == [((0, 4), 4), ((0, 4), 1), ((0, 8), 8), ((0, 12), 12)]
+    assert len({id(run) for run in ours.accelerator._known.values()}) == 3
 
 
 def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
     model, tokenizer, drafter = pair
-    drafter._compiled, traced, original = None, [], compiled._traceable
-    monkeypatch.setattr(compiled, "_traceable", lambda *args: (traced.append(args[1][0].dtype), original(*args))[1])
+    drafter._compiled, shapes, original = None, [], compiled._traceable
+    monkeypatch.setattr(compiled, "_traceable", lambda *args: (shapes.append(args[1][0].dtype), original(*args))[1])
     prompt = tokenizer.encode("def area(width, height):")
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
@@ -110,10 +110,10 @@ def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monke
         monkeypatch.setattr(generation, "draft_length_policy", lambda *_, rule=rule: rule)
         out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
         assert ids_of(out) == greedy_ids(model, prompt, 40)
-    blocks, drafts = drafter._compiled
+    blocks, drafts = drafter._compiled.passes
     assert out[-1].stats.widths[0] > 15 and 1 in {key[-1] for key in blocks._known}
     # A block of 4 rows and a single one are one trace; the drafter's is another, of floats beside ids.
-    assert len(traced) == len({id(known) for passes in (blocks, drafts) for known in passes._known.values()})
+    assert len(shapes) == len({id(known) for passes in (blocks, drafts) for known in passes._known.values()})
 
 
 def test_a_drafter_that_cannot_be_compiled_is_given_its_context_once():
@@ -123,7 +123,7 @@ def test_a_drafter_that_cannot_be_compiled_is_given_its_context_once():
     inject = type(ours).inject
     object.__setattr__(ours, "inject", lambda *args: (seen.append(1), inject(ours, *args)))
     ours.slots(mx.array([9]), mx.random.normal((1, 40, 48)), ours.make_cache(), 0, 5)
-    assert not seen and ours.compiled.passes == 0
+    assert not seen and ours.accelerator.passes == 0
 
 
 @pytest.mark.parametrize("S, lengths", [(20, []), (21, [20]), (40, [20]), (41, [40]), (75, [60])])
@@ -138,7 +138,7 @@ def test_much_context_is_injected_in_few_lengths_before_a_draft(S, lengths):
         found = [d.slots(mx.array([9]), features, c, c[0].offset, 5) for d, c in zip((plain, ours), caches, strict=True)]
         assert near(*found) and caches[0][0].offset == caches[1][0].offset
     # At most four blocks of 5 are left to the pass itself.
-    assert seen == lengths * 2 and ours.compiled.passes == (2 if lengths else 1)
+    assert seen == lengths * 2 and ours.accelerator.passes == (2 if lengths else 1)
 
 
 def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
@@ -165,7 +165,7 @@ def test_what_fills_a_drafters_rows_is_written_behind_them():
         assert near(a, b)
         assert caches[1][0].keys.shape[2] == (1024 if start - S + 10 <= 1024 else 2048)
     # Of the first 1000 rows only the last five are given to a compiled pass.
-    assert ours.compiled.passes == 10
+    assert ours.accelerator.passes == 10
 
 
 def test_a_row_that_was_rolled_back_is_never_seen_again():
@@ -177,7 +177,7 @@ def test_a_row_that_was_rolled_back_is_never_seen_again():
     for entry in cache:
         entry.keys[:, :, 12:], entry.values[:, :, 12:] = 1e4, 1e4
     found, expected = verify(ours, cache, [30, 31, 32, 33])[0], model.model(mx.array([[*PROMPT, 1, 30, 31, 32, 33]]))[:, -4:]
-    assert ours.compiled.passes == 2 and near(found, expected)
+    assert ours.accelerator.passes == 2 and near(found, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3, 100])
@@ -195,7 +195,7 @@ def test_a_compiled_pass_waits_for_nothing(waits):
     verify(ours, cache)
     before = dict(waits)
     hidden, features, _ = verify(ours, cache)
-    assert ours.compiled.passes == 2 and waits == before
+    assert ours.accelerator.passes == 2 and waits == before
 
 
 def places(entries):
@@ -213,7 +213,7 @@ def test_buffers_are_written_in_place():
     for _ in range(3):
         mx.eval(*verify(ours, cache)[:2])
         assert places(cache) == before
-    assert ours.compiled.passes == 4
+    assert ours.accelerator.passes == 4
 
 
 def test_capacities_are_few_and_little_too_large():
@@ -230,7 +230,7 @@ def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(fo
     assert 60 < n < 120
     out = list(run(model, drafter, prompt, n, tokenizer, block_size=block_size))
     assert ids_of(out) == greedy_ids(model, prompt, n)
-    assert {key[1] for key in drafter._compiled[0]._known if key[0] == (0, -(-block_size // 4) * 4)} == {1024, 2048}
+    assert {key[1] for key in drafter._compiled.passes[0]._known if key[0] == (0, -(-block_size // 4) * 4)} == {1024, 2048}
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "cohere"])
@@ -239,31 +239,31 @@ def test_families_say_what_plain_decoding_says_and_round_by_round_what_uncompile
     line = PROMPT + greedy_ids(model, PROMPT, 40)
     answers = []
     for value in ("off", "on"):
-        monkeypatch.setenv(compiled.VARIABLE, value)
+        monkeypatch.setenv(traced.VARIABLE, value)
         drafter = known_drafter(model, line, "noisy", block=6)
         answers.append(list(run(model, drafter, PROMPT, 40, block_size=6)))
     assert ids_of(answers[0]) == ids_of(answers[1]) == line[len(PROMPT) :]
     assert rounds_of(answers[0]) == rounds_of(answers[1])
-    assert drafter._compiled[0].passes == len(answers[1][-1].stats.rounds)
+    assert drafter._compiled.passes[0].passes == len(answers[1][-1].stats.rounds)
 
 
 def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
     model = tiny_target()
     drafter = tiny_drafter(model)
     for value in (None, "", "off", "auto"):
-        monkeypatch.delenv(compiled.VARIABLE, raising=False)
+        monkeypatch.delenv(traced.VARIABLE, raising=False)
         if value is not None:
-            monkeypatch.setenv(compiled.VARIABLE, value)
-        assert attach(Target(model, (0, 2)), drafter).compiled is None
-    monkeypatch.setenv(compiled.VARIABLE, "yes")
-    with pytest.raises(CompileError, match="expected DFLASH_MLX_COMPILE to be off, auto or on; found 'yes'"):
+            monkeypatch.setenv(traced.VARIABLE, value)
+        assert attach(Target(model, (0, 2)), drafter).accelerator is None
+    monkeypatch.setenv(traced.VARIABLE, "yes")
+    with pytest.raises(CompileError, match="DFLASH_MLX_COMPILE is 'yes'; it must be off, auto or on. Correct"):
         attach(Target(model, (0, 2)), drafter)
 
 
 @pytest.mark.parametrize("value", ["off", "on"])
 @pytest.mark.parametrize("block", [6, 16])
 def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
-    monkeypatch.setenv(compiled.VARIABLE, value)
+    monkeypatch.setenv(traced.VARIABLE, value)
     model = family("gpt2")
     table, model.args.n_positions = model.model.wpe.weight, 48
     # What stands in memory behind the table would show: it is no number.
@@ -272,7 +272,7 @@ def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
     for quality in ("noisy", "hopeless"):
         drafter = known_drafter(model, PROMPT + want, quality, block=block)
         assert ids_of(run(model, drafter, PROMPT, len(want))) == want
-    assert value == "off" or drafter._compiled[0].passes > 5 and not drafter._compiled[0].refused
+    assert value == "off" or drafter._compiled.passes[0].passes > 5 and not drafter._compiled.passes[0].refused
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "afm7"])
@@ -281,7 +281,7 @@ def test_what_cannot_be_compiled_runs_as_ever(name, forced):
     line = PROMPT + greedy_ids(model, PROMPT, 30)
     drafter = known_drafter(model, line, "noisy", block=6)
     assert ids_of(run(model, drafter, PROMPT, 30, block_size=6)) == line[len(PROMPT) :]
-    assert drafter._compiled[0].passes == 0
+    assert drafter._compiled.passes[0].passes == 0
 
 
 def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
@@ -299,7 +299,7 @@ def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
     with caplog.at_level(logging.WARNING, logger="dflash_mlx.traced.compiled"):
         for rows in (5, 5, 4):
             verify(ours, cache, BLOCK[:rows])
-    assert ours.compiled.passes == 0 and sum(traced) == 1
+    assert ours.accelerator.passes == 0 and sum(traced) == 1
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["llama is not compiled"]
 
 
@@ -315,8 +315,8 @@ def test_a_pass_is_given_up_after_some_comparisons_and_with_one_line(fails, monk
         for _ in range(6):
             rollback(cache, verify(ours, cache)[2], len(PROMPT))
     used = fails < 3
-    assert ours.compiled.passes == (6 - fails if used else 0) and len(compared) == min(fails + 1, 3)
-    assert len(caplog.records) == (0 if used else 1) and ours.compiled.refused is None
+    assert ours.accelerator.passes == (6 - fails if used else 0) and len(compared) == min(fails + 1, 3)
+    assert len(caplog.records) == (0 if used else 1) and ours.accelerator.refused is None
 
 
 def test_where_there_is_no_memory_for_fused_weights_passes_are_ordinary_ones(monkeypatch, caplog):
@@ -328,7 +328,11 @@ def test_where_there_is_no_memory_for_fused_weights_passes_are_ordinary_ones(mon
     plain, ours = Target(model, (0, 2)), blocks_of(model)
     for _ in range(2):
         assert near(verify(ours, filled(model, ours))[0], verify(plain, filled(model, plain))[0])
-    assert ours.compiled.passes == 0 and ours.compiled.refused.startswith("RuntimeError: [malloc]") and len(caplog.records) == 1
+    assert (
+        ours.accelerator.passes == 0
+        and ours.accelerator.refused.startswith("RuntimeError: [malloc]")
+        and len(caplog.records) == 1
+    )
 
 
 def test_weights_that_were_joined_go_with_a_refusal(monkeypatch):
@@ -342,7 +346,7 @@ def test_weights_that_were_joined_go_with_a_refusal(monkeypatch):
     cache, before = filled(model, ours), []
     verify(ours, cache)
     gc.collect()
-    assert ours.compiled.refused == "ValueError: a number was wanted"
+    assert ours.accelerator.refused == "ValueError: a number was wanted"
     # Of these there were copies.
     joined = sum(
         part[name].weight.nbytes for layer in model.layers for part, name in ((layer.self_attn, "q_proj"), (layer.mlp, "up_proj"))
@@ -362,11 +366,11 @@ def test_a_pass_that_would_differ_is_not_used(caplog):
     model.layers[2].self_attn.__class__ = Unmasked
     caches = [filled(model, ours), filled(model, ours)]
     before = [mx.array(entry.values) for entry in caches[0]]
-    assert ours.compiled(ours, mx.array([BLOCK]), caches[0], rollback_point(caches[0], 7)) is None
+    assert ours.accelerator.verify(ours, mx.array([BLOCK]), caches[0], rollback_point(caches[0], 7)) is None
     assert all(mx.array_equal(a, entry.values) and entry.offset == 7 for a, entry in zip(before, caches[0], strict=True))
     found = [verify(ours, caches[0])[0] for _ in range(2)]
     expected = [verify(Target(model, (0, 2)), caches[1])[0] for _ in range(2)]
-    assert ours.compiled.passes == 0 and all(map(near, found, expected))
+    assert ours.accelerator.passes == 0 and all(map(near, found, expected))
     assert len(caplog.records) == 1 and "not used" in caplog.text
 
 
@@ -386,7 +390,7 @@ def test_a_difference_in_the_rows_of_a_cache_alone_is_found(part, rows, monkeypa
 
     monkeypatch.setattr(compiled._Traced, "update_and_fetch", wrong)
     verify(ours, filled(model, ours))
-    assert ours.compiled.passes == 0
+    assert ours.accelerator.passes == 0
 
 
 def test_a_cache_is_used_again_trimmed_and_by_plain_decoding(forced, pair):
@@ -401,7 +405,9 @@ def test_a_cache_is_used_again_trimmed_and_by_plain_decoding(forced, pair):
     assert got == greedy_ids(model, line, 20)
     line += got
     target = PairCache.read(cache).target
-    assert drafter._compiled[0].passes and greedy_ids(model, line[len(line) - 1 :], 15, target) == greedy_ids(model, line, 15)
+    assert drafter._compiled.passes[0].passes and greedy_ids(model, line[len(line) - 1 :], 15, target) == greedy_ids(
+        model, line, 15
+    )
 
 
 def test_generators_by_turns_do_not_disturb_each_other(forced, pair):
@@ -445,7 +451,7 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
 
 
 def drafts_of(drafter, always=True):
-    drafter.compiled = CompiledDraft(drafter, compiled._parts(drafter), always)
+    drafter.accelerator = CompiledDraft(drafter, compiled._parts(drafter), always)
     return drafter
 
 
@@ -464,7 +470,7 @@ def test_a_compiled_draft_gives_the_rows_and_the_context_of_an_ordinary_one(caus
             assert a.offset == b.offset == start
             assert all(near(y[:, :, :start], x[:, :, :start]) for x, y in ((a.keys, b.keys), (a.values, b.values)))
     # The first one found 7 rows and empty entries; of 21 rows the last five are given to a compiled pass. All are few shapes.
-    assert ours.compiled.passes == 11 and {key[0] for key in ours.compiled._known} == {(5, 5), (10, 5), (15, 5), (20, 5)}
+    assert ours.accelerator.passes == 11 and {key[0] for key in ours.accelerator._known} == {(5, 5), (10, 5), (15, 5), (20, 5)}
 
 
 def test_the_built_in_drafter_drafts_the_same_ids_compiled(pair, monkeypatch):
@@ -472,10 +478,10 @@ def test_the_built_in_drafter_drafts_the_same_ids_compiled(pair, monkeypatch):
     prompt, answers = tokenizer.encode("def test_"), []
     drafter._compiled = None
     for value in ("off", "on"):
-        monkeypatch.setenv(compiled.VARIABLE, value)
+        monkeypatch.setenv(traced.VARIABLE, value)
         answers.append(run(model, drafter, prompt, 80, tokenizer))
     assert rounds_of(answers[0]) == rounds_of(answers[1]) and ids_of(answers[1]) == greedy_ids(model, prompt, 80)
-    assert [passes.passes for passes in drafter._compiled] == [len(answers[1][-1].stats.rounds)] * 2
+    assert [passes.passes for passes in drafter._compiled.passes] == [len(answers[1][-1].stats.rounds)] * 2
 
 
 @pytest.mark.parametrize(
@@ -494,9 +500,9 @@ def test_drafters_that_cannot_be_compiled_draft_as_ever(forced, layers, monkeypa
     model = tiny_target()
     drafter = tiny_drafter(model, **layers)
     found = run(model, drafter, PROMPT, 30)
-    assert drafter._compiled[0].passes and not drafter._compiled[1].passes
-    monkeypatch.setenv(compiled.VARIABLE, "off")
-    assert rounds_of(found) == rounds_of(run(model, drafter, PROMPT, 30)) and drafter.compiled is None
+    assert drafter._compiled.passes[0].passes and not drafter._compiled.passes[1].passes
+    monkeypatch.setenv(traced.VARIABLE, "off")
+    assert rounds_of(found) == rounds_of(run(model, drafter, PROMPT, 30)) and drafter.accelerator is None
 
 
 def test_rows_that_a_drafter_holds_already_are_not_written_twice():
@@ -507,15 +513,15 @@ def test_rows_that_a_drafter_holds_already_are_not_written_twice():
     for drafter, cache in zip((plain, ours), caches, strict=True):
         drafter.inject(features[:, :4], cache, 0)
     found = [d.slots(mx.array([9]), features, c, 0, 5) for d, c in zip((plain, ours), caches, strict=True)]
-    assert near(*found) and [entry.offset for entry in caches[1]] == [6, 6] and ours.compiled.passes == 0
+    assert near(*found) and [entry.offset for entry in caches[1]] == [6, 6] and ours.accelerator.passes == 0
 
 
 def test_models_and_traces_go_when_nobody_holds_them(forced):
     model = tiny_target()
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
     run(model, drafter, PROMPT, 20)
-    assert all(passes.passes for passes in drafter._compiled)
-    gone = [weakref.ref(model), weakref.ref(drafter), weakref.ref(drafter._compiled[0])]
+    assert all(passes.passes for passes in drafter._compiled.passes)
+    gone = [weakref.ref(model), weakref.ref(drafter), weakref.ref(drafter._compiled.passes[0])]
     gc.disable()
     try:
         del model, drafter
@@ -531,11 +537,11 @@ def test_a_round_copies_no_buffer(forced):
     steps = stream(model, drafter, PROMPT, 60, prompt_cache=cache)
     for _ in range(20):
         next(steps)
-    before, passes = places(cache[:-1]), [passes.passes for passes in drafter._compiled]
+    before, passes = places(cache[:-1]), [passes.passes for passes in drafter._compiled.passes]
     for _ in range(20):
         next(steps)
         assert places(cache[:-1]) == before
-    assert all(passes.passes > n for passes, n in zip(drafter._compiled, passes, strict=True))
+    assert all(passes.passes > n for passes, n in zip(drafter._compiled.passes, passes, strict=True))
     steps.close()
 
 
@@ -546,7 +552,7 @@ def test_an_end_of_text_inside_a_block_ends_the_answer(forced):
     at = line.index(eos, len(PROMPT)) + 1
     drafter = known_drafter(model, line, "oracle")
     out = run(model, drafter, PROMPT, 40, letters(eos))
-    assert ids_of(out) == line[len(PROMPT) : at] and out[-1].finish_reason == "stop" and drafter._compiled[0].passes
+    assert ids_of(out) == line[len(PROMPT) : at] and out[-1].finish_reason == "stop" and drafter._compiled.passes[0].passes
 
 
 def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
@@ -554,17 +560,17 @@ def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
     drafter = known_drafter(model, PROMPT + greedy_ids(model, PROMPT, 30))
     lines = [greedy_ids(model, PROMPT, 30)]
     assert ids_of(run(model, drafter, PROMPT, 30)) == lines[0]
-    kept = drafter._compiled[0]
+    kept = drafter._compiled.passes[0]
     run(model, drafter, PROMPT, 30)
-    assert drafter._compiled[0] is kept
+    assert drafter._compiled.passes[0] is kept
     layer = model.layers[1].mlp
     layer.up_proj = nn.Linear(layer.up_proj.weight.shape[1], layer.up_proj.weight.shape[0], bias=True)
     for change in ("a layer", "a weight"):
         if change == "a weight":
             layer.up_proj.weight = 3 * layer.up_proj.weight
         lines.append(greedy_ids(model, PROMPT, 30))
-        assert ids_of(run(model, drafter, PROMPT, 30)) == lines[-1] and drafter._compiled[0] is not kept
-        kept = drafter._compiled[0]
+        assert ids_of(run(model, drafter, PROMPT, 30)) == lines[-1] and drafter._compiled.passes[0] is not kept
+        kept = drafter._compiled.passes[0]
     assert len({tuple(line) for line in lines}) == 3
 
 
@@ -572,11 +578,11 @@ def test_a_drafter_whose_weights_were_changed_drafts_with_the_new_ones(monkeypat
     model = tiny_target()
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
     before = rounds_of(run(model, drafter, PROMPT, 30))
-    monkeypatch.setenv(compiled.VARIABLE, "on")
+    monkeypatch.setenv(traced.VARIABLE, "on")
     assert rounds_of(run(model, drafter, PROMPT, 30)) == before
     drafter.layers[1].mlp.up_proj.weight = -2 * drafter.layers[1].mlp.up_proj.weight
     after = rounds_of(run(model, drafter, PROMPT, 30))
-    monkeypatch.setenv(compiled.VARIABLE, "off")
+    monkeypatch.setenv(traced.VARIABLE, "off")
     assert after == rounds_of(run(model, drafter, PROMPT, 30)) != before
 
 
@@ -591,9 +597,9 @@ def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(
     caches = [filled(model, plain), filled(model, ours)]
     rollback(caches[1], verify(ours, caches[1])[2], 7)
     columns.clear()
-    ours.compiled._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
+    ours.accelerator._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
     assert columns and (all(n % compiled.TILE == 0 for n in columns) == cuda)
-    assert near(verify(ours, caches[1])[0], verify(plain, caches[0])[0]) and ours.compiled.passes == 2
+    assert near(verify(ours, caches[1])[0], verify(plain, caches[0])[0]) and ours.accelerator.passes == 2
 
 
 def test_no_kernel_of_ours_serves_a_drafter_whose_finite_flag_nobody_reads(forced, monkeypatch):
@@ -604,7 +610,7 @@ def test_no_kernel_of_ours_serves_a_drafter_whose_finite_flag_nobody_reads(force
     served, call = [], Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda self, *args: served.append(self.module) or call(self, *args))
     run(model, drafter, PROMPT, 30)
-    assert drafter._compiled[1].passes and not served
+    assert drafter._compiled.passes[1].passes and not served
 
 
 def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
@@ -618,10 +624,10 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     cache = filled(model, ours)
 
     def passes(*widths):
-        before = ours.compiled.passes
+        before = ours.accelerator.passes
         for w in widths:
             rollback(cache, verify(ours, cache, [*BLOCK, *BLOCK][:w])[2], len(PROMPT))
-        return ours.compiled.passes - before
+        return ours.accelerator.passes - before
 
     # Blocks of 5 to 8 rows are one, which is slower.
     assert passes(5, 4, 9) == 2 and passes(5, 6, 4, 3, 10) == 3
@@ -631,7 +637,7 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
         compiled._widen(entry, 2048)
     assert passes(5, 4, 9, 4) == 3 and compared == [1024] * 3 + [2048] and len(asked) == 3
     sizes = [(8, 1024), (4, 1024), (12, 1024), (4, 2048), (12, 2048)]
-    assert [key[:2] for key in ours.compiled._known] == [((0, w), size) for w, size in sizes]
+    assert [key[:2] for key in ours.accelerator._known] == [((0, w), size) for w, size in sizes]
 
 
 def test_a_trial_times_passes_that_start_where_the_block_does_and_end(waits):
@@ -658,12 +664,12 @@ def test_caches_of_other_kinds_are_left_alone():
     verify(ours, mixed)
     uneven = filled(model, ours)
     uneven[2].trim(1)
-    assert ours.compiled(ours, mx.array([BLOCK]), uneven, rollback_point(uneven, 7)) is None
+    assert ours.accelerator.verify(ours, mx.array([BLOCK]), uneven, rollback_point(uneven, 7)) is None
     two = filled(model, ours, [PROMPT, PROMPT[::-1]])
-    assert ours.compiled(ours, mx.array([BLOCK, BLOCK]), two, rollback_point(two, 7)) is None
+    assert ours.accelerator.verify(ours, mx.array([BLOCK, BLOCK]), two, rollback_point(two, 7)) is None
     fresh = mlx_lm_cache.make_prompt_cache(model)
     verify(ours, fresh, length=0)
-    assert ours.compiled.passes == 0 and not ours.compiled._known
+    assert ours.accelerator.passes == 0 and not ours.accelerator._known
 
 
 def test_buffers_of_different_lengths_are_made_equal():
@@ -672,7 +678,7 @@ def test_buffers_of_different_lengths_are_made_equal():
     cache, other = filled(model, ours), filled(model, ours)
     compiled._widen(cache[1], 1100)
     assert near(verify(ours, cache)[0], verify(Target(model, (0, 2)), other)[0])
-    assert ours.compiled.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}
+    assert ours.accelerator.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}
 
 
 def poisoned(cache):
@@ -687,10 +693,10 @@ def poisoned(cache):
 def test_of_two_compiled_passes_in_flight_that_are_not_finite_neither_is_laid_on_the_kernels(monkeypatch):
     model = tiny_target()
     monkeypatch.setattr(autotune, "_off", {})
-    blocks, spoilt = blocks_of(model).compiled, mx.full((1, 5, 48), math.nan)
+    blocks, spoilt = blocks_of(model).accelerator, mx.full((1, 5, 48), math.nan)
     answers = [Target(model, (0, 2)) for _ in range(2)]
     for target in answers:
-        target.compiled = blocks
+        target.accelerator = blocks
         verify(target, filled(model, target))
     for target in answers:
         with pytest.raises(NotFiniteError):
@@ -721,13 +727,13 @@ def test_a_compiled_pass_that_rows_without_meaning_reach_is_undone_and_the_last(
     rollback(cache, verify(ours, cache)[2], len(PROMPT))
     poisoned(cache)
     hidden, _, point = verify(ours, cache)
-    assert ours.compiled.passes == 2
+    assert ours.accelerator.passes == 2
     with pytest.raises(NotFiniteError):
         ours.check([bits.item() for bits in ours.finite_flag(hidden)])
     assert "compiled: a pass gave a value that is not finite" in caplog.text and not autotune._off
     rollback(cache, point, len(PROMPT))
     hidden, _, _ = verify(ours, cache)
-    assert ours.compiled.passes == 2 and not ours.finite_flag(hidden)
+    assert ours.accelerator.passes == 2 and not ours.finite_flag(hidden)
     assert mx.array_equal(hidden, verify(plain, other)[0])
 
 
@@ -738,12 +744,12 @@ def test_an_answer_survives_rows_without_meaning(forced, monkeypatch):
 
     def spoils(entries, point, keep):
         rollback(entries, point, keep)
-        if drafter._compiled[0].passes == 3:
+        if drafter._compiled.passes[0].passes == 3:
             poisoned(entries)
 
     monkeypatch.setattr(generation, "rollback", spoils)
     assert ids_of(list(run(model, drafter, PROMPT, 40, block_size=6))) == want
-    assert drafter._compiled[0].passes == 4 and "not finite" in drafter._compiled[0].refused
+    assert drafter._compiled.passes[0].passes == 4 and "not finite" in drafter._compiled.passes[0].refused
 
 
 def test_where_a_head_is_at_fault_compiled_passes_are_not(monkeypatch):
@@ -755,12 +761,12 @@ def test_where_a_head_is_at_fault_compiled_passes_are_not(monkeypatch):
     ours.check([sound])
     with pytest.raises(NotFiniteError):
         ours.check([infinite], head=True)
-    assert set(autotune._off) == set(autotune.NAMES) and not ours.compiled.refused
+    assert set(autotune._off) == set(autotune.NAMES) and not ours.accelerator.refused
     monkeypatch.setattr(autotune, "_off", {})
     for refused, off in ((True, False), (True, True)):
         with pytest.raises(NotFiniteError):
             ours.check([sound, infinite])
-        assert (bool(ours.compiled.refused), bool(autotune._off)) == (refused, off)
+        assert (bool(ours.accelerator.refused), bool(autotune._off)) == (refused, off)
         # What is run again is an ordinary pass.
         verify(ours, filled(model, ours))
 
@@ -790,7 +796,7 @@ def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
     traces = len(handlers)
     autotune.disable_all("a test")
     hidden = verify(ours, cache)[0]
-    assert len(handlers) > traces and handlers[-1] == [] and ours.compiled.passes == 3
+    assert len(handlers) > traces and handlers[-1] == [] and ours.accelerator.passes == 3
 
 
 def test_traces_that_are_kept_are_few(monkeypatch):
@@ -800,7 +806,7 @@ def test_traces_that_are_kept_are_few(monkeypatch):
     cache = filled(model, ours)
     for w in range(4, 24, 4):
         rollback(cache, verify(ours, cache, list(range(w)))[2], len(PROMPT))
-    assert [key[0] for key in ours.compiled._known] == [(0, 12), (0, 16), (0, 20)] and ours.compiled.passes == 5
+    assert [key[0] for key in ours.accelerator._known] == [(0, 12), (0, 16), (0, 20)] and ours.accelerator.passes == 5
 
 
 def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(forced, monkeypatch):
@@ -808,6 +814,6 @@ def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(force
     drafter = tiny_drafter(model, block=6)
     monkeypatch.setattr(costs, "save_cost_model", lambda key, _: keys.append(key))
     for value in ("on", "off"):
-        monkeypatch.setenv(compiled.VARIABLE, value)
+        monkeypatch.setenv(traced.VARIABLE, value)
         costs.stored_cost_model(model, drafter, generation.generation_stream)
-    assert len(set(keys)) == 2 and drafter._compiled[0].passes
+    assert len(set(keys)) == 2 and drafter._compiled.passes[0].passes
