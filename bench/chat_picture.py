@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from dflash_mlx import load, load_drafter
-from dflash_mlx.cli.app import _draft_marker
+from dflash_mlx.cli.output import draft_marker
 from dflash_mlx.serving import chat
+from dflash_mlx.serving.conversation import Conversation, Pair, Settings
+from dflash_mlx.serving.screen import MarkdownScreen
 
 
 class Tty(io.StringIO):
@@ -23,7 +25,7 @@ class Tty(io.StringIO):
         return True
 
 
-class Once(chat._MarkdownScreen):
+class Once(MarkdownScreen):
     """Draws an answer when it is complete: a picture has no time."""
 
     def __enter__(self):
@@ -54,13 +56,13 @@ def main():
 
     model, tokenizer = load(args.model)
     drafter = load_drafter(args.draft_model, model) if args.draft_model else None
-    pair = chat.Pair(args.model, args.draft_model, model, tokenizer, drafter)
+    pair = Pair(args.model, args.draft_model, model, tokenizer, drafter)
     screen, lines = Tty(), iter(args.lines)
-    chat._MarkdownScreen = Once
+    chat.MarkdownScreen = Once
     room = chat.Chat(
-        chat.Conversation(pair, chat.Settings(max_tokens=args.max_tokens)),
+        Conversation(pair, Settings(max_tokens=args.max_tokens)),
         None,
-        _draft_marker,
+        draft_marker,
         stdin=Tty(),
         stdout=screen,
         stderr=screen,

@@ -27,17 +27,19 @@ def setting(
     help: str = "",
     *,
     above: bool = False,
+    unlimited: bool = False,
     needs: str | None = None,
 ) -> Any:
     """A field that is checked.
 
     Args:
       kind: int, float or bool; low, high: the least and most that it may be. above: `low` itself is refused.
+      unlimited: -1 stands for no limit.
       zero: what the value 0 means, for people. help: one sentence for `--help`.
       needs: name of the field without which this one has no effect.
     """
-    about = {"kind": kind, "low": low, "high": high, "above": above, "zero": zero, "help": help, "needs": needs}
-    return field(default=default, metadata=about)
+    about = {"kind": kind, "low": low, "high": high, "above": above, "unlimited": unlimited}
+    return field(default=default, metadata={**about, "zero": zero, "help": help, "needs": needs})
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,13 @@ def check(one: Field, value: Any) -> None:
     Raises:
       GenerationError: names the field, the value and the range.
     """
-    if value is None and one.default is None:
+    if value is None and one.default is None or value == -1 and one.metadata["unlimited"]:
         return
     kind, low, high, above = (one.metadata[name] for name in ("kind", "low", "high", "above"))
     if kind is bool:
-        if not isinstance(value, bool):
-            raise GenerationError(f"{one.name} is {value!r}; it must be true or false")
-        return
-    fits = type(value) in (int, kind) and (value > low or value == low and not above) and (high is None or value <= high)
+        fits = isinstance(value, bool)
+    else:
+        fits = type(value) in (int, kind) and (value > low or value == low and not above) and (high is None or value <= high)
     if not fits:
         raise GenerationError(f"{one.name} is {value!r}; it must be {wanted(one)}")
 
@@ -175,8 +176,10 @@ def wanted(one: Field) -> str:
     """The values that a field may have, in words: "a whole number from 0 to 10"."""
     kind, low, high, above = (one.metadata[name] for name in ("kind", "low", "high", "above"))
     if kind is bool:
-        return "true or false"
+        return "on, off or default"
     what = "a whole number" if kind is int else "a number"
+    if one.metadata["unlimited"]:
+        return f"{what} of at least {low}, or -1 for no limit"
     if high is None:
         return f"{what} of at least {low}"
     return f"{what} above {low} and at most {high}" if above else f"{what} from {low} to {high}"
@@ -192,13 +195,11 @@ def parse(one: Field, text: str) -> Any:
         return text
 
 
-def check_max_tokens(value: Any, name: str = "max_tokens", *, least: int = 1) -> None:
-    """A number of tokens: at least `least`, or -1 for no limit.
+# A number of tokens to generate, for callers whose settings have no such field.
+_MAX_TOKENS = setting(256, int, 1, None, "refused", unlimited=True)
+_MAX_TOKENS.name = "max_tokens"
 
-    Raises:
-      GenerationError: 0, another negative or a fractional number.
-    """
-    if type(value) is not int or value < least and value != -1:
-        raise GenerationError(
-            f"{name} is {value!r}; it must be a whole number of at least {least}, or -1 for no limit", "Use one of these"
-        )
+
+def check_max_tokens(value: Any) -> None:
+    """Raises: GenerationError unless it is a positive whole number, or -1 for no limit."""
+    check(_MAX_TOKENS, value)

@@ -16,7 +16,7 @@ import pytest
 from kit import with_template
 
 import dflash_mlx
-from dflash_mlx.cli import app as cli
+from dflash_mlx.cli import output
 from dflash_mlx.version import __version__
 
 DATA = Path(__file__).parents[1] / "data"
@@ -90,13 +90,13 @@ def test_where_cuts_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
         "width_reason": None,
         "seed": None,
     }
-    assert cli._figures(figures).endswith("Acceptance: no draft was verified, so there is no tau.")
+    assert output.figures(figures).endswith("Acceptance: no draft was verified, so there is no tau.")
 
 
 def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
     asked, without, default = (
         run("generate", *TINY, "--raw", "--json", "-m", "120", "-p", "import os\n", "--block-size", "8", *extra)
-        for extra in (["--copy"], ["--no-copy"], [])
+        for extra in (["--prompt-lookup"], ["--no-prompt-lookup"], [])
     )
     got, plain = json.loads(asked.stdout), json.loads(default.stdout)
     copied = [r for r in got["rounds"] if r["source"] == "copy"]
@@ -138,7 +138,7 @@ def test_models_lists_built_in_and_published_pairs_with_whole_names():
 
 def test_auto_says_when_no_drafter_is_known():
     done = run("generate", "--model", "nobody/nothing", "--draft-model", "auto", "-p", "x")
-    assert done.returncode == 1 and "expected a target with a known drafter" in done.stderr
+    assert done.returncode == 1 and "no drafter is known for nobody/nothing" in done.stderr
 
 
 def test_a_target_without_a_drafter_decodes_plainly_and_says_so():
@@ -154,7 +154,7 @@ def test_the_prompt_comes_from_standard_input_unchanged():
 
 def test_standard_input_that_is_not_utf_8_is_refused():
     done = subprocess.run([*COMMAND, "generate", *TINY, "-p", "-", "-m", "2"], input=b"a\xffb", capture_output=True, timeout=120)
-    assert done.returncode == 1 and b"expected UTF-8 text on standard input; found byte 0xff at 1" in done.stderr
+    assert done.returncode == 1 and b"the text on standard input is not UTF-8: byte 1 is 0xff" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--system"])
@@ -163,13 +163,13 @@ def test_an_argument_that_is_not_utf_8_is_refused(option):
     command = [*COMMAND, "generate", *TINY, *rest, option, b"a\xff\xfe", "-m", "2"]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert f"Error: expected UTF-8 text for {option}; found byte 0xff at 1. Convert it first.\n".encode() == done.stderr
+    assert f"Error: the text of {option} is not UTF-8: byte 1 is 0xff. Convert it first.\n".encode() == done.stderr
 
 
 def test_top_k_beyond_the_vocabulary_is_refused_before_anything_is_generated():
     done = run("generate", *TINY, "-p", "x", "-m", "2", "--temp", "1", "--top-k", "1536")
     assert done.returncode == 1 and not done.stdout
-    assert "Error: expected top_k below 1536, the target's vocabulary; found 1536." in done.stderr
+    assert "Error: top_k is 1536; it must be below 1536, the target's vocabulary." in done.stderr
 
 
 def test_a_target_that_is_not_there_is_not_said_to_decode_plainly():
@@ -207,7 +207,7 @@ def test_the_prompt_comes_from_a_file_unchanged(tmp_path):
     assert json.loads(filed.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
     (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
     done = run("generate", *TINY, "--prompt-file", str(tmp_path / "prompt.txt"))
-    assert done.returncode == 1 and "prompt.txt; found byte 0xe9 at 3" in done.stderr
+    assert done.returncode == 1 and "prompt.txt is not UTF-8: byte 3 is 0xe9" in done.stderr
 
 
 def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end():
@@ -270,16 +270,16 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "-m", "0"], 2, "-1 for no limit"),
         (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
         (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
-        (["generate", *TINY, "--thinking", "-p", "hi"], 1, "chat template for --thinking"),
+        (["generate", *TINY, "--thinking", "-p", "hi"], 1, "--thinking needs a chat template"),
         (["generate", *TINY, "--stop", "x", "--show-drafts"], 2, "--stop"),
         (["generate", *TINY, "--stop", ""], 2, "needs a text"),
         (["generate", *TINY, "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
         (
             ["generate", *TINY, "--prompt-file", "absent.txt"],
             1,
-            "expected to use absent.txt; found: No such file or directory. Check the path.",
+            "absent.txt cannot be used: No such file or directory. Check the path.",
         ),
-        (["generate", *TINY, "--system", "x", "-p", "hi"], 1, "no chat template|has none"),
+        (["generate", *TINY, "--system", "x", "-p", "hi"], 1, "--system needs a chat template"),
         (["generate", *TINY, "--block-size", "0"], 2, "block-size"),
         (["generate", *TINY, "--nonsense"], 2, "nonsense"),
         (["generate", "--model", TARGET], 2, "-p"),
@@ -293,7 +293,7 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "--revision", "main", "-p", "x"], 1, "revision main"),
         (["generate", "--model", TARGET, "--revision", "main", "-p", "x"], 1, "revision main"),
         (["generate", *TINY, "--prefill-step-size", "0", "-p", "x"], 2, "prefill-step-size"),
-        (["generate", *TINY, "--seed", "-1", "--temp", "1", "-p", "x"], 1, "seed"),
+        (["generate", *TINY, "--seed", "-1", "--temp", "1", "-p", "x"], 2, "seed"),
     ],
 )
 def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, message):
@@ -334,10 +334,10 @@ def test_a_closed_pipe_ends_quietly():
 def test_the_prompts_bar_knows_its_total_from_the_first_picture_on(monkeypatch):
     from rich.console import Console
 
-    from dflash_mlx.cli.app import _prefill_progress
+    from dflash_mlx.cli.output import prefill_progress
 
     shown = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=shown, force_terminal=True, width=80))
-    with _prefill_progress() as progress:
+    with prefill_progress() as progress:
         progress(0, 700)
     assert "0/700 tokens" in shown.getvalue() and "None" not in shown.getvalue()

@@ -34,6 +34,7 @@ ORDER = (
     "draft_length.policy",
     "draft_length.cost_store",
     "stats",
+    "chat_template",
     "text",
     "sampling_settings",
     "sampling",

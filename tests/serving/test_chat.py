@@ -1,6 +1,5 @@
-"""The chat as people use it: a pseudo-terminal, a dumb terminal, a pipe; and the parts that need no process."""
+"""The chat as people use it: a pseudo-terminal, a dumb terminal, a pipe."""
 
-import itertools
 import json
 import os
 import re
@@ -9,14 +8,7 @@ import sys
 
 import pexpect
 import pytest
-from kit import scripted, with_template
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.console import Console
-
-from dflash_mlx import generation
-from dflash_mlx.draft_length.policy import FixedDraftLength
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.serving.chat import Chat, Conversation, Pair, Settings, _MarkdownScreen, read_session, split_blocks
+from kit import with_template
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app", "chat"]
 PAIR = ("--model", "tiny", "--draft-model", "tiny")
@@ -85,10 +77,10 @@ def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_t
     lines = ["/nonsense", "/set temp hot", "//x", "def f", "/retry in French", "/set max_tokens 1", "/set thinking off"]
     done = piped(lines, home, *PAIR, "-m", "4")
     assert done.returncode == 1
-    assert "expected /retry alone; found 'in French' behind it" in done.stderr
+    assert "/retry takes nothing behind it; found 'in French'" in done.stderr
     assert "max_tokens 1, block_size default, thinking default" in done.stderr
     assert "max_tokens 1, block_size default, thinking off" in done.stderr
-    assert "found /nonsense" in done.stderr and "expected temp to be a number at least 0; found 'hot'" in done.stderr
+    assert "there is no command /nonsense" in done.stderr and "temp is 'hot'; it must be a number" in done.stderr
     assert done.stderr.count("4 tokens,") == 2 and "Traceback" not in done.stderr
 
 
@@ -97,7 +89,11 @@ def test_models_change_and_a_failing_change_keeps_the_old_one(home):
     done = piped(lines, {**home, "HF_HUB_OFFLINE": "1"}, *PAIR, "-m", "4", "--block-size", "8")
     said = [line for line in done.stderr.splitlines() if line.startswith("Target ")]
     assert said == ["Target tiny, drafter tiny.", "Target tiny, no drafter.", *["Target tiny, drafter tiny."] * 2], done.stderr
-    assert "expected a drafter for /drafts" in done.stderr and "no/such/folder" in done.stderr and done.returncode == 1
+    assert (
+        "there is no drafter, so no drafts can be marked" in done.stderr
+        and "no/such/folder" in done.stderr
+        and done.returncode == 1
+    )
     # Three answers, the second without a drafter and so without tau.
     figures = [line for line in done.stderr.splitlines() if "tokens/s" in line]
     assert ["tau" in line for line in figures] == [True, False, True]
@@ -133,7 +129,7 @@ def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text
 def test_a_block_that_is_never_closed_is_an_error_and_not_lost_in_silence(home):
     done = piped(['"""', "line one", "line two"], home)
     assert done.returncode == 1 and done.stdout == ""
-    assert "expected a line of three double quotes to end the message" in done.stderr
+    assert "the input ended after 2 lines of a message that three double quotes began" in done.stderr
 
 
 def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_path):
@@ -141,10 +137,15 @@ def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_pat
     kept.parent.mkdir(parents=True)
     kept.write_text('{"version": 1, "settings": {"temp": "hot"}}')
     done = piped(["def a", "/save s1"], home, *PAIR, "--session", "s1")
-    assert done.returncode == 1 and done.stderr.startswith("Error: expected a session") and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("Error: ")
+        and "s1.json is no session" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     # Nor by name from another chat: what is no session may be somebody's file.
     done = piped(["def a", "/load s1", "/save s1"], home, *PAIR, "-m", "2")
-    assert done.returncode == 1 and done.stderr.count("s1.json is something else") == 2
+    assert done.returncode == 1 and done.stderr.count("s1.json is no session") == 2
     assert kept.read_text() == '{"version": 1, "settings": {"temp": "hot"}}'
 
 
@@ -240,226 +241,3 @@ def test_ten_turns_in_a_terminal_with_ctrl_c_an_emoji_a_pasted_block_and_a_resum
     again.child.sendintr()
     again.ready()
     assert again.leave() == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "done"),
-    [
-        ("# A\n\ntext\n\n- one\n", "# A\n\ntext\n\n"),
-        ("one\n\n", ""),
-        ("one\n\ntw", "one\n\n"),
-        ("```\na\n\nb\n", ""),
-        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
-        ("- a\n\n  still a\n\nb", "- a\n\n  still a\n\n"),
-        ("", ""),
-    ],
-)
-def test_growing_markdown_is_cut_behind_its_last_finished_block(text, done):
-    assert split_blocks(text) == (done, text[len(done) :])
-
-
-@pytest.mark.parametrize("redraw", [0.0, float("inf")])
-def test_markdown_that_comes_letter_by_letter_is_printed_for_good_once(redraw):
-    text = "# Title\n\nSome *words* and `code`.\n\n1. one\n2. two\n\n```python\nx = 1\n\ny = 2\n```\n\nThe end."
-    console = Console(force_terminal=True, width=60, height=20, record=True, file=open(os.devnull, "w"))
-    screen, kept = _MarkdownScreen(console), []
-    show = screen._print
-    screen._print = lambda part: (kept.append(part), show(part))
-    with screen:
-        for letter in text:
-            # Drawn again at every letter, or never before the end.
-            screen.drawn = redraw
-            screen.show("answer", letter)
-    assert "".join(kept) == text
-    drawn = console.export_text()
-    assert all(line in drawn for line in ("Title", "Some words and code.", " 1 one", " 2 two", "x = 1", "y = 2", "The end."))
-
-
-class Thinking:
-    """A tokenizer whose token i is one character, with <think> marks and a template that opens a thinking block."""
-
-    chat_template = "thinks"
-    bos_token = eos_token_id = None
-    alphabet = "abcdefghijklmnopqrstuvwxyz </>"
-
-    def get_vocab(self):
-        return {"<think>": 59, "</think>": 60}
-
-    def decode(self, ids):
-        return "".join({59: "<think>", 60: "</think>"}.get(i) or self.alphabet[i % 30] for i in ids)
-
-    def encode(self, text, add_special_tokens=True):
-        return {"<think>": [59], "</think>": [60]}.get(text) or [self.alphabet.find(c) % 30 for c in text]
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, return_dict=False, **kwargs):
-        ids = [t for m in messages for t in self.encode(m["content"])]
-        return ids + ([59] if add_generation_prompt and kwargs.get("enable_thinking", True) else [])
-
-
-def talk_with(model, tokenizer, **settings):
-    return Conversation(Pair("m", None, model, tokenizer, None), Settings(**settings))
-
-
-def heard(conversation):
-    got = {"answer": "", "thinking": ""}
-    for kind, text, _ in conversation.answer(lambda: False, lambda done, total: None):
-        got[kind] += text
-    return got
-
-
-def test_thinking_that_the_template_opened_is_kept_apart_from_the_answer():
-    tokenizer = TokenizerWrapper(Thinking())
-    words = tokenizer.encode("hmm") + [60] + tokenizer.encode("yes")
-    conversation = talk_with(scripted(words), tokenizer, max_tokens=len(words))
-    conversation.messages.append({"role": "user", "content": "go"})
-    assert heard(conversation) == {"thinking": "hmm", "answer": "yes"}
-    assert conversation.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
-
-
-def test_letters_that_might_have_begun_a_mark_are_not_lost_where_an_answer_stops():
-    tokenizer = TokenizerWrapper(Thinking())
-    # "<" may begin "<think>" until the next letter is known.
-    conversation = talk_with(scripted([60, *tokenizer.encode("yes <b"), *[0] * 20]), tokenizer, max_tokens=20)
-    conversation.messages.append({"role": "user", "content": "go"})
-    texts, looks = "", itertools.count(1)
-    # It is asked twice during the prompt and after each token: </think>, four letters and "<".
-    for _, text, _ in conversation.answer(lambda: next(looks) > 7, lambda done, total: None):
-        texts += text
-    assert texts == conversation.messages[-1]["content"] == "yes <" and conversation.stopped
-
-
-def test_a_format_of_answers_that_mlx_lm_knows_says_where_thinking_begins():
-    # As gpt-oss's, whose vocabulary has no marks that open and close thinking.
-    class Channels(Thinking):
-        def get_vocab(self):
-            return {}
-
-    transitions = {"normal": [("<final>", "normal"), ("<thought>", "reasoning")], "reasoning": [("<final>", "normal")]}
-    for start, thinking in (("reasoning", "hmm"), ("normal", "")):
-        tokenizer = TokenizerWrapper(Channels(), response_format={"transitions": transitions, "initial_state": start})
-        words = tokenizer.encode("hmm<final>yes")
-        conversation = talk_with(scripted(words), tokenizer, max_tokens=len(words))
-        conversation.messages.append({"role": "user", "content": "say"})
-        assert heard(conversation) == {"thinking": thinking, "answer": "yes" if thinking else "hmmyes"}
-
-
-def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
-    model, tokenizer, drafter = pair
-    # Always where something stood before.
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: FixedDraftLength(7))
-    conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=60)), 0, 0
-    for text in ("import os\n", "import os\n"):
-        conversation.messages.append({"role": "user", "content": text})
-        heard(conversation)
-        copied = conversation.last.stats.sources["copy"]
-        rounds, tokens = rounds + copied["rounds"], tokens + copied["accepted"]
-    said = []
-    room = Chat(conversation, None, None)
-    monkeypatch.setattr(room, "note", lambda text, style="dim": said.append(text))
-    room._do_stats("")
-    assert rounds > 2 and f"copied from the text: {tokens} tokens in {rounds} of these rounds" in said[0]
-
-
-def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
-    model, tokenizer, drafter = pair
-    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=5))
-    conversation.messages.append({"role": "user", "content": "def test"})
-    heard(conversation)
-    conversation.messages.append({"role": "user", "content": "(x)"})
-    ids, _ = conversation.prompt()
-    answer = conversation.messages[1]["ids"]
-    assert ids == [*tokenizer.encode("def test"), *answer, *tokenizer.encode("(x)")] and len(answer) == 5
-    assert conversation.undo() == "(x)" and conversation.undo() == "def test" and conversation.undo() is None
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("temp", "-1", "temp to be a number at least 0; found -1.0"),
-        ("temp", "nan", "found nan"),
-        ("temp", "inf", "found inf"),
-        ("top_p", "1.5", "from 0 to 1"),
-        ("seed", "4294967296", "from 0 to 4294967295"),
-        ("max_tokens", "2.5", "a whole number"),
-        ("thinking", "maybe", "on, off or default"),
-        ("colour", "red", "found 'colour'. There are: temp"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(name, text, message):
-    with pytest.raises(DFlashError, match=re.escape(message)):
-        Settings().changed(name, text)
-
-
-def test_a_setting_taken_back_is_the_default():
-    assert Settings(temp=0.5, seed=3, thinking=True).changed("temp", "default").changed("seed", "default") == Settings(
-        thinking=True
-    )
-    assert Settings().changed("thinking", "on").changed("top_p", "1") == Settings(thinking=True, top_p=1)
-
-
-def test_what_this_pair_cannot_do_is_refused_at_set_and_changes_nothing(pair):
-    model, tokenizer, drafter = pair
-    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings())
-    conversation.set("top_k", "1535")
-    conversation.set("block_size", "64")
-    kept = conversation.settings
-    for name, text, message in (
-        ("top_k", "1536", "expected top_k below 1536, the target's vocabulary; found 1536"),
-        ("block_size", "65", "expected block_size of at most 64 with this drafter; found 65"),
-        ("temp", "hot", "found 'hot'"),
-    ):
-        with pytest.raises(DFlashError, match=message):
-            conversation.set(name, text)
-        assert conversation.settings == kept
-    with pytest.raises(DFlashError, match="expected top_k below 1536"):
-        Conversation(Pair("m", None, model, tokenizer, None), Settings(top_k=9999))
-    # Without a drafter there are no blocks; with one the same settings are too much.
-    plain = Conversation(Pair("m", None, model, tokenizer, None), Settings(block_size=9999))
-    with pytest.raises(DFlashError, match="expected block_size of at most 64"):
-        plain.use(Pair("m", "d", model, tokenizer, drafter))
-    assert plain.pair.draft_name is None
-    with pytest.raises(DFlashError, match="expected top_k below 1536"):
-        conversation.restore({**conversation.state(), "settings": {"top_k": 2000}, "system": "other"})
-    assert conversation.settings == kept and conversation.system is None
-
-
-SESSION = {"version": 1, "model": "m", "draft_model": None, "system": None, "settings": {}, "messages": []}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "it is not JSON"),
-        ("[" * 100_000, "it is not JSON"),
-        ("[]", "no {"),
-        ({"version": 2}, "no {"),
-        ({"model": 3}, "'model' is absent or of another type"),
-        ({"system": []}, "'system' is absent or of another type"),
-        ({"messages": {}}, "'messages' is absent or of another type"),
-        ({"colour": "red"}, "'colour' is unknown"),
-        ({"settings": {"heat": 1}}, "'heat' is unknown"),
-        ({"settings": {"temp": "hot"}}, "expected temp to be a number at least 0; found 'hot'"),
-        ({"settings": {"temp": True}}, "found True"),
-        ({"settings": {"top_k": 2.5}}, "expected top_k to be a whole number at least 0; found 2.5"),
-        ({"settings": {"max_tokens": None}}, "expected max_tokens to be a whole number at least 1; found None"),
-        ({"settings": {"seed": -1}}, "expected seed to be a whole number from 0 to 4294967295; found -1"),
-        ({"settings": {"thinking": "yes"}}, "expected thinking to be on, off or default; found 'yes'"),
-        ({"messages": ["hi"]}, "message 0 is none of a user's or an assistant's"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "message 1 is none"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "message 0 is none"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 0 is none"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "message 0 is none"),
-        ({"messages": [{"role": "user", "content": "x", "ids": [1, -1]}]}, "message 0 has ids that are no tokens"),
-        ({"messages": [{"role": "user", "content": "x", "ids": [True]}]}, "message 0 has ids that are no tokens"),
-        ({"messages": [{"role": "user", "content": "x", "ids": "1"}]}, "message 0 has ids that are no tokens"),
-    ],
-)
-def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(tmp_path, content, message):
-    file = tmp_path / "x.json"
-    text = content if isinstance(content, str) else json.dumps({**SESSION, **content})
-    file.write_text(text)
-    with pytest.raises(DFlashError, match=re.escape("x.json is something else: ") + ".*" + re.escape(message)):
-        read_session(str(file))
-    assert file.read_text() == text
-    with pytest.raises(DFlashError, match="found no .*absent.json"):
-        read_session(str(tmp_path / "absent.json"))

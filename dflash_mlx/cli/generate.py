@@ -1,0 +1,297 @@
+"""`dflash-mlx generate`: one answer to one prompt, and how much of the drafts was accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DFlashError
+from ..serving.interrupt import at_ctrl_c
+from . import inputs, output
+from .options import (
+    AsJson,
+    BlockSize,
+    DraftModel,
+    DtypeOption,
+    MaxTokens,
+    Model,
+    PrefillStepSize,
+    Revision,
+    System,
+    Thinking,
+    TrustRemoteCode,
+    checked_max_tokens,
+    refuse,
+    refuse_lonely_drafter,
+    refuse_without_effect,
+    sampling_options,
+)
+from .output import only_ours_on_stdout, say
+
+
+@sampling_options()
+def generate(
+    model: Model = None,
+    draft_model: DraftModel = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads it from standard input.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="A file that holds the prompt.")] = None,
+    max_tokens: MaxTokens = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
+    thinking: Thinking = None,
+    system: System = None,
+    sampling: Any = None,
+    block_size: BlockSize = None,
+    prompt_lookup: Annotated[
+        bool | None,
+        typer.Option(
+            "--prompt-lookup/--no-prompt-lookup",
+            help="Also draft what the text said before. Default: where it is faster; with --block-size not.",
+        ),
+    ] = None,
+    copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
+    dtype: DtypeOption = None,
+    prefill_step_size: PrefillStepSize = None,
+    max_kv_size: Annotated[int | None, typer.Option(min=1, help="Keep only this many rows of the KV cache.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Hold the KV cache in this many bits.")] = None,
+    kv_group_size: Annotated[int | None, typer.Option(min=1, help="Values that share a scale in it. Default: 64.")] = None,
+    quantized_kv_start: Annotated[
+        int | None, typer.Option(min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000.")
+    ] = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,
+    as_json: AsJson = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Mark accepted, rejected and bonus tokens in the text.")
+    ] = False,
+) -> None:
+    """Generate text from a prompt and show how much of the drafts was accepted."""
+    asked = SimpleNamespace(**locals())
+    _check_usage(asked)
+    _read_prompt(asked)
+    with only_ours_on_stdout() as stdout:
+        from ..sampling_settings import SamplingSettings
+
+        settings = SamplingSettings(**sampling)
+        notes = refuse_without_effect(settings, sampling)
+        if asked.prompt is None:
+            asked.prompt = _default_prompt(model)
+        if show_drafts and model is not None and draft_model in (None, "none"):
+            raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
+        pair = inputs.load_pair(model, draft_model, dtype, revision, trust_remote_code)
+        for note in notes:
+            say(note)
+        result = _answer(asked, settings, pair, stdout)
+        if as_json:
+            print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
+        else:
+            print(file=stdout, flush=True)
+        say(output.figures(result))
+        _say_unreached_quantization(asked, result)
+    if result["finish_reason"] == "interrupted":
+        raise SystemExit(130)
+
+
+def _check_usage(asked: SimpleNamespace) -> None:
+    """Usage errors that need no model."""
+    if asked.copy is not None:
+        new = "--prompt-lookup" if asked.copy else "--no-prompt-lookup"
+        say(f"--{'' if asked.copy else 'no-'}copy is now {new}; the old name will go with the next release.")
+        asked.prompt_lookup = asked.copy if asked.prompt_lookup is None else asked.prompt_lookup
+    refuse_lonely_drafter(asked.model, asked.draft_model)
+    checked_max_tokens(asked.max_tokens)
+    if asked.show_drafts and asked.as_json:
+        raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")
+    for name in ("system", "thinking"):
+        if getattr(asked, name) is not None and asked.raw:
+            raise refuse(f"--{name}", "--raw uses no chat template, so there is no place for it")
+    for name in ("kv_group_size", "quantized_kv_start"):
+        if getattr(asked, name) is not None and not asked.kv_bits:
+            raise refuse(f"--{name.replace('_', '-')}", "it has no effect without --kv-bits")
+    if asked.stop and "" in asked.stop:
+        raise refuse("--stop", "it needs a text")
+    if asked.stop and asked.show_drafts:
+        raise refuse("--stop", "--show-drafts shows tokens, which do not end where texts do")
+    if asked.prompt_file is not None and asked.prompt is not None:
+        raise refuse("--prompt-file", "give one of --prompt and --prompt-file")
+
+
+def _read_prompt(asked: SimpleNamespace) -> None:
+    """Take the prompt's text from where it lies; all texts are checked to be UTF-8."""
+    if asked.prompt_file is not None:
+        asked.prompt = inputs.file_text(asked.prompt_file)
+    elif asked.prompt is not None and asked.prompt != "-":
+        asked.prompt = inputs.utf8(os.fsencode(asked.prompt), "of --prompt")
+    if asked.system is not None:
+        asked.system = inputs.utf8(os.fsencode(asked.system), "of --system")
+    if asked.prompt == "-" and asked.prompt_file is None:
+        asked.prompt = inputs.standard_input()
+    if asked.prompt == "":
+        raise refuse("--prompt", "it is empty; give some text")
+
+
+def _default_prompt(model: str | None) -> str:
+    """A built-in pair's own prompt."""
+    from ..pairs import builtin
+
+    pair = builtin.BUILTIN_PAIRS.get(model or builtin.DEFAULT_PAIR)
+    if pair is None:
+        raise refuse("--prompt", "give -p TEXT, or -p - to read standard input")
+    say(f"No prompt given; using {pair.prompt!r}.")
+    return pair.prompt
+
+
+def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, Any, Any, Any], stdout: Any) -> dict[str, Any]:
+    """Run the generation and show it; the fields of --json, and the seed."""
+    from ..generation import stream_generate
+    from ..models.target import Target
+    from ..sampling import choose_seed
+
+    _, _, lm, tokenizer, draft = pair
+    settings.check_vocabulary(Target(lm).vocabulary)
+    block_size = asked.block_size
+    if draft and block_size and block_size > draft.config.block_size:
+        say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
+    ids = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking)
+    sampler, processors = settings.make(tokenizer)
+    # Drawn here, so that the figures can name it.
+    seed = choose_seed(settings.seed) if sampler else None
+
+    def leave() -> None:
+        result = fields_of([], [], None, "interrupted")
+        if asked.as_json:
+            print(json.dumps({**result, "seed": seed, "model": pair[0], "draft_model": pair[1]}), file=stdout)
+        stdout.flush()
+        say(output.figures({**result, "seed": seed}))
+
+    with leave_prefill_at_ctrl_c(leave) as begun, output.prefill_progress() as progress:
+        responses = stream_generate(
+            lm,
+            tokenizer,
+            ids,
+            max_tokens=asked.max_tokens,
+            draft_model=draft,
+            block_size=block_size,
+            copy=asked.prompt_lookup,
+            seed=seed,
+            sampler=sampler,
+            logits_processors=processors,
+            prefill_step_size=asked.prefill_step_size,
+            max_kv_size=asked.max_kv_size,
+            kv_bits=asked.kv_bits,
+            kv_group_size=asked.kv_group_size,
+            quantized_kv_start=asked.quantized_kv_start,
+            prompt_progress_callback=progress,
+        )
+        if asked.as_json:
+            show = output.nothing
+        else:
+            show = output.draft_marker(tokenizer, stdout) if asked.show_drafts else output.plain_text(stdout)
+        return run(until(responses, asked.stop) if asked.stop else responses, show, begun) | {"seed": seed}
+
+
+def _say_unreached_quantization(asked: SimpleNamespace, result: dict[str, Any]) -> None:
+    """Say so where the run ended before --kv-bits began."""
+    from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
+    start = DEFAULT_QUANTIZED_KV_START if asked.quantized_kv_start is None else asked.quantized_kv_start
+    rows = (result["prompt_tokens"] or 0) + result["generation_tokens"]
+    if asked.kv_bits and rows <= start:
+        say(
+            f"--kv-bits had no effect: it begins at row {start} of the cache and this run had {rows}. "
+            "--quantized-kv-start 0 begins at once."
+        )
+
+
+def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
+    """The responses up to the first stop string, their texts cut before it."""
+    import dataclasses
+
+    from ..text import StopText
+
+    stop = StopText(words)
+    with contextlib.closing(responses):
+        for response in responses:
+            text, found = stop.feed(response.text, last=response.finish_reason is not None)
+            reason = "stop" if found else response.finish_reason
+            yield dataclasses.replace(response, text=text, finish_reason=reason)
+            if reason:
+                return
+
+
+def run(responses: Iterator[Any], show: Any, begun: Any = None) -> dict[str, Any]:
+    """Drain a generation, showing each response, into the fields of --json. Ctrl-C ends it with what there is.
+
+    begun: an event that is set with the first response.
+    """
+    text, ids, last, reason = [], [], None, None
+    try:
+        for last in responses:
+            if begun is not None:
+                begun.set()
+            text.append(last.text)
+            ids.append(last.token)
+            show(last)
+        reason = last.finish_reason
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    finally:
+        responses.close()
+    return fields_of(text, ids, last, reason)
+
+
+def fields_of(text: list[str], ids: list[int], last: Any, reason: str | None) -> dict[str, Any]:
+    """The fields of --json for a run that gave these texts and ids; last: its last response, None if there was none."""
+    stats = last.stats if last else None
+    none = {
+        "acceptance_lengths": [],
+        "rounds": [],
+        "tau": None,
+        "widths": {},
+        "confidence_cut": {},
+        "sources": {},
+        "width_reason": None,
+        "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
+    }
+    return {
+        "text": "".join(text),
+        "token_ids": ids,
+        "prompt_tokens": last.prompt_tokens if last else None,
+        "generation_tokens": len(ids),
+        "finish_reason": reason,
+        **(stats.summary() if stats else none),
+        "prompt_tps": last.prompt_tps if last else None,
+        "generation_tps": last.generation_tps if last else None,
+        "peak_memory_gb": last.peak_memory if last else None,
+    }
+
+
+@contextlib.contextmanager
+def leave_prefill_at_ctrl_c(leave: Callable[[], None]) -> Iterator[threading.Event]:
+    """Ctrl-C while the prompt is read ends the process within a second, though a pass over a long prompt takes many.
+
+    leave: prints what there is to say. Yields an event to be set at the first token; from then on Ctrl-C is Python's own.
+    """
+    begun, ended = threading.Event(), threading.Event()
+
+    def act() -> None:
+        if begun.is_set():
+            return
+        say("Stopping ...")
+        # A short pass ends by itself, and the run with it.
+        if not ended.wait(0.7) and not begun.is_set():
+            leave()
+            os._exit(130)
+
+    try:
+        with at_ctrl_c(act):
+            yield begun
+    finally:
+        ended.set()

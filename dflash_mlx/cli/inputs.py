@@ -1,0 +1,137 @@
+"""What the command line is given: prompts from arguments, files and standard input, and the models that names stand for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ..chat_template import without_effect
+from ..errors import DFlashError
+from .options import Dtype
+from .output import say, status
+
+
+def standard_input() -> str:
+    """All of standard input, unchanged.
+
+    Raises:
+      DFlashError: if it is not UTF-8.
+    """
+    return utf8(sys.stdin.buffer.read(), "on standard input")
+
+
+def file_text(name: str) -> str:
+    """All of a file, unchanged; errors as in `standard_input`, and OSError."""
+    with open(os.path.expanduser(name), "rb") as file:
+        return utf8(file.read(), f"in {name}")
+
+
+def utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlashError(
+            f"the text {where} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}", "Convert it first"
+        ) from None
+
+
+def check_revision(revision: str | None, *names: str | None) -> None:
+    """Refuse --revision where no name is a hub repo, so that it is never dropped in silence."""
+    from ..pairs import builtin
+
+    local = [n for n in names if n and (n in builtin.BUILTIN_PAIRS or os.path.exists(os.path.expanduser(n)))]
+    if revision and len(local) == sum(n is not None for n in names):
+        what = " and ".join(dict.fromkeys(local))
+        raise DFlashError(f"--revision {revision} needs a hub repo; {what} is none", "Leave --revision out")
+
+
+def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
+    """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
+    from ..pairs import builtin
+    from ..pairs.published import published_drafter
+
+    if draft_model is not None and draft_model.lower() == "none":
+        return model or builtin.DEFAULT_PAIR, None
+    if model is None:
+        return builtin.DEFAULT_PAIR, builtin.DEFAULT_PAIR
+    if draft_model != "auto":
+        return model, draft_model
+    if builtin.builtin_path(model, "drafter") is not None:
+        say(f"Drafter: {model} (built-in).")
+        return model, model
+    found = published_drafter(model)
+    if found is None:
+        raise DFlashError(
+            f"no drafter is known for {model}, so --draft-model auto finds none",
+            "`dflash-mlx models` lists the known ones: name a drafter's directory or repo, or train one",
+        )
+    say(f"Drafter: {found.repo}, published for {found.target}{f' ({found.note})' if found.note else ''}.")
+    return model, found.repo
+
+
+def load_pair(
+    model: str | None, draft_model: str | None, dtype: Dtype | None, revision: str | None, trust_remote_code: bool
+) -> tuple[str, str | None, Any, Any, Any]:
+    """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
+    from .. import loading, traced
+    from ..kernels import autotune
+    from ..pairs import builtin
+
+    # What the environment asks for and is not known is said before anything is loaded.
+    traced.setting()
+    autotune.setting()
+    target, drafter = choose_pair(model, draft_model)
+    check_revision(revision, target, drafter)
+    builtin.builtin_path(target, "target", say=say)
+    with status(f"Loading {target} ..."):
+        lm, tokenizer = loading.load(
+            target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code
+        )
+        draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+    if draft is None:
+        say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")
+    if trust_remote_code and not _brings_code(tokenizer):
+        say(f"--trust-remote-code has no effect: no code comes with {target}'s tokenizer.")
+    return target, drafter, lm, tokenizer, draft
+
+
+def _brings_code(tokenizer: Any) -> bool:
+    """Whether a tokenizer names Python code of its own."""
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    return "auto_map" in getattr(inner, "init_kwargs", {}) or type(inner).__module__.startswith("transformers_modules")
+
+
+def encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, thinking: bool | None = None) -> list[int] | str:
+    """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so.
+
+    Raises:
+      DFlashError: --system or --thinking without a chat template, or what the template refuses.
+    """
+    if raw:
+        if not tokenizer.has_chat_template:
+            say("--raw has no effect: this tokenizer has no chat template.")
+        return prompt
+    if not tokenizer.has_chat_template:
+        for name, value in (("--system", system), ("--thinking", thinking)):
+            if value is not None:
+                raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
+        say("This tokenizer has no chat template: the prompt is used as it is.")
+        return prompt
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    if without_effect(tokenizer, extra):
+        say(f"--{'' if thinking else 'no-'}thinking has no effect: this chat template does not read enable_thinking.")
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **extra)
+    except Exception as error:
+        # Templates raise what they like; jinja's own classes say what they refuse.
+        raise DFlashError(f"the chat template refused this prompt: {error}", "--raw goes without it") from error
+
+
+def say_unread_template_args(tokenizer: Any, arguments: dict[str, Any]) -> None:
+    """Say of --chat-template-args what the chat template does not read."""
+    for name in without_effect(tokenizer, arguments):
+        why = "this chat template does not read it" if tokenizer.has_chat_template else "this tokenizer has no chat template"
+        say(f"{name} of --chat-template-args has no effect: {why}.")

@@ -1,0 +1,139 @@
+"""Every option of the command line that more than one command has, declared once, and what any command refuses.
+
+The sampling options come from the fields of `SamplingSettings`. Imports nothing heavy: `dflash-mlx -h` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from .. import sampling_settings
+from ..errors import GenerationError
+from ..sampling_settings import check
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    auto = "auto"
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="The model to run: a directory, a hub repo or a built-in pair's name. Default: the built-in pair."),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding."),
+]
+System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-m", help="Most tokens of one answer; -1: no limit.")]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens drafted and verified a round, the last known one included. Default: what is fastest here, also none."
+    ),
+]
+Thinking = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="Ask the model to think first, or not (enable_thinking).")
+]
+PrefillStepSize = Annotated[int | None, typer.Option(min=1, help="Prompt tokens that go through the model at once.")]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Number type to compute in. Default: float32 on a CPU, the files' own on a GPU (auto)."),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let Python code run that comes with the model's files.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+Dense = Annotated[bool | None, typer.Option(help="Turn quantized layers into plain ones first. Default: on an NVIDIA GPU only.")]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse(name: str, why: str) -> typer.BadParameter:
+    """A usage error about one option: `raise refuse("--stop", "it is empty; give some text")`."""
+    return typer.BadParameter(why, param_hint=name)
+
+
+def sampling_options(*, leave_out: tuple[str, ...] = ()) -> Callable:
+    """Give a command one option for each field of `SamplingSettings`, where its parameter `sampling` stands.
+
+    The command gets `sampling`: the values that the user gave, by name, each of them checked.
+    """
+
+    def add(command: Callable) -> Callable:
+        own = inspect.signature(command, eval_str=True).parameters
+        made = {one.name: one for one in fields(sampling_settings.SamplingSettings) if one.name not in leave_out}
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            given = {name: value for name in made if (value := values.pop(name)) is not None}
+            for name, value in given.items():
+                checked(made[name], value)
+            return command(**values, sampling=given)
+
+        parameters = [
+            new for name, old in own.items() for new in (map(_parameter, made.values()) if name == "sampling" else [old])
+        ]
+        run.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        del run.__wrapped__
+        return run
+
+    return add
+
+
+def _parameter(one: Field) -> inspect.Parameter:
+    """The option of one sampling setting."""
+    zero = f" 0: {one.metadata['zero']}." if one.metadata["zero"] not in ("refused", "") else ""
+    default = f" Default: {one.default:g}." if one.default is not None else ""
+    option = typer.Option(help=f"{one.metadata['help']}{default}{zero}", rich_help_panel="Sampling")
+    kind = one.metadata["kind"]
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def checked(one: Field, value: Any) -> Any:
+    """A value that a field may have; a usage error otherwise."""
+    try:
+        check(one, value)
+    except GenerationError as error:
+        raise refuse(flag(one.name), error.problem) from None
+    return value
+
+
+def checked_max_tokens(value: int | None, *, least: int = 1) -> None:
+    """A usage error unless it is a number of tokens, or -1 for no limit."""
+    if value is not None and value != -1 and value < least:
+        raise refuse("--max-tokens", "give a positive number, or -1 for no limit")
+
+
+def refuse_without_effect(settings: sampling_settings.SamplingSettings, given: Mapping[str, Any]) -> list[str]:
+    """A usage error for a sampling option that changes nothing in this run; a seed alone is only told of.
+
+    Returns: sentences for the user. The same seed gives the same text without sampling too, so that is no error.
+    """
+    notes = []
+    for name, why in settings.without_effect(given).items():
+        if name != "seed":
+            more = "; give --temp" if why == "at temperature 0" else ""
+            raise refuse(flag(name), f"it has no effect {why}{more}".replace("without ", "without --").replace("_", "-"))
+        notes.append(f"--seed has no effect {why}.")
+    return notes
+
+
+def refuse_lonely_drafter(model: str | None, draft_model: str | None) -> None:
+    if draft_model and draft_model != "none" and not model:
+        raise refuse("--draft-model", "it needs --model, the target it was trained for")

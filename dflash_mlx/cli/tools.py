@@ -1,0 +1,280 @@
+"""`dflash-mlx convert`, `doctor`, `bench` and `models`."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+from . import inputs
+from .options import (
+    AsJson,
+    BlockSize,
+    DraftModel,
+    Dtype,
+    DtypeOption,
+    MaxTokens,
+    Model,
+    Revision,
+    TrustRemoteCode,
+    refuse,
+    refuse_lonely_drafter,
+    refuse_without_effect,
+    sampling_options,
+)
+from .output import only_ours_on_stdout, say, status
+
+
+def convert(
+    hf_path: Annotated[
+        str, typer.Option("--hf-path", help="Target or drafter: a directory, a GGUF file, a hub repo or a built-in pair's name.")
+    ],
+    mlx_path: Annotated[str, typer.Option(help="Directory to write.")] = "mlx_model",
+    quantize: Annotated[bool, typer.Option("--quantize", "-q", help="Quantize the matrices.")] = False,
+    q_bits: Annotated[int | None, typer.Option(help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
+    q_group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of what stays float. Default: as in the checkpoint.")] = None,
+    quant_predicate: Annotated[str | None, typer.Option(help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
+    revision: Revision = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
+    for name, value in (("--q-bits", q_bits), ("--q-group-size", q_group_size)):
+        if value is not None and not quantize:
+            raise refuse(name, "it has no effect without --quantize")
+    with only_ours_on_stdout(), status(f"Converting {hf_path} ..."):
+        from ..conversion import convert as convert_checkpoint
+        from ..pairs import builtin
+
+        inputs.check_revision(revision, hf_path)
+        done = convert_checkpoint(
+            str(builtin.builtin_path(hf_path, "target", say=say) or hf_path),
+            mlx_path,
+            quantize=quantize,
+            q_group_size=q_group_size or 64,
+            q_bits=q_bits or 4,
+            dtype=dtype.value if dtype else None,
+            revision=revision,
+            quant_predicate=quant_predicate,
+            trust_remote_code=trust_remote_code,
+            force=force,
+        )
+    for note in done.notes:
+        say(f"Note: {note}.")
+    say(done.summary())
+
+
+def doctor(
+    model: Model = None,
+    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter, for --model or alone.")] = None,
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
+    with only_ours_on_stdout() as stdout, status("Looking ..."):
+        from ..pairs.builtin import DEFAULT_PAIR
+        from ..tools.doctor import diagnose, render
+
+        if draft_model is not None and draft_model.lower() == "none":
+            model, draft_model = model or DEFAULT_PAIR, None
+        elif model is None and draft_model is None:
+            model = draft_model = DEFAULT_PAIR
+        if draft_model == "auto":
+            if model is None:
+                raise refuse("--draft-model", "'auto' needs --model")
+            model, draft_model = inputs.choose_pair(model, draft_model)
+        inputs.check_revision(revision, model, draft_model)
+        report = diagnose(model, draft_model, dtype.value if dtype else None, revision)
+        print(json.dumps(report) if as_json else render(report), file=stdout)
+    if report["faults"]:
+        raise SystemExit(1)
+
+
+@sampling_options(leave_out=("temp", "seed"))
+def bench(
+    model: Model = None,
+    draft_model: DraftModel = None,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of prompts, comma-separated. Default: all.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='Your own prompts: a file of {"prompt": ..., "kind": ...} lines, or of plain ones.')
+    ] = None,
+    temp: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
+    sampling: Any = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Tokens of text before each prompt; may be given again. Default: 0, on a GPU also 1024."),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
+        ),
+    ] = None,
+    block_size: BlockSize = None,
+    seed: Annotated[int | None, typer.Option(help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write a JSON record here; it is up to date after every trial.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
+    as_json: AsJson = False,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="Run nothing; show two records beside each other.", metavar="A.json B.json")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option(min=0, help="Begin no pair that would end later than this.")] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found.")
+    ] = None,
+    hopeless: Annotated[
+        bool, typer.Option("--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
+    ] = False,
+    dense: Annotated[bool, typer.Option("--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Time mlx-lm's own decoding and DFlash by turns on the same prompts, and check that they say the same.
+
+    Ctrl-C ends it with what is measured. On a CUDA GPU the kernels of quantized models are compiled at first use, which takes
+    minutes; that falls into the cold runs and the warm-up, which are not counted.
+    """
+    asked = SimpleNamespace(**locals())
+    with only_ours_on_stdout() as stdout:
+        from ..tools import bench as b
+
+        if compare:
+            _refuse_beside_compare(asked)
+            print(b.compare(*(b.read_record(path) for path in compare)), file=stdout)
+            return
+        _check_bench(asked)
+        if plot:
+            b.check_plot()
+        record = _bench(asked, b)
+        print(json.dumps(record) if as_json else b.table(record), file=stdout)
+        if plot:
+            b.plot(record, plot)
+    if record["ended"] == "interrupted":
+        raise SystemExit(130)
+    if b.faults(record):
+        raise SystemExit(1)
+
+
+def _refuse_beside_compare(asked: SimpleNamespace) -> None:
+    """--compare runs nothing: every other option would be dropped in silence."""
+    others = {**vars(asked), **asked.sampling}
+    for name, value in others.items():
+        if name not in ("compare", "sampling") and value not in (None, False):
+            raise refuse("--json" if name == "as_json" else f"--{name.replace('_', '-')}", "it has no effect with --compare")
+
+
+def _check_bench(asked: SimpleNamespace) -> None:
+    """Usage errors that need no model."""
+    from ..sampling_settings import SamplingSettings
+
+    refuse_lonely_drafter(asked.model, asked.draft_model)
+    if asked.draft_model == "none" or asked.model and not asked.draft_model:
+        raise refuse("--draft-model", "give a drafter (or 'auto'): there is nothing to compare without")
+    if asked.max_tokens is not None and asked.max_tokens < 2:
+        raise refuse("--max-tokens", f"it is {asked.max_tokens}; a speed needs at least 2 tokens")
+    if asked.seed is not None and not 0 <= asked.seed < 1 << 31:
+        raise refuse("--seed", f"it is {asked.seed}; give a number from 0 to {(1 << 31) - 1}")
+    for temp in asked.temp or (1.0,):
+        refuse_without_effect(SamplingSettings(temp=temp, **asked.sampling), asked.sampling) if temp else None
+    if asked.temp and not any(asked.temp):
+        refuse_without_effect(SamplingSettings(temp=0, **asked.sampling), asked.sampling)
+
+
+def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
+    """Load the pair and run the plan; the record."""
+    if asked.kernels:
+        _ask_for_kernels(asked.kernels)
+    target, drafter, lm, tokenizer, draft = inputs.load_pair(
+        asked.model, asked.draft_model, asked.dtype, asked.revision, asked.trust_remote_code
+    )
+    if asked.dense:
+        lm, draft = _dense(asked, lm, drafter)
+    own = b.read_prompts(asked.prompts, tokenizer.has_chat_template) if asked.prompts else None
+    plan = b.Plan(
+        kinds=tuple(kind.strip() for kind in asked.kinds.split(",")) if asked.kinds else (),
+        temps=tuple(dict.fromkeys(asked.temp)) if asked.temp else b.Plan.temps,
+        # On a CPU a prompt of 1,024 tokens can take a minute.
+        contexts=tuple(dict.fromkeys(asked.context or ([0] if own or b.machine()["device"] == "cpu" else [0, 1024]))),
+        max_tokens=asked.max_tokens or 128,
+        trials=asked.trials or (max(map(len, own.kinds.values())) if own else b.Plan.trials),
+        block_size=asked.block_size,
+        seed=asked.seed or 0,
+        sampling=asked.sampling,
+        hopeless=asked.hopeless,
+    )
+    keep = (lambda record: b.write_record(record, asked.out)) if asked.out else (lambda record: None)
+    return b.Bench(lm, tokenizer, draft, plan, own, (target, drafter), say, keep, asked.max_seconds).go()
+
+
+def _ask_for_kernels(kernels: str) -> None:
+    """What --kernels says, as DFLASH_MLX_KERNELS says it; an unknown name is an error of the flag."""
+    import mlx.core as mx
+
+    from ..errors import DFlashError
+    from ..kernels import autotune
+
+    before = os.environ.get(autotune.VARIABLE)
+    os.environ[autotune.VARIABLE] = kernels
+    try:
+        autotune.setting()
+    except (DFlashError, ValueError) as error:
+        os.environ.pop(autotune.VARIABLE)
+        if before is not None:
+            os.environ[autotune.VARIABLE] = before
+        raise refuse("--kernels", str(error).replace(autotune.VARIABLE, "it").replace("the variable", "it")) from None
+    if mx.default_device() == mx.cpu:
+        say("--kernels has no effect: MLX computes on the CPU here, and our kernels need a GPU.")
+
+
+def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, Any]:
+    """Both models with quantized layers turned into plain ones."""
+    from ..loading import activation_dtype, load_drafter
+    from ..train.trainer import dense as write_out
+
+    quantized = any(hasattr(module, "bits") for _, module in lm.named_modules())
+    if not quantized:
+        say("--dense has no effect on the target: none of its layers is quantized.")
+    type_ = activation_dtype(lm)
+    lm = write_out(lm, type_)
+    return lm, write_out(load_drafter(drafter, lm, revision=asked.revision), type_)
+
+
+def models(
+    as_json: AsJson = False,
+) -> None:
+    """List the built-in pairs and the published drafters that --draft-model auto knows, with sizes."""
+    from ..pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR, builtin_path
+    from ..pairs.published import PUBLISHED
+
+    rows = []
+    for name, pair in BUILTIN_PAIRS.items():
+        drafter = builtin_path(name, "drafter")
+        size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9 if drafter else None
+        note = pair.about + (" (default)" if name == DEFAULT_PAIR else "")
+        rows.append({"target": name, "draft_model": name if drafter else None, "size_gb": size, "built_in": True, "note": note})
+    rows += [
+        {"target": p.target, "draft_model": p.repo, "size_gb": p.size_gb, "built_in": False, "note": p.note} for p in PUBLISHED
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for heading in ("target", "drafter", "drafter GB"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("note")
+    for row in rows:
+        size = "" if row["size_gb"] is None else f"{row['size_gb']:.3g}"
+        table.add_row(row["target"], row["draft_model"] or "", size, row["note"])
+    console = Console()
+    # Names stay whole in a pipe too.
+    (console if console.is_terminal else Console(width=200)).print(table)

@@ -1,0 +1,156 @@
+"""`dflash-mlx train data`, `run` and `eval`: from a target to a drafter of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .options import AsJson, Dense, Dtype, DtypeOption
+from .output import only_ours_on_stdout, say
+
+train_app = typer.Typer(
+    no_args_is_help=True,
+    help="Train a drafter for a target: let it write text (data), learn from that (run), measure (eval).",
+    epilog="dflash-mlx train data --model M --out DATA --minutes 30, then run --model M --data DATA --out DRAFTER --minutes 60, "
+    "then generate --model M --draft-model DRAFTER.",
+)
+Target = Annotated[str, typer.Option(help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name.")]
+Data = Annotated[list[str], typer.Option(help="Folder that `train data` wrote; may be given again.")]
+
+
+@train_app.command("data")
+def train_data(
+    model: Target,
+    out: Annotated[str, typer.Option(help="Folder for the text; a folder made with the same settings is continued.")],
+    minutes: Annotated[float | None, typer.Option(min=0, help="How long to write; the held-out part comes on top.")] = None,
+    answer_tokens: Annotated[int | None, typer.Option(min=1, help="How much to write, counted in answer tokens.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts to answer; default: self-made questions.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
+    max_len: Annotated[int, typer.Option(min=64, help="Longest conversation in tokens.")] = 512,
+    greedy: Annotated[float, typer.Option(min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
+    held_out: Annotated[int, typer.Option(min=1, help="Held-out questions a kind, for eval.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed gives other text.")] = 0,
+    dtype: DtypeOption = None,
+    dense: Dense = None,
+) -> None:
+    """Let the target write its own training text: fresh text is what decides how good the drafter gets."""
+    with only_ours_on_stdout():
+        from ..train.data import DataConfig, make_data
+
+        target, tokenizer = _load_for_training(model, dtype, dense)
+        config = DataConfig(rows=rows, max_len=max_len, greedy=greedy, held_out_per_kind=held_out, seed=seed)
+        seconds = minutes * 60 if minutes else None
+        done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, say)
+    say(f"{done['conversations']} conversations, {done['answer_tokens']} answer tokens ({done['answer_tps']:.0f}/s) in {out}")
+
+
+@train_app.command("run")
+def train_run(
+    model: Target,
+    data: Data,
+    out: Annotated[str, typer.Option(help="Folder for the drafter; a stopped run of the same settings is continued.")],
+    minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
+    init: Annotated[str | None, typer.Option(help="Drafter to start from, as generate takes it.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a new drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor included.")] = 16,
+    taps: Annotated[str | None, typer.Option(help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(min=0, help="Default: an unused special token.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations a pass.")] = 24,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks a conversation.")] = 96,
+    accumulate: Annotated[int, typer.Option(min=1, help="Passes a step.")] = 1,
+    max_len: Annotated[int, typer.Option(min=64, help="Conversations are cut to this many tokens.")] = 512,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
+    loss: Annotated[str, typer.Option(help="decay (the paper's weights) or dpace.")] = "dpace",
+    pause_minutes: Annotated[float | None, typer.Option(min=0, help="Save and stop after this long, to go on later.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: DtypeOption = None,
+    dense: Dense = None,
+) -> None:
+    """Train a drafter on a target's own text."""
+    with only_ours_on_stdout():
+        from pathlib import Path
+
+        import numpy as np
+
+        from ..conversion import load_drafter_weights
+        from ..pairs.builtin import builtin_path
+        from ..train.data import load_docs
+        from ..train.trainer import TrainConfig, drafter_config, mask_token, target_shape, train
+
+        target, tokenizer = _load_for_training(model, dtype, dense)
+        docs = load_docs(*data)
+        held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
+        held_out = load_docs(*held, names="heldout.npz") if held else None
+        if held_out is None:
+            lacking = ", ".join(data)
+            say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
+        if init is not None:
+            init = str(builtin_path(init, "drafter") or init)
+            raw, _ = load_drafter_weights(init)
+        else:
+            V = target_shape(target).get("vocab_size") or len(tokenizer)
+            mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(np.unique(docs.ids).tolist()))
+            chosen = [int(t) for t in taps.split(",")] if taps else None
+            raw = drafter_config(target, mask, layers, block_size, chosen)
+        config = TrainConfig(
+            steps=steps, seconds=minutes * 60 if minutes else None, batch=batch, anchors=anchors, accumulate=accumulate,
+            max_len=max_len, lr=lr, loss=loss, seed=seed,
+        )  # fmt: skip
+        pause_s = pause_minutes * 60 if pause_minutes else None
+        train(target, docs.pick(docs.split == 0), out, raw, config, held_out, init, pause_s=pause_s, report=say)
+    say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
+
+
+@train_app.command("eval")
+def train_eval(
+    model: Target,
+    draft_model: Annotated[str, typer.Option(help="Drafter trained for it.")],
+    data: Data,
+    block_size: Annotated[list[int] | None, typer.Option(min=2, help="Block sizes; may be given again.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most held-out answers.")] = None,
+    dtype: DtypeOption = None,
+    dense: Dense = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure tau on held-out text by replaying its rounds, beside three simpler sources of drafts."""
+    with only_ours_on_stdout() as stdout:
+        import numpy as np
+
+        from ..loading import load_drafter
+        from ..models.target import Target
+        from ..train.data import load_docs
+        from ..train.offline_tau import evaluate
+
+        target, _ = _load_for_training(model, dtype, dense)
+        drafter = load_drafter(draft_model, target)
+        held_out = load_docs(*data, names="heldout.npz")
+        if limit is not None and limit < len(held_out):
+            held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
+        taps = Target(target, drafter.config.target_layer_ids)
+        rows = evaluate(drafter, taps, held_out, load_docs(*data), block_size or [drafter.config.block_size])
+        if as_json:
+            print(json.dumps({"tau": rows, "model": model, "draft_model": draft_model}), file=stdout)
+            return
+        print("temp block loops kind     answers  drafter  zeroed  lookup  bigram", file=stdout)
+        for r in rows:
+            loops = "yes" if r["looped"] else "no"
+            taus = "".join(f"{r[name]:8.3f}" for name in ("drafter", "zeroed", "lookup", "bigram"))
+            print(f"{r['temp']:4g} {r['block_size']:5} {loops:>5} {r['kind']:8} {r['answers']:7} {taus}", file=stdout)
+    say("tau: mean of accepted + 1 over verify rounds, before any cut at EOS; answers that fell into a loop stand apart.")
+
+
+def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> tuple[Any, Any]:
+    """The target and its tokenizer; on CUDA with quantized layers written out, whose kernels take minutes to compile there."""
+    import mlx.core as mx
+
+    from ..loading import activation_dtype, load
+
+    target, tokenizer = load(model, dtype=dtype.value if dtype else None)
+    if dense or (dense is None and mx.default_device() != mx.cpu and not mx.metal.is_available()):
+        from ..train.trainer import dense as write_out
+
+        target = write_out(target, activation_dtype(target) if dtype else mx.float16)
+    return target, tokenizer

@@ -1,0 +1,198 @@
+"""The commands of the chat: what a line that begins with `/` does.
+
+Each is one function, given the chat and what follows the name; its help line and its name stand with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from ..errors import DFlashError
+from .conversation import Settings
+from .sessions import read_session, session_path, write_session
+
+if TYPE_CHECKING:
+    from .chat import Chat
+
+_FOOT = """\
+Ctrl-C stops an answer and keeps what there is. Alt-Enter starts a new line; a message between two lines of three double
+quotes may have many. A message that begins with / is written with //."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """run: given the chat and what follows the name; True ends the chat. takes: what may follow, for people; "": nothing.
+    changes: a kept session is written again afterwards, so that what was cleared does not stay on disk."""
+
+    run: Callable[[Chat, str], bool | None]
+    takes: str
+    about: str
+    changes: bool
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(name: str, takes: str, about: str, *, changes: bool = False) -> Callable:
+    def add(function: Callable[[Chat, str], bool | None]) -> Callable[[Chat, str], bool | None]:
+        COMMANDS[name] = Command(function, takes, about, changes)
+        return function
+
+    return add
+
+
+def help_text() -> str:
+    lines = [f"/{name} {one.takes}".ljust(19) + one.about for name, one in COMMANDS.items()]
+    return "\n".join([*lines, _FOOT])
+
+
+def run_command(chat: Chat, text: str) -> bool:
+    """Do what a line `/name rest` says. Returns: whether the chat ends.
+
+    Raises:
+      DFlashError: no such command, or words behind one that takes none.
+    """
+    name, _, rest = text[1:].strip().partition(" ")
+    command, rest = COMMANDS.get(name), rest.strip()
+    if command is None:
+        raise DFlashError(f"there is no command /{name}", "/help lists them; // begins a message with a slash")
+    if rest and not command.takes:
+        # Words that would be dropped were meant for something.
+        raise DFlashError(f"/{name} takes nothing behind it; found {short(rest)!r}", "Leave it out")
+    ends = command.run(chat, rest)
+    if chat.session and command.changes:
+        write_session(chat.session, chat.conversation.state())
+    return bool(ends)
+
+
+def short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@_command("help", "", "this list")
+def _help(chat: Chat, rest: str) -> None:
+    chat.note(help_text(), "")
+
+
+@_command("system", "TEXT", "set the system message; alone: show it; off: remove it", changes=True)
+def _system(chat: Chat, rest: str) -> None:
+    talk = chat.conversation
+    if rest and talk.raw:
+        raise DFlashError("this tokenizer has no chat template, so there is no place for a system message")
+    if rest:
+        talk.system = None if rest == "off" else rest
+    chat.note(f"System message: {talk.system}" if talk.system else "No system message.")
+
+
+@_command("clear", "", "forget the conversation", changes=True)
+def _clear(chat: Chat, rest: str) -> None:
+    chat.conversation.messages.clear()
+    chat.note("Cleared.")
+
+
+@_command("undo", "", "take back the last message and its answer", changes=True)
+def _undo(chat: Chat, rest: str) -> None:
+    text = chat.conversation.undo()
+    chat.note("Nothing to undo." if text is None else f"Took back: {short(text)}")
+
+
+@_command("retry", "", "answer the last message again")
+def _retry(chat: Chat, rest: str) -> None:
+    talk = chat.conversation
+    text = talk.undo()
+    if text is None:
+        raise DFlashError("there is no message to answer again")
+    if talk.settings.greedy:
+        chat.note("Temperature 0 gives the same answer again; /set temp 0.7 for another.")
+    elif talk.settings.seed is not None:
+        talk.settings = replace(talk.settings, seed=(talk.settings.seed + 1) % (1 << 32))
+        chat.note(f"Seed {talk.settings.seed}.")
+    chat.say(text)
+
+
+@_command("save", "[NAME]", "keep the session (default: last)")
+def _save(chat: Chat, rest: str) -> None:
+    name = rest or chat.session or "last"
+    if session_path(name).exists():
+        # What is no session may be somebody's file.
+        read_session(name)
+    chat.note(f"Saved as {write_session(name, chat.conversation.state())}.")
+
+
+@_command("load", "[NAME]", "continue a kept session")
+def _load(chat: Chat, rest: str) -> None:
+    state, talk = read_session(rest or "last"), chat.conversation
+    talk.restore(state)
+    if state["model"] != talk.pair.name:
+        chat.note(f"That session was with {state['model']}; it goes on with {talk.pair.name}.")
+    chat.note(f"Continuing a session of {len(talk.messages)} messages.")
+
+
+@_command("model", "[M [D]]", "show the models, or change to target M with drafter D (or auto)", changes=True)
+def _model(chat: Chat, rest: str) -> None:
+    talk = chat.conversation
+    if rest:
+        name, *drafter = rest.split()
+        if len(drafter) > 1:
+            raise DFlashError(f"/model takes a target and a drafter; found {short(rest)!r}", "Give /model TARGET [DRAFTER]")
+        pair = chat.load(name, drafter[0] if drafter else None)
+        if pair.tokenizer.has_chat_template != talk.pair.tokenizer.has_chat_template and talk.messages:
+            raise DFlashError(
+                f"only one of {talk.pair.name} and {name} has a chat template, so this conversation cannot go on", "/clear first"
+            )
+        talk.use(pair)
+        for message in talk.messages:
+            # Ids belong to the tokenizer that made them.
+            message.pop("ids", None)
+    pair = talk.pair
+    chat.note(f"Target {pair.name}, " + (f"drafter {pair.draft_name}." if pair.draft_name else "no drafter."))
+
+
+@_command("set", "[NAME VALUE]", "show or change a setting, such as temp 0.7; NAME default takes it back", changes=True)
+def _set(chat: Chat, rest: str) -> None:
+    talk = chat.conversation
+    if rest:
+        name, _, value = rest.replace("=", " ").partition(" ")
+        name, value = name.replace("-", "_"), value.strip()
+        if name == "block_size" and talk.pair.drafter is None:
+            raise DFlashError("there is no drafter, so block_size has no effect", "/model TARGET DRAFTER adds one")
+        if value:
+            talk.set(name, value)
+        chat.note_without_effect([name])
+    # As they are typed: 1 is no switch, though it equals True.
+    shown = {None: "default", True: "on", False: "off"}
+    values = [v if type(v) in (int, float) else shown[v] for v in asdict(talk.settings).values()]
+    chat.note(", ".join(f"{one.name} {value}" for one, value in zip(fields(Settings), values, strict=True)))
+
+
+@_command("stats", "", "totals of this session")
+def _stats(chat: Chat, rest: str) -> None:
+    totals = chat.conversation.totals
+    lines = [
+        f"{totals.answers} answers, {totals.tokens} tokens",
+        f"prompts: {totals.prompt_tokens} tokens, {totals.reused_tokens} of them reused",
+    ]
+    if totals.rounds:
+        seconds = ", ".join(f"{name} {value:.2f} s" for name, value in totals.seconds.items())
+        lines.append(f"tau {totals.committed / totals.rounds:.2f} (mean of accepted + 1 over {totals.rounds} rounds); {seconds}")
+    if totals.lookup_rounds:
+        lines.append(f"prompt lookup: {totals.looked_up} tokens in {totals.lookup_rounds} of these rounds")
+    last = chat.conversation.last
+    if last and last.stats and last.stats.width_reason:
+        lines.append(f"last answer: {last.stats.width_reason}")
+    chat.note("\n".join(lines), "")
+
+
+@_command("drafts", "", "mark accepted, rejected and bonus tokens in answers, or stop doing so")
+def _drafts(chat: Chat, rest: str) -> None:
+    if chat.conversation.pair.drafter is None:
+        raise DFlashError("there is no drafter, so no drafts can be marked", "/model TARGET DRAFTER adds one")
+    chat.show_drafts = not chat.show_drafts
+    chat.note("Drafts are marked in answers." if chat.show_drafts else "Drafts are not marked.")
+
+
+@_command("exit", "", "leave (also Ctrl-D)")
+def _exit(chat: Chat, rest: str) -> bool:
+    return True

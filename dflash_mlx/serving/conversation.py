@@ -1,0 +1,304 @@
+"""A conversation without a screen: messages, settings, and the caches that carry them from turn to turn.
+
+Knows chat templates and prompt reuse. Knows no terminals, and nothing of how models are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+from ..chat_template import without_effect
+from ..errors import DFlashError
+from ..generation import GenerationResponse
+from ..models.target import Target
+from ..options import largest_block
+from ..sampling_settings import SamplingSettings, parse, setting
+from .prefix_cache import PrefixCache, PrefixRun, stream_from_prefix
+
+# Of session files. In version 1 a top_p of 0 switched the filter off.
+VERSION = 2
+
+
+@dataclass
+class Pair:
+    """Loaded models under the names that the user gave."""
+
+    name: str
+    draft_name: str | None
+    model: Any
+    tokenizer: Any
+    drafter: Any
+
+
+@dataclass(frozen=True)
+class Settings(SamplingSettings):
+    """What `/set` changes: the sampling settings, and what belongs to a conversation. None is the default of `generate`.
+
+    Raises:
+      GenerationError: a value of another type or out of its range.
+    """
+
+    max_tokens: int = setting(1024, int, 1, None, "refused", "Most tokens of one answer; -1: no limit.", unlimited=True)
+    block_size: int | None = setting(None, int, 1, None, "refused", "Slots drafted and verified a round, the anchor included.")
+    thinking: bool | None = setting(None, bool, help="The chat template's enable_thinking.")
+
+    def changed(self, name: str, text: str) -> Settings:
+        """These settings with one field as a user typed it; 'default' takes it back.
+
+        Raises:
+          DFlashError: an unknown name, or a value out of its range.
+        """
+        known = {one.name: one for one in fields(self)}
+        if name not in known:
+            raise DFlashError(f"{name!r} is no setting", f"There are: {', '.join(known)}")
+        value = known[name].default if text == "default" else parse(known[name], text)
+        return replace(self, **{name: value})
+
+    def check_pair(self, vocabulary: int, largest: int | None) -> None:
+        """Whether a pair can do this. largest: the most slots of its drafter's block; None: no drafter, no blocks.
+
+        Raises:
+          DFlashError: what is too much for it.
+        """
+        self.check_vocabulary(vocabulary)
+        if largest is not None and self.block_size is not None and self.block_size > largest:
+            raise DFlashError(f"block_size is {self.block_size}; it must be at most {largest} with this drafter")
+
+
+@dataclass
+class Totals:
+    """What `/stats` shows, summed over the answers of a session."""
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    committed: int = 0
+    lookup_rounds: int = 0
+    looked_up: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
+
+
+class Conversation:
+    """Messages, settings and the caches that carry them from turn to turn.
+
+    Without a chat template a message is continued as it is: the target sees all texts joined, and messages keep their ids.
+    """
+
+    def __init__(self, pair: Pair, settings: Settings, system: str | None = None):
+        self.settings, self.system = settings, system
+        self.messages: list[dict[str, Any]] = []
+        self.totals = Totals()
+        self.use(pair)
+
+    def use(self, pair: Pair) -> None:
+        """Go on with other models; they have no caches yet.
+
+        Raises:
+          DFlashError: the settings ask for what they cannot do.
+        """
+        target = Target(pair.model)
+        vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
+        self.settings.check_pair(vocabulary, largest)
+        self.pair, self.vocabulary, self.largest = pair, vocabulary, largest
+        # Positions the target was made for, where its config says.
+        self.limit = target.context_length
+        # The last few states: an undone or retried turn starts from one of them.
+        self.store = PrefixCache(6)
+        self.used = self.held = 0
+        self.last: GenerationResponse | None = None
+        self.stopped = False
+
+    def set(self, name: str, text: str) -> None:
+        """Change one setting; refused, all stay as they are. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
+        changed = self.settings.changed(name, text)
+        changed.check_pair(self.vocabulary, self.largest)
+        self.settings = changed
+
+    def without_effect(self, names: Collection[str]) -> dict[str, str]:
+        """Those of the named settings that change nothing with these models, each with the reason."""
+        found = self.settings.without_effect(names)
+        if "thinking" in names and self.settings.thinking is not None:
+            if self.raw:
+                found["thinking"] = "without a chat template"
+            elif without_effect(self.pair.tokenizer, ["enable_thinking"]):
+                found["thinking"] = "with this chat template, which does not read enable_thinking"
+        return found
+
+    @property
+    def raw(self) -> bool:
+        return not self.pair.tokenizer.has_chat_template
+
+    def undo(self) -> str | None:
+        """Take back the last message with its answer; returns the message."""
+        while self.messages:
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return None
+
+    def prompt(self) -> tuple[list[int], int]:
+        """Ids of the whole conversation, and how many of them the next turn will surely begin with.
+
+        Raises:
+          DFlashError: the chat template refuses the messages, or the conversation fills the context.
+        """
+        tokenizer = self.pair.tokenizer
+        if self.raw:
+            ids = [token for message in self.messages for token in self._raw_ids(message)]
+            common = len(ids)
+        else:
+            messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+            messages += [{k: v for k, v in m.items() if k != "ids"} for m in self.messages]
+            extra = {} if self.settings.thinking is None else {"enable_thinking": self.settings.thinking}
+            try:
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **extra)
+                shown = tokenizer.apply_chat_template(messages, add_generation_prompt=False, return_dict=False, **extra)
+            except Exception as error:
+                # Templates raise what they like; jinja's own classes say what they refuse.
+                raise DFlashError(f"the chat template refused this conversation: {error}") from error
+            common = next((i for i, pair in enumerate(zip(ids, shown, strict=False)) if pair[0] != pair[1]), len(shown))
+        if self.limit and len(ids) >= self.limit:
+            raise DFlashError(
+                f"the conversation has {len(ids)} tokens; the target's context holds {self.limit}", "/undo or /clear makes room"
+            )
+        return ids, min(common, len(ids))
+
+    def _raw_ids(self, message: dict[str, Any]) -> list[int]:
+        if "ids" not in message:
+            first = message is self.messages[0]
+            message["ids"] = list(self.pair.tokenizer.encode(message["content"], add_special_tokens=first))
+        return message["ids"]
+
+    def answer(
+        self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]
+    ) -> Iterator[tuple[str, str, GenerationResponse]]:
+        """Yield (kind, text, response) with kind "answer" or "thinking"; the answer then joins the messages.
+
+        Ended early (should_stop, a closed generator, an error), what there is joins them all the same, if anything.
+        """
+        self.last, self.stopped = None, False
+        ids, common = self.prompt()
+        state = None if self.raw else self._text_state(ids)
+        turn = self._open(ids, common, should_stop, progress)
+        self.held = turn.held
+        texts, tokens = {"answer": "", "thinking": ""}, []
+
+        def kept(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+            # One piece at least: a mark of its drafts hangs on every token.
+            pieces = [piece for piece in pieces if piece[1]] or pieces[-1:]
+            pieces = [("thinking" if kind == "reasoning" else "answer", text) for kind, text in pieces]
+            for kind, text in pieces:
+                texts[kind] += text
+            return pieces
+
+        try:
+            with closing(turn.responses) as responses:
+                for response in responses:
+                    self.last = response
+                    if not (response.finish_reason == "stop" and self.raw):
+                        tokens.append(response.token)
+                    pieces = [("normal", response.text)]
+                    if state:
+                        state, pieces = TextStateMachine.split(state, response.text)
+                    for kind, text in kept(pieces):
+                        yield kind, text, response
+            if state and self.last is not None:
+                # Letters that might have begun a mark, at the end of an answer or where it was stopped.
+                state, rest, where = TextStateMachine.flush(state)
+                for kind, text in kept([(where, rest)] if rest else []):
+                    yield kind, text, self.last
+        finally:
+            self.stopped = self.last is None or self.last.finish_reason is None
+            if self.last is not None:
+                self._keep(texts, tokens, len(ids))
+
+    def _open(
+        self, ids: list[int], common: int, should_stop: Callable[[], bool], progress: Callable[[int, int], None]
+    ) -> PrefixRun:
+        """The turn that answers a prompt of these ids, the first `common` of which the next prompt will surely begin with."""
+        settings, pair = self.settings, self.pair
+        room = self.limit - len(ids) if self.limit else None
+        asked = settings.max_tokens if settings.max_tokens != -1 else room
+        sampler, processors = settings.make(pair.tokenizer)
+        return stream_from_prefix(
+            pair.model,
+            pair.tokenizer,
+            ids,
+            self.store,
+            (pair.name, pair.draft_name),
+            draft_model=pair.drafter,
+            shared=[(common, "user"), (len(ids) - 1, "user")],
+            should_stop=should_stop,
+            prompt_progress_callback=progress,
+            max_tokens=-1 if asked is None else asked if room is None else min(asked, room),
+            sampler=sampler,
+            logits_processors=processors,
+            seed=settings.seed,
+            block_size=settings.block_size if pair.drafter else None,
+        )
+
+    def _keep(self, texts: dict[str, str], tokens: list[int], prompt_tokens: int) -> None:
+        """Let an answer join the messages and the totals."""
+        message: dict[str, Any] = {"role": "assistant", "content": texts["answer"]}
+        if texts["thinking"]:
+            message["reasoning_content"] = texts["thinking"].strip("\n")
+            message["content"] = texts["answer"].lstrip("\n")
+        if self.raw:
+            message["ids"] = tokens
+        self.messages.append(message)
+        self._count(prompt_tokens, len(tokens))
+
+    def _text_state(self, ids: list[int]) -> Any:
+        """mlx-lm's machine that tells thinking from the answer, where the prompt of these ids leaves it."""
+        tokenizer, start = self.pair.tokenizer, "normal"
+        if tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids):
+            start = "reasoning"
+        return make_text_state_machine(tokenizer).make_state(tokenizer.response_initial_state or start)
+
+    def _count(self, prompt_tokens: int, tokens: int) -> None:
+        self.used = prompt_tokens + tokens
+        totals = self.totals
+        totals.answers += 1
+        totals.prompt_tokens += prompt_tokens
+        totals.reused_tokens += self.held
+        totals.tokens += tokens
+        stats = self.last.stats if self.last else None
+        if stats:
+            totals.rounds += stats.n_drafting
+            totals.committed += stats.n_committed
+            totals.lookup_rounds += stats.sources["copy"]["rounds"]
+            totals.looked_up += stats.sources["copy"]["accepted"]
+            for name, value in stats.seconds.items():
+                totals.seconds[name] += value
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a session file."""
+        return {
+            "version": VERSION,
+            "model": self.pair.name,
+            "draft_model": self.pair.draft_name,
+            "system": self.system,
+            "settings": asdict(self.settings),
+            "messages": self.messages,
+        }
+
+    def restore(self, state: dict[str, Any], given: dict[str, Any] | None = None) -> None:
+        """Take messages, system message and settings from `state()`, except those settings that are `given`; models stay.
+
+        Raises:
+          DFlashError: the models here cannot do what the settings say; nothing has changed.
+        """
+        settings = Settings(**{**state["settings"], **(given or {})})
+        settings.check_pair(self.vocabulary, self.largest)
+        self.system, self.settings = state["system"], settings
+        # Ids belong to the tokenizer that made them.
+        known = all(i < self.vocabulary for m in state["messages"] for i in m.get("ids", ()))
+        same = state["model"] == self.pair.name and known
+        self.messages = [{k: v for k, v in m.items() if same or k != "ids"} for m in state["messages"]]

@@ -1,0 +1,74 @@
+"""Session files: what is no session is refused by name and left alone."""
+
+import json
+import os
+import re
+import stat
+
+import pytest
+
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.serving.sessions import history_file, read_session, write_session
+
+SESSION = {"version": 2, "model": "m", "draft_model": None, "system": None, "settings": {}, "messages": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "it does not begin with"),
+        ({"version": 3}, "it does not begin with"),
+        ({"model": 3}, "'model' is absent or of another type"),
+        ({"system": []}, "'system' is absent or of another type"),
+        ({"messages": {}}, "'messages' is absent or of another type"),
+        ({"colour": "red"}, "'colour' is unknown"),
+        ({"settings": {"heat": 1}}, "'heat' is unknown"),
+        ({"settings": {"temp": "hot"}}, "temp is 'hot'; it must be a number from 0"),
+        ({"settings": {"temp": True}}, "temp is True"),
+        ({"settings": {"top_k": 2.5}}, "top_k is 2.5; it must be a whole number from 0"),
+        ({"settings": {"max_tokens": None}}, "max_tokens is None; it must be a whole number of at least 1"),
+        ({"settings": {"seed": -1}}, "seed is -1; it must be a whole number from 0 to 4294967295"),
+        ({"settings": {"thinking": "yes"}}, "thinking is 'yes'; it must be on, off or default"),
+        ({"messages": ["hi"]}, "message 0 is none of a user's or an assistant's"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "message 1 is none"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "message 0 is none"),
+        ({"messages": [{"role": "user", "content": "x", "ids": [1, -1]}]}, "message 0 has ids that are no tokens"),
+        ({"messages": [{"role": "user", "content": "x", "ids": [True]}]}, "message 0 has ids that are no tokens"),
+        ({"messages": [{"role": "user", "content": "x", "ids": "1"}]}, "message 0 has ids that are no tokens"),
+    ],
+)
+def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(tmp_path, content, message):
+    file = tmp_path / "x.json"
+    text = content if isinstance(content, str) else json.dumps({**SESSION, **content})
+    file.write_text(text)
+    with pytest.raises(DFlashError, match=re.escape("x.json is no session of this version: ") + ".*" + re.escape(message)):
+        read_session(str(file))
+    assert file.read_text() == text
+    with pytest.raises(DFlashError, match="there is no kept session .*absent.json"):
+        read_session(str(tmp_path / "absent.json"))
+
+
+def test_a_session_of_version_1_keeps_its_meaning_of_top_p_0(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({**SESSION, "version": 1, "settings": {"temp": 0.7, "top_p": 0.0}}))
+    assert read_session(str(file))["settings"] == {"temp": 0.7}
+    file.write_text(json.dumps({**SESSION, "settings": {"temp": 0.7, "top_p": 0.0}}))
+    assert read_session(str(file))["settings"] == {"temp": 0.7, "top_p": 0.0}
+
+
+def test_sessions_and_the_history_of_lines_are_readable_by_their_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        (tmp_path / "dflash-mlx").mkdir()
+        (tmp_path / "dflash-mlx" / "history").write_text("left by an earlier version\n")
+        files = [write_session("one", SESSION), history_file()]
+        files.append(history_file())
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 3
+    assert files[1].read_text() == "left by an earlier version\n"
