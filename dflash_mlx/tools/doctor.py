@@ -47,7 +47,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, replays, faults,
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, traced, faults,
     suspicions.
     """
     report: dict[str, Any] = {
@@ -80,7 +80,7 @@ def diagnose(
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)
-    report["replays"] = _attempt(faults, lambda: _replays(draft))
+    report["traced"] = _attempt(faults, lambda: _traced(draft))
     return report
 
 
@@ -108,8 +108,8 @@ def _kernels() -> dict[str, Any]:
     return {"asked": wanted, "gpu": autotune.has_gpu(), "verdicts": [asdict(result) for result in autotune.results()]}
 
 
-def _replays(draft: Any) -> dict[str, Any]:
-    """Whether passes may be replayed, and what came of it with this pair in this process."""
+def _traced(draft: Any) -> dict[str, Any]:
+    """Whether passes may be traced once and run again, and what came of it with this pair in this process."""
     accelerator = getattr(draft, "_compiled", None)
     return {"asked": traced.setting(), "here": traced.may_accelerate(), "found": accelerator.findings() if accelerator else []}
 
@@ -355,8 +355,8 @@ def render(report: Mapping[str, Any]) -> str:
         )
     if kernels := report.get("kernels"):
         lines += _kernel_lines(kernels)
-    if replays := report.get("replays"):
-        lines += _replay_lines(replays)
+    if found := report.get("traced"):
+        lines += _traced_lines(found)
     lines += [f"suspicion   {text}" for text in report["suspicions"]]
     lines += [f"fault       {text}" for text in report["faults"]]
     return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()
@@ -373,13 +373,13 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
     return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
 
 
-def _replay_lines(replays: Mapping[str, Any]) -> list[str]:
+def _traced_lines(report: Mapping[str, Any]) -> list[str]:
     """One line for each of the two models."""
-    if not replays["here"]:
-        why = f"{traced.VARIABLE} is off" if replays["asked"] == "off" else "unasked on CUDA alone"
-        return [f"replays     none: {why}"]
-    lines = [f"replays     {traced.VARIABLE} {replays['asked']}"]
-    for found in replays["found"]:
+    if not report["here"]:
+        why = f"{traced.VARIABLE} is off" if report["asked"] == "off" else "unasked on CUDA alone"
+        return [f"traced      none: {why}"]
+    lines = [f"traced      {traced.VARIABLE} {report['asked']}"]
+    for found in report["found"]:
         widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
         text = f"none: {found['refused']}" if found["refused"] else f"{found['passes']} passes{f'; {widths}' if widths else ''}"
         lines.append(f"  {found['name']}: {text}")

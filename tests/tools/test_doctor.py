@@ -46,7 +46,7 @@ def test_the_text_says_what_the_report_holds(sound):
         "rollback: passed",
         "ids equal plain decoding's",
         "kernels     none without a GPU",
-        "replays     none: unasked on CUDA alone",
+        "traced      none: unasked on CUDA alone",
         "No fault found.",
     ):
         assert part in text
@@ -64,15 +64,15 @@ def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
     assert "  used      block_qmm float16 N 8: right, 1.50 times as fast as stock MLX" in text
 
 
-def test_what_was_replayed_is_shown(monkeypatch, sound):
+def test_what_was_traced_is_shown(monkeypatch, sound):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     report = diagnose("tiny", "tiny", mx.float32)
     assert json.loads(json.dumps(report)) == report and not report["faults"]
-    target, drafter = report["replays"]["found"]
+    target, drafter = report["traced"]["found"]
     assert target["passes"] > 2 and drafter["passes"] > 2 and target["name"] == "qwen3"
     text = render(report)
     assert (
-        f"replays     DFLASH_MLX_COMPILE on\n  qwen3: {target['passes']} passes\n  the drafter: {drafter['passes']} passes"
+        f"traced      DFLASH_MLX_COMPILE on\n  qwen3: {target['passes']} passes\n  the drafter: {drafter['passes']} passes"
         in text
     )
     target |= {"faster": {"4": True, "16": False}}
@@ -80,7 +80,7 @@ def test_what_was_replayed_is_shown(monkeypatch, sound):
     text = render(report)
     assert "passes; 4 rows faster, 16 rows not faster" in text and "  the drafter: none: TypeError: no" in text
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "off")
-    assert "replays     none: DFLASH_MLX_COMPILE is off" in render({**sound, "replays": doctor._replays(None)})
+    assert "traced      none: DFLASH_MLX_COMPILE is off" in render({**sound, "traced": doctor._traced(None)})
 
 
 def test_a_fault_that_several_steps_meet_is_said_once(monkeypatch):
