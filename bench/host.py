@@ -26,7 +26,8 @@ from dflash_mlx.draft_length.measure import measure_cost_model
 from dflash_mlx.loading import activation_dtype
 from dflash_mlx.models.target import Target
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
-from dflash_mlx.rollback import PairCache, rollback, rollback_point
+from dflash_mlx.prompt_cache import PairCache
+from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.tools import bench
 from dflash_mlx.traced.compiled import attach
 from dflash_mlx.train.trainer import dense

@@ -15,8 +15,8 @@ _PUBLIC = {
     "generate": "generation",
     "stream_generate": "generation",
     "make_prompt_cache": "generation",
-    "can_trim_prompt_cache": "rollback",
-    "trim_prompt_cache": "rollback",
+    "can_trim_prompt_cache": "prompt_cache",
+    "trim_prompt_cache": "prompt_cache",
     "DrafterConfig": "models.config",
     "DFlashError": "errors",
 }

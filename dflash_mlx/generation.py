@@ -39,17 +39,8 @@ from .options import (
     encode,
     warn_of_overflow,
 )
-from .rollback import (
-    KVQuantization,
-    PairCache,
-    RollbackPoint,
-    check_rollback,
-    is_pair_cache,
-    leaves,
-    plain_windows,
-    rollback,
-    rollback_point,
-)
+from .prompt_cache import KVQuantization, PairCache, is_pair_cache
+from .rollback import RollbackPoint, check_rollback, leaves, plain_windows, rollback, rollback_point
 from .sampling import KeyedSampler, LogitsProcessor, Sampler, choose_seed
 from .stats import GenerationStats
 from .target_sampler import RoundResult, TargetSampler, make_target_sampler, pack_drafts, unpack_drafts

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .errors import CacheError, GenerationError
 from .models.drafter import Drafter
 from .models.target import Target, family
-from .rollback import KVQuantization
+from .prompt_cache import KVQuantization
 from .text import prompt_thinking
 
 

@@ -1,19 +1,15 @@
-"""Rolling caches back, and the one list that carries a target's and a drafter's caches together.
+"""Rolling caches back: what each kind of cache entry needs to keep any number of rows of one target pass.
 
 Knows mlx-lm's cache classes. Knows nothing of models, tokens' meaning or the loop.
 
-A target pass over a block is undone in two calls: `rollback_point(entries)` before it, `rollback(entries, point, keep)` after
-it. What an entry can do decides how (`_CUT` and the two kinds beside it):
+A target pass over a block is undone in two calls: `rollback_point(entries, length)` before it, `rollback(entries, point, keep)`
+after it. What an entry can do decides how (`_CUT` and the two kinds beside it):
 
     entry                                       before the pass          to keep the first n rows of it
     KV, quantized, chunked, concatenated, MLA   its offset               cut the rows behind
     rotating (sliding window, kept rows)        its offset               cut the newest rows, wherever the ring has them
     arrays (recurrence, convolution)            the arrays themselves    put them back, replay n rows (see `RollbackPoint`)
     list of these                               one of each              one by one
-
-A prompt cache for a pair is a flat list of mlx-lm's own classes, so mlx-lm's save and load carry it:
-
-    [target entries ...] [drafter entries ...] [ArraysCache: ids, pending features, layout]
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -37,9 +32,6 @@ from mlx_lm.models.cache import (
 
 from .errors import CacheError
 from .kernels.routing import WindowMask
-
-# First number of the layout row: tells our ArraysCache from a recurrent layer's.
-_MAGIC, _VERSION = 0x0DF1A54, 2
 
 
 def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
@@ -81,7 +73,7 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
     length, mark, held = entry.offset - n, entry._idx - n, entry.keys.shape[2]
     if entry._idx < held:
         if n > 1 and entry.offset != entry._idx:
-            raise CacheError(f"expected at most one row to drop from a ring of {held} rows; found {n}. Start a new prompt cache.")
+            raise CacheError(f"{n} rows are to be dropped from a ring of {held}; it can drop one", "Start a new prompt cache")
         entry.offset, entry._idx = length, mark
         return
     k, v = entry.keys, entry.values
@@ -128,8 +120,8 @@ def check_rollback(entries: Sequence[Any], family: str) -> None:
         found = "; ".join(f"{name} in layers {', '.join(map(str, layers))}" for name, layers in kinds.items())
         known = ", ".join(sorted(kind.__name__ for kind in (*_CUT, ArraysCache, CacheList)))
         raise CacheError(
-            f"a drafter needs target caches that roll back exactly ({known}); {family} has {found}. "
-            "Run this target without a drafter (draft_model=None)."
+            f"{family} has {found}, which cannot be rolled back exactly; a drafter needs caches that can ({known})",
+            "Run this target without a drafter (draft_model=None)",
         )
 
 
@@ -181,8 +173,8 @@ def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
     keep = length - point.length
     if not 0 <= keep <= point.rows:
         raise CacheError(
-            f"expected to roll back to {point.length} to {point.length + point.rows} rows; found {length}. "
-            "Start again with an empty prompt cache."
+            f"{length} rows cannot be rolled back to; the last pass left {point.length} to {point.length + point.rows}",
+            "Start again with an empty prompt cache",
         )
     for entry, saved in zip(entries, point.saved, strict=True):
         _undo(entry, saved, point, keep)
@@ -216,8 +208,8 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
         _CUT[type(entry)](entry, entry.offset - length)
     if entry.offset not in (offset, length):
         raise CacheError(
-            f"expected a cache of {length} rows; {type(entry).__name__} holds {entry.offset}. "
-            "Start again with an empty prompt cache."
+            f"{type(entry).__name__} holds {entry.offset} rows; it must hold {length}",
+            "Start again with an empty prompt cache",
         )
 
 
@@ -240,8 +232,9 @@ class _ExactWindow(RotatingKVCache):
             return mask
         if window_size is not None:
             raise CacheError(
-                f"expected no window inside a rotating cache that keeps {self.keep} first rows; found {window_size}. "
-                "Leave max_kv_size out."
+                f"a layer has a window of {window_size} inside a rotating cache that keeps {self.keep} first rows; they exclude "
+                "each other",
+                "Leave max_kv_size out",
             )
         first = min(self.max_size - 1, self.offset)
         rows, columns = mx.arange(first, first + N)[:, None], mx.arange(first + N)[None]
@@ -267,133 +260,7 @@ def plain_windows(entries: Sequence[Any]) -> None:
             entry.__class__ = RotatingKVCache
 
 
-@dataclass(frozen=True)
-class KVQuantization:
-    """mlx-lm's kv_bits: a target's KV entries become quantized ones once they hold `start` rows."""
-
-    bits: int
-    group_size: int
-    start: int
-
-    def convert(self, entries: list[Any], start: int) -> None:
-        maybe_quantize_kv_cache(entries, start, self.group_size, self.bits)
-
-    def apply(self, pair: PairCache) -> None:
-        target = pair.target
-        self.convert(target, self.start)
-        pair.entries[: pair.n_target] = target
-
-    def cut(self, rows: int, width: int) -> int:
-        """The most drafted tokens that a block after `rows` rows may have, to end where the cache is quantized."""
-        return min(width, self.start - rows - 1) if rows < self.start else width
-
-
-@dataclass
-class PairCache:
-    """A view of the flat list: which entries are the target's, which the drafter's, and what is pending.
-
-    `ids`: every committed token. The target holds the first `rows` of them; the last may still be missing (the anchor).
-    `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
-    """
-
-    entries: list[Any]
-    n_target: int
-    ids: list[int]
-    rows: int
-    features: mx.array | None
-
-    @property
-    def target(self) -> list[Any]:
-        return self.entries[: self.n_target]
-
-    @property
-    def drafter(self) -> list[Any]:
-        return self.entries[self.n_target : -1]
-
-    @property
-    def pending(self) -> int:
-        """Rows the target holds and the drafter does not."""
-        return 0 if self.features is None else self.features.shape[1]
-
-    @classmethod
-    def read(cls, entries: list[Any]) -> PairCache:
-        """Read the list that `make` made, also after mlx-lm's save and load.
-
-        Raises:
-          CacheError: if the list is not one for a drafter and its target, or something else has moved its entries.
-        """
-        if not is_pair_cache(entries):
-            raise CacheError(
-                "expected a prompt cache for a target with a DFlash drafter; found one without a drafter's part. "
-                "Make it with dflash_mlx.make_prompt_cache(model, draft_model)."
-            )
-        ids, features, layout = entries[-1].cache
-        n_target, rows = layout[0, 2:].tolist()
-        pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
-        # An entry that the model does not use stays empty.
-        moved = [e for e in leaves(pair.target) if type(e) is not ArraysCache and e.offset not in (0, rows)]
-        if moved:
-            raise CacheError(
-                f"expected a prompt cache of {rows} rows; {type(moved[0]).__name__} holds {moved[0].offset}. "
-                "Only dflash_mlx may generate with or trim this cache: start a new one."
-            )
-        return pair
-
-    @classmethod
-    def make(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
-        """The flat list for empty target and drafter caches."""
-        entries = [*target, *drafter, ArraysCache(3)]
-        cls(entries, len(target), [], 0, None).write()
-        return entries
-
-    def write(self) -> None:
-        """Store ids, rows and pending features back into the list's last entry."""
-        state = self.entries[-1]
-        state[0] = mx.array([self.ids], dtype=mx.int32) if self.ids else None
-        state[1] = self.features
-        state[2] = mx.array([[_MAGIC, _VERSION, self.n_target, self.rows]], dtype=mx.int32)
-
-
-def is_pair_cache(entries: Sequence[Any]) -> bool:
-    """Whether the list was made by `PairCache.make` (its last entry says so)."""
-    last = entries[-1] if entries else None
-    if not isinstance(last, ArraysCache) or len(last.cache) != 3 or last.cache[2] is None:
-        return False
-    layout = last.cache[2]
-    return layout.dtype == mx.int32 and layout.shape == (1, 4) and layout[0, :2].tolist() == [_MAGIC, _VERSION]
-
-
-def can_trim_prompt_cache(entries: list[Any]) -> bool:
-    """Whether `trim_prompt_cache` can cut this list: mlx-lm's rule, for pair lists part by part."""
-    if is_pair_cache(entries):
-        entries = entries[:-1]
-    return all(entry.is_trimmable() for entry in entries)
-
-
-def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
-    """Cut the last `num_tokens` committed tokens off every part: mlx-lm's function, for pair lists too.
-
-    Returns: tokens cut; 0 if some entry cannot be cut (then nothing is).
-    """
-    if not entries or not can_trim_prompt_cache(entries):
-        return 0
-    if not is_pair_cache(entries):
-        return [entry.trim(num_tokens) for entry in entries][0]
-    pair = PairCache.read(entries)
-    num_tokens = min(num_tokens, len(pair.ids))
-    length = len(pair.ids) - num_tokens
-    held = pair.rows - pair.pending
-    if not _trim([*pair.target, *pair.drafter], length):
-        return 0
-    pair.ids, pair.rows = pair.ids[:length], min(pair.rows, length)
-    # What is left of the pending rows starts where the drafter's cache ends.
-    left = max(min(length, held + pair.pending) - held, 0)
-    pair.features = pair.features[:, :left] if left else None
-    pair.write()
-    return num_tokens
-
-
-def _trim(entries: Sequence[Any], length: int) -> bool:
+def cut_entries(entries: Sequence[Any], length: int) -> bool:
     """Cut entries that mlx-lm calls trimmable to `length` rows; False, and nothing is cut, where rows in front are gone."""
     every = list(leaves(entries))
     for entry in every:

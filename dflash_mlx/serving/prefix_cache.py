@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
 from ..generation import GenerationResponse, make_prompt_cache, stream_generate
-from ..rollback import PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
+from ..prompt_cache import PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
 from ..sampling import KeyedSampler, LogitsProcessor, choose_seed
 
 

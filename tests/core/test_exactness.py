@@ -13,7 +13,7 @@ import pytest
 from kit import Noisy, Oracle, greedy_ids, ids_of, letters, plain, run, text_of, tiny_drafter, tiny_target
 
 from dflash_mlx import make_prompt_cache
-from dflash_mlx.rollback import PairCache
+from dflash_mlx.prompt_cache import PairCache
 
 STEP = 4
 BLOCKS = (1, 2, 5, 8, 16)

@@ -38,7 +38,7 @@ from dflash_mlx.draft_length import prompt_lookup as copying
 from dflash_mlx.errors import GenerationError, PairError
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models import target as taps
-from dflash_mlx.rollback import PairCache
+from dflash_mlx.prompt_cache import PairCache
 
 PROMPT = [5, 9, 33, 7, 20]
 

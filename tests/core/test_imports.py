@@ -21,6 +21,7 @@ ORDER = (
     "checkpoint",
     "kernels",
     "rollback",
+    "prompt_cache",
     "models.drafter",
     "conversion",
     "pairs",

@@ -37,7 +37,7 @@ from dflash_mlx.draft_length.cost_model import CostModel
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache
+from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.traced.compiled import CompiledPass
 
 PROMPT = [5, 9, 33, 7, 20]

@@ -32,7 +32,7 @@ from mlx_lm.sample_utils import make_sampler
 import dflash_mlx
 from dflash_mlx import make_prompt_cache, trim_prompt_cache
 from dflash_mlx.errors import CacheError
-from dflash_mlx.rollback import PairCache
+from dflash_mlx.prompt_cache import PairCache
 
 SLIDING = DATA / "variants" / "sliding.json"
 
@@ -251,7 +251,7 @@ def test_a_cache_of_another_drafter_or_none_is_refused(pair, sliding):
     model, tokenizer, drafter, prompt = sliding
     used = mlx_lm_cache.make_prompt_cache(model)
     greedy_ids(model, prompt[:5], 2, cache=used)
-    with pytest.raises(CacheError, match="found one without a drafter's part. Make it with dflash_mlx.make_prompt_cache"):
+    with pytest.raises(CacheError, match="the prompt cache has no drafter's part; .* Make it with dflash_mlx.make_prompt_cache"):
         run(model, drafter, prompt[:5], 4, tokenizer, prompt_cache=used)
     both = make_prompt_cache(model, drafter)
     with pytest.raises(CacheError, match="expected a prompt cache without a DFlash drafter's part; found one with it"):

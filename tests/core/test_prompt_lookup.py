@@ -16,7 +16,7 @@ from dflash_mlx.draft_length import prompt_lookup as copying
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.draft_length.prompt_lookup import PromptLookup
 from dflash_mlx.errors import GenerationError
-from dflash_mlx.rollback import PairCache, trim_prompt_cache
+from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
 from dflash_mlx.sampling import Distribution
 
 PROMPT = [5, 9, 33, 7, 20]

@@ -19,7 +19,8 @@ from dflash_mlx import can_trim_prompt_cache, make_prompt_cache, stream_generate
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.errors import CacheError, GenerationError
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache, check_rollback, rollback, rollback_point
+from dflash_mlx.prompt_cache import KVQuantization, PairCache
+from dflash_mlx.rollback import check_rollback, rollback, rollback_point
 from dflash_mlx.verify import verify_block
 
 TOLERANCE = 1e-4
@@ -124,7 +125,10 @@ def test_without_the_mask_for_kept_rows_blocks_are_wrong(monkeypatch):
 def test_a_window_inside_kept_rows_is_refused():
     entry = RotatingKVCache(max_size=12, keep=4)
     entry.update_and_fetch(mx.zeros((1, 1, 12, 4)), mx.zeros((1, 1, 12, 4)))
-    with cache_module.exact_windows([entry]), pytest.raises(CacheError, match="no window inside a rotating cache that keeps 4"):
+    with (
+        cache_module.exact_windows([entry]),
+        pytest.raises(CacheError, match="inside a rotating cache that keeps 4 first rows; they exclude each other"),
+    ):
         entry.make_mask(3, window_size=5)
     assert type(entry) is RotatingKVCache
 
@@ -285,7 +289,7 @@ def test_an_unknown_cache_is_refused_by_name_and_layer():
     class Odd(KVCache):
         pass
 
-    with pytest.raises(CacheError, match=r"fam has Odd in layers 1, 2\. Run this target without a drafter"):
+    with pytest.raises(CacheError, match=r"fam has Odd in layers 1, 2, which cannot .*\. Run this target without a drafter"):
         check_rollback([KVCache(), Odd(), CacheList(ArraysCache(2), Odd())], "fam")
     check_rollback([CacheList(ArraysCache(2), RotatingKVCache(8)), ChunkedKVCache(8)], "fam")
 
@@ -297,9 +301,9 @@ def test_an_entry_that_does_not_cut_as_asked_is_an_error(monkeypatch):
     point = rollback_point(cache, 21)
     verify_block(target, mx.array(line[21:22]), mx.array([line[22:27]]), cache, point)
     monkeypatch.setitem(cache_module._CUT, KVCache, lambda entry, n: 0)
-    with pytest.raises(CacheError, match="expected a cache of 23 rows; KVCache holds 27"):
+    with pytest.raises(CacheError, match="KVCache holds 27 rows; it must hold 23"):
         rollback(cache, point, 23)
-    with pytest.raises(CacheError, match="roll back to 21 to 27 rows; found 28"):
+    with pytest.raises(CacheError, match="28 rows cannot be rolled back to; the last pass left 21 to 27"):
         rollback(cache, point, 28)
 
 
@@ -334,7 +338,7 @@ def test_a_cache_that_something_else_has_moved_is_refused():
     cache = make_prompt_cache(model, drafter)
     run(model, drafter, some_line(9), 5, prompt_cache=cache)
     cache[1].trim(2)
-    with pytest.raises(CacheError, match="expected a prompt cache of 13 rows; KVCache holds 11"):
+    with pytest.raises(CacheError, match="KVCache holds 11 rows; this prompt cache has 13"):
         run(model, drafter, [1], 5, prompt_cache=cache)
 
 
@@ -404,7 +408,7 @@ def test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start):
 
 
 def test_a_block_that_reaches_over_the_quantized_start_would_be_wrong(monkeypatch):
-    plant(monkeypatch, cache_module.KVQuantization, "cut", "return min(width, self.start - rows - 1) if", "return width if")
+    plant(monkeypatch, KVQuantization, "cut", "return min(width, self.start - rows - 1) if", "return width if")
     with pytest.raises(AssertionError):
         for start in (14, 17, 24):
             test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start)

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, load_prom
 
 from dflash_mlx import make_prompt_cache, trim_prompt_cache
 from dflash_mlx.errors import CacheError
-from dflash_mlx.rollback import PairCache, is_pair_cache
+from dflash_mlx.prompt_cache import PairCache, is_pair_cache
 
 
 def rows(entry, n):
@@ -62,7 +62,7 @@ def test_an_empty_list_has_no_ids_and_nothing_pending():
 )
 def test_other_lists_are_not_taken_for_a_pairs(entries):
     assert not is_pair_cache(entries)
-    with pytest.raises(CacheError, match="expected a prompt cache for a target with a DFlash drafter; found one without"):
+    with pytest.raises(CacheError, match="the prompt cache has no drafter's part; a target with a DFlash drafter needs one"):
         PairCache.read(entries)
 
 

@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache
+from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.serving.prefix_cache import PrefixCache, stream_from_prefix
 
 KINDS = {"plain": "llama", "sliding window": "gemma3", "hybrid": "qwen3_next"}

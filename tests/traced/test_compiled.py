@@ -23,7 +23,8 @@ from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import PairCache, rollback, rollback_point, trim_prompt_cache
+from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
+from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.traced import CompileError, compiled
 from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, attach, capacity_for
 from dflash_mlx.verify import verify_block

@@ -1,0 +1,150 @@
+"""The one list that carries a target's and a drafter's caches together, trimming it, and quantizing its KV entries.
+
+Knows mlx-lm's cache classes, and how entries are cut (`rollback`). Knows no models.
+
+A prompt cache for a pair is a flat list of mlx-lm's own classes, so mlx-lm's save and load carry it:
+
+    [target entries ...] [drafter entries ...] [ArraysCache: ids, pending features, layout]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import ArraysCache
+
+from .errors import CacheError
+from .rollback import cut_entries, leaves
+
+# First number of the layout row: tells our ArraysCache from a recurrent layer's.
+_MAGIC, _VERSION = 0x0DF1A54, 2
+
+
+@dataclass(frozen=True)
+class KVQuantization:
+    """mlx-lm's kv_bits: a target's KV entries become quantized ones once they hold `start` rows."""
+
+    bits: int
+    group_size: int
+    start: int
+
+    def convert(self, entries: list[Any], start: int) -> None:
+        maybe_quantize_kv_cache(entries, start, self.group_size, self.bits)
+
+    def apply(self, pair: PairCache) -> None:
+        target = pair.target
+        self.convert(target, self.start)
+        pair.entries[: pair.n_target] = target
+
+    def cut(self, rows: int, width: int) -> int:
+        """The most drafted tokens that a block after `rows` rows may have, to end where the cache is quantized."""
+        return min(width, self.start - rows - 1) if rows < self.start else width
+
+
+@dataclass
+class PairCache:
+    """A view of the flat list: which entries are the target's, which the drafter's, and what is pending.
+
+    `ids`: every committed token. The target holds the first `rows` of them; the last may still be missing (the anchor).
+    `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
+    """
+
+    entries: list[Any]
+    n_target: int
+    ids: list[int]
+    rows: int
+    features: mx.array | None
+
+    @property
+    def target(self) -> list[Any]:
+        return self.entries[: self.n_target]
+
+    @property
+    def drafter(self) -> list[Any]:
+        return self.entries[self.n_target : -1]
+
+    @property
+    def pending(self) -> int:
+        """Rows the target holds and the drafter does not."""
+        return 0 if self.features is None else self.features.shape[1]
+
+    @classmethod
+    def read(cls, entries: list[Any]) -> PairCache:
+        """Read the list that `make` made, also after mlx-lm's save and load.
+
+        Raises:
+          CacheError: if the list is not one for a drafter and its target, or something else has moved its entries.
+        """
+        if not is_pair_cache(entries):
+            raise CacheError(
+                "the prompt cache has no drafter's part; a target with a DFlash drafter needs one",
+                "Make it with dflash_mlx.make_prompt_cache(model, draft_model)",
+            )
+        ids, features, layout = entries[-1].cache
+        n_target, rows = layout[0, 2:].tolist()
+        pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
+        # An entry that the model does not use stays empty.
+        moved = [e for e in leaves(pair.target) if type(e) is not ArraysCache and e.offset not in (0, rows)]
+        if moved:
+            raise CacheError(
+                f"{type(moved[0]).__name__} holds {moved[0].offset} rows; this prompt cache has {rows}",
+                "Only dflash_mlx may generate with or trim this cache: start a new one",
+            )
+        return pair
+
+    @classmethod
+    def make(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
+        """The flat list for empty target and drafter caches."""
+        entries = [*target, *drafter, ArraysCache(3)]
+        cls(entries, len(target), [], 0, None).write()
+        return entries
+
+    def write(self) -> None:
+        """Store ids, rows and pending features back into the list's last entry."""
+        state = self.entries[-1]
+        state[0] = mx.array([self.ids], dtype=mx.int32) if self.ids else None
+        state[1] = self.features
+        state[2] = mx.array([[_MAGIC, _VERSION, self.n_target, self.rows]], dtype=mx.int32)
+
+
+def is_pair_cache(entries: Sequence[Any]) -> bool:
+    """Whether the list was made by `PairCache.make` (its last entry says so)."""
+    last = entries[-1] if entries else None
+    if not isinstance(last, ArraysCache) or len(last.cache) != 3 or last.cache[2] is None:
+        return False
+    layout = last.cache[2]
+    return layout.dtype == mx.int32 and layout.shape == (1, 4) and layout[0, :2].tolist() == [_MAGIC, _VERSION]
+
+
+def can_trim_prompt_cache(entries: list[Any]) -> bool:
+    """Whether `trim_prompt_cache` can cut this list: mlx-lm's rule, for pair lists part by part."""
+    if is_pair_cache(entries):
+        entries = entries[:-1]
+    return all(entry.is_trimmable() for entry in entries)
+
+
+def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
+    """Cut the last `num_tokens` committed tokens off every part: mlx-lm's function, for pair lists too.
+
+    Returns: tokens cut; 0 if some entry cannot be cut (then nothing is).
+    """
+    if not entries or not can_trim_prompt_cache(entries):
+        return 0
+    if not is_pair_cache(entries):
+        return [entry.trim(num_tokens) for entry in entries][0]
+    pair = PairCache.read(entries)
+    num_tokens = min(num_tokens, len(pair.ids))
+    length = len(pair.ids) - num_tokens
+    held = pair.rows - pair.pending
+    if not cut_entries([*pair.target, *pair.drafter], length):
+        return 0
+    pair.ids, pair.rows = pair.ids[:length], min(pair.rows, length)
+    # What is left of the pending rows starts where the drafter's cache ends.
+    left = max(min(length, held + pair.pending) - held, 0)
+    pair.features = pair.features[:, :left] if left else None
+    pair.write()
+    return num_tokens
