@@ -195,11 +195,7 @@ def parse(one: Field, text: str) -> Any:
         return text
 
 
-# A number of tokens to generate, for callers whose settings have no such field.
-_MAX_TOKENS = setting(256, int, 1, None, "refused", unlimited=True)
-_MAX_TOKENS.name = "max_tokens"
-
-
-def check_max_tokens(value: Any) -> None:
+def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
     """Raises: GenerationError unless it is a positive whole number, or -1 for no limit."""
-    check(_MAX_TOKENS, value)
+    if type(value) is not int or value < 1 and value != -1:
+        raise GenerationError(f"{name} is {value!r}; it must be a whole number of at least 1, or -1 for no limit")
