@@ -1,10 +1,16 @@
 """Fixtures that several test files share; makers and checks are in kit.py."""
 
+import os
 from pathlib import Path
 
+import environment
 import pytest
 
 from dflash_mlx import load, load_drafter
+
+# Before any test file is imported: some make arrays there.
+environment.choose_device(os.environ)
+environment.give_children_interrupts()
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +23,17 @@ def pair():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def costs_file(tmp_path_factory):
-    """Measured costs of passes go to a file of this session, not to the user's cache."""
-    from dflash_mlx.draft_length import cost_store
+def cache_folder(tmp_path_factory):
+    """The cache folder of this session: tuning results and measured costs are not the user's. Fetched models may be."""
+    folder = tmp_path_factory.mktemp("cache")
+    environment.own_cache(os.environ, folder)
+    return folder
 
-    before, file = cost_store._records.name, tmp_path_factory.mktemp("costs") / "cost_models.json"
-    cost_store._records.name = str(file)
-    yield file
-    cost_store._records.name = before
+
+@pytest.fixture
+def costs_file(cache_folder):
+    """Where measured costs of passes are kept."""
+    return cache_folder / "cost_models.json"
 
 
 @pytest.fixture(scope="session")
