@@ -217,18 +217,13 @@ def _ask_for_kernels(kernels: str) -> None:
     """What --kernels says, as DFLASH_MLX_KERNELS says it; an unknown name is an error of the flag."""
     import mlx.core as mx
 
-    from ..errors import DFlashError
     from ..kernels import autotune
 
-    before = os.environ.get(autotune.VARIABLE)
-    os.environ[autotune.VARIABLE] = kernels
     try:
-        autotune.setting()
-    except (DFlashError, ValueError) as error:
-        os.environ.pop(autotune.VARIABLE)
-        if before is not None:
-            os.environ[autotune.VARIABLE] = before
-        raise refuse("--kernels", str(error).replace(autotune.VARIABLE, "it").replace("the variable", "it")) from None
+        autotune.parse_setting(kernels, "it")
+    except autotune.KernelError as error:
+        raise refuse("--kernels", str(error)) from None
+    os.environ[autotune.VARIABLE] = kernels
     if mx.default_device() == mx.cpu:
         say("--kernels has no effect: MLX computes on the CPU here, and our kernels need a GPU.")
 

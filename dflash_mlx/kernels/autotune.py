@@ -7,7 +7,7 @@
                          a,b       these, faster or not; no others
 
 Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the results, locked,
-while it runs: a kernel that hung the machine is found by its marker, which nobody locks, and not tried again.
+while it runs. A trial in which a process died is found by its marker, which nobody locks: that shape is off for some starts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import json
 import logging
+import os
+import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import mlx.core as mx
 
 from ..errors import DFlashError
-from ..machine import JsonCache, cache_directory, switch
+from ..machine import JsonCache, cache_directory, switch, system_identity
 from .launch import Form, Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
@@ -39,6 +42,9 @@ NAMES = (
 )
 # Accepted for one release, with a line in the log.
 _OLD_NAMES = {"row_products": "matmul_as_gemv", "folded_attention": "gqa_folded_attention"}
+
+# Starts at which a shape is off after a process died in its trial, for each time that one did.
+OFF_STARTS = 5
 
 T = TypeVar("T")
 
@@ -92,22 +98,27 @@ def setting() -> str | frozenset[str]:
     Raises:
       KernelError: if it names a kernel that does not exist.
     """
-    return _parse(switch(VARIABLE))
+    return parse_setting(switch(VARIABLE))
 
 
 @functools.lru_cache(maxsize=16)
-def _parse(value: str) -> str | frozenset[str]:
-    value = value.strip().lower()
+def parse_setting(value: str, source: str = VARIABLE) -> str | frozenset[str]:
+    """`setting` of a value; `source` is what errors call it, such as "--kernels".
+
+    Raises:
+      KernelError: if it names a kernel that does not exist.
+    """
+    value = value.lower()
     if value in ("", "auto", "on", "off"):
         return value or "auto"
     given = [name.strip() for name in value.split(",") if name.strip()]
     if old := [name for name in given if name in _OLD_NAMES]:
-        _log.warning("%s: %s", VARIABLE, "; ".join(f"{name} is now called {_OLD_NAMES[name]}" for name in old))
+        _log.warning("%s: %s", source, "; ".join(f"{name} is now called {_OLD_NAMES[name]}" for name in old))
     names = frozenset(_OLD_NAMES.get(name, name) for name in given)
     if unknown := sorted(names - set(NAMES)):
         raise KernelError(
-            f"expected {VARIABLE} to be off, on or names among {', '.join(NAMES)}; found {', '.join(unknown)}. "
-            "Correct the variable."
+            f"{source} names {', '.join(unknown)}; it must be off, on, auto or names among {', '.join(NAMES)}",
+            f"Correct {'the variable' if source == VARIABLE else source}",
         )
     return names
 
@@ -142,7 +153,8 @@ def _gpu_for(wanted: str | frozenset[str]) -> bool:
     if has_gpu():
         return True
     if isinstance(wanted, frozenset):
-        raise KernelError(f"expected a GPU for {VARIABLE}={','.join(sorted(wanted))}; found none. Unset it on this machine.")
+        names = ",".join(sorted(wanted))
+        raise KernelError(f"{VARIABLE} is {names} and MLX finds no GPU here; kernels need one", "Unset it on this machine")
     return False
 
 
@@ -158,12 +170,15 @@ def should_use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[T
     if not _wanted(kernel):
         return False
     wanted = setting()
-    faster = kernel.name not in _off and _result(kernel, shape, trial).use
-    if reason := _off.get(kernel.name):  # the trial may have put it there
+    result = None if kernel.name in _off else _result(kernel, shape, trial)
+    reason = _off.get(kernel.name)  # the trial may have put it there
+    if reason is None and result.kernel_s is None:
+        reason = f"{result.reason} ({shape})"
+    if reason:
         if wanted == "auto":
             return False
-        raise KernelError(f"expected {kernel.name} to run as {VARIABLE} asks; found: {reason}. Unset the variable.")
-    return faster or wanted != "auto"
+        raise KernelError(f"{kernel.name} cannot run here as {VARIABLE} asks: {reason}", "Unset the variable")
+    return result.use or wanted != "auto"
 
 
 def _wanted(kernel: Kernel | Form) -> bool:
@@ -234,10 +249,16 @@ def results() -> list[TuningResult]:
     return list({**kept, **{_key(*known): result for known, result in _known.items()}}.values())
 
 
+@functools.cache
+def _system() -> str:
+    """The chip, the system's version and its build: not the host's name, which changes with the network."""
+    return hashlib.sha256(repr(system_identity()).encode()).hexdigest()[:12]
+
+
 def _machine() -> str:
-    """The device and the versions that a result holds for."""
+    """The device, the system and the versions that a result holds for."""
     info = mx.device_info() if has_gpu() else {}
-    return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} mlx {mx.__version__} "
+    return f"{info.get('device_name', 'cpu')} {info.get('architecture', '')} system {_system()} mlx {mx.__version__} "
 
 
 _results = JsonCache("kernels/tuning.json")
@@ -253,49 +274,123 @@ def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Tria
     if known := _known.get((kernel, shape)):
         return known
     key = _key(kernel, shape)
-    marker = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying"
     if kept := _results.read().get(key):
         result = TuningResult(**kept)
     else:
-        with contextlib.ExitStack() as open_files:
-            left = _mark(marker, key, open_files)
-            if left:
-                reason = f"its trial did not come back at an earlier start (delete {marker} to try again)"
-                result = TuningResult(kernel.name, shape, False, reason)
-            else:
-                result = _judge(kernel.name, shape, trial)
-            if left == "":
+        with _marked(_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying") as marker:
+            if crash := marker.crash:
+                # Not kept, and of this shape alone: the marker counts the starts until the next trial.
+                _known[kernel, shape] = result = TuningResult(kernel.name, shape, False, crash)
+                _log.warning("kernel %s is off at %s: %s", kernel.name, shape, crash)
+                return result
+            result = _judge(kernel.name, shape, trial)
+            if marker.locked:
                 # A cache that cannot be written costs a new trial at the next start, nothing else.
                 _results.put(key, asdict(result))
-                with contextlib.suppress(OSError):
-                    # Emptied too: another process may have opened it, and is let at it when this one is through.
-                    marker.write_text("")
-                    marker.unlink()
+                marker.done = True
     _known[kernel, shape] = result
     if result.kernel_s is None:
         switch_off(kernel.name, f"{result.reason} ({shape})")
     return result
 
 
-def _mark(marker: Path, key: str, open_files: contextlib.ExitStack) -> str | None:
-    """Lock the marker of a trial and write the key into it.
+@dataclass
+class _Marker:
+    """What is known of processes that died in the trial of one kernel at one shape.
 
-    Returns: what stood in it, so "" if no trial was left behind; None if another process is at this trial (or there is no cache):
-      then the two disturb each other's times, and this one's result is its own.
+    locked: whether this process may run the trial as its own. Where another one is at it, or there is no cache, the result is
+      this process's alone.
+    crash: why there is to be no trial; None: try. done: set when the trial's result is kept, so that nothing is left behind.
     """
+
+    locked: bool = False
+    crash: str | None = None
+    done: bool = False
+
+
+@contextlib.contextmanager
+def _marked(path: Path) -> Iterator[_Marker]:
+    """Round one trial: a locked file says "trying" for as long as it runs.
+
+        file         {"trying": true, "crashes": 0, "skipped": 0}
+        exit seen    an error, Ctrl-C, SIGTERM: the file is as it was before, and the next start tries again
+        exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
+
+    After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
+    """
+    with contextlib.ExitStack() as open_files:
+        file, marker = _locked(path, open_files), _Marker()
+        if file is None:
+            yield marker
+            return
+        marker.locked = True
+        before = _marker_state(file.read())
+        if before["trying"]:
+            before = {"trying": False, "crashes": before["crashes"] + 1, "skipped": 0}
+        if before["crashes"] and before["skipped"] < OFF_STARTS * before["crashes"]:
+            before["skipped"] += 1
+            left, times = OFF_STARTS * before["crashes"] - before["skipped"] + 1, before["crashes"]
+            marker.crash = f"a process ended in its trial ({times} times); tried again {left} starts later, or delete {path}"
+            _write_marker(path, file, before)
+            yield marker
+            return
+        try:
+            with _sigterm_first(lambda: _write_marker(path, file, before)):
+                _write_marker(path, file, {**before, "trying": True})
+                yield marker
+        finally:
+            _write_marker(path, file, None if marker.done else before)
+
+
+def _locked(path: Path, open_files: contextlib.ExitStack) -> IO[str] | None:
+    """The file at `path`, locked; the system lets go of the lock when the process ends, however it ends. None: it cannot be."""
     try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        file = open_files.enter_context(marker.open("a+"))
-        # The system lets go of the lock when the process ends, however it ends.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_files.enter_context(path.open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(0)
-        left = file.read()
-        if not left:
-            file.write(key)
-            file.flush()
-        return left
+        return file
     except OSError:
         return None
+
+
+def _marker_state(text: str) -> dict[str, Any]:
+    """What a marker says; one that cannot be read was left by a crash."""
+    state = {"trying": bool(text), "crashes": 0, "skipped": 0}
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        state |= {name: type(state[name])(value) for name, value in json.loads(text).items() if name in state}
+    return state
+
+
+def _write_marker(path: Path, file: IO[str], state: dict[str, Any] | None) -> None:
+    """Write a locked marker. One that says nothing is removed: emptied too, for another process may have opened it already."""
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        if state and (state["trying"] or state["crashes"]):
+            file.write(json.dumps(state))
+            file.flush()
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _sigterm_first(then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` before SIGTERM ends the process, where nobody else handles it. Only the main thread may ask for that."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        then()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:

@@ -1,8 +1,10 @@
 """Which kernels run: the variable, trials, verdicts kept, hangs marked, and the layers of a target's pass."""
 
 import copy
+import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 
@@ -73,13 +75,13 @@ def test_without_a_gpu_no_trial_runs_and_a_named_kernel_is_an_error(monkeypatch)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
     assert autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried")) is False
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
-    with pytest.raises(KernelError, match="expected a GPU for DFLASH_MLX_KERNELS=accept; found none. Unset"):
+    with pytest.raises(KernelError, match="DFLASH_MLX_KERNELS is accept and MLX finds no GPU here; kernels need one. Unset"):
         autotune.should_use(KERNEL, "s", trial())
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept,qmm")
-    with pytest.raises(KernelError, match="block_qmm, .*; found qmm. Correct the variable"):
+    with pytest.raises(KernelError, match="DFLASH_MLX_KERNELS names qmm; it must be off, .*block_qmm, .*Correct the variable"):
         autotune.setting()
 
 
@@ -149,42 +151,139 @@ def test_wrong_is_off_with_one_line_and_asking_for_it_is_an_error(ours, reason, 
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
     assert re.search(reason, autotune.results()[0].reason)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
-    with pytest.raises(KernelError, match="expected accept to run"):
+    with pytest.raises(KernelError, match="accept cannot run here as DFLASH_MLX_KERNELS asks: "):
         autotune.should_use(KERNEL, "s", trial(ours))
 
 
-def test_a_hang_is_not_tried_again(gpu, fresh):
-    def killed():
-        raise KeyboardInterrupt
+def restart():
+    """As a new process: what this one found out is forgotten."""
+    autotune._known.clear(), autotune._off.clear(), autotune._forget()
 
-    with pytest.raises(KeyboardInterrupt):
-        autotune.should_use(KERNEL, "s", killed)
-    (marker,) = fresh.glob("*.trying")
-    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
-    assert str(marker) in autotune.results()[0].reason
-    autotune._known.clear(), autotune._off.clear()
-    marker.unlink()
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_after_an_exit_that_is_seen_the_next_start_tries_again(error, gpu, fresh):
+    def ends():
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(error):
+            autotune.should_use(KERNEL, "s", ends)
+        assert not list(fresh.glob("*.trying")) and not autotune.results()
+        restart()
     assert autotune.should_use(KERNEL, "s", trial())
 
 
-def test_a_trial_that_another_process_is_at_is_no_hang_and_its_verdict_is_not_ours(gpu, fresh):
-    code = (
-        "import contextlib, pathlib, sys; from dflash_mlx.kernels import autotune\n"
-        "with contextlib.ExitStack() as files:\n"
-        "    assert autotune._mark(pathlib.Path(sys.argv[1]), 'key', files) == ''\n"
-        "    print('there', flush=True), sys.stdin.read()"
-    )
-    with pytest.raises(KeyboardInterrupt):  # to know the marker's name
+# A process with a made-up GPU whose trial sends `sys.argv[1]` to itself, or whoever started it does so.
+DIES = """
+import os, signal, sys, time
+import mlx.core as mx
+from dflash_mlx.kernels import autotune
+from dflash_mlx.kernels.launch import Kernel
+autotune.has_gpu = lambda: True
+kernel = Kernel("accept", ("x",), ("y",), "y[0] = x[0];")
+def trial():
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(20)
+autotune.should_use(kernel, "s", trial)
+"""
+
+
+def dies_of(name):
+    """A process that a signal ends in a trial of KERNEL at shape "s"."""
+    done = subprocess.run([sys.executable, "-c", DIES, name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -getattr(signal, name) or name == "SIGINT" and "KeyboardInterrupt" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_process_that_is_interrupted_in_a_trial_leaves_nothing_behind(name, gpu, fresh):
+    dies_of(name)
+    assert fresh.is_dir() and not list(fresh.glob("*.trying"))
+    assert autotune.should_use(KERNEL, "s", trial())
+
+
+def test_a_shape_is_off_for_some_starts_after_a_process_was_killed_in_its_trial(gpu, fresh, caplog, monkeypatch):
+    for crashes in (1, 2):
+        dies_of("SIGKILL")
+        (marker,) = fresh.glob("*.trying")
+        for left in range(autotune.OFF_STARTS * crashes, 0, -1):
+            restart(), caplog.clear()
+            for _ in range(2):  # of one start, which counts once
+                assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+            (line,) = caplog.messages
+            assert f"({crashes} times); tried again {left} starts later, or delete {marker}" in line
+            assert any(result.reason in line for result in autotune.results())
+        # That shape alone is off.
+        assert autotune.should_use(KERNEL, f"another {crashes}", trial()) and "accept" not in autotune._off
+        restart()
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
+    with pytest.raises(KeyboardInterrupt):
+        # An interrupted new trial is no crash, and what was counted is not forgotten.
         autotune.should_use(KERNEL, "s", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert json.loads(marker.read_text()) == {"trying": False, "crashes": 2, "skipped": 2 * autotune.OFF_STARTS}
+    restart()
+    assert autotune.should_use(KERNEL, "s", trial()) and not marker.exists()
+
+
+def test_asking_by_name_for_a_kernel_at_a_shape_that_is_off_says_why(gpu, fresh, monkeypatch):
+    dies_of("SIGKILL")
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "accept")
+    with pytest.raises(KernelError, match=r"accept cannot run here as DFLASH_MLX_KERNELS asks: a process ended .*\(s\)\. Unset"):
+        autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
     (marker,) = fresh.glob("*.trying")
     marker.unlink()
+    restart()
+    assert autotune.should_use(KERNEL, "s", trial())
+
+
+@pytest.mark.parametrize("text", ["a key, as older versions wrote it", "[]", '{"trying": 7, "crashes": "x"}'])
+def test_a_marker_that_cannot_be_read_is_that_of_a_crash(text, gpu, fresh):
+    names = []
+    assert autotune.should_use(KERNEL, "s", lambda: names.extend(fresh.glob("*.trying")) or trial()())
+    (fresh / "tuning.json").unlink()
+    names[0].write_text(text)
+    restart()
+    assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+
+
+def test_results_hold_for_one_system_and_no_host_name(gpu, monkeypatch):
+    assert autotune.should_use(KERNEL, "s", trial())
+    restart()
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    monkeypatch.setattr("platform.node", lambda: "another")
+    autotune._system.cache_clear()
+    assert autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
+    # An update of the system, of its build alone, or another chip.
+    for number in range(6):
+        identity = [*autotune.system_identity()]
+        identity[number] += "1"
+        restart()
+        with monkeypatch.context() as patch:
+            patch.setattr(autotune, "system_identity", lambda identity=identity: tuple(identity))
+            autotune._system.cache_clear()
+            calls = []
+            assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and calls
+        autotune._system.cache_clear()
+
+
+def test_a_trial_that_another_process_is_at_is_no_hang_and_its_result_is_not_ours(gpu, fresh):
+    code = (
+        "import pathlib, sys; from dflash_mlx.kernels import autotune\n"
+        "with autotune._marked(pathlib.Path(sys.argv[1])) as marker:\n"
+        "    assert marker.locked and not marker.crash\n"
+        "    print('there', flush=True), sys.stdin.read()"
+    )
+    names = []
+    with pytest.raises(KeyboardInterrupt):  # to know the marker's name
+        autotune.should_use(KERNEL, "s", lambda: names.extend(fresh.glob("*.trying")) or (_ for _ in ()).throw(KeyboardInterrupt))
+    (marker,) = names
     calls = []
     with subprocess.Popen([sys.executable, "-c", code, marker], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"there\n"
         assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and len(calls) == 1
         assert marker.exists() and not autotune._results.read()
         other.kill()
-    autotune._known.clear()  # a new process, after the other one died in its trial
+    restart()  # after the other one died in its trial
     assert not autotune.should_use(KERNEL, "s", lambda: pytest.fail("tried again"))
 
 
@@ -545,3 +644,16 @@ def test_rows_that_are_not_an_experts_are_left_to_mlx(ready):
             got = layer(x, indices)
             assert bool(ready) == taken and got.shape == type(layer).__base__.__call__(layer, x, indices).shape
             ready.clear()
+
+
+@pytest.mark.parametrize("old, new", [("row_products", "matmul_as_gemv"), ("folded_attention", "gqa_folded_attention")])
+def test_a_form_may_be_asked_for_by_its_old_name_with_a_note(old, new, gpu, monkeypatch, caplog):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", f"accept,{old}")
+    autotune.parse_setting.cache_clear()
+    assert autotune.setting() == autotune.setting() == {"accept", new}
+    assert caplog.messages == [f"DFLASH_MLX_KERNELS: {old} is now called {new}"]
+
+
+def test_an_error_names_where_the_names_were_given():
+    with pytest.raises(KernelError, match="^--kernels names qmm; it must be .*block_qmm, .*[.] Correct --kernels[.]$"):
+        autotune.parse_setting("qmm", "--kernels")
