@@ -13,6 +13,7 @@ import mlx.nn as nn
 from dflash_mlx.errors import ConfigError
 
 from .configs import TargetConfig
+from .families import special
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
@@ -22,9 +23,6 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "relu2": nn.relu2,
 }
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_python_tanh": "gelu_pytorch_tanh", "relu_squared": "relu2"}
-
-# mlx-lm module -> the activation in its code, where that is not transformers' default for the family
-_IN_CODE = {"gemma": "gelu", "starcoder2": "gelu", "gpt_bigcode": "gelu", "gpt_neox": "gelu_pytorch_tanh"}
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = (("c_fc", "c_proj"), ("fc1", "fc2"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
@@ -40,14 +38,14 @@ def correct_activation(model: nn.Module, target: TargetConfig) -> list[str]:
     if target.activation is None:
         return []
     wanted = _SAME.get(target.activation, target.activation)
-    present = _IN_CODE.get(target.family, _SAME.get(target.usual_activation, target.usual_activation))
+    present = special(target.family).activation or _SAME.get(target.usual_activation, target.usual_activation)
     if wanted == present:
         return []
     blocks = [module for layer in model.layers for _, module in layer.named_modules() if _shape(module)]
     if wanted not in ACTIVATIONS or not blocks:
         raise ConfigError(
-            f'expected the activation "{present}" that mlx-lm\'s {target.family} computes; '
-            f'config.json says "{target.activation}". This checkpoint needs another implementation.'
+            f'config.json says "{target.activation}"; mlx-lm\'s {target.family} computes "{present}"',
+            "This checkpoint needs another implementation",
         )
     for block in blocks:
         block.__class__ = _with_activation(type(block), _shape(block), wanted)

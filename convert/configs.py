@@ -10,29 +10,19 @@ have several spellings and are derived, so that a directory saved by any version
 import copy
 import importlib
 import math
+import re
 import types
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from dflash_mlx.errors import ConfigError
 
-# model types that mlx-lm does not name but whose text model is, tensor for tensor, one that it has
-EQUIVALENT_TYPES = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "ministral": "mistral",
-    "gemma4_unified_text": "gemma4_text",
-}
+from .config_values import TEXT_CONFIG_KEYS, check_values, drop_empty_quantization
+from .families import special
 
 # where the type that was replaced is kept, since transformers' defaults go by it
 _ORIGINAL_TYPE = "transformers_model_type"
-
-# where multimodal wrappers keep the config of their text model
-TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 # one idea, several names: mlx-lm's ModelArgs use any of these
 THETA_KEYS = ("rope_theta", "rotary_emb_base")
@@ -56,57 +46,6 @@ RENAMED_KEYS = {
     "sliding_window_size": "sliding_window",
     "attention_out_bias": "attention_bias",
 }
-
-# what transformers has in its code and mlx-lm wants to be told, by mlx-lm module or model type
-IMPLIED_KEYS: dict[str, dict[str, Any]] = {
-    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-    "longcat_flash": {
-        "attention_method": "MLA",
-        "zero_expert_type": "identity",
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-    },
-    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-    "minimax_m2": {"shared_intermediate_size": 0},
-    "qwen3_vl_moe": {"norm_topk_prob": True},
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
-}
-
-# transformers 5's names of layer kinds -> the ones a family's code compares with
-LAYER_NAMES: dict[str, dict[str, str]] = {
-    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
-    "jamba": {"linear_attention": "mamba", "full_attention": "attention"},
-}
-
-# families whose class scales the logits only when the head is its own: a tied one gets a copy of the embedding
-COPIED_HEAD = {"minicpm3"}
-
-# families that mlx-lm computes otherwise than transformers, found by comparing with reference outputs
-DIFFERENT_IN_MLX_LM = {
-    "jamba": "normalises the expert weights over the chosen experts, transformers over all",
-    "minimax": "has MiniMax-M2's attention, not MiniMax-Text-01's",
-}
-
-# what the keys that every family has must hold; null counts as absent, and other keys are the family's own
-_POSITIVE_KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size",
-    "max_position_embeddings", "num_key_value_heads",
-)  # fmt: skip
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(_POSITIVE_KEYS, ("a positive integer", lambda value: is_positive(value))),
-    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("rope_parameters", *TEXT_CONFIG_KEYS), ("an object", lambda value: isinstance(value, dict))),
-    "rope_scaling": ("an object", lambda value: isinstance(value, dict) or value is False),
-    "quantization": ("an object", lambda value: isinstance(value, dict) or value is False),
-    "quantization_config": ("an object", lambda value: isinstance(value, dict) or value is False),
-    "layer_types": (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
-    ),
-}
-# some families give one of these per layer, with 0 where a layer has no such part
-_PER_LAYER_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
 
 # wrapper keys that also concern the text model, copied outwards or inwards when one side lacks them
 SHARED_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization", "quantization_config", "tie_word_embeddings")
@@ -160,22 +99,22 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     raw = copy.deepcopy(raw)
     model_type = raw.get("model_type")
     if not model_type:
-        raise ConfigError(
-            f'expected "model_type" in {where}; the key is missing. Take config.json from the original repository of the model.'
-        )
+        raise ConfigError(f'{where} has no "model_type"', "Take config.json from the original repository of the model")
     outer, text, unwrapped = _place_text_config(raw, where)
     module = mlx_module(outer)
     known = argument_fields(module)
     notes: list[str] = []
 
+    _spell_full_attention(raw, text)
     reference = _transformers_config(text, notes)
     tied = {part["tie_word_embeddings"] for part in (raw, text) if part.get("tie_word_embeddings") is not None}
     activation, usual_activation = _activations(reference, known)
     family = module.__name__.rpartition(".")[2]
-    if family in DIFFERENT_IN_MLX_LM and reference is not None and text["model_type"] == family:
+    own = special(text.get(_ORIGINAL_TYPE), text["model_type"], family)
+    if own.differs and reference is not None and text["model_type"] == family:
         raise ConfigError(
-            f"expected a family that mlx-lm computes as transformers does; found {family} in {where}: "
-            f"mlx-lm {DIFFERENT_IN_MLX_LM[family]}. This checkpoint needs another implementation."
+            f"mlx-lm computes {family}, of {where}, otherwise than transformers: it {own.differs}",
+            "This checkpoint needs another implementation",
         )
     layer_types = _layer_types(text, reference)
     rope = _rope_parameters(text, reference)
@@ -187,14 +126,15 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     _fill_full_attention(text, reference, layer_types, known)
     _fill_expert_layers(text, reference, known)
     windows, while_building = _fill_patterns(text, layer_types, known, where)
-    names = (text.get(_ORIGINAL_TYPE), text["model_type"], family)
-    for key, value in next((IMPLIED_KEYS[name] for name in names if name in IMPLIED_KEYS), {}).items():
+    if any(windows) and "full_attention" not in layer_types:
+        _drop_derived_pattern(text, layer_types)
+    for key, value in own.implied.items():
         if text.get(key) is None:
             text[key] = value
     for key in ("layer_types", "layers_block_type"):
-        if text.get(key) and family in LAYER_NAMES:
-            text[key] = [LAYER_NAMES[family].get(kind, kind) for kind in text[key]]
-    if family in COPIED_HEAD:
+        if text.get(key) and own.layer_names:
+            text[key] = [own.layer_names.get(kind, kind) for kind in text[key]]
+    if own.copied_head:
         while_building["tie_word_embeddings"] = False
     if any(windows):
         size = max(filter(None, windows))
@@ -229,34 +169,6 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     )
 
 
-def is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def check_values(raw: Mapping, where: str) -> None:
-    """Raises ConfigError naming every key of a target's config, text part included, whose value is of no use."""
-    faults = []
-    parts = [("", raw), *((f"{key}.", raw[key]) for key in TEXT_CONFIG_KEYS if isinstance(raw.get(key), Mapping))]
-    for prefix, part in parts:
-        if part.get("model_type") is not None and not isinstance(part["model_type"], str):
-            faults.append(f"{prefix}model_type {part['model_type']!r} (a string)")
-        for key, (kind, fits) in _KINDS.items():
-            value = part.get(key)
-            if (
-                key in _PER_LAYER_KEYS
-                and isinstance(value, list)
-                and all(entry is None or isinstance(entry, int) for entry in value)
-            ):
-                continue
-            if value is not None and not fits(value):
-                faults.append(f"{prefix}{key} {str(value)[:40]!r} ({kind})")
-    if faults:
-        raise ConfigError(
-            f"expected usable values in {where}; found {'; '.join(faults)}. "
-            "Take config.json from the original repository of the model."
-        )
-
-
 def mlx_module(config: dict) -> types.ModuleType:
     """The `mlx_lm.models` module for a config. Raises ConfigError naming the model type when mlx-lm has none."""
     from mlx_lm.utils import _get_classes
@@ -266,8 +178,7 @@ def mlx_module(config: dict) -> types.ModuleType:
     except (ValueError, AttributeError) as error:
         # an AttributeError: a module of mlx-lm's models that is none, such as "cache"
         raise ConfigError(
-            f'expected a model type that mlx-lm has; found "{config.get("model_type")}". '
-            "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
+            f'the installed mlx-lm has no model type "{config.get("model_type")}"', "Use a newer mlx-lm or another checkpoint"
         ) from error
     return importlib.import_module(model_class.__module__)
 
@@ -337,16 +248,15 @@ def _place_text_config(raw: dict, where: str) -> tuple[dict, dict, bool]:
         inner.setdefault("model_type", model_type + "_text")
         outer, text, _ = _place_text_config(inner, where)
         return outer, text, True
-    if model_type in EQUIVALENT_TYPES:
-        raw["model_type"], raw[_ORIGINAL_TYPE] = EQUIVALENT_TYPES[model_type], model_type
+    if same_as := special(model_type).same_as:
+        raw["model_type"], raw[_ORIGINAL_TYPE] = same_as, model_type
         return _place_text_config(raw, where)
     base = model_type.removesuffix("_text")
     if base != model_type and has_mlx_module(base):
         if "text_config" in _own_fields(mlx_module({"model_type": base})):
             return {"model_type": base, "text_config": raw}, raw, False
     raise ConfigError(
-        f'expected a model type that mlx-lm has; found "{model_type}" in {where}. '
-        "This architecture is unknown to the installed mlx-lm: use a newer mlx-lm or another checkpoint."
+        f'the installed mlx-lm has no model type "{model_type}", which {where} names', "Use a newer mlx-lm or another checkpoint"
     )
 
 
@@ -508,7 +418,11 @@ def _fill_rope(text: dict, rope: dict | None, known: dict[str, Any]) -> None:
     entries = {k: v for k, v in rope.items() if v} if nested else {"full_attention": rope}
     main = entries.get("full_attention") or next(iter(entries.values()))
     text["rope_parameters"] = {k: _both_spellings(v) for k, v in entries.items()} if nested else _both_spellings(rope)
-    text["rope_scaling"] = _scaling(main)
+    if not nested or "rope_scaling" in known:
+        text["rope_scaling"] = _scaling(main)
+    else:
+        # transformers refuses the older key beside one entry per kind of layer
+        text.pop("rope_scaling", None)
     text["rope_theta"] = main["rope_theta"]
     local = entries.get("sliding_attention")
     for keys, value in (
@@ -562,6 +476,29 @@ def _one_head_dim(config) -> int | None:
 
 def _ratio(size: Any, count: Any) -> int | None:
     return size // count if isinstance(size, int) and isinstance(count, int) and count else None
+
+
+def _spell_full_attention(raw: dict, text: dict) -> None:
+    """Keys of the full-attention layers, which newer transformers write layer by layer, as older ones read them.
+
+    What a newer transformers has saved is complete: a layer that it does not name is like the others.
+    """
+    layer_types = text.get("layer_types") or []
+    if "full_attention" not in layer_types or not special(text["model_type"]).two_head_sizes:
+        return
+    layers = text.get("per_layer_config") or {}
+    own = layers.get(str(layer_types.index("full_attention")), {})
+    from transformers import __version__ as installed
+
+    newer = _release(raw.get("transformers_version")) > _release(installed)
+    for key, source in FULL_ATTENTION_KEYS.items():
+        value = own.get(source, text.get(source) if newer else None)
+        if text.get(key) is None and value is not None:
+            text[key] = value
+
+
+def _release(version: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", str(version or ""))[:2])
 
 
 def _fill_full_attention(text: dict, reference, layer_types: list[str] | None, known: dict[str, Any]) -> None:
@@ -618,8 +555,18 @@ def _fill_patterns(
         return [], {}
     window = text.get("sliding_window")
     if not window:
-        raise ConfigError(f'expected "sliding_window" beside layer_types {layer_types} in {where}; the key is missing.')
+        raise ConfigError(
+            f'{where} has layer_types {layer_types} and no "sliding_window"',
+            "Take config.json from the original repository of the model",
+        )
     return [window if flag else None for flag in sliding], instead
+
+
+def _drop_derived_pattern(text: dict, layer_types: list[str]) -> None:
+    """Leave out a pattern without full layers, which mlx-lm's classes cannot be built from, where transformers derives it."""
+    short = {key: value for key, value in text.items() if key != "layer_types"}
+    if _layer_types(short, _transformers_config(short, [])) == layer_types:
+        del text["layer_types"]
 
 
 def _period(layer_types: list[str], kind: str, text: dict, where: str) -> int:
@@ -627,15 +574,8 @@ def _period(layer_types: list[str], kind: str, text: dict, where: str) -> int:
     period = layer_types.index(kind) + 1 if kind in layer_types else len(layer_types) + 1
     if [(i + 1) % period == 0 for i in range(len(layer_types))] != [entry == kind for entry in layer_types]:
         raise ConfigError(
-            f"expected full attention at every n-th layer, which is all that mlx-lm's {text['model_type']} can express; "
-            f"found layer_types {layer_types} in {where}. This checkpoint needs another implementation."
+            f"{where} has layer_types {layer_types}; mlx-lm's {text['model_type']} can express only full attention at every "
+            "n-th layer",
+            "This checkpoint needs another implementation",
         )
     return period
-
-
-def drop_empty_quantization(config: dict) -> None:
-    """`quantization: {"bits": null}` means not quantized; some tools write it (mlx-lm then multiplies by None)."""
-    for key in ("quantization", "quantization_config"):
-        value = config.get(key)
-        if key in config and (not value or (isinstance(value, dict) and "bits" in value and value["bits"] is None)):
-            del config[key]

@@ -93,9 +93,7 @@ def convert(
     check_options(bits, group_size, dtype)
     options = Options(quantize, group_size, bits, dtype, quant_predicate)
     if quant_predicate is not None and not quantize:
-        raise ConversionError(
-            "expected quantize=True (-q) with a quantization recipe; it is off. Turn it on, or drop the recipe."
-        )
+        raise ConversionError("a quantization recipe is given and quantize (-q) is off", "Turn it on, or drop the recipe")
     checkpoint = inspect_checkpoint(hf_path, revision=revision)
     is_drafter = checkpoint.kind == "safetensors" and checkpoint.role == "drafter"
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
@@ -163,8 +161,9 @@ def _require_equal(parity: Mapping) -> None:
     # said so that NaN, which is neither more nor less than anything, is refused too
     if not parity["max_logit_difference"] <= _SAME_LOGITS * parity["max_logit"]:
         raise ConversionError(
-            f"expected the written directory to give the source's logits; they differ by {parity['max_logit_difference']:.3g} "
-            f"of {parity['max_logit']:.3g}. Nothing was written: please report this checkpoint's config.json."
+            f"the written directory's logits differ from the source's by {parity['max_logit_difference']:.3g} of "
+            f"{parity['max_logit']:.3g}",
+            "Nothing was written: please report this checkpoint's config.json",
         )
 
 
@@ -180,15 +179,12 @@ def _with_vocabulary(loaded: LoadedTarget):
 
 def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) -> Conversion:
     if isinstance(options.predicate, str):
-        raise ConversionError(
-            f"expected a Python predicate for a drafter; found the recipe {options.predicate}, which is for targets."
-        )
+        raise ConversionError(f"the recipe {options.predicate} is for targets, and this is a drafter", "Give a Python predicate")
     drafter = read_drafter(checkpoint)
     already = "quantization" in drafter.raw
     if options.quantize and already:
         raise ConversionError(
-            "expected float weights to quantize; found weights that are quantized already. "
-            "Convert without -q to keep them, or start from the float checkpoint."
+            "the weights are quantized already", "Convert without -q to keep them, or start from the float checkpoint"
         )
     require_finite(checkpoint, drafter.dropped)
     weights = cast_tensors(drafter.weights, options.dtype)
@@ -228,8 +224,8 @@ def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig
         source = report.drafter_outputs(config, read_drafter(checkpoint).weights, fill)
     except ValueError as error:
         raise ConversionError(
-            f"expected the tensors of a DFlash drafter as config.json describes it in {checkpoint.source}; "
-            f"found: {' '.join(str(error).split())}. Use the config.json that came with the weights."
+            f"the tensors in {checkpoint.source} are not those that config.json describes: {' '.join(str(error).split())}",
+            "Use the config.json that came with the weights",
         ) from error
     written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, fill)
     return report.compare_drafters(source, written) | {"reference": "the source, loaded by this package"}

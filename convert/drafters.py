@@ -14,7 +14,7 @@ from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafte
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models.config import DrafterConfig
 
-from .configs import drop_empty_quantization
+from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized
 from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, choose
@@ -80,8 +80,8 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
             dropped[name] = reason
         elif short in bare:
             raise CheckpointError(
-                f"expected each tensor of {checkpoint.source} once; found {short} with and without the prefix {_PREFIX}. "
-                "Delete the copy that does not belong."
+                f"{checkpoint.source} has {short} twice, with and without the prefix {_PREFIX}",
+                "Delete the copy that does not belong",
             )
         else:
             bare[short] = value

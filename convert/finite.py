@@ -19,9 +19,9 @@ def require_finite(checkpoint: Checkpoint, unused: Collection[str] = ()) -> None
     if found:
         more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"expected finite weights in {checkpoint.source}; found NaN or infinite values in "
-            f"{len(found)} tensor{'s' if len(found) > 1 else ''}: {', '.join(found[:_MOST_NAMES])}{more}. "
-            "Download the files again, or use another checkpoint."
+            f"{len(found)} tensor{'s' if len(found) > 1 else ''} of {checkpoint.source} "
+            f"{'have' if len(found) > 1 else 'has'} NaN or infinite values: {', '.join(found[:_MOST_NAMES])}{more}",
+            "Download the files again, or use another checkpoint",
         )
 
 

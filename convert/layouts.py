@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .families import FusedExperts, special
+
 Weights = dict[str, mx.array]
 
 # tensors that a text model has no use for: what they are -> how they are named
@@ -72,26 +74,6 @@ _SWITCH_NAMES = ((re.compile(r"\.experts\.(gate_proj|up_proj|down_proj)\."), r".
 
 
 @dataclass(frozen=True)
-class FusedExperts:
-    """How a family stores [experts, ...] gate and up projections in one tensor.
-
-    - transposed: [E, H, 2I] and [E, I, H] instead of [E, 2I, H] and [E, H, I]
-    - interleaved: gate and up alternate instead of following each other
-    """
-
-    transposed: bool = False
-    interleaved: bool = False
-
-
-# families whose fused experts are not [E, 2I, H]
-FUSED_EXPERTS = {
-    "gpt_oss": FusedExperts(transposed=True, interleaved=True),
-    "llama4_text": FusedExperts(transposed=True),
-    "llama4": FusedExperts(transposed=True),
-}
-
-
-@dataclass(frozen=True)
 class Layout:
     """A named way to rewrite tensors before `sanitize`."""
 
@@ -120,7 +102,7 @@ def strip_text_prefix(name: str) -> str:
 
 def layouts(model_type: str, weights: Weights) -> Iterator[Layout]:
     """Candidate layouts, most specific first. With ordinary names the first is the identity."""
-    fused = FUSED_EXPERTS.get(model_type, FusedExperts())
+    fused = special(model_type).fused_experts
     stacked = any(_STACKED.match(name) for name in weights)
     per_expert = any(_PER_EXPERT.match(name) for name in weights)
 

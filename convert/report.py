@@ -77,8 +77,8 @@ def _require_numbers(what: str, source: mx.array, written: mx.array) -> None:
     for whose, value in (("the source", source), ("the converted model", written)):
         if not is_finite(value):
             raise ConversionError(
-                f"expected finite {what} from {whose}; found NaN or infinite values. Nothing was written: "
-                "compare config.json with the original repository's, or convert with other options."
+                f"{whose} gives NaN or infinite {what}; nothing was written",
+                "Compare config.json with the original repository's, or convert with other options",
             )
 
 

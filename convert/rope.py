@@ -95,8 +95,8 @@ def correct_rope(model: nn.Module, target: TargetConfig) -> list[str]:
     scaled = target.rope and rope_for_layer_type(target.rope, None)
     if not audited and scaled and scaled.get("rope_type") not in ("default", "proportional", "mrope", "axial"):
         raise ConfigError(
-            f'expected a RoPE module that can carry "{scaled["rope_type"]}" scaling; '
-            f"mlx-lm's {target.family} has none. This checkpoint needs another implementation."
+            f'mlx-lm\'s {target.family} has no RoPE module that can carry "{scaled["rope_type"]}" scaling',
+            "This checkpoint needs another implementation",
         )
     return [
         f"RoPE ({kind}) of layers {_ranges(layers)} set to transformers' frequencies; mlx-lm's {target.family} computes others"
@@ -194,8 +194,8 @@ def expected_frequencies(rope: dict, dims: int, target: TargetConfig, layer: int
         inverse[:rotated] = 1.0 / np.power(base, np.arange(0, 2 * rotated, 2, dtype=np.float64) / head_dim)
         return Frequencies(inverse / float(rope.get("factor") or 1.0))
     raise ConfigError(
-        f'expected one of the RoPE types default, linear, dynamic, llama3, yarn, longrope, proportional; found "{kind}". '
-        "This checkpoint needs another implementation."
+        f'"{kind}" is no known RoPE type; those are default, linear, dynamic, llama3, yarn, longrope, proportional',
+        "This checkpoint needs another implementation",
     )
 
 

@@ -19,7 +19,8 @@ from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_target
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFlashError
 
 from .activations import correct_activation
-from .configs import TEXT_CONFIG_KEYS, TargetConfig, check_values, mlx_module, normalise_config
+from .config_values import TEXT_CONFIG_KEYS, check_values
+from .configs import TargetConfig, mlx_module, normalise_config
 from .dequantize import decode_quantized
 from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
 from .rope import correct_rope
@@ -132,8 +133,8 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
     except _BUILD_ERRORS as error:
         file = f"{where}/config.json" if checkpoint else where
         raise ConfigError(
-            f"expected a config that a model can be built from in {file}; found: {type(error).__name__} "
-            f"{' '.join(str(error).split())[:200]}. Compare it with the original repository's."
+            f"no model can be built from {file}: {type(error).__name__} {' '.join(str(error).split())[:200]}",
+            "Compare it with the original repository's",
         ) from error
 
 
@@ -158,7 +159,7 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
         if faults is None or len(found) < len(faults):
             faults = found
     else:
-        raise CheckpointError(_fault_message(faults or [], where, target))
+        raise CheckpointError(*_fault_message(faults or [], where, target))
 
     _refuse_lost(weights, ready, target, where)
     _refuse_types(model, ready, where)
@@ -185,8 +186,8 @@ def _check_depth(config: dict, weights: Weights, where: str) -> None:
         # a few layers too many are reported by the names of the missing tensors
         if layers is not None and layers > max(4 * found, _MOST_LAYERS_UNSEEN):
             raise ConfigError(
-                f"expected num_hidden_layers to match the {found} layers of the tensors in {where}; found {layers}. "
-                "Take config.json from the original repository of the model."
+                f"config.json says num_hidden_layers {layers}; the tensors in {where} have {found} layers",
+                "Take config.json from the original repository of the model",
             )
 
 
@@ -224,8 +225,8 @@ def _is_tied(head: str | None, weights: Weights, target: TargetConfig, where: st
         tied = next(iter(target.tied))
         if not tied and head is None and _has_own_head(target):
             raise CheckpointError(
-                f"expected lm_head.weight in {where}, whose config says tie_word_embeddings false; the tensor is missing. "
-                "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding."
+                f"{where} has no lm_head.weight, and its config says tie_word_embeddings false",
+                "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding",
             )
         return tied
     # wrapper and text model contradict each other, or nobody says: the files decide
@@ -267,8 +268,8 @@ def _construct(target: TargetConfig) -> nn.Module:
             except (TypeError, ValueError, KeyError, AttributeError):
                 continue
         raise ConfigError(
-            f"expected a config that mlx-lm's {target.family} can be built from; found: {' '.join(str(error).split())}. "
-            "Compare config.json with the original repository's."
+            f"mlx-lm's {target.family} cannot be built from config.json: {' '.join(str(error).split())}",
+            "Compare config.json with the original repository's",
         ) from error
 
 
@@ -376,9 +377,9 @@ def _refuse_lost(source: Weights, ready: Weights, target: TargetConfig, where: s
     lost = [name for name in lost if mx.any(source[name] != 0).item()]
     if lost:
         raise ConversionError(
-            f"expected that mlx-lm's {target.family} uses every tensor that takes part in the computation; it drops {lost[0]}"
-            f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, which are not zero in {where}. "
-            "This checkpoint needs another implementation."
+            f"mlx-lm's {target.family} drops {lost[0]}{_and_more(len(lost) - 1)} of {where}, not zero, which take part in the "
+            "computation",
+            "This checkpoint needs another implementation",
         )
 
 
@@ -394,8 +395,7 @@ def _refuse_types(model: nn.Module, weights: Weights, where: str) -> None:
     if faults:
         each = "; ".join(f"{kind}: {names[0]}{_and_more(len(names) - 1)}" for kind, names in faults.items())
         raise CheckpointError(
-            f"expected the number types of mlx-lm's model in {where}; found {each}. "
-            "Use the float checkpoint that it was made from."
+            f"{where} has other number types than mlx-lm's model: {each}", "Use the float checkpoint that it was made from"
         )
 
 
@@ -436,10 +436,10 @@ def quantize_to_match(model: nn.Module, weights: Weights, config: dict, where: s
             chosen[path] = infer_quant_config(path, module, weights)
         except (ValueError, ZeroDivisionError) as error:
             raise CheckpointError(
-                f"expected scales that fit {path}.weight in {where}; {error}. Quantize the checkpoint again."
+                f"the scales of {path}.weight in {where} do not fit it: {error}", "Quantize the checkpoint again"
             ) from error
         if f"{path}.biases" not in weights and chosen[path]["mode"] == "affine":
-            raise CheckpointError(f"expected {path}.biases beside {path}.scales in {where}; it is missing. Convert it again.")
+            raise CheckpointError(f"{where} has {path}.scales and no {path}.biases", "Convert it again")
         return chosen[path]
 
     nn.quantize(model, class_predicate=predicate)
@@ -478,14 +478,14 @@ def _faults(model: nn.Module, weights: Weights) -> list[str]:
     missing = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in weights]
     unexpected = [f"unexpected {name} {list(v.shape)}" for name, v in weights.items() if name not in expected]
     misshapen = [
-        f"{name} is {list(weights[name].shape)}, expected {list(shape)}"
+        f"{name} is {list(weights[name].shape)} where {list(shape)} belongs"
         for name, shape in expected.items()
         if name in weights and tuple(weights[name].shape) != tuple(shape)
     ]
     return missing + unexpected + misshapen
 
 
-def _fault_message(faults: list[str], where: str, target: TargetConfig) -> str:
+def _fault_message(faults: list[str], where: str, target: TargetConfig) -> tuple[str, str]:
     kinds: list[tuple[str, Callable[[str], bool]]] = [
         ("missing", lambda f: f.startswith("missing ")),
         ("unexpected", lambda f: f.startswith("unexpected ")),
@@ -499,8 +499,8 @@ def _fault_message(faults: list[str], where: str, target: TargetConfig) -> str:
         if items
     )
     return (
-        f"expected exactly the tensors of mlx-lm's {target.family}; found {summary} in {where}: {detail}. "
-        "The files do not belong to this config.json, or the architecture differs from mlx-lm's."
+        f"{where} has other tensors than mlx-lm's {target.family}; {summary}: {detail}",
+        "The files do not belong to this config.json, or the architecture differs from mlx-lm's",
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.errors import CheckpointError, ConfigError
 
-from .configs import TEXT_CONFIG_KEYS, normalise_config
+from .config_values import TEXT_CONFIG_KEYS
+from .configs import normalise_config
 
 _LFS = b"version https://git-lfs"
 # what a tokenizer and generation need beside the weights; never code, never weights
@@ -74,7 +75,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
     from mlx_lm.tokenizer_utils import load
 
     if not tokenizer_files(directory):
-        warnings.warn(_without_files(source), stacklevel=2)
+        warnings.warn(". ".join(_without_files(source)), stacklevel=2)
         return _ids_only(source, eos_ids(config, generation_config))
     try:
         return load(
@@ -87,16 +88,16 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
         text = " ".join(str(error).split())[:200]
         if "trust_remote_code" in text:
             raise CheckpointError(
-                f"expected a tokenizer that transformers has; the one in {source} brings its own code, which is not run. "
-                "Pass trust_remote_code=True (--trust-remote-code) if you trust it."
+                f"the tokenizer in {source} brings its own code, which is not run",
+                "Pass trust_remote_code=True (--trust-remote-code) if you trust it",
             ) from error
         if _blames_config(error, directory):
             raise ConfigError(
-                f"expected a config.json in {source} that transformers accepts, which reads it for the tokenizer; found: {text}. "
-                "Take config.json from the original repository of the model."
+                f"transformers, which reads config.json for the tokenizer, does not accept the one in {source}: {text}",
+                "Take config.json from the original repository of the model",
             ) from error
         raise CheckpointError(
-            f"expected a tokenizer that transformers can load from {source}; found: {text}. Download its files again."
+            f"transformers cannot load the tokenizer in {source}: {text}", "Download its files again"
         ) from error
 
 
@@ -111,10 +112,10 @@ def _blames_config(error: Exception, directory: Path) -> bool:
     return False
 
 
-def _without_files(source: str) -> str:
+def _without_files(source: str) -> tuple[str, str]:
     return (
-        f"expected tokenizer files (tokenizer.json or tokenizer.model) in {source}; found none: token ids only, no text. "
-        "Download them from the model's repository into the directory."
+        f"{source} has no tokenizer files (tokenizer.json or tokenizer.model): token ids only, no text",
+        "Download them from the model's repository into the directory",
     )
 
 
@@ -143,7 +144,7 @@ def _ids_only(source: str, ids: list[int]) -> Any:
         apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
 
         def encode(self, *args, **kwargs):
-            raise CheckpointError(_without_files(source))
+            raise CheckpointError(*_without_files(source))
 
         def decode(self, *args, **kwargs) -> str:
             return ""
@@ -180,17 +181,17 @@ def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _require_whole(file: Path, where: str) -> None:
     if not file.is_file():
-        raise CheckpointError(f"expected a file at {where}; found something else. Download the tokenizer's files again.")
+        raise CheckpointError(f"{where} is no ordinary file", "Download the tokenizer's files again")
     with file.open("rb") as handle:
         if handle.read(len(_LFS)) == _LFS:
             raise CheckpointError(
-                f"expected data in {where}; found a Git-LFS pointer. Run `git lfs pull`, or download the file again."
+                f"{where} is a Git-LFS pointer, not the file itself", "Run `git lfs pull`, or download the file again"
             )
     if file.suffix == ".json":
         try:
             json.loads(file.read_bytes())
         except ValueError as error:
-            raise CheckpointError(f"expected JSON in {where}; found: {error}. Download the file again.") from error
+            raise CheckpointError(f"{where} is no valid JSON: {error}", "Download the file again") from error
 
 
 def check_tokenizer(directory: Path, source: str) -> str | None:

@@ -54,7 +54,7 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, ConversionError):
-            raise ConversionError(f"expected to write {destination}; found: {error}. Nothing was left behind.") from error
+            raise ConversionError(f"{destination} could not be written: {error}", "Nothing was left behind") from error
         raise
 
 
@@ -63,8 +63,7 @@ def _check_destination(destination: Path, source: Checkpoint, force: bool) -> No
     real = destination.resolve()
     if real == origin or origin.is_relative_to(real) or (source.kind != "gguf" and real.is_relative_to(origin)):
         raise ConversionError(
-            f"expected an output path apart from the source; {destination} and {source.source} contain one another. "
-            "Choose another."
+            f"the output {destination} and the source {source.source} contain one another", "Choose another path"
         )
     _refuse_existing(destination, force)
 
@@ -72,11 +71,9 @@ def _check_destination(destination: Path, source: Checkpoint, force: bool) -> No
 def _refuse_existing(destination: Path, force: bool) -> None:
     """Asked before the work and again at its end: a directory that appeared meanwhile is somebody else's."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise ConversionError(f"expected a new directory; {destination} is a file or a link. Choose another path.")
+        raise ConversionError(f"{destination} is a file or a link, not a new directory", "Choose another path")
     if destination.exists() and not force:
-        raise ConversionError(
-            f"expected a new directory; {destination} exists. Choose another path, or pass --force to replace it."
-        )
+        raise ConversionError(f"{destination} exists", "Choose another path, or pass --force to replace it")
 
 
 def _hidden(destination: Path, role: str) -> str:
@@ -135,8 +132,8 @@ def check_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise ConversionError(
-            f"expected {needed_bytes / 1e9:.2f} GB of free disk space in {directory.parent}; found {free / 1e9:.2f} GB. "
-            "Free some space."
+            f"{directory.parent} has {free / 1e9:.2f} GB of free disk space; {needed_bytes / 1e9:.2f} GB are needed",
+            "Free some space",
         )
 
 
@@ -190,12 +187,11 @@ def _check_finite(part: dict[str, mx.array]) -> None:
     listed = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
     if any(part[name].dtype == mx.float16 for name in names):
         raise ConversionError(
-            f"expected values that float16 holds (up to 65504); {listed} exceed{'s' if len(names) == 1 else ''} them. "
-            "Convert with --dtype bfloat16 or float32."
+            f"{listed} exceed{'s' if len(names) == 1 else ''} what float16 holds (up to 65504)",
+            "Convert with --dtype bfloat16 or float32",
         )
     raise ConversionError(
-        f"expected finite weights after decoding; found NaN or infinite values in {listed}. "
-        "Download the source again, or use another checkpoint."
+        f"decoding gave NaN or infinite values in {listed}", "Download the source again, or use another checkpoint"
     )
 
 

@@ -5,12 +5,12 @@ is for the converter to say. Everything that is wrong with the files is found he
 Source: the safetensors format (8-byte little-endian header length, JSON header, data); huggingface_hub's cache layout.
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +23,6 @@ from .errors import CheckpointError, DFlashError
 if TYPE_CHECKING:
     from .conversion.gguf.header import GGUFFile
 
-_ITEM_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
 # in the format's list of types, but not in MLX's
 _UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
@@ -36,10 +32,12 @@ _SHARD = re.compile(r"^(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safe
 # what a hub repository is asked for: never code, never PyTorch pickles
 _DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja", "README.md"]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
+# files that may hold weights and are never read; what a training run leaves beside its model holds none
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.npy", "*.gguf")
+_NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$")
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"
-_MAX_HEADER_BYTES = 100_000_000
 _MOST_NAMES = 6
 _MOST_LETTERS = 120
 # far above any config's own nesting, far below where Python's copying and walking of it end
@@ -67,7 +65,7 @@ class Checkpoint:
     - config, generation_config: parsed JSON; empty for GGUF, whose reader builds them
     - tensors: name -> header entry, in file order
     - files: weight files, relative to `path`
-    - ignored: files beside them that look like weights and are not read, with the reason
+    - ignored: files beside them that may hold weights and are not read, with the reason
     - gguf: the parsed file of a GGUF checkpoint; while it lives, opening the same file again costs nothing
     """
 
@@ -91,7 +89,7 @@ class Checkpoint:
         """ "target", "drafter", or the name of another kind of speculator that is neither; see `describe_role`."""
         if self.gguf is not None:
             return "drafter" if self.gguf.is_drafter else "target"
-        with _reading("architectures and dflash_config", f"{self.source}/config.json"):
+        with _reading("config with architectures and dflash_config", f"{self.source}/config.json"):
             return _role(self.config, self.tensors)
 
     def file_path(self, name: str) -> Path:
@@ -129,7 +127,7 @@ def inspect_checkpoint(path_or_repo: str | Path, *, revision: str | None = None)
     Raises:
       CheckpointError: one sentence per fault, all faults of the files in one message.
     """
-    with _reading("a checkpoint", str(path_or_repo)):
+    with _reading("readable checkpoint", str(path_or_repo)):
         return _inspect(path_or_repo, revision)
 
 
@@ -145,8 +143,9 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
             return _inspect_gguf(ggufs[0], source)
         if ggufs:
             raise CheckpointError(
-                f"expected one checkpoint in {source}; found {len(ggufs)} GGUF files ({_some(f.name for f in ggufs)}). "
-                "Give the path of one of them."
+                f"{source} holds {len(ggufs)} GGUF files ({_some(f.name for f in ggufs)}) and no safetensors; which one to read "
+                "is not said",
+                "Give the path of one of them",
             )
     for file in sorted(file for pattern in _READ_BESIDE for file in path.glob(pattern)):
         _check_link(path, str(file.relative_to(path)), source)
@@ -167,22 +166,18 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     )
 
 
-# --- where it is ------------------------------------------------------------------------------------------------------
-
-
 def _locate(path_or_repo: str | Path, revision: str | None) -> Path:
     path = Path(path_or_repo).expanduser()
     if path.exists():
         if path.is_dir() or path.suffix == ".gguf":
             return path
         raise CheckpointError(
-            f"expected a checkpoint directory or a .gguf file; {path_or_repo} is another kind of file. "
-            "Give the directory that holds it."
+            f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
         )
     text = str(path_or_repo)
     if not _is_repo_id(text):
         raise CheckpointError(
-            f"expected a directory, a .gguf file or a hub repository like org/name; {text} does not exist. Check the path."
+            f"{text} does not exist; it must be a directory, a .gguf file or a hub repository like org/name", "Check the path"
         )
     return _download(text, revision)
 
@@ -199,40 +194,55 @@ def _download(repo: str, revision: str | None) -> Path:
     at = f" at revision {revision}" if revision else ""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_DOWNLOAD, ignore_patterns=_NOT_DOWNLOADED))
-    except hub.GatedRepoError as error:
+    except hub.GatedRepoError:
         raise CheckpointError(
-            f"expected access to {repo}; it is gated. "
-            f"Accept its conditions at {page} and set HF_TOKEN to a token of that account."
-        ) from error
-    except hub.RevisionNotFoundError as error:
+            f"{repo} is gated: its owner has to give access",
+            f"Accept its conditions at {page} and set HF_TOKEN to a token of that account",
+        ) from None
+    except hub.RevisionNotFoundError:
+        raise CheckpointError(f"{repo} has no revision {revision}", f"See {page}/commits") from None
+    except hub.RepositoryNotFoundError:
         raise CheckpointError(
-            f"expected revision {revision} of {repo}; the hub has none of that name. See {page}/commits."
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"expected a directory or a hub repository; {repo} is neither, or it is private. "
-            f"Check the name, and for a private repository set HF_TOKEN ({page})."
-        ) from error
+            f"{repo} is neither a directory here nor a repository of the hub, or it is private",
+            f"Check the name, and for a private repository set HF_TOKEN ({page})",
+        ) from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        if full := _full_disk(error):
+            raise CheckpointError(*full) from None
         offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
         found = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
         todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect"
         raise CheckpointError(
-            f"expected {repo}{at} in the hub cache or a connection to the hub; {found} and the cache does not hold it. "
-            f"{todo} once, or give the path of a downloaded directory."
-        ) from error
+            f"{repo}{at} is not in the hub cache and {found}", f"{todo} once, or give the path of a downloaded directory"
+        ) from None
     except hub.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise CheckpointError(
-                f"expected access to {repo}; the hub answered {status}. Ask for access at {page} and set HF_TOKEN."
-            ) from error
-        raise CheckpointError(f"expected to download {repo}{at}; the hub answered {status}. Try again later: {page}.") from error
-    except (OSError, hub.HFValidationError) as error:
+                f"the hub gives no access to {repo} (it answered {status})", f"Ask for access at {page} and set HF_TOKEN"
+            ) from None
         raise CheckpointError(
-            f"expected {repo}{at} from the hub or its cache; found: {_one_line(error)}. "
-            "Check the name and the connection, or give the path of a downloaded directory."
-        ) from error
+            f"{repo}{at} could not be downloaded; the hub answered {status}", f"Try again later: {page}"
+        ) from None
+    except (OSError, hub.HFValidationError) as error:
+        if full := _full_disk(error):
+            raise CheckpointError(*full) from None
+        raise CheckpointError(
+            f"{repo}{at} could not be had from the hub or its cache: {_one_line(error)}",
+            "Check the name and the connection, or give the path of a downloaded directory",
+        ) from None
+
+
+def _full_disk(error: BaseException | None) -> tuple[str, str] | None:
+    """(problem, remedy) where a full disk lies behind a failed download."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            from huggingface_hub import constants
+
+            problem = f"the disk of the hub cache ({constants.HF_HUB_CACHE}) is full"
+            return problem, "Free some space and start again: what was fetched is kept; or move the cache with HF_HOME"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager
@@ -246,7 +256,7 @@ def _reading(what: str, where: str) -> Iterator[None]:
         cause = _one_line(error)
         if isinstance(error, OSError) and error.strerror:
             cause = f"{error.strerror}: {Path(os.fsdecode(error.filename or where)).name[:_MOST_LETTERS]}"
-        raise CheckpointError(f"expected {what} in {where}; found: {cause}. Download the file again.") from error
+        raise CheckpointError(f"{where} is no {what}: {cause}", "Download the file again") from error
 
 
 def _read_object(text: bytes) -> dict:
@@ -272,20 +282,17 @@ def _some(names) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-# --- which files ------------------------------------------------------------------------------------------------------
-
-
 def _read_json(path: Path, name: str, source: str, *, required: bool) -> dict:
     file = path / name
     if not file.exists():
         if required:
-            raise CheckpointError(_no_config(path, source))
+            raise CheckpointError(*_no_config(path, source))
         return {}
-    with _reading("JSON", f"{source}/{name}"):
+    with _reading("valid JSON", f"{source}/{name}"):
         _require_file(file)
         text = file.read_bytes()
         if text.startswith(_LFS_POINTER):
-            raise CheckpointError(_lfs_sentence(name, source))
+            raise CheckpointError(*_lfs_pointer(name, source))
         return _decode_tagged_floats(_read_object(text))
 
 
@@ -300,84 +307,109 @@ def _decode_tagged_floats(value: Any, depth: int = 0) -> Any:
     return [_decode_tagged_floats(v, depth + 1) for v in value] if isinstance(value, list) else value
 
 
-def _no_config(path: Path, source: str) -> str:
+def _no_config(path: Path, source: str) -> tuple[str, str]:
     if (path / "adapter_config.json").exists():
-        return (
-            f"expected a whole model in {source}; found a LoRA adapter (adapter_config.json). "
-            "Merge it into its base model first, for example with peft's merge_and_unload."
-        )
+        return _adapter(source, "adapter_config.json")
     if (path / "params.json").exists():
         return (
-            f"expected config.json in {source}; found params.json, the publisher's own format. "
-            "Use the repository in transformers' format."
+            f"{source} has params.json, the publisher's own format, and no config.json",
+            "Use the repository in transformers' format",
         )
-    return f"expected config.json in {source}; it is missing. Give the directory that holds the model's config.json."
+    return f"{source} has no config.json", "Give the directory that holds the model's config.json"
+
+
+def _adapter(source: str, files: str) -> tuple[str, str]:
+    return (
+        f"{source} is a LoRA adapter ({files}), not a whole model",
+        "Merge it into its base model first, for example with peft's merge_and_unload",
+    )
 
 
 def _weight_files(path: Path, source: str) -> tuple[tuple[str, ...], dict[str, str], dict[str, str] | None]:
     """-> (weight files, files left alone and why, the index's tensor -> file map)."""
     present = sorted(f.name for f in path.glob("*.safetensors"))
+    others = sorted(f.name for pattern in _OTHER_WEIGHTS for f in path.glob(pattern) if not _NO_WEIGHTS.match(f.name))
+    ignored = dict.fromkeys(others, "not safetensors")
     index = _read_index(path, source)
     if index is not None:
         files = tuple(sorted(set(index.values())))
         if _SINGLE in present and _SINGLE not in files:
             raise CheckpointError(
-                f"expected one set of weights in {source}; found {_SINGLE} and an index that names {len(files)} other files. "
-                f"Delete the stale one: {_INDEX} or {_SINGLE}."
+                f"{source} holds two sets of weights: {_SINGLE}, and an index that names {len(files)} other files",
+                f"Delete the stale one: {_INDEX} or {_SINGLE}",
             )
         missing = [name for name in files if not (path / name).exists()]
         if missing:
             raise CheckpointError(
-                f"expected the {len(files)} files that {_INDEX} names in {source}; missing {_some(missing)}. "
-                "Download the checkpoint again (the index may also be stale)."
+                f"{source} lacks {len(missing)} of the {len(files)} files that {_INDEX} names: {_some(missing)}",
+                "Download the checkpoint again (the index may also be stale)",
             )
-        return files, {name: "not named by the index" for name in present if name not in files}, index
+        return files, {name: "not named by the index" for name in present if name not in files} | ignored, index
     shards = [name for name in present if _SHARD.match(name)]
     if _SINGLE in present:
-        others = {name: f"beside {_SINGLE}" for name in present if name != _SINGLE}
-        return (_SINGLE,), others, None
+        _refuse_two_sets(shards, source)
+        return (_SINGLE,), {name: f"beside {_SINGLE}" for name in present if name != _SINGLE} | ignored, None
     if shards:
-        return _complete_shards(shards, source), {n: "not a shard" for n in present if n not in shards}, None
+        return _complete_shards(shards, source), {n: "not a shard" for n in present if n not in shards} | ignored, None
     if len(present) == 1 and not present[0].startswith(("adapter", "consolidated")):
-        return (present[0],), {}, None
-    raise CheckpointError(_no_weights(path, source, present))
+        return (present[0],), ignored, None
+    raise CheckpointError(*_no_weights(path, source, present))
+
+
+def _shard_sets(shards: list[str]) -> dict[tuple[str, str], list[str]]:
+    """(stem, count) -> the shards present and missing of each set, missing ones by name."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for match in map(_SHARD.match, shards):
+        sets.setdefault((match["stem"], match["count"]), set()).add(int(match["number"]))
+    missing = {}
+    for (stem, count), numbers in sets.items():
+        # some tools number shards from 0
+        due = range(int(count)) if numbers == set(range(int(count))) else range(1, int(count) + 1)
+        missing[stem, count] = [f"{stem}-{i:05d}-of-{count}.safetensors" for i in due if i not in numbers]
+    return missing
+
+
+def _refuse_two_sets(shards: list[str], source: str) -> None:
+    """A complete set of shards beside the single file: which one is meant, nobody says."""
+    for (stem, count), missing in _shard_sets(shards).items():
+        if not missing:
+            raise CheckpointError(
+                f"{source} holds two sets of weights: {_SINGLE}, and {int(count)} shards ({stem}-00001-of-{count}.safetensors "
+                "and so on)",
+                f"Delete the one that does not belong to config.json, or add the {_INDEX} of the right one",
+            )
 
 
 def _complete_shards(shards: list[str], source: str) -> tuple[str, ...]:
-    matches = [_SHARD.match(name) for name in shards]
-    sets = {(m["stem"], m["count"]) for m in matches}
+    sets = _shard_sets(shards)
     if len(sets) > 1:
         raise CheckpointError(
-            f"expected the shards of one checkpoint in {source}; found files of {len(sets)} sets ({_some(shards)}). "
-            "Delete the stray ones, or add the index that says which belong."
+            f"{source} holds shards of {len(sets)} sets ({_some(shards)}); they must be of one",
+            "Delete the stray ones, or add the index that says which belong",
         )
-    count = int(matches[0]["count"])
-    numbers = {int(m["number"]) for m in matches}
-    missing = [f"{matches[0]['stem']}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1) if i not in numbers]
-    # some tools number shards from 0
-    if missing and numbers != set(range(count)):
-        raise CheckpointError(f"expected {count} shards in {source}; missing {_some(missing)}. Download the checkpoint again.")
+    ((_, count), missing) = next(iter(sets.items()))
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} of {int(count)} shards: {_some(missing)}", "Download the checkpoint again"
+        )
     return tuple(shards)
 
 
-def _no_weights(path: Path, source: str, present: list[str]) -> str:
+def _no_weights(path: Path, source: str, present: list[str]) -> tuple[str, str]:
     if (path / "adapter_config.json").exists():
-        return (
-            f"expected a whole model in {source}; found a LoRA adapter ({_some(present) or 'adapter_config.json'}). "
-            "Merge it into its base model first, for example with peft's merge_and_unload."
-        )
+        return _adapter(source, _some(present) or "adapter_config.json")
     pickles = sorted(f.name for f in path.glob("*.bin")) + sorted(f.name for f in path.glob("*.pt*"))
     if pickles:
         return (
-            f"expected safetensors in {source}; found only PyTorch files ({_some(pickles)}), which can run code when read. "
-            "Save the model again with transformers' save_pretrained, or use a repository with safetensors."
+            f"{source} has only PyTorch files ({_some(pickles)}), which can run code when read; it must have safetensors",
+            "Save the model again with transformers' save_pretrained, or use a repository with safetensors",
         )
     if present:
         return (
-            f"expected {_SINGLE}, shards or an index in {source}; found {_some(present)}, which may belong to several models. "
-            "Keep the files of one model, or add the index that says which belong."
+            f"{source} has {_some(present)}, which may belong to several models; it must have {_SINGLE}, shards or an index",
+            "Keep the files of one model, or add the index that says which belong",
         )
-    return f"expected safetensors weights in {source}; found none. Download the checkpoint again."
+    return f"{source} has no safetensors weights", "Download the checkpoint again"
 
 
 def _read_index(path: Path, source: str) -> dict[str, str] | None:
@@ -385,14 +417,12 @@ def _read_index(path: Path, source: str) -> dict[str, str] | None:
         return None
     weight_map = _read_json(path, _INDEX, source, required=False).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(
-            f'expected "weight_map" (tensor -> file) in {source}/{_INDEX}; it is missing or malformed. Download the index again.'
-        )
+        raise CheckpointError(f'{source}/{_INDEX} has no usable "weight_map" (tensor -> file)', "Download the index again")
     unsafe = sorted({name for name in weight_map.values() if not _is_safe_name(name)})
     if unsafe:
         raise CheckpointError(
-            f"expected file names inside the directory in {source}/{_INDEX}; found {_some(unsafe)}. "
-            "Do not use this checkpoint: such names read files from elsewhere on the disk."
+            f"{source}/{_INDEX} names files outside the directory: {_some(unsafe)}",
+            "Do not use this checkpoint: such names read files from elsewhere on the disk",
         )
     # "./a.safetensors" is a.safetensors
     return {tensor: str(PurePosixPath(name)) for tensor, name in weight_map.items()}
@@ -412,16 +442,11 @@ def _check_link(path: Path, name: str, source: str) -> None:
     # hub cache: models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>
     if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":
         return
-    raise CheckpointError(
-        f"expected {name} to lie in {source}; it is a symbolic link to {real}. Copy the file into the directory."
-    )
+    raise CheckpointError(f"{source}/{name} is a symbolic link out of the directory, to {real}", "Copy the file into it")
 
 
-def _lfs_sentence(name: str, source: str) -> str:
-    return f"expected data in {source}/{name}; found a Git-LFS pointer. Run `git lfs pull`, or download the file again."
-
-
-# --- headers ----------------------------------------------------------------------------------------------------------
+def _lfs_pointer(name: str, source: str) -> tuple[str, str]:
+    return f"{source}/{name} is a Git-LFS pointer, not the file itself", "Run `git lfs pull`, or download the file again"
 
 
 def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | None, source: str) -> dict[str, TensorInfo]:
@@ -429,7 +454,7 @@ def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | No
     tensors: dict[str, TensorInfo] = {}
     for name in files:
         try:
-            with _reading("a safetensors header", f"{source}/{name}"):
+            with _reading("whole safetensors file", f"{source}/{name}"):
                 _check_link(path, name, source)
                 _require_file(path / name)
                 entries = _read_header(path / name, name, source)
@@ -439,7 +464,7 @@ def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | No
         for entry in entries:
             if entry.name in tensors:
                 faults.append(
-                    f"expected each tensor once in {source}; {entry.name} is in {tensors[entry.name].file} and {name}. "
+                    f"{entry.name} is in two files of {source}, {tensors[entry.name].file} and {name}. "
                     "Delete the file that does not belong."
                 )
             tensors[entry.name] = entry
@@ -447,8 +472,8 @@ def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | No
         stale = [t for t, file in index.items() if t not in tensors or tensors[t].file != file]
         if stale:
             faults.append(
-                f"expected the tensors that {_INDEX} names in {source}; {len(stale)} are not in their files ({_some(stale)}). "
-                "The index is stale: download it again."
+                f"{_INDEX} in {source} is stale: {len(stale)} tensors are not in the files that it names ({_some(stale)}). "
+                "Download it again."
             )
     if faults:
         raise CheckpointError(" ".join(faults))
@@ -456,85 +481,32 @@ def _read_headers(path: Path, files: tuple[str, ...], index: dict[str, str] | No
 
 
 def _read_header(file: Path, name: str, source: str) -> list[TensorInfo]:
-    size = file.stat().st_size
-    again = "Download the file again."
+    """A safetensors file's tensors, in the order of their data. The library refuses a damaged header or a cut file."""
+    from safetensors import SafetensorError, safe_open
+
     with file.open("rb") as handle:
-        start = handle.read(max(8, len(_LFS_POINTER)))
-        if start.startswith(_LFS_POINTER):
-            raise CheckpointError(_lfs_sentence(name, source))
-        if len(start) < 8:
-            raise CheckpointError(f"expected safetensors in {source}/{name}; the file is {size} bytes long. {again}")
-        (length,) = struct.unpack("<Q", start[:8])
-        if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"expected safetensors in {source}/{name}; its header claims {length} bytes of the file's {size}: "
-                f"the file is truncated or not safetensors. {again}"
-            )
-        handle.seek(8)
-        header = _read_object(handle.read(length))
-    # MLX itself writes null where there is none
-    metadata = {} if header.get("__metadata__") is None else header["__metadata__"]
-    header.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise TypeError("__metadata__ that is no map of strings")
-    entries, spans = [], []
-    for tensor, entry in header.items():
-        found = _parse_entry(entry)
-        if found is None:
-            raise CheckpointError(
-                f"expected dtype, shape and offsets of {tensor} in {source}/{name}; found {str(entry)[:200]}. {again}"
-            )
-        dtype, shape, begin, end = found
-        if dtype in _UNREAD_DTYPES:
-            raise CheckpointError(
-                f"expected number types that MLX reads in {source}/{name}; found {dtype} ({tensor}). "
-                "Use a bfloat16, float16 or float32 checkpoint."
-            )
-        bits = math.prod(shape) * _ITEM_BITS[dtype]
-        if bits % 8 or end - begin != bits // 8:
-            raise CheckpointError(
-                f"expected {bits // 8} bytes for {tensor} {list(shape)} {dtype} in {source}/{name}; found {end - begin}. {again}"
-            )
-        if 8 + length + end > size:
-            raise CheckpointError(
-                f"expected at least {8 + length + end} bytes in {source}/{name}; found {size}: the file is truncated. {again}"
-            )
-        entries.append(TensorInfo(tensor, dtype, shape, name, end - begin))
-        spans.append((begin, end, tensor))
-    _check_tiling(spans, size - 8 - length, f"{source}/{name}")
-    return entries
-
-
-def _parse_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int] | None:
-    """-> (dtype, shape, begin, end) of a header's entry, None where it is malformed."""
+        if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(*_lfs_pointer(name, source))
     try:
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        (begin, end), numbers = offsets, [*shape, *offsets]
-        known = dtype in _ITEM_BITS
-    except (KeyError, TypeError, ValueError):
-        return None
-    lists = isinstance(shape, list) and isinstance(offsets, list)
-    # bool is an int to Python
-    if not (known and lists and all(type(n) is int and n >= 0 for n in numbers) and begin <= end):
-        return None
-    return dtype, tuple(shape), begin, end
-
-
-def _check_tiling(spans: list[tuple[int, int, str]], data_bytes: int, where: str) -> None:
-    """The safetensors rule: tensors cover the data once, from its first byte to its last, in whatever order the header has."""
-    at = 0
-    for begin, end, tensor in sorted(spans):
-        if begin != at:
-            raise CheckpointError(
-                f"expected the tensors of {where} one after the other, the next at byte {at} of the data; "
-                f"{tensor} begins at byte {begin}. Download the file again."
-            )
-        at = end
-    if at != data_bytes:
+        with safe_open(file, framework="numpy") as opened:
+            slices = [(tensor, opened.get_slice(tensor)) for tensor in opened.offset_keys()]
+            described = [(tensor, part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices]
+    except SafetensorError as error:
+        # its own kind of error, which is no ValueError
+        raise ValueError(_one_line(error)) from error
+    unread = next(((tensor, dtype) for tensor, dtype, _ in described if dtype in _UNREAD_DTYPES), None)
+    if unread:
         raise CheckpointError(
-            f"expected tensors up to the end of the data, byte {data_bytes}, in {where}; found the last one to end at byte {at}. "
-            "Download the file again."
+            f"{unread[0]} in {source}/{name} is {unread[1]}, a number type that MLX does not read",
+            "Use a bfloat16, float16 or float32 checkpoint",
         )
+    return [TensorInfo(tensor, dtype, shape, name, _nbytes(dtype, shape)) for tensor, dtype, shape in described]
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Of the types that are read: the digits in their names are their bits, and a boolean is a byte."""
+    bits = re.search(r"\d+", dtype)
+    return math.prod(shape) * (int(bits.group()) // 8 if bits else 1)
 
 
 def _inspect_gguf(path: Path, source: str) -> Checkpoint:
@@ -549,9 +521,6 @@ def _inspect_gguf(path: Path, source: str) -> Checkpoint:
     return Checkpoint(path, source, "gguf", {}, {}, infos, (path.name,), gguf=opened)
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
-
-
 def _role(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     names = {name.removeprefix("model.") for name in tensors}
     architectures = config.get("architectures") or []
@@ -559,8 +528,8 @@ def _role(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     nested = config.get("dflash_config") or {}
     projector = str(nested.get("projector_type") or config.get("projector_type") or "").lower()
     speculator = str(config.get("speculators_model_type") or "")
-    if speculator in ("dflash", "dspark"):
-        return "drafter" if speculator == "dflash" else speculator
+    if speculator in ("dflash", "dflash2", "dspark"):
+        return speculator if speculator == "dspark" else "drafter"
     if speculator or "speculators_config" in config:
         return "speculators"
     if projector in ("dspark", "domino") or any(n.startswith(("markov_head.", "confidence_head.")) for n in names):
@@ -591,19 +560,19 @@ def require_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     role = checkpoint.role
     if role == "drafter":
         raise CheckpointError(
-            f"expected a target (a whole language model); {checkpoint.source} is a DFlash drafter, "
-            "which has no embedding and no head of its own. "
-            "Give it as the draft model, beside the target that it was trained for."
+            f"{checkpoint.source} is a DFlash drafter, which has no embedding and no head of its own; "
+            "a target (a whole language model) belongs here",
+            "Give it as the draft model, beside the target that it was trained for",
         )
     if role != "target":
         raise CheckpointError(
-            f"expected a target (a whole language model); {checkpoint.source} is {_OTHER_SPECULATORS[role]}. "
-            "Give the language model that it belongs to."
+            f"{checkpoint.source} is {_OTHER_SPECULATORS[role]}; a target (a whole language model) belongs here",
+            "Give the language model that it belongs to",
         )
     if checkpoint.config.get("model_file") and not trust_remote_code:
         raise CheckpointError(
-            f"expected a model that mlx-lm has; {checkpoint.source} brings its own code ({checkpoint.config['model_file']}), "
-            "which is not run. Pass trust_remote_code=True (--trust-remote-code) if you trust it."
+            f"{checkpoint.source} brings its own code ({checkpoint.config['model_file']}), which is not run",
+            "Pass trust_remote_code=True (--trust-remote-code) if you trust it",
         )
 
 
@@ -612,14 +581,14 @@ def require_drafter(checkpoint: Checkpoint) -> None:
     role = checkpoint.role
     if role == "target":
         raise CheckpointError(
-            f"expected a DFlash drafter; {checkpoint.source} is an ordinary model "
-            f"(model type {checkpoint.config.get('model_type') or checkpoint.kind}, no fc.weight and no dflash_config). "
-            "Give a drafter that was trained for this target."
+            f"{checkpoint.source} is an ordinary model (model type {checkpoint.config.get('model_type') or checkpoint.kind}, "
+            "no fc.weight and no dflash_config); a DFlash drafter belongs here",
+            "Give a drafter that was trained for this target",
         )
     if role != "drafter":
         raise CheckpointError(
-            f"expected a DFlash drafter; {checkpoint.source} is {_OTHER_SPECULATORS[role]}, which is not supported. "
-            "Use a drafter in the published DFlash layout."
+            f"{checkpoint.source} is {_OTHER_SPECULATORS[role]}, which is not supported; a DFlash drafter belongs here",
+            "Use a drafter in the published DFlash layout",
         )
     if checkpoint.gguf is not None:
         raise CheckpointError(

@@ -9,6 +9,8 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +22,7 @@ from .machine import machine_bytes
 from .models.config import DrafterConfig
 from .models.drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
 from .models.target import Target
-from .pairs.builtin import builtin_path
+from .pairs.builtin import BUILTIN_PAIRS, builtin_path
 from .pairs.published import stated_thinking
 from .traced import prepare
 
@@ -88,10 +90,9 @@ def load(
 
     if model_config:
         raise ConfigError(
-            f"expected a checkpoint's own config; found model_config = {model_config!r}. Change config.json in a copy instead."
+            f"model_config is {model_config!r}; a checkpoint's own config is used", "Change config.json in a copy instead"
         )
-    path = builtin_path(path_or_hf_repo, "target") or path_or_hf_repo
-    checkpoint = inspect_checkpoint(path, revision=revision)
+    path, checkpoint = _find(path_or_hf_repo, "target", revision)
     due = loaded_dtype(checkpoint, dtype)
     check_memory(checkpoint, due)
     loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
@@ -108,6 +109,30 @@ def load(
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _find(name: str, part: str, revision: str | None) -> tuple[Any, Checkpoint]:
+    """-> (path or hub repository of a name, its checkpoint); warns of files beside the weights that are not read."""
+    path = builtin_path(name, part)
+    if path is None:
+        meant = get_close_matches(str(name), BUILTIN_PAIRS, n=1)
+        if meant and not Path(name).expanduser().exists():
+            known = ", ".join(BUILTIN_PAIRS)
+            raise CheckpointError(
+                f"{name} is no built-in pair, and nothing of that name is here",
+                f"Did you mean {meant[0]}? Built-in pairs: {known}",
+            )
+        path = name
+    checkpoint = inspect_checkpoint(path, revision=revision)
+    warn_of_unread(checkpoint)
+    return path, checkpoint
+
+
+def warn_of_unread(checkpoint: Checkpoint) -> None:
+    """One warning that names the files of a checkpoint that may hold weights and are not read."""
+    if checkpoint.ignored:
+        files = ", ".join(f"{name} ({reason})" for name, reason in checkpoint.ignored.items())
+        warnings.warn(f"not read in {checkpoint.source}: {files}", stacklevel=4)
 
 
 def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
@@ -149,7 +174,7 @@ def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int
     needed, beside = own + held_bytes, f" beside the target's {held_bytes / 1e9:.1f} GB" if held_bytes else ""
     sizes = f"the weights of {checkpoint.source} take {own / 1e9:.1f} GB{beside} and this machine has {have / 1e9:.1f} GB"
     if needed > have:
-        raise CheckpointError(f"expected a model that fits; {sizes}. Use a smaller or a quantized one, or another dtype.")
+        raise CheckpointError(f"the model does not fit: {sizes}", "Use a smaller or a quantized one, or another dtype")
     if needed > 0.9 * have:
         warnings.warn(f"{sizes}: this can be slow", stacklevel=3)
 
@@ -166,7 +191,7 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
     """
     from .conversion.drafters import read_drafter
 
-    checkpoint = inspect_checkpoint(builtin_path(path_or_hf_repo, "drafter") or path_or_hf_repo, revision=revision)
+    _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
     require_drafter(checkpoint)
     read = read_drafter(checkpoint)
     prepare(model, read.config.windows)
@@ -186,8 +211,8 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
         what = [config.architecture] if config.architecture not in ARCHITECTURES else list(config.unsupported)
         known = ", ".join(name for name in ARCHITECTURES if name)
         raise ConfigError(
-            f"expected a DFlash drafter ({known}) without extensions; found {', '.join(what)}, which this version "
-            "does not run. Use another drafter for this target."
+            f"the drafter has {', '.join(what)}, which this version does not run; it runs {known} without extensions",
+            "Use another drafter for this target",
         )
     weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     target = Target(model)
@@ -212,8 +237,8 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
         faults.append("d2t maps a reduced vocabulary, and the config has no draft_vocab_size")
     if faults:
         raise CheckpointError(
-            f"expected the tensors of a DFlash drafter as its config describes it; {'; '.join(faults)}. "
-            "Use the config.json that came with the weights."
+            f"the drafter's tensors are not those that its config describes: {'; '.join(faults)}",
+            "Use the config.json that came with the weights",
         )
     if "d2t" in drafter:
         weights["d2t"] = weights["d2t"].astype(mx.int32)
@@ -226,6 +251,8 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     head = finish_head(config, target.head, target.matrix, target.family) if "lm_head" not in drafter else target.head
     drafter.bind(_scaled_embedding(config, target), head, model)
     _check_finite(drafter, model)
+    if fault := mask_row_fault(drafter):
+        warnings.warn(fault, stacklevel=3)
     return drafter
 
 
@@ -247,8 +274,8 @@ def _scaled_embedding(config: DrafterConfig, target: Target) -> Callable[[mx.arr
     if abs(ratio - 1) < 0.02:
         return lambda ids: target.embed(ids) * scale
     raise PairError(
-        f"expected {target.family} to scale its embedding by {scale:g}, as the drafter's input_embedding_scale says; found "
-        f"{ratio:.3g}. Use the drafter trained for this target."
+        f"{target.family} scales its embedding by {ratio:.3g}; the drafter's input_embedding_scale says {scale:g}",
+        "Use the drafter trained for this target",
     )
 
 
@@ -263,10 +290,21 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
     _, features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary)
     if fault := drafter.first_not_finite(features):
         where = f"layers {list(target.layer_ids)} of {target.family}" if fault[0] == "the tapped layers" else fault[0]
-        remedy = "Its weights are damaged: get them again."
+        remedy = "Its weights are damaged: get them again"
         if fault[1] == "float16":
-            remedy = "Load the target with another dtype (bfloat16 or float32)."
-        raise PairError(f"expected finite values from {where}; found NaN or infinity in {fault[1]}. {remedy}")
+            remedy = "Load the target with another dtype (bfloat16 or float32)"
+        raise PairError(f"{where} gives NaN or infinity in {fault[1]}", remedy)
+
+
+def mask_row_fault(drafter: Drafter) -> str | None:
+    """A sentence where the row that stands for every slot to be filled is zero: most drafters accept next to nothing then."""
+    mask = drafter.config.mask_token_id
+    if not mx.all(drafter._embed(mx.array([[mask]])) == 0).item():
+        return None
+    return (
+        f"the embedding's row of the mask token {mask} is zero, which few drafters were trained with: if tau stays near 1, the "
+        "row is missing from the target, or the drafter's publisher keeps it in a file of its own"
+    )
 
 
 def _check_own_head(drafter: Drafter, target: Target) -> None:
@@ -275,8 +313,8 @@ def _check_own_head(drafter: Drafter, target: Target) -> None:
     low, high = ids.min().item(), ids.max().item()
     if low < 0 or high >= target.vocabulary:
         raise PairError(
-            f"expected a drafter whose head names tokens 0..{target.vocabulary - 1}, the rows of {target.family}'s embedding; "
-            f"found {low}..{high}. Use the drafter trained for this target."
+            f"the drafter's head names tokens {low}..{high}; {target.family}'s embedding has rows 0..{target.vocabulary - 1}",
+            "Use the drafter trained for this target",
         )
 
 
@@ -284,6 +322,10 @@ def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
     from mlx.utils import tree_flatten
 
     return tree_flatten(module.parameters())
+
+
+# Rows by which publishers pad an embedding; vocabularies of two models differ by more.
+_MOST_PADDING = 2048
 
 
 def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = None) -> None:
@@ -311,7 +353,7 @@ def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = 
         mx.eval(features)
     except (RuntimeError, ValueError) as error:
         raise TapError(
-            f"expected {family}'s layer outputs as plain arrays; found traced ones ({error}). Pass the uncompiled model."
+            f"{family}'s layer outputs are traced ones ({error}); they must be plain arrays", "Pass the uncompiled model"
         ) from None
     width = features.shape[-1] // len(tapped.layer_ids)
     if width != config.target_hidden_size:
@@ -326,9 +368,15 @@ def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = 
         rows, whose = drafter.embed_tokens.weight.shape[0], "its own embedding"
         if rows < target.vocabulary:
             faults.append(f"drafter's own embedding has {rows} rows, {family}'s has {target.vocabulary}")
+    if config.vocab_size and not own_head and config.vocab_size != target.vocabulary:
+        sizes = f"vocab_size {config.vocab_size}, {family}'s embedding has {target.vocabulary} rows"
+        if abs(config.vocab_size - target.vocabulary) > _MOST_PADDING:
+            faults.append(f"drafter's config says {sizes}")
+        else:
+            warnings.warn(f"the drafter's config says {sizes}: right only where one of them is padded", stacklevel=4)
     if config.mask_token_id >= rows:
         faults.append(f"drafter's mask token {config.mask_token_id} has no row in {whose} of {rows}")
     if faults:
         raise PairError(
-            f"this drafter and this target do not belong together: {'; '.join(faults)}. Use the drafter trained for this target."
+            f"this drafter and this target do not belong together: {'; '.join(faults)}", "Use the drafter trained for this target"
         )

@@ -500,7 +500,7 @@ def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[s
 
     Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
     """
-    if raw.get("speculators_model_type") != "dflash":
+    if raw.get("speculators_model_type") not in ("dflash", "dflash2"):
         return raw
     parts: dict[str, Mapping[str, Any]] = {}
     for key in ("transformer_layer_config", "speculators_config"):
@@ -509,7 +509,9 @@ def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[s
             faults.append(f"{key} = {raw[key]!r} must be an object")
             parts[key] = {}
     outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
-    flat = {**parts["transformer_layer_config"], **outer, "architectures": ["DFlashDraftModel"]}
+    second = "dflash2" in (raw["speculators_model_type"], parts["speculators_config"].get("algorithm"))
+    flat = {**parts["transformer_layer_config"], **outer}
+    flat["architectures"] = ["DFlash2DraftModel" if second else "DFlashDraftModel"]
     ids = flat.get("aux_hidden_state_layer_ids")
     if isinstance(ids, (list, tuple)) and all(_is_int(i, 0) for i in ids):
         flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]

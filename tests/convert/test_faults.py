@@ -44,7 +44,7 @@ def with_values(kind, directory, changes):
 )
 def test_weights_that_are_no_numbers_are_refused_by_name_in_one_message(tmp_path, kind, names, quantize):
     source = with_values(kind, tmp_path / "source", {names[0]: float("nan"), names[1]: float("inf")})
-    with pytest.raises(CheckpointError, match="found NaN or infinite values in 2 tensors: ") as error:
+    with pytest.raises(CheckpointError, match="2 tensors of .* have NaN or infinite values: ") as error:
         convert(source, str(tmp_path / "out"), quantize=quantize)
     assert all(name in str(error.value) for name in names)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -61,7 +61,7 @@ def test_a_comparison_with_values_that_are_no_numbers_is_refused(compare):
     good = mx.array(np.arange(48 * 7).reshape(48, 7), dtype=mx.float32)
     bad = mx.where(good == 5, float("nan"), good)
     for pair, whose in (((bad, good), "the source"), ((good, bad), "the converted model"), ((bad, bad), "the source")):
-        with pytest.raises(ConversionError, match=f"from {whose}; found NaN or infinite"):
+        with pytest.raises(ConversionError, match=f"{whose} gives NaN or infinite"):
             compare(*pair)
 
 
@@ -72,7 +72,7 @@ def test_gguf_weights_that_are_no_numbers_are_refused_by_the_files_own_names(tmp
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
         weights[name].flat[0] = np.nan
     write_model(tmp_path / "m.gguf", "llama", weights)
-    with pytest.raises(CheckpointError, match="found NaN or infinite values in 2 tensors: ") as error:
+    with pytest.raises(CheckpointError, match="2 tensors of .* have NaN or infinite values: ") as error:
         convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), quantize=quantize, q_group_size=32)
     assert "blk.1.ffn_up.weight" in str(error.value) and "output_norm.weight" in str(error.value)
 
@@ -92,7 +92,7 @@ def appearing(monkeypatch, destination):
 @pytest.mark.parametrize("place", ["out", "new/parent/out"])
 def test_a_destination_that_appears_during_the_conversion_is_not_replaced(tmp_path, monkeypatch, place):
     appearing(monkeypatch, tmp_path / place)
-    with pytest.raises(ConversionError, match="expected a new directory; .*out exists. Choose another path, or pass --force"):
+    with pytest.raises(ConversionError, match="out exists. Choose another path, or pass --force"):
         convert(str(builtin_path("tiny", "target")), str(tmp_path / place))
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [f"{place}/theirs"]
     assert [path.name for path in (tmp_path / place).parent.iterdir()] == ["out"]
@@ -123,10 +123,10 @@ def another_json(path):
 @pytest.mark.parametrize(
     "damage, sentence",
     [
-        (pointer, "expected data in .*/tokenizer.json; found a Git-LFS pointer. Run `git lfs pull`"),
-        (cut, "expected JSON in .*/tokenizer.json; found: "),
-        (half_settings, "expected JSON in .*/tokenizer_config.json; found: "),
-        (another_json, "expected a tokenizer that transformers can load from .*source; found: "),
+        (pointer, "/tokenizer.json is a Git-LFS pointer, not the file itself. Run `git lfs pull`"),
+        (cut, "/tokenizer.json is no valid JSON: "),
+        (half_settings, "/tokenizer_config.json is no valid JSON: "),
+        (another_json, "transformers cannot load the tokenizer in .*source: "),
     ],
 )
 def test_a_damaged_tokenizer_is_refused_and_leaves_nothing(tmp_path, damage, sentence):
@@ -168,7 +168,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize("key, value", NONSENSE)
 def test_a_config_with_a_useless_value_is_refused_by_the_keys_name(tmp_path, key, value):
-    with pytest.raises(ConfigError, match=f"expected usable values in .*/config.json; found {key} "):
+    with pytest.raises(ConfigError, match=f"/config.json has values of no use: {key} "):
         convert(with_config("target", tmp_path / "source", **{key: value}), str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -181,18 +181,20 @@ def test_all_useless_values_of_a_config_are_in_one_message(tmp_path):
 
 def test_a_depth_far_from_the_tensors_is_refused_before_a_model_is_built(tmp_path):
     source = with_config("target", tmp_path / "source", num_hidden_layers=1000000)
-    with pytest.raises(ConfigError, match="expected num_hidden_layers to match the 6 layers of the tensors in .*; found 1000000"):
+    with pytest.raises(ConfigError, match="num_hidden_layers 1000000; the tensors in .* have 6 layers"):
         convert(source, str(tmp_path / "out"))
 
 
 def test_a_module_of_mlx_lm_that_is_no_model_is_no_model_type(tmp_path):
-    with pytest.raises(ConfigError, match='expected a model type that mlx-lm has; found "cache"'):
+    with pytest.raises(ConfigError, match='the installed mlx-lm has no model type "cache"'):
         convert(with_config("target", tmp_path / "source", model_type="cache"), str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("changes", [{"rope_parameters": {"rope_theta": "x"}}, {"rms_norm_eps": {}}, {"head_dim": 31}])
 def test_values_that_no_model_can_be_built_from_are_one_error_of_this_package(tmp_path, changes):
-    with pytest.raises((ConfigError, CheckpointError), match="expected"):
+    with pytest.raises(
+        (ConfigError, CheckpointError), match="cannot be built|no model can be built|has other tensors|has values of no use"
+    ):
         convert(with_config("target", tmp_path / "source", **changes), str(tmp_path / "out"))
 
 
@@ -207,7 +209,9 @@ def test_a_predicate_that_answers_with_something_else_is_refused(tmp_path, kind,
 
 @pytest.mark.parametrize("changes", [{"use_cache": "yes"}, {"bos_token_id": "abc"}, {"id2label": 5}])
 def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path, changes):
-    with pytest.raises(ConfigError, match="expected a config.json in .*source that transformers accepts, .*; found: "):
+    with pytest.raises(
+        ConfigError, match="transformers, which reads config.json for the tokenizer, does not accept the one in .*source: "
+    ):
         convert(with_config("target", tmp_path / "source", **changes), str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -265,7 +269,7 @@ def test_what_a_killed_conversion_left_is_undone_by_the_next_one(tmp_path, when)
     ],
 )
 def test_a_drafter_config_of_nonsense_is_one_sentence(tmp_path, changes):
-    with pytest.raises((ConfigError, CheckpointError), match="expected|is not a DFlash drafter's config") as error:
+    with pytest.raises((ConfigError, CheckpointError), match="is no config|is not a DFlash drafter's config") as error:
         convert(with_config("drafter", tmp_path / "source", **changes), str(tmp_path / "out"))
     assert list(changes)[-1] in str(error.value)
 

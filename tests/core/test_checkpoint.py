@@ -1,5 +1,6 @@
 """Headers, indexes, links, the hub: what is found without loading data, and the sentence for each fault."""
 
+import errno
 import hashlib
 import json
 import os
@@ -81,7 +82,7 @@ def test_a_file_beside_the_weights_that_links_outside_is_refused(tmp_path, name)
     (tmp_path / "secret").write_text("{}")
     (path / name).parent.mkdir(exist_ok=True)
     (path / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=f"expected {name} to lie in .*; it is a symbolic link to .*secret"):
+    with pytest.raises(CheckpointError, match=f"{name} is a symbolic link out of the directory, to .*secret. Copy"):
         inspect_checkpoint(path)
 
 
@@ -90,7 +91,7 @@ def test_a_linked_directory_of_chat_templates_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "tool.jinja").write_text("secret")
     (path / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="expected additional_chat_templates/tool.jinja to lie in"):
+    with pytest.raises(CheckpointError, match="additional_chat_templates/tool.jinja is a symbolic link out"):
         inspect_checkpoint(path)
 
 
@@ -107,7 +108,7 @@ def test_a_gguf_file_of_a_directory_that_links_outside_is_refused(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     (tmp_path / "m" / "a.gguf").symlink_to(tmp_path / "other.gguf")
-    with pytest.raises(CheckpointError, match="expected a.gguf to lie in"):
+    with pytest.raises(CheckpointError, match="a.gguf is a symbolic link out"):
         inspect_checkpoint(tmp_path / "m")
 
 
@@ -122,6 +123,7 @@ def test_tagged_infinities_become_floats(tmp_path):
         ({"model_type": "llama"}, ["model.embed_tokens.weight"], "target"),
         ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}}, ["fc.weight"], "drafter"),
         ({"model_type": "qwen3"}, ["model.fc.weight", "model.hidden_norm.weight"], "drafter"),
+        ({"speculators_model_type": "dflash2"}, ["fc.weight"], "drafter"),
         ({"speculators_model_type": "eagle3"}, ["fc.weight", "hidden_norm.weight"], "speculators"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["fc.weight"], "EAGLE"),
         ({"model_type": "llama"}, ["midlayer.self_attn.q_proj.weight"], "EAGLE"),
@@ -137,7 +139,10 @@ def test_roles_are_told_apart(tmp_path, config, names, role):
         if role == wanted:
             require(found)
         else:
-            with pytest.raises(CheckpointError, match=f"expected a (target|DFlash drafter).*{found.source}"):
+            with pytest.raises(
+                CheckpointError,
+                match=f"{found.source} is .*belongs here",
+            ):
                 require(found)
 
 
@@ -161,60 +166,71 @@ def test_tensors_in_any_order_of_the_header_are_read(tmp_path):
         "a": entry([2, 4], 0, 32),
         "__metadata__": {"format": "pt"},
     }
-    assert list(inspect_checkpoint(raw_checkpoint(tmp_path, header)).tensors) == ["b", "empty", "a"]
-
-
-@pytest.mark.parametrize(
-    "header, message",
-    [
-        ({"a": entry([8], 0, 32), "b": entry([8], 0, 32), "c": entry([8], 32, 64)}, "byte 32 .* b begins at byte 0"),
-        ({"a": entry([8], 0, 32), "b": entry([8], 28, 60)}, "b begins at byte 28"),
-        ({"a": entry([8], 0, 32), "b": entry([7], 36, 64)}, "b begins at byte 36"),
-        ({"a": entry([8], 32, 64)}, "byte 0 .* a begins at byte 32"),
-        ({"a": entry([8], 0, 32)}, "tensors up to the end of the data, byte 64, in .*; found the last one to end at byte 32"),
-        ({}, "byte 64, in .*; found the last one to end at byte 0"),
-        ({"a": entry([8], -32, 0), "b": entry([16], 0, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry([8], 64, 32)}, "dtype, shape and offsets of a "),
-        ({"a": entry([-4, -4], 0, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry([16.0], 0, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry([16], 0, 64.0)}, "dtype, shape and offsets of a "),
-        ({"a": entry([True, 16], False, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry("16", 0, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry([16], "0", "64")}, "dtype, shape and offsets of a "),
-        ({"a": entry({"16": 1}, 0, 64)}, "dtype, shape and offsets of a "),
-        ({"a": entry([16], 0, 64, 128)}, "dtype, shape and offsets of a "),
-        ({"a": entry([16], 0, 64, dtype="Q4_0")}, "dtype, shape and offsets of a "),
-        ({"a": entry([16], 0, 64, dtype=["F32"])}, "dtype, shape and offsets of a "),
-        ({"a": 5}, "dtype, shape and offsets of a "),
-        ({"a": entry([8], 0, 64)}, r"32 bytes for a \[8\] F32"),
-    ],
-)
-def test_headers_whose_tensors_do_not_tile_the_data_are_refused(tmp_path, header, message):
-    with pytest.raises(CheckpointError, match=f"expected .*{message}.*Download the file again"):
-        inspect_checkpoint(raw_checkpoint(tmp_path, header))
+    assert sorted(inspect_checkpoint(raw_checkpoint(tmp_path, header)).tensors) == ["a", "b", "empty"]
 
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
+# safetensors' own reader refuses each of them: a reader of ours would be a second opinion about the format.
+DAMAGED = {
+    "two tensors at one place": {"a": entry([8], 0, 32), "b": entry([8], 0, 32), "c": entry([8], 32, 64)},
+    "overlap": {"a": entry([8], 0, 32), "b": entry([8], 28, 60)},
+    "gap": {"a": entry([8], 0, 32), "b": entry([7], 36, 64)},
+    "gap at the beginning": {"a": entry([8], 32, 64)},
+    "data without a tensor": {"a": entry([8], 0, 32)},
+    "no tensor": {},
+    "negative offset": {"a": entry([8], -32, 0), "b": entry([16], 0, 64)},
+    "end before the beginning": {"a": entry([8], 64, 32)},
+    "negative shape": {"a": entry([-4, -4], 0, 64)},
+    "fractional shape": {"a": entry([16.0], 0, 64)},
+    "fractional offset": {"a": entry([16], 0, 64.0)},
+    "true for a number": {"a": entry([True, 16], False, 64)},
+    "text for a shape": {"a": entry("16", 0, 64)},
+    "text for an offset": {"a": entry([16], "0", "64")},
+    "object for a shape": {"a": entry({"16": 1}, 0, 64)},
+    "three offsets": {"a": entry([16], 0, 64, 128)},
+    "unknown type": {"a": entry([16], 0, 64, dtype="Q4_0")},
+    "list for a type": {"a": entry([16], 0, 64, dtype=["F32"])},
+    "number for a tensor": {"a": 5},
+    "more bytes than the shape": {"a": entry([8], 0, 64)},
+    "beyond the file": {"a": entry([32], 0, 128)},
+    "list": [1],
+    "number": 5,
+    "null": None,
+    "200,000 deep": DEEP,
+    "a number of 5,000 digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "bytes": b"\xff{}",
+    "metadata that is no map": {"__metadata__": 5, "a": entry([16], 0, 64)},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_headers_are_refused_with_the_file_and_a_remedy(tmp_path, name):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no whole safetensors file: .*\. Download the file again"):
+        inspect_checkpoint(raw_checkpoint(tmp_path, DAMAGED[name]))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 40, -1])
+def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
+    path = write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((3, 5))})
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no whole safetensors file: .*\. Download the file again"):
+        inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize("dtype, shape", [("F64", [8]), ("F8_E5M2", [64])])
+def test_number_types_that_mlx_does_not_read_are_named(tmp_path, dtype, shape):
+    with pytest.raises(CheckpointError, match=f"a in .*model.safetensors is {dtype}, a number type that MLX does not read"):
+        inspect_checkpoint(raw_checkpoint(tmp_path, {"a": entry(shape, 0, 64, dtype=dtype)}))
 
 
 @pytest.mark.parametrize(
-    "header, message",
-    [
-        ([1], "a safetensors header in .*model.safetensors; found: list where an object belongs"),
-        (5, "a safetensors header in .*model.safetensors; found: int where an object belongs"),
-        (None, "a safetensors header in .*model.safetensors; found: NoneType where an object belongs"),
-        (DEEP, "a safetensors header in .*model.safetensors; found: .*recursion"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "a safetensors header in .*model.safetensors; found: Exceeds the limit"),
-        (b"\xff{}", "a safetensors header in .*model.safetensors; found: .*codec can't decode"),
-        ({"__metadata__": 5, "a": entry([16], 0, 64)}, ".*header in .*; found: __metadata__ that is no map of strings"),
-        ({"a": entry([8], 0, 64, dtype="F64")}, r"number types that MLX reads in .*model.safetensors; found F64 \(a\)"),
-        ({"a": entry([64], 0, 64, dtype="F8_E5M2")}, r"number types that MLX reads in .*model.safetensors; found F8_E5M2 \(a\)"),
-    ],
-    ids=str,
+    "dtype, items",
+    [("BOOL", 64), ("U8", 64), ("F8_E4M3", 64), ("F8_E8M0", 64), ("BF16", 32), ("I32", 16), ("U64", 8)],
 )
-def test_headers_that_are_no_safetensors_header_are_refused(tmp_path, header, message):
-    with pytest.raises(CheckpointError, match=f"expected {message}"):
-        inspect_checkpoint(raw_checkpoint(tmp_path, header))
+def test_a_tensors_bytes_follow_from_its_type_and_shape(tmp_path, dtype, items):
+    found = inspect_checkpoint(raw_checkpoint(tmp_path, {"a": entry([items], 0, 64, dtype=dtype)}))
+    assert found.tensors["a"].nbytes == 64
 
 
 def replace(file, make):
@@ -222,7 +238,7 @@ def replace(file, make):
     make(file)
 
 
-@pytest.mark.parametrize("name, what", [("config.json", "JSON"), ("model.safetensors", "a safetensors header")])
+@pytest.mark.parametrize("name, what", [("config.json", "valid JSON"), ("model.safetensors", "whole safetensors file")])
 @pytest.mark.parametrize(
     "make",
     [lambda f: f.mkdir(), lambda f: os.mkfifo(f), lambda f: f.symlink_to("gone"), lambda f: f.symlink_to(f.name)],
@@ -231,45 +247,50 @@ def replace(file, make):
 def test_files_that_are_no_ordinary_files_are_refused_by_name(tmp_path, name, what, make):
     path = write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((1,))})
     replace(path / name, make)
-    with pytest.raises(CheckpointError, match=f"expected ({what}|{name}|.* checkpoint) .*{name}|{name} .*missing"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} is (no {what}: |a symbolic link)|no readable checkpoint: .*{name}|has no {name}"
+    ):
         inspect_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        (DEEP, "found: .*recursion"),
-        (b'{"a":' * 80 + b"1" + b"}" * 80, "found: values nested more than 64 deep"),
-        (b'{"limit": {"__float__": 5}}', "found: "),
-        (b'{"model_type": "\xff"}', "found: .*codec can't decode"),
-        (b"[]", "found: list where an object belongs"),
+        (DEEP, ".*recursion"),
+        (b'{"a":' * 80 + b"1" + b"}" * 80, "values nested more than 64 deep"),
+        (b'{"limit": {"__float__": 5}}', ""),
+        (b'{"model_type": "\xff"}', ".*codec can't decode"),
+        (b"[]", "list where an object belongs"),
     ],
     ids=["200000 deep", "80 deep", "tag", "bytes", "list"],
 )
 def test_a_config_that_cannot_be_parsed_is_refused(tmp_path, text, message):
     path = write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((1,))})
     (path / "config.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=f"expected JSON in .*config.json; {message}"):
+    with pytest.raises(CheckpointError, match=f"config.json is no valid JSON: {message}"):
         inspect_checkpoint(path)
 
 
 @pytest.mark.parametrize("change", [{"architectures": 5}, {"architectures": [5]}, {"dflash_config": "x"}], ids=str)
 def test_a_config_that_names_no_kind_of_model_is_refused(tmp_path, change):
     path = write_checkpoint(tmp_path, SOME_CONFIG | change, {"a": mx.ones((1,))})
-    with pytest.raises(CheckpointError, match="expected architectures and dflash_config in .*config.json; found: "):
+    with pytest.raises(CheckpointError, match="config.json is no config with architectures and dflash_config: "):
         require_target(inspect_checkpoint(path))
 
 
 @pytest.mark.parametrize(
     "name, message",
-    [("d.safetensors", "d.safetensors; found: no ordinary file"), ("x" * 5000 + ".safetensors", "found: File name too long: x+")],
+    [
+        ("d.safetensors", "d.safetensors is no whole safetensors file: no ordinary file"),
+        ("x" * 5000 + ".safetensors", "File name too long: x+"),
+    ],
     ids=["directory", "long name"],
 )
 def test_an_index_that_names_no_file_is_refused(tmp_path, name, message):
     path = shards(tmp_path)
     (path / "d.safetensors").mkdir()
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t1": name}}))
-    with pytest.raises(CheckpointError, match=f"expected .*{message}") as error:
+    with pytest.raises(CheckpointError, match=message) as error:
         inspect_checkpoint(path)
     assert len(str(error.value)) < 500
 
@@ -287,18 +308,37 @@ def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
     from huggingface_hub import errors as hub
 
     cases = [
-        (hub.GatedRepoError("no", response=response(403)), "it is gated. Accept .*huggingface.co/org/name and set HF_TOKEN"),
-        (hub.RepositoryNotFoundError("no", response=response(404)), "neither, or it is private.*HF_TOKEN"),
-        (hub.RevisionNotFoundError("no", response=response(404)), "expected revision v9 of org/name"),
-        (hub.HfHubHTTPError("no", response=response(401)), "the hub answered 401. .*HF_TOKEN"),
-        (hub.LocalEntryNotFoundError("no"), "in the hub cache or a connection"),
-        (hub.OfflineModeIsEnabled("no"), "in the hub cache or a connection.*HF_HUB_OFFLINE"),
-        (ConnectionError("unreachable"), "from the hub or its cache; found: unreachable"),
+        (
+            hub.GatedRepoError("no", response=response(403)),
+            "org/name is gated: .*huggingface.co/org/name and set HF_TOKEN",
+        ),
+        (hub.RepositoryNotFoundError("no", response=response(404)), "neither a directory here nor .*private.*HF_TOKEN"),
+        (hub.RevisionNotFoundError("no", response=response(404)), "org/name has no revision v9"),
+        (hub.HfHubHTTPError("no", response=response(401)), "no access to org/name .it answered 401.*HF_TOKEN"),
+        (hub.LocalEntryNotFoundError("no"), "is not in the hub cache and the hub cannot be reached"),
+        (hub.OfflineModeIsEnabled("no"), "is not in the hub cache and HF_HUB_OFFLINE is set"),
+        (ConnectionError("unreachable"), "could not be had from the hub or its cache: unreachable"),
     ]
     for error, message in cases:
         hub_answers(monkeypatch, error)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message) as raised:
             inspect_checkpoint("org/name", revision="v9")
+        # one exception, not the frames of the libraries below
+        assert raised.value.__suppress_context__ and raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_while_fetching_is_told_as_that(monkeypatch, wrapped):
+    from huggingface_hub import errors as hub
+
+    error = OSError(errno.ENOSPC, "No space left on device")
+    if wrapped:
+        outer = hub.LocalEntryNotFoundError("no")
+        outer.__cause__ = error
+        error = outer
+    hub_answers(monkeypatch, error)
+    with pytest.raises(CheckpointError, match="the disk of the hub cache .* is full. Free some space .*what was fetched is kept"):
+        inspect_checkpoint("org/name")
 
 
 def test_only_who_set_the_offline_variable_is_told_to_unset_it(monkeypatch):
@@ -307,7 +347,7 @@ def test_only_who_set_the_offline_variable_is_told_to_unset_it(monkeypatch):
     for offline, reason in ((False, "the hub cannot be reached"), (True, "HF_HUB_OFFLINE is set")):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         hub_answers(monkeypatch, hub.LocalEntryNotFoundError("no"))
-        with pytest.raises(CheckpointError, match=f"; {reason} and the cache does not hold it") as raised:
+        with pytest.raises(CheckpointError, match=f"org/name is not in the hub cache and {reason}") as raised:
             inspect_checkpoint("org/name")
         assert ("Unset HF_HUB_OFFLINE" in str(raised.value)) == offline
 
@@ -323,3 +363,40 @@ def test_a_revision_and_no_code_are_asked_of_the_hub(monkeypatch, tmp_path):
     assert inspect_checkpoint("org/name", revision="v2").revision == "v2"
     assert asked["repo"] == "org/name" and asked["revision"] == "v2"
     assert not any(pattern.endswith((".py", ".bin")) for pattern in asked["allow_patterns"])
+
+
+# --- which of several files -------------------------------------------------------------------------------------------
+
+
+def test_a_complete_set_of_shards_beside_a_single_file_is_refused(tmp_path):
+    shards(tmp_path, index=False)
+    write_checkpoint(tmp_path, SOME_CONFIG, {"stray": mx.ones((2, 2))})
+    with pytest.raises(CheckpointError, match="two sets of weights: model.safetensors, and 2 shards .model-00001-of-00002"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_two_complete_sets_of_shards_are_refused(tmp_path):
+    shards(tmp_path, index=False)
+    shards(tmp_path, count=3, index=False)
+    with pytest.raises(CheckpointError, match="shards of 2 sets"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_what_is_left_of_another_download_is_left_alone_and_listed(tmp_path):
+    write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((2, 2))})
+    write_checkpoint(tmp_path, SOME_CONFIG, {"b": mx.ones((2, 2))}, "model-00002-of-00003.safetensors")
+    found = inspect_checkpoint(tmp_path)
+    assert list(found.tensors) == ["a"] and found.ignored == {"model-00002-of-00003.safetensors": "beside model.safetensors"}
+
+
+SIDE_FILES = ["mask_embedding.safetensors", "mask_embedding.npz", "mask_embedding.pt", "extra.bin", "other.gguf", "row.npy"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_side_files_that_are_not_read_are_listed(tmp_path, sharded):
+    path = shards(tmp_path) if sharded else write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((2, 2))})
+    for name in SIDE_FILES:
+        (path / name).write_bytes(b"x")
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "tokenizer.model", "model.imatrix.gguf"):
+        (path / name).write_bytes(b"x")
+    assert sorted(inspect_checkpoint(path).ignored) == sorted(SIDE_FILES)

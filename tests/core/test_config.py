@@ -472,6 +472,31 @@ def test_a_speculators_config_is_flattened():
     assert c.causal == (True, False) and read(SPECULATORS | {"sliding_window_non_causal": True}).causal == (False, False)
 
 
+@pytest.mark.parametrize(
+    "named", [{"speculators_model_type": "dflash2"}, {"speculators_config": {"algorithm": "dflash2"}}], ids=str
+)
+def test_a_dflash_2_drafter_in_speculators_nesting_is_the_flat_one(named):
+    second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 4}
+    nested = DrafterConfig.from_dict(SPECULATORS | {"block_size": 5} | named | second | {"is_causal": False})
+    layer = SPECULATORS["transformer_layer_config"]
+    flat = {
+        **layer,
+        **{k: v for k, v in SPECULATORS.items() if k not in ("transformer_layer_config", "speculators_config")},
+        **second,
+    }
+    del flat["speculators_model_type"]
+    taps = [i - 1 for i in flat.pop("aux_hidden_state_layer_ids")]
+    flat |= {
+        "architectures": ["DFlash2DraftModel"],
+        "target_layer_ids": taps,
+        "is_causal": False,
+        "block_size": nested.block_size,
+    }
+    right = DrafterConfig.from_dict(flat)
+    told = [field for field in vars(right) if field not in ("read_from", "unread")]
+    assert {field: getattr(nested, field) for field in told} == {field: getattr(right, field) for field in told}
+
+
 @pytest.mark.parametrize("key", [*SPECULATORS, "speculators_config__proposal_methods", "block_size", "draft_vocab_size"])
 def test_an_odd_value_in_a_speculators_config_is_taken_or_refused(key):
     for value in ODD:

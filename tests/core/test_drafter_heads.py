@@ -182,7 +182,7 @@ def test_a_stated_embedding_scale_is_applied_once():
     assert mx.array_equal(make(raw, weights, llama)._embed(ids), llama.model.embed_tokens(ids) * 48**0.5)
     own = {**weights, "embed_tokens.weight": mx.ones((83, 48))}
     assert mx.allclose(make(raw, own, gemma)._embed(ids), mx.full((1, 2, 48), 48**0.5))
-    with pytest.raises(PairError, match="scale its embedding by 3, as the drafter's input_embedding_scale says; found 6.9"):
+    with pytest.raises(PairError, match="scales its embedding by 6.9.*; the drafter's input_embedding_scale says 3"):
         make(raw | {"input_embedding_scale": 3.0}, weights, gemma)
 
 
@@ -228,11 +228,11 @@ def test_a_head_that_does_not_fit_its_config_is_refused(fault):
 
 def test_a_head_that_names_tokens_the_target_has_not_is_refused():
     model, (raw, weights) = tiny_target(), published()
-    with pytest.raises(PairError, match=r"names tokens 0\.\.60, the rows of llama's embedding; found 0\.\.69"):
+    with pytest.raises(PairError, match=r"head names tokens 0\.\.69; llama's embedding has rows 0\.\.60"):
         make(raw | {"draft_vocab_size": 70, "vocab_size": 70}, {**weights, "lm_head.weight": mx.zeros((70, H))}, model)
     tensors = reduced(model, weights, [4, 5, 6])
     tensors["d2t"] = mx.array([-1, 0, 99])
-    with pytest.raises(PairError, match=r"found -1\.\.101"):
+    with pytest.raises(PairError, match=r"head names tokens -1\.\.101"):
         make(raw | {"draft_vocab_size": 3}, tensors, model)
 
 
@@ -248,20 +248,20 @@ def test_an_own_embedding_too_short_for_the_target_or_the_mask_is_refused():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"architectures": ["MuseGlimmerAssistantModel"]}, "found MuseGlimmerAssistantModel"),
-        ({"architectures": ["DSparkDraftModel"]}, "found DSparkDraftModel"),
-        ({"architectures": ["KDADraftModel"]}, "found KDADraftModel"),
-        ({"projector_type": "dspark", "markov_rank": 256}, "found projector_type = 'dspark', markov_rank = 256"),
-        ({"projector_type": "domino"}, "found projector_type = 'domino'"),
-        ({"enable_confidence_head": True}, "found enable_confidence_head = True"),
-        ({"sample_from_anchor": True}, "found sample_from_anchor = True"),
-        ({"attention_sink_bias": True}, "found attention_sink_bias = True"),
-        ({"mask_embedding": True}, "found mask_embedding = True"),
+        ({"architectures": ["MuseGlimmerAssistantModel"]}, "has MuseGlimmerAssistantModel"),
+        ({"architectures": ["DSparkDraftModel"]}, "has DSparkDraftModel"),
+        ({"architectures": ["KDADraftModel"]}, "has KDADraftModel"),
+        ({"projector_type": "dspark", "markov_rank": 256}, "has projector_type = 'dspark', markov_rank = 256"),
+        ({"projector_type": "domino"}, "has projector_type = 'domino'"),
+        ({"enable_confidence_head": True}, "has enable_confidence_head = True"),
+        ({"sample_from_anchor": True}, "has sample_from_anchor = True"),
+        ({"attention_sink_bias": True}, "has attention_sink_bias = True"),
+        ({"mask_embedding": True}, "has mask_embedding = True"),
     ],
 )  # fmt: skip
 def test_other_drafters_and_extensions_are_refused_by_name(changes, message):
     model, (raw, weights) = tiny_target(), published()
-    with pytest.raises(ConfigError, match=rf"expected a DFlash drafter \(DFlashDraftModel, DFlash2DraftModel\).*{message}"):
+    with pytest.raises(ConfigError, match=f"{message}, which this version does not run; it runs DFlashDraftModel, "):
         make(raw | changes, weights, model)
 
 

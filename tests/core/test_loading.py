@@ -1,6 +1,7 @@
 """Loading a pair: what is borrowed from the target, in which type, and pairs that do not belong together."""
 
 import json
+import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +11,7 @@ from kit import TINY, flat, grow, ids_of, raw_config, run, tiny_qwen3, tiny_targ
 
 from dflash_mlx import load, load_drafter
 from dflash_mlx.errors import CheckpointError, ConfigError, DFlashError, PairError
-from dflash_mlx.loading import make_drafter
+from dflash_mlx.loading import make_drafter, mask_row_fault
 from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
@@ -159,7 +160,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named():
 
 
 def test_an_unknown_architecture_is_refused_by_name():
-    with pytest.raises(ConfigError, match="found EagleModel, which this version does not run"):
+    with pytest.raises(ConfigError, match="has EagleModel, which this version does not run"):
         pair_with(tiny_target(), raw_config(architectures=["EagleModel"]), {})
 
 
@@ -205,3 +206,65 @@ def test_two_drafters_on_one_target_draft_as_if_alone():
 
 def test_the_targets_vocabulary_is_its_embeddings_rows():
     assert Target(tiny_target()).vocabulary == 61 and Target(tiny_qwen3()).vocabulary == 53
+
+
+# What the files beside the weights, the vocabulary and the mask row tell
+
+
+@pytest.fixture
+def drafter_folder(tmp_path):
+    raw = json.loads((TINY / "drafter" / "config.json").read_text())
+    return save(tmp_path / "drafter", raw, dict(mx.load(str(TINY / "drafter" / "model.safetensors"))))
+
+
+@pytest.mark.parametrize("name", ["mask_embedding.safetensors", "mask_embedding.npz", "mask_embedding.pt"])
+def test_files_beside_the_weights_that_are_not_read_are_named(drafter_folder, pair, name):
+    if name.endswith(".safetensors"):
+        mx.save_safetensors(str(drafter_folder / name), {"mask_embedding": mx.ones((4,))})
+    else:
+        (drafter_folder / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match=f"not read in .*drafter: {name}"):
+        load_drafter(str(drafter_folder), pair[0])
+
+
+def test_files_beside_a_target_that_are_not_read_are_named(tmp_path):
+    for file in (TINY / "target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.warns(UserWarning, match="not read in .*: pytorch_model.bin .not safetensors"):
+        load(str(tmp_path))
+
+
+def test_a_mask_row_of_zeros_is_said():
+    model, raw = tiny_target(), raw_config(mask=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mask_row_fault(pair_with(model, raw)) is None
+    model.model.embed_tokens.weight[7] = 0
+    with pytest.warns(UserWarning, match="row of the mask token 7 is zero"):
+        drafter = pair_with(model, raw)
+    assert "tau stays near 1" in mask_row_fault(drafter)
+
+
+def test_a_vocabulary_of_another_model_is_refused_and_a_padded_one_is_said():
+    with pytest.warns(UserWarning, match="vocab_size 64, llama's embedding has 61 rows: right only where one of them is padded"):
+        pair_with(tiny_target(), raw_config(vocab=64), weights_for(raw_config()))
+    with pytest.raises(PairError, match="drafter's config says vocab_size 32000, llama's embedding has 61 rows"):
+        pair_with(tiny_target(), raw_config(vocab=32000), weights_for(raw_config()))
+
+
+def test_a_drafter_with_a_head_of_its_own_may_have_another_vocabulary():
+    model, raw = tiny_target(), raw_config(vocab=61)
+    weights = weights_for(raw) | {"lm_head.weight": mx.random.normal((61, 24))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair_with(model, raw | {"vocab_size": 64}, weights)
+
+
+@pytest.mark.parametrize("name, meant", [("smolm2", "smollm2"), ("smollm", "smollm2"), ("tinny", "tiny"), ("Smollm2", "smollm2")])
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_typo_of_a_built_in_name_is_one_exception_with_the_right_name(pair, monkeypatch, name, meant, part):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(CheckpointError, match=f"{name} is no built-in pair.*Did you mean {meant}?") as raised:
+        load(name) if part == "target" else load_drafter(name, pair[0])
+    assert raised.value.__cause__ is None and raised.value.__context__ is None

@@ -36,13 +36,11 @@ def test_overflow_in_float16_is_found_at_load_and_its_place_named():
 
     assert made(model, large).fc.weight.dtype == mx.float32
     model.set_dtype(mx.float16)
-    with pytest.raises(
-        PairError, match=r"finite values from the drafter's fc; found NaN or infinity in float16\. Load the target"
-    ):
+    with pytest.raises(PairError, match=r"the drafter's fc gives NaN or infinity in float16\. Load the target"):
         made(model, large)
     made(model)
     model.model.layers[0].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight * 6e4
-    with pytest.raises(PairError, match=r"finite values from layers \[0, 2\] of llama"):
+    with pytest.raises(PairError, match=r"layers \[0, 2\] of llama gives NaN"):
         made(model)
 
 
@@ -64,7 +62,7 @@ def test_memory_is_compared_before_any_weight_is_read(monkeypatch):
     monkeypatch.setattr(loading, "machine_bytes", lambda: needed - 1)
     monkeypatch.setattr(mx, "load", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(
-        CheckpointError, match=r"expected a model that fits; the weights of .* take 0\.0 GB and this machine has 0\.0 GB"
+        CheckpointError, match=r"the model does not fit: the weights of .* take 0\.0 GB and this machine has 0\.0 GB"
     ):
         load("tiny", dtype=mx.float32)
 
