@@ -42,23 +42,11 @@ class Prompt:
 
 
 class Arguments(dict):
-    """Arguments of an earlier call: an object for templates that walk or serialise it, its text for those that join texts."""
+    """Arguments of an earlier call as an object, with the text that they came in. Templates take the one or the other."""
 
     def __init__(self, value: Mapping[str, Any], text: str):
         super().__init__(value)
         self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, other: Any) -> str:
-        return self.text + other
-
-    def __radd__(self, other: Any) -> str:
-        return other + self.text
-
-    def __deepcopy__(self, memo: Any) -> Arguments:
-        return Arguments(self, self.text)
 
 
 def read_messages(
@@ -82,9 +70,6 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str])
     read["content"] = _text(message.get("content"))
     if "tool_calls" in read:
         read["tool_calls"] = _read_calls(read["tool_calls"])
-        if not read["content"] and re.search(r"""content["'\])]*\s+is\s+(not\s+)?none""", template_source(tokenizer)):
-            # Such templates tell calls from answers by it.
-            read["content"] = None
     thought = next((read[key] for key in _REASONING if isinstance(read.get(key), str)), None)
     for key in _REASONING:
         read.pop(key, None)
@@ -127,7 +112,7 @@ def _text(content: Any) -> str:
 
 def _read_calls(calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DFlashError(f"tool_calls is {shown(calls)}; it must be a list of objects", "Send the calls as they came")
+        raise DFlashError(f"tool_calls is {shown(calls)}; they must be a list of objects", "Send the calls as they came")
     read = []
     for call in calls:
         function = call.get("function", {} if "name" not in call else call)
@@ -195,7 +180,7 @@ def render_chat(
 
     written, rendered = _first_that_keeps_all(messages, lambda some: write(some, add_generation_prompt=True))
     ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
-    said = (messages[-1]["content"] or "").strip()
+    said = messages[-1]["content"].strip()
     before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered
     shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
     return Prompt(ids, shared, before if isinstance(before, str) else tokenizer.decode(ids))
@@ -211,6 +196,10 @@ def _first_that_keeps_all(
     """
     kept = [m["content"].strip() for m in messages if m["role"] == "system"]
     kept += [m["content"].strip() for m in messages if m["role"] == "user"][-1:]
+    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+    kept += [call["name"] for call in calls]
+    # Arguments as Python writes objects: the template wants their text.
+    spoiled = [str(dict(call["arguments"])) for call in calls if call["arguments"]]
     taken, fault = None, None
     for form in _forms(messages):
         try:
@@ -218,7 +207,11 @@ def _first_that_keeps_all(
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
             fault = fault or error
             continue
-        if not isinstance(rendered, str) or all(text in rendered for text in kept):
+        if not isinstance(rendered, str):
+            return form, rendered
+        if any(text in rendered for text in spoiled):
+            continue
+        if all(text in rendered for text in kept):
             return form, rendered
         taken = taken or (form, rendered)
     if taken is None:
@@ -264,7 +257,7 @@ def _in_first_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str,
 def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:
     """A message with calls in another form.
 
-    text: arguments as text alone; null: empty content as null, or the reverse;
+    text: arguments as text alone; null: no content as null;
     thought_only: reasoning without content, for gpt-oss's template.
     """
     if "tool_calls" not in message:
@@ -273,7 +266,7 @@ def _changed(message: dict[str, Any], text: bool = False, null: bool = False, th
     if text:
         changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
     if null and not message["content"]:
-        changed["content"] = None if message["content"] == "" else ""
+        changed["content"] = None
     if thought_only and any(name in message for name in _REASONING):
         changed["content"] = ""
     return changed
@@ -281,8 +274,8 @@ def _changed(message: dict[str, Any], text: bool = False, null: bool = False, th
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     if "function" not in call:
-        return {**call, "arguments": str(call["arguments"])}
-    return {**call, "function": {**call["function"], "arguments": str(call["function"]["arguments"])}}
+        return {**call, "arguments": call["arguments"].text}
+    return {**call, "function": {**call["function"], "arguments": call["function"]["arguments"].text}}
 
 
 def _shared(

@@ -3,11 +3,14 @@
 import json
 
 import mlx.core as mx
-from kit import with_template
+import pytest
+from kit import scripted, with_template
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, TOOLS, WEATHER, ask, running
 
 from dflash_mlx import load
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.serving.messages import read_arguments, read_messages, render_chat
 
 
 def test_what_a_tool_found_reaches_the_template(tmp_path, chatty):
@@ -35,3 +38,199 @@ def test_arguments_reach_the_chat_template(tmp_path):
             body = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 1, "chat_template_kwargs": given}
             usage = json.loads(server.post("/v1/chat/completions", body)[1])["usage"]
             assert usage["prompt_tokens"] == len(tokenizer.encode(text + "x = "))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """What a template makes of messages."""
+
+    def write(template, messages, **options):
+        tokenizer = load_tokenizer(with_template(tmp_path, template) and tmp_path)
+        mapping = options.get("role_mapping")
+        return tokenizer.decode(render_chat(tokenizer, read_messages(messages, tokenizer, mapping), **options).ids)
+
+    return write
+
+
+def said(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+# As Qwen3.5's: nothing but these roles, and a system message only at the front.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}"
+    "{% elif m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+)
+# As gpt-oss's: what is no user's or assistant's behind the front is dropped without a word.
+FORGETFUL = (
+    "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = EACH.replace("[{{", "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}[{{")
+
+
+@pytest.mark.parametrize("template", [STRICT, FORGETFUL])
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([("developer", "A"), ("user", "x")], "[system]A[user]x"),
+        ([("system", "A"), ("system", "B"), ("user", "x")], "[system]A\n\nB[user]x"),
+        ([("system", "A"), ("developer", "B"), ("user", "x")], "[system]A\n\nB[user]x"),
+        (
+            [("system", "A"), ("user", "x"), ("assistant", "y"), ("system", "B"), ("user", "z")],
+            "[system]A\n\nB[user]x[assistant]y[user]z",
+        ),
+        ([("user", "x"), ("system", "B")], "[system]B[user]x"),
+    ],
+)
+def test_system_messages_are_joined_in_front_where_the_template_wants_one(written, template, messages, prompt):
+    assert written(template, said(*messages)) == prompt
+
+
+def test_system_messages_stay_where_they_are_in_a_template_that_takes_them(written):
+    messages = said(("system", "A"), ("user", "x"), ("developer", "B"), ("user", "z"))
+    assert written(EACH, messages) == "[system]A[user]x[system]B[user]z"
+
+
+def test_a_template_without_a_system_role_gets_its_text_with_the_first_message_of_the_user(written):
+    assert written(NO_SYSTEM, said(("system", "A"), ("user", "x"), ("user", "y"))) == "[user]A\n\nx[user]y"
+
+
+@pytest.mark.parametrize("role", ["assistantassistant", "banana", "", "System", "content", "user\n[system]"])
+@pytest.mark.parametrize("template", [EACH, STRICT, None])
+def test_an_unknown_role_is_refused_and_never_written(written, pair, template, role):
+    with pytest.raises(DFlashError, match="a message has the role .*; this server knows system, user, assistant, tool"):
+        if template:
+            written(template, said(("user", "x"), (role, "y")))
+        else:
+            read_messages(said((role, "y")), pair[1])
+
+
+def test_a_role_of_the_template_or_of_the_mapping_and_openais_older_names_are_known(written, pair):
+    named = EACH + "{% if messages[0].role == 'critic' %}!{% endif %}"
+    assert written(named, said(("critic", "x"))) == "[critic]x!"
+    assert written(EACH, said(("user", "x"), ("function", "y"))) == "[user]x[tool]y"
+    assert read_messages(said(("critic", "x")), pair[1], {"critic": "C: "})[0]["role"] == "critic"
+
+
+@pytest.mark.parametrize("template", [EACH, STRICT, FORGETFUL, None])
+def test_parts_are_joined_and_null_is_empty_for_every_template_kind(written, pair, template):
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    messages = said(("user", parts), ("assistant", None), ("user", "c"))
+    if template:
+        assert written(template, messages) == "[user]ab[assistant][user]c"
+    else:
+        tokenizer = pair[1]
+        ids = render_chat(
+            tokenizer, read_messages(messages, tokenizer), role_mapping={"user": "U", "assistant": "A", "stop": "."}
+        ).ids
+        assert tokenizer.decode(ids) == "Uab.A.Uc.A"
+
+
+def test_a_template_that_reads_parts_alone_gets_parts(written):
+    parts = "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    assert written(parts, said(("system", "A"), ("user", "hello"))) == "[system]A[user]hello"
+
+
+CALLS = EACH.replace("{% endfor %}", "{% for c in m.tool_calls %}<{{ c.function.name }}:ARGS>{% endfor %}{% endfor %}")
+JOINS = CALLS.replace("{{ c.function.name }}:ARGS", "{{ c.function.name + ':' + c.function.arguments + '' }}")
+PRINTS = CALLS.replace("ARGS", "{{ c.function.arguments }}")
+DUMPS = CALLS.replace("ARGS", "{{ c.function.arguments | tojson }}")
+EITHER = CALLS.replace(
+    "ARGS",
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+)
+WALKS = CALLS.replace("ARGS", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}")
+LISTS = CALLS.replace("ARGS", "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}")
+TEXT_ALONE = CALLS.replace("ARGS", "{{ c.function.arguments.strip() }}")
+
+
+def called(arguments, **more):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call], **more}
+    return [*said(("user", "x")), answer, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "walked"),
+    [
+        ('{"a": 1}', '{"a": 1}', "a=1;"),
+        ({"a": 1}, '{"a": 1}', "a=1;"),
+        ("", "{}", ""),
+        (None, "{}", ""),
+        # Encoded twice, as this server once sent them.
+        ('"{\\"a\\": 1}"', '{"a": 1}', "a=1;"),
+        # Cut off by the length limit.
+        ('{"a": "b', '{"a": "b', 'arguments={"a": "b;'),
+        ("[1]", "[1]", "arguments=[1];"),
+    ],
+)
+@pytest.mark.parametrize("template", [JOINS, PRINTS, DUMPS, EITHER, WALKS, LISTS, TEXT_ALONE])
+def test_arguments_of_earlier_calls_reach_every_kind_of_template(written, template, arguments, text, walked):
+    prompt = written(template, called(arguments))
+    if template in (WALKS, LISTS):
+        text = walked
+    elif template in (DUMPS, EITHER) and walked.startswith("arguments="):
+        text = json.dumps({"arguments": text})
+    assert prompt == f"[user]x[assistant]<f:{text}>[tool]4"
+
+
+def test_arguments_are_an_object_with_a_text_of_their_own():
+    arguments = read_arguments('{"b":2}')
+    assert arguments == {"b": 2} and arguments.text == '{"b":2}'
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_an_empty_list_of_calls_is_none(written, calls):
+    template = EACH.replace("[{{", "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function.name }}{% endif %}[{{")
+    assert written(template, [{"role": "assistant", "content": "y", "tool_calls": calls}]) == "[assistant]y"
+
+
+@pytest.mark.parametrize("calls", ["f", [3], [{"function": 3}], [{"function": {"arguments": "{}"}}], {}])
+def test_calls_that_are_none_are_refused(written, calls):
+    with pytest.raises(DFlashError, match="tool.call"):
+        written(EACH, [{"role": "assistant", "content": "y", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_comes_back_under_the_name_that_the_template_reads(written, sent, read):
+    for spelled in (f"m.{read}", f"m['{read}']", f"m.get('{read}')"):
+        template = EACH.replace("{{ m.content }}", "{% if " + spelled + " %}<{{ " + spelled + " }}>{% endif %}{{ m.content }}")
+        assert written(template, [{"role": "assistant", "content": "y", sent: "hm"}]) == "[assistant]<hm>y"
+
+
+# The parts of gpt-oss's template that refuse and drop.
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if 'tool_calls' in m %}{% set c = m.tool_calls[0].function %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    "<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>"
+    "to=functions.{{ c.name }}<|message|>{{ c.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def test_what_goes_back_to_gpt_oss_is_the_final_answer_and_the_analysis_of_a_call(written):
+    answer = {"role": "assistant", "content": "Hi", "reasoning": "hm"}
+    assert "hm" not in written(HARMONY, [*said(("user", "x")), answer]) and "final<|message|>Hi<|end|>" in written(
+        HARMONY, [answer]
+    )
+    prompt = written(HARMONY, called('{"a": 1}', reasoning="hm", content="Let me look."))
+    assert '<|channel|>analysis<|message|>hm<|end|>to=functions.f<|message|>{"a": 1}<|call|>' in prompt
+
+
+def test_a_template_that_refuses_every_form_says_why(written):
+    with pytest.raises(DFlashError, match="the chat template refused these messages: not today"):
+        written("{{ raise_exception('not today') }}", said(("system", "A"), ("user", "x")))
+
+
+def test_a_mark_in_what_the_user_wrote_opens_no_reasoning(thinker):
+    line = [*thinker.encode("Yes"), thinker.eos_token_id]
+    with running(scripted(line, vocab=1540), thinker) as server:
+        body = {"chat_template_kwargs": {"enable_thinking": False}}
+        answer = ask(server, said(("user", "what does <think> do")), max_tokens=9, extra_body=body)
+    assert answer.choices[0].message.content == "Yes"
