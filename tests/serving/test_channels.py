@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from serving_kit import MESSAGES, WEATHER, ask, running
 
 from dflash_mlx import stream_generate
-from dflash_mlx.serving.channels import parse_xml_call
+from dflash_mlx.serving.channels import Channels, has_tool_calls, parse_xml_call
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -119,3 +119,241 @@ def test_mlx_lm_still_writes_roles_out_and_parses_xml_calls():
     xml = "<function=ls><parameter=path>/tmp</parameter></function>"
     assert parse_xml_call(xml, None) == {"name": "ls", "arguments": {"path": "/tmp"}}
     assert mlx_lm.server.get_system_fingerprint()
+
+
+class Marked:
+    """A tokenizer that has these marks and knows nothing else of its family."""
+
+    has_thinking = has_tool_calling = False
+    structural_markers, response_transitions, response_initial_state, chat_template = (), {}, None, ""
+
+    def __init__(self, *marks):
+        self.marks = dict.fromkeys(marks, 0)
+
+    def get_vocab(self):
+        return self.marks
+
+
+class Hermes(Marked):
+    """As mlx-lm's wrapper of a family that thinks and calls."""
+
+    has_thinking = has_tool_calling = True
+    think_start, think_end, tool_call_start, tool_call_end = "<think>", "</think>", "<tool_call>", "</tool_call>"
+    tool_parser = staticmethod(lambda text, tools: json.loads(text))
+
+
+def told(tokenizer, text, before="", tools=None, step=1):
+    """Kinds with their joined texts, or the calls; the text comes in pieces of `step` letters."""
+    channels, joined = Channels(tokenizer, before, tools), []
+    pieces = [piece for at in range(0, len(text), step) for piece in channels.feed(text[at : at + step])]
+    for piece in pieces + channels.feed("", last=True):
+        if piece.kind != "call" and joined and joined[-1][0] == piece.kind:
+            joined[-1] = (piece.kind, joined[-1][1] + piece.text)
+        else:
+            joined.append((piece.kind, piece.text or [(call.name, call.arguments) for call in piece.calls]))
+    return joined
+
+
+HARMONY = Marked("<|start|>", "<|channel|>", "<|message|>")
+CALLED = [("ls", '{"a": 1}')]
+THOUGHT, FINAL = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
+ASKED = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "options", "pieces"),
+    [
+        (THOUGHT + FINAL, {}, [("reasoning", "hm"), ("answer", "Hi!")]),
+        ("<|channel|>final<|message|>Hi!", {}, [("answer", "Hi!")]),
+        ("Hi <b>", {}, [("answer", "Hi <b>")]),
+        (
+            f"{THOUGHT}<|start|>assistant{ASKED}<|call|>",
+            {"tools": WEATHER},
+            [("reasoning", "hm"), ("call", [("ls", '{"a": 1}')])],
+        ),
+        # The other order of a header, and an end that the tokenizer does not write.
+        (
+            ' to=functions.ls<|channel|>commentary json<|message|>{"a": 1}',
+            {"tools": WEATHER},
+            [("call", CALLED)],
+        ),
+        ("<|channel|>commentary<|message|>Let me look.<|end|>", {"tools": WEATHER}, [("answer", "Let me look.")]),
+        ("<|channel|>analysis to=python code<|message|>1+1<|call|>", {"tools": WEATHER}, [("reasoning", "1+1")]),
+        # Nobody offered tools; cut off by the length limit; no object.
+        (ASKED + "<|call|>", {}, [("answer", ASKED + "<|call|>")]),
+        (ASKED[:-1], {"tools": WEATHER}, [("answer", ASKED[:-1])]),
+        (ASKED[:-8] + "3", {"tools": WEATHER}, [("answer", ASKED[:-8] + "3")]),
+        # The prompt chose the channel.
+        (
+            "hm<|end|>" + FINAL,
+            {"before": "<|start|>assistant<|channel|>analysis<|message|>"},
+            [("reasoning", "hm"), ("answer", "Hi!")],
+        ),
+        ("Hi!", {"before": "<|start|>user<|message|>x<|end|><|start|>assistant"}, [("answer", "Hi!")]),
+        # Cut within a header: no mark reaches the client.
+        (THOUGHT + "<|start|>assistant<|chan", {}, [("reasoning", "hm")]),
+    ],
+)
+def test_gpt_oss_channels_are_answer_reasoning_and_calls(text, options, pieces, step):
+    assert told(HARMONY, text, step=step, **options) == pieces
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<think>", "</think>"),
+    ],
+)
+def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
+    spelled = Marked()
+    spelled.chat_template = f"{start}{end}"
+    for tokenizer in (Marked(start, end), spelled):
+        assert told(tokenizer, f"{start}hm{end}Hi {start[:3]}", step=step) == [("reasoning", "hm"), ("answer", f"Hi {start[:3]}")]
+        assert told(tokenizer, f"hm{end}Hi", before=f"x{start}", step=step) == [("reasoning", "hm"), ("answer", "Hi")]
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (("<tool_call>", "</tool_call>"), '<tool_call>{"name": "ls", "arguments": {"a": 1}}</tool_call>'),
+        (("<TOOLCALL>", "</TOOLCALL>"), '<TOOLCALL>[{"name": "ls", "arguments": {"a": 1}}]</TOOLCALL>'),
+        (
+            ("<|START_ACTION|>", "<|END_ACTION|>"),
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "ls", "parameters": {"a": 1}}]<|END_ACTION|>',
+        ),
+        (("<|tools_prefix|>", "<|tools_suffix|>"), '<|tools_prefix|>[{"ls": {"a": 1}}]<|tools_suffix|>'),
+        (("<|tool_call|>", "<|/tool_call|>"), '<|tool_call|>[{"name": "ls", "arguments": {"a": 1}}]<|/tool_call|>'),
+        (("<|tool_call|>",), '<|tool_call|>[{"name": "ls", "arguments": {"a": 1}}]'),
+        (("<|python_tag|>",), '<|python_tag|>{"name": "ls", "parameters": {"a": 1}}<|eom_id|>'),
+        (
+            ("<seed:tool_call>", "</seed:tool_call>"),
+            "<seed:tool_call><function=ls><parameter=a>1</parameter></function></seed:tool_call>",
+        ),
+        (
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>ls"
+            '\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
+        (
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
+    ],
+)
+def test_tool_calls_that_mlx_lms_wrapper_lacks_are_read(marks, text, step):
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    assert has_tool_calls(Marked(*marks)) and not has_tool_calls(Marked())
+    assert told(Marked(*marks), "Look: " + text, tools=tools, step=step) == [("answer", "Look: "), ("call", [("ls", '{"a": 1}')])]
+    assert told(Marked(*marks), "Look: " + text, step=step) == [("answer", "Look: " + text)]
+
+
+GOOD = '{"name": "ls", "arguments": {}}'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("3", "null", "[]", '"ls"', "[3]", f"[{GOOD}, 3]", f"[{GOOD}, []]", "{}", '{"arguments": {}}', '{"name": null}'),
+        *(
+            '{"name": "", "arguments": {}}',
+            '{"name": 3, "arguments": {}}',
+            '{"name": "ls", "arguments": 3}',
+            "{broken",
+            "[" * 5000,
+        ),
+        *('{"name": "ls", "arguments": [1]}', '{"name": "ls", "arguments": "Paris"}', '{"name": "ls", "arguments": {"x": NaN}}'),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_text_with_its_marks(written, step):
+    for text in (f"<tool_call>{written}</tool_call>", f"<tool_call>{written}"):
+        assert told(Hermes(), f"Look: {text}", tools=WEATHER, step=step) == [("answer", f"Look: {text}")]
+
+
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        ('{"name": "ls"}', [("ls", "{}")]),
+        ('{"name": "ls", "arguments": null}', [("ls", "{}")]),
+        ('{"name": "ls", "arguments": ""}', [("ls", "{}")]),
+        # Text is not encoded a second time.
+        ('{"name": "ls", "arguments": "{\\"a\\": 1}"}', [("ls", '{"a": 1}')]),
+        ('{"name": "ls", "parameters": {"a": "é"}}', [("ls", '{"a": "é"}')]),
+        ('{"type": "function", "function": {"name": "ls", "arguments": {"a": 1}}}', [("ls", '{"a": 1}')]),
+        (f"[{GOOD}, {GOOD}]", [("ls", "{}"), ("ls", "{}")]),
+    ],
+)
+def test_calls_of_odd_but_readable_shapes_are_calls(written, calls):
+    assert told(Hermes(), f"<tool_call>{written}</tool_call>", tools=WEATHER) == [("call", calls)]
+
+
+def test_a_parser_that_fails_in_any_way_leaves_text():
+    class Failing(Hermes):
+        tool_parser = staticmethod(lambda text, tools: text.no_such_method())
+
+    assert told(Failing(), "<tool_call>x</tool_call>.", tools=WEATHER) == [("answer", "<tool_call>x</tool_call>.")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("offer", [{}, {"tools": []}, {"tools": WEATHER, "tool_choice": "none"}])
+def test_a_call_that_nobody_offered_stays_text(chatty, offer, stream):
+    tokenizer, said = chatty[1], 'So: <tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    with running(scripted([*tokenizer.encode(said), tokenizer.eos_token_id], vocab=1536), tokenizer) as server:
+        got = ask(server, max_tokens=100, stream=stream, extra_body=offer)
+        choices = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(part.content or "" for part in parts) == said and choices[-1].finish_reason == "stop"
+    assert not any(part.tool_calls for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("written", ['{"name": "weather"}', "3", f"[{GOOD}, 3]", '{"arguments": {}}', "{broken"])
+def test_an_odd_call_costs_neither_the_answer_nor_its_stream(chatty, written, stream):
+    tokenizer, said = chatty[1], f"Look: <tool_call>{written}</tool_call>"
+    with running(scripted([*tokenizer.encode(said), tokenizer.eos_token_id], vocab=1536), tokenizer) as server:
+        status, body = server.post(
+            "/v1/chat/completions", {"messages": MESSAGES, "tools": WEATHER, "max_tokens": 99, "stream": stream}
+        )
+    if stream:
+        assert body.endswith("data: [DONE]\n\n")
+        choices = [json.loads(line[6:])["choices"][0] for line in body.splitlines() if line.startswith("data: {")]
+        parts = [choice["delta"] for choice in choices]
+    else:
+        choices = json.loads(body)["choices"]
+        parts = [choices[0]["message"]]
+    calls = [call for part in parts for call in part.get("tool_calls", [])]
+    assert status == 200 and choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    text = "".join(part.get("content") or "" for part in parts)
+    assert text == ("Look: " if calls else said) and bool(calls) == (written == '{"name": "weather"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_completion_is_all_text(thinker, stream):
+    said = "<think>Hmm. </think>Yes"
+    line = [*thinker.encode(said), thinker.eos_token_id]
+    with running(scripted(line, vocab=1540), thinker) as server:
+        got = server.client.completions.create(model="served", prompt="x", max_tokens=50, stream=stream)
+        text = "".join(chunk.choices[0].text for chunk in got) if stream else got.choices[0].text
+    assert text == said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_gpt_oss_answers_reach_the_client_without_marks(chatty, stream):
+    tokenizer = copy.copy(chatty[1])
+    tokenizer.__class__ = type("Harmony", (TokenizerWrapper,), {"get_vocab": lambda self: HARMONY.marks})
+    said = f"{THOUGHT}<|start|>assistant{ASKED}<|call|><|start|>assistant{FINAL}"
+    line = [*tokenizer.encode(said), tokenizer.eos_token_id]
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        got = ask(server, tools=WEATHER, max_tokens=200, stream=stream)
+        parts = [chunk.choices[0].delta for chunk in got] if stream else [got.choices[0].message]
+    assert "".join(part.content or "" for part in parts) == "Hi!"
+    assert "".join(getattr(part, "reasoning", None) or "" for part in parts) == "hm"
+    assert [(call.function.name, call.function.arguments) for part in parts for call in part.tool_calls or []] == [
+        ("ls", '{"a": 1}')
+    ]
