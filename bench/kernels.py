@@ -31,7 +31,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.kernels import accept, autotune, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
+from dflash_mlx.kernels import accept, autotune, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax, names
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 2, 4, 8, 16)
@@ -323,11 +323,9 @@ def apart(names: Sequence[str], arguments: list[str], seconds: float, total: flo
     return entries, errors
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # Those without a record first.
-    names = ("block_linear", "block_qmm", "block_attention", "head_argmax", "block_gather_qmm", "accept", "block_qmm_tiles")
-    p.add_argument("--only", nargs="+", choices=names)
+    p.add_argument("--only", nargs="+", choices=names(text=True))
     p.add_argument("--quick", action="store_true", help="rows 1, 4 and 16, and the largest shapes")
     p.add_argument("--seconds", type=float, default=300, help="limit of one process")
     p.add_argument("--total", type=float, help="limit of all; default 120 for --quick, 150 for --generate, else none")
@@ -342,8 +340,13 @@ def main() -> None:
     p.add_argument("--bits", type=int, default=4, help="quantize the pair's target for --generate")
     p.add_argument("--block-size", type=int, nargs="+", help="of --generate, one run each; default 7 and 8")
     p.add_argument("--out", type=Path, help="JSON record; default bench/results/kernels-DEVICE.json")
+    return p
+
+
+def main() -> None:
+    p = parser()
     args = p.parse_args()
-    chosen, args.only = args.only or [], args.only or names
+    chosen, args.only = args.only or [], args.only or names(text=True)
     if args.dtype == "float32":
         # Matrix units multiply 16-bit numbers.
         args.only = [name for name in args.only if name not in ("block_qmm_tiles", "block_linear")]

@@ -1,4 +1,74 @@
 """Kernels of the fused verify step: each file holds one text, its reference in MLX ops, its launch and its contract.
 
 Knows arrays and devices; knows nothing of models' families, caches or the loop. `docs/kernels.md` draws each kernel.
+`REGISTRY` is the only list of them: the names that users give, the tests, the bench and the docs' lists are made from it.
 """
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .launch import Form, Kernel
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One entry of `REGISTRY`. Importing it imports no kernel.
+
+    Args:
+      name: what a user gives in DFLASH_MLX_KERNELS and `--kernels`, and what records call it.
+      module: of `dflash_mlx.kernels`, that holds it; attributes: its kernels there, that which a trial is about first.
+      serves: what it does, in a few words, for lists.
+      on: where it can run: "metal", "cuda".
+      text: whether it is a text of ours; else MLX's own operations put together otherwise.
+    """
+
+    name: str
+    module: str
+    serves: str
+    attributes: tuple[str, ...] = ("KERNEL",)
+    on: tuple[str, ...] = ("metal", "cuda")
+    text: bool = True
+
+    def load(self) -> tuple[Kernel | Form, ...]:
+        """Its kernels: the one that a trial is about, then those that it launches besides."""
+        module = importlib.import_module(f"{__name__}.{self.module}")
+        return tuple(getattr(module, attribute) for attribute in self.attributes)
+
+
+REGISTRY: dict[str, Registered] = {
+    entry.name: entry
+    for entry in (
+        Registered("block_qmm", "block_qmm", "quantized products of 1 to 16 rows"),
+        Registered("block_qmm_tiles", "block_qmm", "quantized products of 1 to 16 rows in matrix units", ("TILES",)),
+        # Only compiled passes ask for it, and these run on CUDA alone so far.
+        Registered("block_linear", "block_linear", "a product with the norm, sum or gate that stands around it", on=("cuda",)),
+        Registered("block_gather_qmm", "block_gather_qmm", "quantized products of chosen experts"),
+        Registered("accept", "accept", "comparing drafts, counting and laying out what is committed"),
+        Registered("head_argmax", "head_argmax", "the head's argmax without logits", ("KERNEL", "REDUCE")),
+        Registered("block_attention", "block_attention", "attention of 1 to 16 rows to a long cache", ("KERNEL", "REDUCE")),
+        Registered("matmul_as_gemv", "small_batch", "float products of 2 to 16 rows", ("PRODUCTS",), ("cuda",), text=False),
+        Registered("gqa_folded_attention", "small_batch", "attention of 2 to 16 rows", ("FOLDED",), ("cuda",), text=False),
+    )
+}
+
+
+def names(on: str | None = None, text: bool | None = None) -> tuple[str, ...]:
+    """Names of all kernels, or of those that can run on "metal" or on "cuda"; only texts of ours, or only MLX's operations.
+
+    README counts `names(on="metal", text=True)`.
+    """
+    entries = REGISTRY.values()
+    return tuple(e.name for e in entries if (on is None or on in e.on) and (text is None or text == e.text))
+
+
+def table() -> str:
+    """The list of `docs/kernels.md`, in Markdown."""
+    rows = [
+        f"| `{e.name}` | {e.serves} | {', '.join(e.on)} | {'own text' if e.text else 'MLX operations'} |"
+        for e in REGISTRY.values()
+    ]
+    return "\n".join(["| name | serves | can run on | made of |", "| --- | --- | --- | --- |", *rows]) + "\n"

@@ -32,14 +32,10 @@ import mlx.core as mx
 
 from ..errors import DFlashError
 from ..machine import JsonCache, cache_directory, switch, system_identity
+from . import REGISTRY, names
 from .launch import Form, Kernel, maker
 
 VARIABLE = "DFLASH_MLX_KERNELS"
-NAMES = (
-    *("block_qmm", "block_qmm_tiles", "block_linear", "block_gather_qmm", "accept", "head_argmax", "block_attention"),
-    # These are MLX's own operations, put together otherwise.
-    *("matmul_as_gemv", "gqa_folded_attention"),
-)
 # Accepted for one release, with a line in the log.
 _OLD_NAMES = {"row_products": "matmul_as_gemv", "folded_attention": "gqa_folded_attention"}
 
@@ -114,13 +110,13 @@ def parse_setting(value: str, source: str = VARIABLE) -> str | frozenset[str]:
     given = [name.strip() for name in value.split(",") if name.strip()]
     if old := [name for name in given if name in _OLD_NAMES]:
         _log.warning("%s: %s", source, "; ".join(f"{name} is now called {_OLD_NAMES[name]}" for name in old))
-    names = frozenset(_OLD_NAMES.get(name, name) for name in given)
-    if unknown := sorted(names - set(NAMES)):
+    asked = frozenset(_OLD_NAMES.get(name, name) for name in given)
+    if unknown := sorted(asked - {*REGISTRY}):
         raise KernelError(
-            f"{source} names {', '.join(unknown)}; it must be off, on, auto or names among {', '.join(NAMES)}",
+            f"{source} names {', '.join(unknown)}; it must be off, on, auto or names among {', '.join(names())}",
             f"Correct {'the variable' if source == VARIABLE else source}",
         )
-    return names
+    return asked
 
 
 def has_gpu() -> bool:
@@ -146,15 +142,15 @@ def may_run() -> bool:
     if ground != _ground:
         _forget()
         _ground = ground
-    return wanted != "off" and _gpu_for(wanted) and not set(NAMES) <= set(_off)
+    return wanted != "off" and _gpu_for(wanted) and any(name not in _off for name in REGISTRY)
 
 
 def _gpu_for(wanted: str | frozenset[str]) -> bool:
     if has_gpu():
         return True
     if isinstance(wanted, frozenset):
-        names = ",".join(sorted(wanted))
-        raise KernelError(f"{VARIABLE} is {names} and MLX finds no GPU here; kernels need one", "Unset it on this machine")
+        asked = ",".join(sorted(wanted))
+        raise KernelError(f"{VARIABLE} is {asked} and MLX finds no GPU here; kernels need one", "Unset it on this machine")
     return False
 
 
@@ -237,8 +233,8 @@ def switch_off(name: str, reason: str) -> None:
 
 def disable_all(reason: str) -> None:
     """All kernels off for the rest of the process: one of those that ran is at fault, and which one is not known."""
-    if set(NAMES) - set(_off):
-        _off.update({name: reason for name in NAMES if name not in _off})
+    if rest := {name: reason for name in REGISTRY if name not in _off}:
+        _off.update(rest)
         _forget()
         _log.warning("all kernels are off: %s", reason)
 

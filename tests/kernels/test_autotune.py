@@ -85,12 +85,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(monkeypatch):
         autotune.setting()
 
 
-def test_every_kernel_can_be_named():
-    named = {m.KERNEL.name for m in (accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax)}
-    forms = {small_batch.PRODUCTS.name, small_batch.FOLDED.name}
-    assert named | {block_qmm.TILES.name} | forms == set(autotune.NAMES)
-
-
 def test_right_and_faster_is_used_and_tried_once(gpu, fresh):
     calls = []
     assert autotune.should_use(KERNEL, "s", trial(calls=calls)) and autotune.should_use(KERNEL, "s", trial(calls=calls))

@@ -166,7 +166,7 @@ def test_a_run_that_dies_is_run_again_in_three_ways_and_each_kernel_alone(monkey
     runs = compare()
     again = processes.asked[6:]
     assert {(j.mode, j.way) for j in again} == {
-        ("on", "traced"), ("on", "without graphs"), ("on", "core dump"), *((name, "") for name in kernels_generate.ALONE)
+        ("on", "traced"), ("on", "without graphs"), ("on", "core dump"), *((name, "") for name in kernels_generate.alone_names())
     }  # fmt: skip
     assert {j.setting for j in again} == {"7 rows"}  # of the two that died, one
     assert runs["on, 7 rows"]["error"] == "exit -6: warning | cudaGetLastError() failed" and runs["on, 7 rows"]["tokens"] == 9

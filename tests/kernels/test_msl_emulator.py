@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from emulator import CompileFault, KernelFault
 
+from dflash_mlx.kernels import REGISTRY
+
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
 
 THREADS = 64
@@ -283,18 +285,9 @@ def test_every_metal_file_for_xcrun_is_written():
     import metal_text
 
     texts = metal_text.collect()
-    assert {n.rstrip("0123456789_") for n in texts} == {
-        f"dflash_{n}"
-        for n in (
-            "accept",
-            "block_qmm",
-            "block_qmm_tiles",
-            *(f"block_linear{form}" for form in metal_text.LINEAR),
-            "block_gather_qmm",
-            "head_argmax",
-            "head_argmax_reduce",
-            "block_attention",
-            "block_attention_reduce",
-        )
-    }
+    loaded = [
+        kernel.name for entry in REGISTRY.values() if entry.text and entry.name != "block_linear" for kernel in entry.load()
+    ]
+    forms = [f"block_linear{form}" for form in metal_text.LINEAR]
+    assert {n.rstrip("0123456789_") for n in texts} == {f"dflash_{n}" for n in (*loaded, *forms)}
     assert all(text.count("[[kernel]]") == (2 if "template <" in text else 1) for text in texts.values())

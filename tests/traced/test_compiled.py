@@ -19,7 +19,7 @@ import dflash_mlx
 from dflash_mlx import generation, make_prompt_cache, traced
 from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.draft_length.policy import FixedDraftLength
-from dflash_mlx.kernels import autotune
+from dflash_mlx.kernels import REGISTRY, autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
@@ -762,7 +762,7 @@ def test_where_a_head_is_at_fault_compiled_passes_are_not(monkeypatch):
     ours.check([sound])
     with pytest.raises(NotFiniteError):
         ours.check([infinite], head=True)
-    assert set(autotune._off) == set(autotune.NAMES) and not ours.accelerator.refused
+    assert set(autotune._off) == set(REGISTRY) and not ours.accelerator.refused
     monkeypatch.setattr(autotune, "_off", {})
     for refused, off in ((True, False), (True, True)):
         with pytest.raises(NotFiniteError):

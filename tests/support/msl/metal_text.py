@@ -9,12 +9,14 @@ The texts are the launchers' own, caught on their way to `mx.fast.metal_kernel`:
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 from emulator import ATTRIBUTES, CONSTANT_BELOW, TYPES
 
+from dflash_mlx.kernels import names
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
@@ -66,34 +68,28 @@ def collect() -> dict[str, str]:
 
     before, mx.fast.metal_kernel = mx.fast.metal_kernel, metal_kernel
     try:
-        for dtype in (mx.float32, mx.float16, mx.bfloat16):
-            x = mx.zeros((16, 256), dtype=dtype)
-            for bits in (4, 8):
-                w = mx.quantize(mx.zeros((64, 256), dtype=dtype), group_size=64, bits=bits)
-                for rows in (1, 2, 4, 8, 16):
-                    block_qmm_kernel(x[:rows], *w, 64, bits)
-                    if dtype in TILE_TYPES:
-                        block_qmm_tiles_kernel(x[:rows], *w, 64, bits)
-                        linear(x[:rows], Weights(*w, 64, bits))
-                experts = [a.reshape(4, 16, -1) for a in w]
-                for pairs in (2, 16):
-                    block_gather_qmm_kernel(x[:2], *experts, mx.zeros((pairs,), dtype=mx.uint32), 64, bits)
-                head_argmax_kernel(x, *w, 64, bits)
-                head_argmax_kernel(x[:1], *w, 64, bits, softcap=30.0, logit_bias=mx.zeros((64,), dtype=dtype))
-            if dtype in TILE_TYPES:
-                linear(x, Weights(mx.zeros((64, 256), dtype=dtype)))
-            head_argmax_kernel(x, x)
-            for d, hq, hk in ((64, 64, 8), (128, 32, 8), (256, 24, 4)):
-                if d * dtype.size <= 512:
-                    q, kv = mx.zeros((1, hq, 16, d), dtype=dtype), mx.zeros((1, hk, 64, d), dtype=dtype)
-                    block_attention_kernel(q, kv, kv, 0.1)
-                    block_attention_kernel(q[:, :, :1], kv, kv, 0.1, window=32, sinks=mx.zeros((hq,), dtype=dtype))
-                    block_attention_kernel(q, kv, kv, 0.1, causal=False)
-        for n in (3, 15):
-            accept_kernel(mx.zeros((1, n), dtype=mx.int32), mx.zeros((1, n + 1), dtype=mx.int32))
+        for name in names(text=True):
+            EXAMPLES[name]()
     finally:
         mx.fast.metal_kernel = before
     return texts
+
+
+def products(launch, types=(mx.float32, mx.float16, mx.bfloat16)):
+    for dtype, bits, rows in itertools.product(types, (4, 8), (1, 2, 4, 8, 16)):
+        launch(mx.zeros((rows, 256), dtype=dtype), *quantized(dtype, bits), 64, bits)
+
+
+def quantized(dtype: mx.Dtype, bits: int) -> list[mx.array]:
+    return mx.quantize(mx.zeros((64, 256), dtype=dtype), group_size=64, bits=bits)
+
+
+def every_linear() -> None:
+    for dtype in TILE_TYPES:
+        x = mx.zeros((16, 256), dtype=dtype)
+        for bits, rows in itertools.product((4, 8), (1, 2, 4, 8, 16)):
+            linear(x[:rows], Weights(*quantized(dtype, bits), 64, bits))
+        linear(x, Weights(mx.zeros((64, 256), dtype=dtype)))
 
 
 def linear(x: mx.array, w: Weights) -> None:
@@ -103,6 +99,48 @@ def linear(x: mx.array, w: Weights) -> None:
         given = (mx.zeros((x.shape[1],), dtype=x.dtype), 1e-6) if norm else None
         added = mx.zeros((x.shape[0], n // 2 if gated else n), dtype=x.dtype) if residual else None
         block_linear_kernel(x, w, given, added, bool(gated))
+
+
+def every_gather() -> None:
+    for dtype, bits, pairs in itertools.product((mx.float32, mx.float16, mx.bfloat16), (4, 8), (2, 16)):
+        experts = [a.reshape(4, 16, -1) for a in quantized(dtype, bits)]
+        block_gather_qmm_kernel(mx.zeros((2, 256), dtype=dtype), *experts, mx.zeros((pairs,), dtype=mx.uint32), 64, bits)
+
+
+def every_head() -> None:
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        x = mx.zeros((16, 256), dtype=dtype)
+        for bits in (4, 8):
+            w = quantized(dtype, bits)
+            head_argmax_kernel(x, *w, 64, bits)
+            head_argmax_kernel(x[:1], *w, 64, bits, softcap=30.0, logit_bias=mx.zeros((64,), dtype=dtype))
+        head_argmax_kernel(x, x)
+
+
+def every_attention() -> None:
+    for dtype, (d, hq, hk) in itertools.product((mx.float32, mx.float16, mx.bfloat16), ((64, 64, 8), (128, 32, 8), (256, 24, 4))):
+        if d * dtype.size <= 512:
+            q, kv = mx.zeros((1, hq, 16, d), dtype=dtype), mx.zeros((1, hk, 64, d), dtype=dtype)
+            block_attention_kernel(q, kv, kv, 0.1)
+            block_attention_kernel(q[:, :, :1], kv, kv, 0.1, window=32, sinks=mx.zeros((hq,), dtype=dtype))
+            block_attention_kernel(q, kv, kv, 0.1, causal=False)
+
+
+def every_accept() -> None:
+    for n in (3, 15):
+        accept_kernel(mx.zeros((1, n), dtype=mx.int32), mx.zeros((1, n + 1), dtype=mx.int32))
+
+
+# What launches each registered kernel at types and shapes that make different texts.
+EXAMPLES = {
+    "block_qmm": lambda: products(block_qmm_kernel),
+    "block_qmm_tiles": lambda: products(block_qmm_tiles_kernel, TILE_TYPES),
+    "block_linear": every_linear,
+    "block_gather_qmm": every_gather,
+    "head_argmax": every_head,
+    "block_attention": every_attention,
+    "accept": every_accept,
+}
 
 
 def main() -> None:
