@@ -15,8 +15,9 @@ import mlx.nn as nn
 
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
+from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.config import DrafterConfig
-from dflash_mlx.models.drafter import Drafter, build_drafter
+from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.version import __version__
 
 from .finite import is_finite

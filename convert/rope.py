@@ -8,63 +8,17 @@ Source: transformers 5, modeling_rope_utils.py; arXiv 2309.00071 (YaRN); arXiv 2
 """
 
 import math
-from dataclasses import dataclass
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.errors import ConfigError
+from dflash_mlx.models.rope import ExactRoPE, Frequencies, longrope, plain_inverse, yarn
 
 from .configs import TargetConfig, rope_for_layer_type
 
 # float32 tables agree to about 1e-6; a wrong base, factor or ramp differs by far more
 _RELATIVE_TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Frequencies:
-    """inverse: [dims / 2] float64 turns per position; scale multiplies q and k; beyond `threshold` positions use `long`."""
-
-    inverse: np.ndarray
-    scale: float = 1.0
-    long: np.ndarray | None = None
-    threshold: int = 0
-
-
-class ExactRoPE(nn.Module):
-    """RoPE with given frequencies, where mlx-lm's own module computes others.
-
-    Shapes:
-      - x: [..., S, head_dim]; the first `dims` of the last axis are rotated
-    """
-
-    def __init__(self, dims: int, frequencies: Frequencies, traditional: bool):
-        super().__init__()
-        self.dims = dims
-        self.traditional = traditional
-        self.scale = frequencies.scale
-        self.threshold = frequencies.threshold
-        # mx.fast.rope takes periods: the reciprocal of the inverse frequencies
-        self._freqs = _periods(frequencies.inverse)
-        self._long_freqs = None if frequencies.long is None else _periods(frequencies.long)
-
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        freqs = self._freqs
-        if self._long_freqs is not None:
-            beyond = offset + x.shape[-2] > self.threshold
-            if isinstance(beyond, mx.array):
-                freqs = mx.where(mx.any(beyond), self._long_freqs, self._freqs)
-            elif beyond:
-                freqs = self._long_freqs
-        if self.scale != 1.0:
-            x = x.at[..., : self.dims].multiply(self.scale)
-        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs)
-
-
-def _periods(inverse: np.ndarray) -> mx.array:
-    with np.errstate(divide="ignore"):
-        return mx.array((1.0 / inverse).astype(np.float32))
 
 
 def correct_rope(model: nn.Module, target: TargetConfig) -> list[str]:
@@ -174,8 +128,7 @@ def expected_frequencies(rope: dict, dims: int, target: TargetConfig, layer: int
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = float(rope["rope_theta"])
-    exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
-    plain = 1.0 / np.power(base, exponents)
+    plain = plain_inverse(base, dims)
     if kind in ("default", "mrope", "axial", "dynamic"):
         # dynamic scaling equals the default up to max_position_embeddings; mlx-lm's module handles what lies beyond
         return Frequencies(plain)
@@ -183,10 +136,12 @@ def expected_frequencies(rope: dict, dims: int, target: TargetConfig, layer: int
         return Frequencies(plain / float(rope["factor"]))
     if kind == "llama3":
         return Frequencies(_llama3(plain, rope))
+    longest = target.text.get("max_position_embeddings")
     if kind in ("yarn", "deepseek_yarn"):
-        return _yarn(plain, base, dims, rope, target)
+        return yarn(base, dims, rope, longest)
     if kind in ("longrope", "su"):
-        return _longrope(plain, rope, target)
+        original = rope.get("original_max_position_embeddings") or target.text.get("original_max_position_embeddings")
+        return longrope(base, dims, {**rope, "original_max_position_embeddings": original}, longest)
     if kind == "proportional":
         head_dim = target.head_dims[layer] if target.head_dims else dims
         rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
@@ -208,44 +163,3 @@ def _llama3(plain: np.ndarray, rope: dict) -> np.ndarray:
     scaled = np.where(wavelengths > context / low, plain / factor, plain)
     medium = (wavelengths <= context / low) & (wavelengths >= context / high)
     return np.where(medium, blended, scaled)
-
-
-def _magnitude(factor: float, mscale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _yarn(plain: np.ndarray, base: float, dims: int, rope: dict, target: TargetConfig) -> Frequencies:
-    context = float(rope.get("original_max_position_embeddings") or target.text["max_position_embeddings"])
-    factor = float(rope.get("factor") or target.text["max_position_embeddings"] / context)
-    scale = rope.get("attention_factor")
-    if scale is None:
-        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        scale = _magnitude(factor, mscale) / _magnitude(factor, mscale_all) if mscale and mscale_all else _magnitude(factor)
-
-    def dimension_of(rotations: float) -> float:
-        return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = dimension_of(rope.get("beta_fast") or 32), dimension_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    if low == high:
-        high += 0.001
-    ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
-    return Frequencies(plain / factor * ramp + plain * (1 - ramp), float(scale))
-
-
-def _longrope(plain: np.ndarray, rope: dict, target: TargetConfig) -> Frequencies:
-    longest = float(target.text["max_position_embeddings"])
-    original = rope.get("original_max_position_embeddings") or target.text.get("original_max_position_embeddings")
-    context = float(original or longest)
-    factor = rope.get("factor") or longest / context
-    scale = rope.get("attention_factor")
-    if scale is None:
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-    return Frequencies(
-        plain / np.array(rope["short_factor"], dtype=np.float64),
-        float(scale),
-        long=plain / np.array(rope["long_factor"], dtype=np.float64),
-        threshold=int(context),
-    )

@@ -19,8 +19,9 @@ import mlx.nn as nn
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .machine import machine_bytes
+from .models.architectures import ARCHITECTURES, build_drafter
 from .models.config import DrafterConfig
-from .models.drafter import ARCHITECTURES, Drafter, build_drafter, finish_head
+from .models.drafter import Drafter, finish_head
 from .models.target import Target
 from .pairs.builtin import BUILTIN_PAIRS, builtin_path
 from .pairs.published import stated_thinking

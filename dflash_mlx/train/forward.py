@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..models.drafter import Attention, Drafter, LongRoPE
+from ..models.drafter import Attention, Drafter
 
 
 def context_mask(anchors: mx.array, S: int, K: int, window: int | None) -> mx.array:
@@ -88,7 +88,7 @@ def block_hidden(
     Returns: [B, A, K, H] after the final norm; slot k stands for position anchor + k.
     """
     (B, A), K = anchors.shape, block_size
-    assert not any(isinstance(layer.self_attn.rope, LongRoPE) for layer in drafter.layers), "LongRoPE takes one offset"
+    assert all(rope.kind != "longrope" for rope in drafter.config.ropes), "LongRoPE takes one offset"
     first = mx.take_along_axis(ids, anchors, axis=1).reshape(B * A, 1)
     masks = mx.full((B * A, K - 1), drafter.config.mask_token_id, dtype=mx.int32)
     h = drafter._embed(mx.concatenate([first.astype(mx.int32), masks], axis=1)).astype(drafter.norm.weight.dtype)

@@ -5,8 +5,9 @@ A row holds what is stated of it (None: not stated, a small number stands in), i
 
 import pytest
 
+from dflash_mlx.models.architectures import ARCHITECTURES
 from dflash_mlx.models.config import DrafterConfig
-from dflash_mlx.models.drafter import ARCHITECTURES, YarnRoPE, make_rope
+from dflash_mlx.models.rope import ExactRoPE, make_rope
 
 S, F = "sliding_attention", "full_attention"
 ALL = object()
@@ -151,7 +152,7 @@ def test_kimis_yarn_and_gemmas_scales_are_read():
     assert c.ropes[0].parameters == {"factor": 64.0, "mscale": 1.0, "original_max_position_embeddings": 4096}
     rope = make_rope(c.ropes[0], c.max_position_embeddings)
     # 0.1 ln 64 + 1: mscale alone has no divisor.
-    assert isinstance(rope, YarnRoPE) and abs(rope.scale - 1.4158883) < 1e-6
+    assert isinstance(rope, ExactRoPE) and abs(rope.scale - 1.4158883) < 1e-6
     c = DrafterConfig.from_dict(written("Gemma-4 31B"))
     assert (c.final_logit_softcapping, c.input_embedding_scale) == (30.0, 73.3)
 

@@ -17,9 +17,11 @@ from mlx.utils import tree_unflatten
 
 from dflash_mlx.errors import CheckpointError, ConfigError, PairError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models import drafter as drafter_module
+from dflash_mlx.models import dflash2
+from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.config import DrafterConfig
-from dflash_mlx.models.drafter import CandidateSelector, build_drafter, finish_head
+from dflash_mlx.models.dflash2 import CandidateSelector
+from dflash_mlx.models.drafter import finish_head
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
 
@@ -401,16 +403,14 @@ def test_the_loops_drafted_ids_are_numpys_without_caches(pair, name):
 
 FAULTS = {
     "after-convolution made from its own input": (
-        (drafter_module.ConvolutionLayer, "sublayers", "h + DynamicConvolution.convolve(x, after)", "h + x"),
+        (dflash2.ConvolutionLayer, "sublayers", "h + DynamicConvolution.convolve(x, after)", "h + x"),
     ),
-    "sides swapped": (
-        (drafter_module.ConvolutionLayer, "sublayers", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),
-    ),
+    "sides swapped": ((dflash2.ConvolutionLayer, "sublayers", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),),
     "taps reversed": (
-        (drafter_module.DynamicConvolution, "kernels", "return self.base_kernel[:", "return self.base_kernel[:, ::-1][:"),
+        (dflash2.DynamicConvolution, "kernels", "return self.base_kernel[:", "return self.base_kernel[:, ::-1][:"),
     ),
     "rows wrap round": (
-        (drafter_module.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
+        (dflash2.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
     ),
     "codebooks swapped": (
         (CandidateSelector, "_scores", "query = self.predecessor_codebook", "query = self.successor_codebook"),

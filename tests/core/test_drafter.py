@@ -10,7 +10,8 @@ from kit import flat, raw_config, tiny_drafter, tiny_target
 from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx.models.config import DrafterConfig
-from dflash_mlx.models.drafter import Drafter, block_mask, make_rope
+from dflash_mlx.models.drafter import Drafter, block_mask
+from dflash_mlx.models.rope import make_rope
 from dflash_mlx.rollback import append_window
 
 D, POSITIONS = 16, (0, 100, 5000)

@@ -1,0 +1,35 @@
+"""Which drafter each architecture name of a config.json builds. A new variant is one class and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import DrafterConfig
+from .dflash2 import DFlash2Drafter
+from .drafter import Drafter
+
+# Architecture as config.json names it: what builds it. Any other is refused by name.
+ARCHITECTURES: dict[str, type[Drafter]] = {
+    "DFlashDraftModel": Drafter,
+    "DFlash2DraftModel": DFlash2Drafter,
+    "": Drafter,
+}
+
+
+def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) -> Drafter:
+    """A drafter without its weights, with an embedding, a head and a map of its own where the checkpoint holds them.
+
+    Args:
+      shapes: the checkpoint's tensors by bare name; of quantized ones the packed shape.
+    """
+    drafter = ARCHITECTURES[config.architecture](config)
+    if "embed_tokens.weight" in shapes:
+        drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)
+    if "lm_head.weight" in shapes:
+        drafter.lm_head = nn.Linear(config.hidden_size, shapes["lm_head.weight"][0], bias=False)
+    if "d2t" in shapes:
+        drafter.d2t = mx.zeros((config.draft_vocab_size or shapes["d2t"][0],), dtype=mx.int32)
+    return drafter
