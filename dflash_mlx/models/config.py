@@ -112,6 +112,11 @@ _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_q
 _ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
     "MuseGlimmerAssistantModel": {"is_causal": False, "all_sliding": True},
 }
+# The architecture that a model type says where `architectures` is missing. A stock drafter's sliding layers would be causal.
+_ARCHITECTURE_OF = {"muse_glimmer_assistant": "MuseGlimmerAssistantModel"}
+# Their authors' class rotates like Qwen3's: whole heads, whatever `partial_rotary_factor` says. Configs inherit that
+# key (0.25, say) from their targets, and the weights were trained without it.
+_WHOLE_HEADS = ("", "DFlashDraftModel", "DFlash2DraftModel")
 _MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
 }
@@ -157,7 +162,9 @@ class DrafterConfig:
 
     `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor. Per layer:
     `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
-    `read_from` maps a field to the key it was read from; `unread`: keys of dflash_config that nothing here reads.
+    `read_from` maps a field to the key it was read from; `unread`: keys that concern a drafter and that nothing here reads, such
+    as `runtime_block_size` (a server's own limit: here `block_size=` or the draft-length policy says how much is drafted) and,
+    for the published architectures, `partial_rotary_factor`.
     """
 
     architecture: str
@@ -211,7 +218,7 @@ class _Reader:
         self.faults: list[str] = []
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{where}: expected a JSON object; found {type(raw).__name__}. Use a drafter's config.json.")
+            raise ConfigError(f"{where} holds a {type(raw).__name__}; it must hold a JSON object", "Use a drafter's config.json")
         raw = self.raw = _flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
@@ -221,7 +228,8 @@ class _Reader:
         first = architectures[0] if isinstance(architectures, (list, tuple)) else architectures
         if not isinstance(first, str):
             self.faults.append(f"architectures = {architectures!r} must be a list of names")
-        self.architecture = str(first)
+        self.architecture = str(first) or _ARCHITECTURE_OF.get(str(raw.get("model_type")), "")
+        self.ignored: list[str] = []
         self.defaults = {
             **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
             **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
@@ -330,7 +338,10 @@ class _Reader:
 
     def _unread(self) -> tuple[str, ...]:
         known = {path for paths in (*_SPELLINGS.values(), *_CAUSAL_KEYS) for path in paths}
-        return tuple(key for key in self.raw.get("dflash_config") or {} if f"dflash_config.{key}" not in known)
+        nested = [key for key in self.raw.get("dflash_config") or {} if f"dflash_config.{key}" not in known]
+        # Of the top level, which repeats much of a target's config, those that can only concern the drafter.
+        top = [key for key in self.raw if key not in known and ("block_size" in str(key) or str(key).startswith("dflash_"))]
+        return tuple(dict.fromkeys([*nested, *(key for key in top if key != "dflash_config"), *self.ignored]))
 
     def _check_block(self, got: dict[str, Any]) -> None:
         block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]
@@ -463,7 +474,7 @@ class _Reader:
         if not _is_positive(partial) or partial > 1:
             odd.append(f"partial_rotary_factor = {partial!r}")
         if odd:
-            self.faults.append(f"RoPE kind {kind!r} has {', '.join(odd)}: expected positive numbers, a part of at most 1")
+            self.faults.append(f"RoPE kind {kind!r} has {', '.join(odd)}: these must be positive numbers, a part at most 1")
             return None
         if kind == "yarn":
             original = parameters.setdefault("original_max_position_embeddings", got["max_position_embeddings"])
@@ -475,6 +486,10 @@ class _Reader:
         elif kind in ("dynamic", "longrope") and not got["max_position_embeddings"]:
             self.faults.append(f"RoPE kind {kind!r} needs max_position_embeddings")
             return None
+        if partial != 1 and kind == "default" and self.architecture in _WHOLE_HEADS:
+            # With another kind the authors' class cannot run a part at all, so such a config means what it says.
+            self.ignored.append("partial_rotary_factor")
+            partial = 1.0
         dims = int((head_dim or 0) * partial)
         if dims % 2 or dims < 1:
             if head_dim:
@@ -489,7 +504,7 @@ class _Reader:
         for key in ("short_factor", "long_factor") if kind == "longrope" else ():
             factors = parameters[key]
             if not isinstance(factors, (list, tuple)) or len(factors) != dims // 2 or not all(map(_is_positive, factors)):
-                self.faults.append(f"RoPE kind 'longrope' has {key} = {factors!r}: expected {dims // 2} positive numbers")
+                self.faults.append(f"RoPE kind 'longrope' has {key} = {factors!r}: it must be {dims // 2} positive numbers")
                 return None
         traditional = got["rope_is_neox_style"] is False
         return RopeConfig(float(thetas[0][1]), dims, kind, parameters, traditional)

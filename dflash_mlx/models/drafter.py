@@ -81,9 +81,9 @@ class Attention(nn.Module):
         Returns: [B, K, H]. The cache then holds context rows only: block keys and values serve this pass alone.
         """
         B, K, _ = x.shape
-        # A trace's place is an array, and its keys are a buffer, of which not all is seen (see `compiled`).
-        traced = hasattr(cache, "attend")
-        end = cache.block_offset if traced else start + context.shape[1]
+        # An accelerator's place is an array, and its keys are a buffer, of which not all is seen.
+        buffered = hasattr(cache, "attend")
+        end = cache.block_offset if buffered else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
         k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
@@ -100,7 +100,7 @@ class Attention(nn.Module):
             v = mx.concatenate([values, v[:, :, new:]], axis=2)
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
-        if traced:
+        if buffered:
             out = cache.attend(q, k, v, self.scale, self.causal)
         else:
             mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
@@ -168,7 +168,7 @@ class Drafter(nn.Module):
         self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
-        # Runs `mask_rows` in this drafter's place where it can: see `traced`.
+        # Runs `mask_rows` in this drafter's place where it can; the pair gives it.
         self.accelerator: Any = None
         # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
         self.stated_thinking: tuple[bool, str] | None = None
@@ -337,8 +337,8 @@ def finish_head(
             scale = None
         elif abs(has - 1) >= 0.02:
             raise PairError(
-                f"expected {whose} to scale its logits by {scale:g}, as the drafter's {config.read_from['output_multiplier']} "
-                f"says; found {has:.3g}. Use the drafter trained for this target."
+                f"{whose} scales its logits by {has:.3g}; the drafter's {config.read_from['output_multiplier']} says {scale:g}",
+                "Use the drafter trained for this target",
             )
     if cap and size(head, 256) < 0.9 * 256 * size(head, 1):
         cap = None

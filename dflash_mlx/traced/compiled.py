@@ -48,7 +48,8 @@ from ..kernels import autotune, block_linear
 from ..kernels.routing import BufferMask, Dense, kernel_calls
 from ..kernels.small_batch import folded_mask, gqa_folded_attention_plan
 from ..models.drafter import Drafter
-from ..models.target import Target, family, intercept
+from ..models.intercept import intercept
+from ..models.target import Target, family
 from ..rollback import RollbackPoint
 from . import accelerate
 from .fusion import Call, fused_linears

@@ -202,9 +202,13 @@ ROPES = {
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeConfig(1e4, 8, "dynamic", {"factor": 2.0})),
     "partial, nested": (
         {"rope_theta": ..., "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        RopeConfig(1e4, 4),
+        RopeConfig(1e4, 8),
     ),
-    "partial, top level": ({"partial_rotary_factor": 0.5}, RopeConfig(1e4, 4)),
+    "partial, top level": ({"partial_rotary_factor": 0.5}, RopeConfig(1e4, 8)),
+    "partial, of another kind": (
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        RopeConfig(1e4, 4, "linear", {"factor": 2.0}),
+    ),
     "pairs": ({"is_neox_style": False}, RopeConfig(1e4, 8, traditional=True)),
     "pairs, other spelling": ({"rope_is_neox_style": False}, RopeConfig(1e4, 8, traditional=True)),
     "halves said": ({"is_neox_style": True}, RopeConfig(1e4, 8)),
@@ -290,7 +294,7 @@ REFUSED = {
         "RoPE kind 'llama3' needs low_freq_factor, high_freq_factor",
     ),
     "rope of an odd part": (
-        {"partial_rotary_factor": 0.4},
+        {"partial_rotary_factor": 0.4, "rope_scaling": {"type": "linear", "factor": 2.0}},
         "RoPE rotates pairs: head_dim = 8 times partial_rotary_factor = 0.4 is 3",
     ),
     "llama3 without a middle": (
@@ -314,7 +318,7 @@ REFUSED = {
                 "original_max_position_embeddings": 64,
             }
         },
-        "RoPE kind 'longrope' has long_factor = [1.0, 1.0, 1.0]: expected 4 positive numbers",
+        "RoPE kind 'longrope' has long_factor = [1.0, 1.0, 1.0]: it must be 4 positive numbers",
     ),
     "linear without factor": ({"rope_scaling": {"type": "linear"}}, "RoPE kind 'linear' needs factor"),
     "rope as a list": ({"rope_scaling": [1]}, "rope_scaling = [1] must be an object"),
@@ -391,7 +395,7 @@ def test_all_faults_are_in_one_message():
 
 
 def test_a_config_that_is_no_object_is_refused():
-    assert "expected a JSON object; found list" in refusal([1, 2])
+    assert "holds a list; it must hold a JSON object" in refusal([1, 2])
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "qwen3"}, {"architectures": "DFlashDraftModel"}, {"architectures": []}])
@@ -446,8 +450,11 @@ def test_an_odd_value_of_a_key_is_taken_or_refused_and_never_another_error(key):
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "RoPE kind 'linear' has factor = '4': expected positive numbers"),
-        ({"partial_rotary_factor": 1.5}, "has partial_rotary_factor = 1.5: expected positive numbers, a part of at most 1"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "4"}},
+            "RoPE kind 'linear' has factor = '4': these must be positive numbers",
+        ),
+        ({"partial_rotary_factor": 1.5}, "has partial_rotary_factor = 1.5: these must be positive numbers, a part at most 1"),
         ({"rope_scaling": {"type": ["yarn"]}}, r"RoPE kind ['yarn'] is not known"),
     ],
 )
@@ -509,3 +516,32 @@ def test_an_odd_value_in_a_speculators_config_is_taken_or_refused(key):
 def test_keys_of_dflash_config_that_nothing_reads_are_listed():
     c = read(changed(dflash_config__conv_activation="silu", dflash_config__causal=False, dflash_config__use_swa=False))
     assert c.unread == ("conv_activation",)
+
+
+def test_keys_that_concern_a_drafter_and_that_nothing_reads_are_named_wherever_they_stand():
+    assert read(changed(runtime_block_size=4)).unread == ("runtime_block_size",)
+    assert read(changed(dflash_config__runtime_block_size=4)).unread == ("runtime_block_size",)
+    assert read(changed(dflash_version=3, attention_dropout=0.0)).unread == ("dflash_version",)
+    assert read(changed(runtime_block_size=4)).block_size == read(raw_config()).block_size and read(raw_config()).unread == ()
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlash2DraftModel", None])
+@pytest.mark.parametrize("place", [{"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}])
+def test_the_published_architectures_rotate_whole_heads_whatever_part_their_target_rotates(architecture, place):
+    base = raw_config(architectures=[architecture] if architecture else None)
+    if architecture == "DFlash2DraftModel":
+        base["dflash_config"] |= {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 2}
+    if "rope_parameters" in place:
+        place = {"rope_parameters": {"rope_theta": base.pop("rope_theta"), **place["rope_parameters"]}}
+    with_key, without = (
+        read({**base, **place}),
+        read({**base, **{k: {"rope_theta": 1e4} for k in place if k == "rope_parameters"}}),
+    )
+    assert [rope.dims for rope in with_key.ropes] == [with_key.head_dim] * 2 and with_key.ropes == without.ropes
+    assert "partial_rotary_factor" in with_key.unread and "partial_rotary_factor" not in without.unread
+
+
+def test_a_muse_assistant_without_its_architecture_is_read_as_one_and_never_as_causal():
+    c = read(changed(architectures=..., model_type="muse_glimmer_assistant", sliding_window=16))
+    assert c.architecture == "MuseGlimmerAssistantModel" and c.causal == (False, False) and c.windows == (16, 16)
+    assert read(changed(architectures=..., model_type="qwen3")).architecture == ""

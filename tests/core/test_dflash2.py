@@ -195,7 +195,9 @@ def test_a_head_that_caps_itself_is_not_capped_twice():
     expected = 3.0 * mx.tanh(plain(hidden) * 0.2 / 3.0)
     for head in (capped, scaled, plain):
         assert mx.allclose(finish_head(drafter.config, head, plain, "x")(hidden), expected, rtol=1e-5)
-    with pytest.raises(PairError, match="expected x to scale its logits by 0.2, .*output_multiplier says; found 0.5"):
+    with pytest.raises(
+        PairError, match="x scales its logits by 0.5; the drafter's .*output_multiplier says 0.2. Use the drafter"
+    ):
         finish_head(drafter.config, lambda x: plain(x) * 0.5, plain, "x")
 
 

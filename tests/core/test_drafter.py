@@ -127,7 +127,7 @@ KINDS = {
         }
     },
     "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
-    "partial": {"partial_rotary_factor": 0.5},
+    "partial": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 1.5}},
     "traditional": {"is_neox_style": False},
     "traditional, linear, partial": {
         "is_neox_style": False,

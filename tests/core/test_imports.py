@@ -28,6 +28,8 @@ ORDER = (
     "models.architectures",
     "conversion",
     "pairs",
+    "models.intercept",
+    "models.recurrent",
     "models.target",
     "traced",
     "loading",

@@ -13,9 +13,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from dflash_mlx.errors import TapError
 from dflash_mlx.loading import check_pair
-from dflash_mlx.models import target as taps_module
+from dflash_mlx.models import intercept as taps_module
 from dflash_mlx.models.config import DrafterConfig
-from dflash_mlx.models.target import Target, intercept
+from dflash_mlx.models.intercept import intercept
+from dflash_mlx.models.target import Target
 
 IDS = [5, 9, 33, 7, 20, 41, 3]
 
@@ -54,7 +55,7 @@ def check_target(model, ids):
     layers = list(model.layers)
     chosen = [len(layers) - 1, 0, 1]
     if any(gave[i].ndim != 3 for i in chosen):
-        with pytest.raises(TapError, match=r"expected each layer of .* to give \[B, L, H\]"):
+        with pytest.raises(TapError, match=r"each layer of .* must give \[B, L, H\]"):
             Target(model, chosen)(mx.array([ids]))
         chosen = []
     classes = [type(layer) for layer in layers]
@@ -192,21 +193,23 @@ def test_layers_that_return_tuples_in_a_list_made_afresh_are_tapped():
 
 
 def test_a_layer_that_runs_twice_in_a_pass_is_refused():
-    with pytest.raises(TapError, match="layer 1 ran 2 times; TupleBackbone ran 2 times. It runs its layers in loops"):
+    with pytest.raises(
+        TapError, match="layer 1 ran 2 times; TupleBackbone ran 2 times in a pass; .* It runs its layers in loops"
+    ):
         Target(Wrapper(tiny_target(), times=2), (1,))(mx.array([IDS]))
 
 
 def test_a_model_without_layers_or_an_owner_of_them_is_refused():
     model = tiny_target()
-    with pytest.raises(TapError, match=r"expected an mlx-lm model with .layers; Linear \(Linear\) has none. Pass the model"):
+    with pytest.raises(TapError, match=r"Linear \(Linear\) has no .layers, as an mlx-lm model has them. Pass the model"):
         Target(nn.Linear(2, 3))
-    with pytest.raises(TapError, match="expected one module inside LlamaModel that owns its layers; found 1"):
+    with pytest.raises(TapError, match="1 modules of LlamaModel own its layers; there must be one, inside the model"):
         Target(model.model)
 
 
 @pytest.mark.parametrize("ids", [(4,), (-1,), (0, 9)])
 def test_a_tap_outside_the_layers_is_refused(ids):
-    with pytest.raises(TapError, match=r"expected taps among llama's layers 0..3; found \[(4|-1|9)\]. Use the drafter"):
+    with pytest.raises(TapError, match=r"taps at layers \[(4|-1|9)\] are outside of llama's layers 0..3. Use the drafter"):
         Target(tiny_target(), ids)
 
 
@@ -229,7 +232,7 @@ class CompiledInside(nn.Module):
 
 def test_a_target_compiled_beforehand_is_refused():
     model = CompiledInside(tiny_target())
-    with pytest.raises(TapError, match="layer 1 ran 0 times.*If the model or a part of it was compiled with mx.compile"):
+    with pytest.raises(TapError, match="layer 1 ran 0 times.*If the model or a part of it was compiled"):
         Target(model, (1,))(mx.array([IDS]))
 
 
@@ -239,7 +242,7 @@ def test_the_pair_check_refuses_a_compiled_target(compiled):
     target, config = Target(compiled(tiny_target())), DrafterConfig.from_dict(raw_config())
     with pytest.raises(TapError, match="(?s)expected .* as plain arrays; found traced ones.*Pass the uncompiled model"):
         check_pair(config, target)
-    with pytest.raises(TapError, match="If the model or a part of it was compiled with mx.compile, pass the uncompiled one"):
+    with pytest.raises(TapError, match="If the model or a part of it was compiled, pass the uncompiled one"):
         Target(target.model, (0, 2))(mx.zeros((1, 1), dtype=mx.int32))
 
 

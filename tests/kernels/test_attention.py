@@ -16,7 +16,8 @@ from dflash_mlx.kernels import autotune, block_attention
 from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.routing import attention_calls
-from dflash_mlx.models.target import Target, intercept
+from dflash_mlx.models.intercept import intercept
+from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import exact_windows, rollback_point
 from dflash_mlx.verify import verify_block
 

@@ -29,7 +29,8 @@ from dflash_mlx.kernels import (
 from dflash_mlx.kernels.autotune import KernelError, Trial
 from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.kernels.routing import attention_calls, kernel_calls
-from dflash_mlx.models.target import Target, intercept
+from dflash_mlx.models.intercept import intercept
+from dflash_mlx.models.target import Target
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
 KERNEL = Kernel("accept", ("x",), ("y",), "y[0] = x[0];")

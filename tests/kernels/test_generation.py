@@ -116,21 +116,21 @@ def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(
     if not faster:
         monkeypatch.setattr(autotune, "_medians_s", lambda *runs: [1.0, 1.0])
     target = Target(model)
-    found = len(target._kernels(5))
+    found = len(target.routes.calls(5))
 
     def run():
         gpu.clear()
         hidden, _ = target(mx.array([[1, 2, 3, 4, 5]]), make_prompt_cache(model), kernels=True)
-        return len(target._kernels(5)), len(gpu) > 0, len(target.finite_flag(hidden)) > 0
+        return len(target.routes.calls(5)), len(gpu) > 0, len(target.finite_flag(hidden)) > 0
 
     run()  # trials launch too
     assert run() == (found if faster else 0, faster, faster)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
-    assert len(target._kernels(5)) == found and run() == (found, True, True)
+    assert len(target.routes.calls(5)) == found and run() == (found, True, True)
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
     run()
     autotune.switch_off("block_qmm", "a test")
-    assert len(target._kernels(5)) == found and run() == (len(model.layers) if faster else 0, False, faster)
+    assert len(target.routes.calls(5)) == found and run() == (len(model.layers) if faster else 0, False, faster)
 
 
 @pytest.mark.parametrize("name", ["block_qmm", "block_attention", "accept"])

@@ -165,7 +165,7 @@ def test_a_pass_is_served_by_them_without_flags_and_what_is_left_to_mlx_is_not_r
             if tried:
                 assert (cuda.count("matmul_as_gemv"), cuda.count("gqa_folded_attention")) == expected
             assert target.finite_flag(hidden) == []
-        kinds = [type(handler).__name__ for _, handler, _ in target._kernels(rows)]
+        kinds = [type(handler).__name__ for _, handler, _ in target.routes.calls(rows)]
         # The embedding of a model that is not tied is never the head: nobody called it, so it stays.
         assert kinds.count("Attention") == expected[1] and kinds.count("Dense") - expected[0] in (0, 1)
 

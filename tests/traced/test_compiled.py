@@ -21,6 +21,7 @@ from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels import REGISTRY, autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
+from dflash_mlx.kernels.layer_routes import LayerRoutes
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
@@ -783,12 +784,12 @@ def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
             return inner(*args, **kwargs)
 
     def calls(self, rows):
-        mlp = self.layers[0].mlp
-        self._kernel_calls = [] if autotune._off else [(mlp, Serving(mlp), "__call__")]
-        handlers.append(self._kernel_calls)
-        return self._kernel_calls
+        mlp = self.model.layers[0].mlp
+        self._calls = [] if autotune._off else [(mlp, Serving(mlp), "__call__")]
+        handlers.append(self._calls)
+        return self._calls
 
-    monkeypatch.setattr(Target, "_kernels", calls)
+    monkeypatch.setattr(LayerRoutes, "calls", calls)
     monkeypatch.setattr(autotune, "_off", {})
     cache = filled(model, ours)
     for _ in range(2):

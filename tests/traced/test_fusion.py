@@ -15,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.kernels import autotune, small_batch
 from dflash_mlx.kernels.block_linear import block_linear_ops
-from dflash_mlx.models.target import Target, intercept
+from dflash_mlx.models.intercept import intercept
+from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback_point
 from dflash_mlx.traced import compiled, fusion
 from dflash_mlx.traced.fusion import fused_linears

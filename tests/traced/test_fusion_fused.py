@@ -15,7 +15,7 @@ from mlx_lm.models.activations import swiglu
 from dflash_mlx import load, load_drafter, stream_generate
 from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.kernels.block_linear import block_linear_ops
-from dflash_mlx.models.target import intercept
+from dflash_mlx.models.intercept import intercept
 from dflash_mlx.traced import compiled
 from dflash_mlx.traced.fusion import fused_linears
 

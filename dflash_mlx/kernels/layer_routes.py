@@ -1,0 +1,97 @@
+"""How a target's passes over few rows call its layers and its head by other ways than the model's own, and whether one did.
+
+Knows the routes (`routing`) and what was tuned (`autotune`); knows no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import autotune
+from .block_qmm import MAX_ROWS
+from .head_argmax import head_argmax_plan
+from .routing import KernelRoute, attention_calls, kernel_calls
+
+# The exponent of a float32 that is infinite or no number.
+_NOT_FINITE = 0x7F800000
+
+
+class LayerRoutes:
+    """The routes of one model, by the rows of a pass; row by row the same for any number of rows.
+
+    own_class: a module's class, also while a pass holds it in a made one.
+    """
+
+    def __init__(self, model: nn.Module, own_class: Callable[[nn.Module], type]):
+        self.model, self._own_class = model, own_class
+        # Layers that may be served, from the first pass of few rows on a GPU.
+        self._calls: list[tuple[nn.Module, KernelRoute, str]] | None = None
+        # Rows of a pass -> what the plans rested on, and which of those layers are routed.
+        self._routed: dict[int, tuple[object, list[tuple[nn.Module, KernelRoute, str]]]] = {}
+
+    def calls(self, rows: int) -> list[tuple[nn.Module, KernelRoute, str]]:
+        """(layer, handler, method) of those that a pass over so many rows, one included, routes."""
+        if rows > MAX_ROWS or not autotune.may_run():
+            return []
+        if self._calls is None:
+            self._calls = kernel_calls(self.model, self._own_class) + attention_calls(self.model, self._own_class)
+        plans = autotune.plans()
+        if self._routed.get(rows, (None,))[0] is not plans:
+            self._routed[rows] = (plans, self._calls)
+        return self._routed[rows][1]
+
+    def begin(self) -> None:
+        """A pass begins: none has served a layer in it."""
+        for _, handler, _ in self._calls or ():
+            handler.served = handler.left = False
+
+    def ended(self, rows: int) -> None:
+        """After a pass: layers that it left to MLX are not routed for as many rows, as long as what was planned holds."""
+        plans, calls = self._routed.get(rows, (None, ()))
+        if plans is autotune.plans() and any(handler.left for _, handler, _ in calls):
+            self._routed[rows] = (plans, [call for call in calls if call[1].served or not call[1].left])
+
+    @property
+    def served(self) -> bool:
+        """Whether a layer of the last pass, or the head since, was served."""
+        return any(handler.served for _, handler, _ in self._calls or ())
+
+    def may_choose(self, rows: int) -> bool:
+        return rows <= MAX_ROWS and autotune.may_run()
+
+    def choices(self, hidden: mx.array, head: nn.Module) -> tuple[mx.array, mx.array] | None:
+        """The argmax of each row's logits without the logits; None: take it from the head.
+
+        Shapes:
+          - hidden: [B, L, H] final normed states; ids: [B, L] int32; margin: [B, L] float32, NaN where a logit is
+        """
+        weights = _head_weights(head)
+        launch = head_argmax_plan(hidden, *weights) if weights else None
+        return launch(hidden, *weights[:3], weights[-1]) if launch else None
+
+
+def _head_weights(head: nn.Module) -> tuple | None:
+    """The head as `head_argmax` takes it: (w, scales, biases, group size, bits, soft-cap, bias)."""
+    if type(head) in (nn.Linear, nn.Embedding):
+        return (head["weight"], None, None, 64, 4, None, head.get("bias"))
+    if type(head) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and getattr(head, "mode", "affine") == "affine":
+        return (head["weight"], head["scales"], head["biases"], head.group_size, head.bits, None, head.get("bias"))
+    return None
+
+
+def finite_bits(hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> mx.array:
+    """[1] int32: the bits of one float32 that is finite if all values are. Each operation costs the host's time."""
+    total = hidden.astype(mx.float32).sum()
+    if margin is not None:
+        total = total + margin.sum()
+    if logits is not None:
+        # What MLX's own head makes of sound states is the model's own; so is a logit of minus infinity.
+        total = total + mx.logsumexp(logits, axis=-1).astype(mx.float32).sum()
+    return total[None].view(mx.int32)
+
+
+def is_finite(bits: int) -> bool:
+    return bits & _NOT_FINITE != _NOT_FINITE
