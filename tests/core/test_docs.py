@@ -17,6 +17,8 @@ import pytest
 import typer
 from kit import TINY
 
+from dflash_mlx.machine import ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").is_file() else ""
 PAGES = [p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))) if p.is_file()]
@@ -170,3 +172,10 @@ def test_readme_is_one_page_for_the_owner_of_a_mac():
     assert not re.search(r"H100|H200|EPYC|\bCUDA\b", fold), "a figure of a machine that the reader cannot own"
     assert "another project" in fold and fold.index("pip install -e .") < fold.index("[cpu]")
     assert len(re.findall(r"!\[", README)) == 1
+
+
+@pytest.mark.skipif(not PAGES, reason="README and docs are not beside the tests")
+def test_the_page_of_variables_is_the_list_of_switches():
+    text = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert rows == [(switch.name, switch.values, switch.about) for switch in ENVIRONMENT.values()]
