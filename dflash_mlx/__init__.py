@@ -27,7 +27,15 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
+    except ImportError as error:
+        from .requirements import explain
+
+        if (said := explain(error)) is None:
+            raise
+        raise ImportError(f"{said}.", name=error.name) from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

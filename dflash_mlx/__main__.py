@@ -1,4 +1,6 @@
-"""`python -m dflash_mlx` and the script `dflash-mlx`: the command line, whose own imports may be interrupted too."""
+"""`python -m dflash_mlx` and the script `dflash-mlx`: the command line, whose own imports may be interrupted or fail too."""
+
+import sys
 
 
 def main() -> None:
@@ -9,6 +11,13 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except ImportError as error:
+        from .requirements import explain
+
+        if (said := explain(error)) is None:
+            raise
+        print(f"Error: {said}.", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ class DFlashError(Exception):
 
     def __init__(self, problem: str, remedy: str = ""):
         self.problem, self.remedy = problem.rstrip("."), remedy.rstrip(".")
-        super().__init__(". ".join(part for part in (self.problem, self.remedy) if part) + ".")
+        text = ". ".join(part for part in (self.problem, self.remedy) if part)
+        super().__init__(text if text.endswith("?") else f"{text}.")
 
 
 class ConfigError(DFlashError, ValueError):

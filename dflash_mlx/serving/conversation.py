@@ -10,14 +10,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
-
 from ..chat_template import without_effect
 from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
 from ..options import largest_block
 from ..sampling_settings import SamplingSettings, parse, setting
+from .channels import Channels, Piece
+from .messages import Prompt, read_messages, render_chat
 from .prefix_cache import PrefixCache, PrefixRun, stream_from_prefix
 
 # Of session files. In version 1 a top_p of 0 switched the filter off.
@@ -143,32 +143,27 @@ class Conversation:
                 return message["content"]
         return None
 
-    def prompt(self) -> tuple[list[int], int]:
-        """Ids of the whole conversation, and how many of them the next turn will surely begin with.
+    def prompt(self) -> Prompt:
+        """The whole conversation as token ids, with the beginnings that the next turn will surely have too.
 
         Raises:
           DFlashError: the chat template refuses the messages, or the conversation fills the context.
         """
-        tokenizer = self.pair.tokenizer
         if self.raw:
             ids = [token for message in self.messages for token in self._raw_ids(message)]
-            common = len(ids)
+            prompt = Prompt(ids, [(len(ids) - 1, "user")])
         else:
             messages = [{"role": "system", "content": self.system}] if self.system is not None else []
             messages += [{k: v for k, v in m.items() if k != "ids"} for m in self.messages]
             extra = {} if self.settings.thinking is None else {"enable_thinking": self.settings.thinking}
-            try:
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **extra)
-                shown = tokenizer.apply_chat_template(messages, add_generation_prompt=False, return_dict=False, **extra)
-            except Exception as error:
-                # Templates raise what they like; jinja's own classes say what they refuse.
-                raise DFlashError(f"the chat template refused this conversation: {error}") from error
-            common = next((i for i, pair in enumerate(zip(ids, shown, strict=False)) if pair[0] != pair[1]), len(shown))
-        if self.limit and len(ids) >= self.limit:
+            tokenizer = self.pair.tokenizer
+            prompt = render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra)
+        if self.limit and len(prompt.ids) >= self.limit:
             raise DFlashError(
-                f"the conversation has {len(ids)} tokens; the target's context holds {self.limit}", "/undo or /clear makes room"
+                f"the conversation has {len(prompt.ids)} tokens; the target's context holds {self.limit}",
+                "/undo or /clear makes room",
             )
-        return ids, min(common, len(ids))
+        return prompt
 
     def _raw_ids(self, message: dict[str, Any]) -> list[int]:
         if "ids" not in message:
@@ -184,19 +179,18 @@ class Conversation:
         Ended early (should_stop, a closed generator, an error), what there is joins them all the same, if anything.
         """
         self.last, self.stopped = None, False
-        ids, common = self.prompt()
-        state = None if self.raw else self._text_state(ids)
-        turn = self._open(ids, common, should_stop, progress)
+        prompt = self.prompt()
+        channels = None if self.raw else Channels(self.pair.tokenizer, prompt.before)
+        turn = self._open(prompt, should_stop, progress)
         self.held = turn.held
         texts, tokens = {"answer": "", "thinking": ""}, []
 
-        def kept(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        def kept(pieces: list[Piece]) -> list[tuple[str, str]]:
             # One piece at least: a mark of its drafts hangs on every token.
-            pieces = [piece for piece in pieces if piece[1]] or pieces[-1:]
-            pieces = [("thinking" if kind == "reasoning" else "answer", text) for kind, text in pieces]
-            for kind, text in pieces:
+            told = [("thinking" if piece.kind == "reasoning" else "answer", piece.text) for piece in pieces] or [("answer", "")]
+            for kind, text in told:
                 texts[kind] += text
-            return pieces
+            return told
 
         try:
             with closing(turn.responses) as responses:
@@ -204,37 +198,32 @@ class Conversation:
                     self.last = response
                     if not (response.finish_reason == "stop" and self.raw):
                         tokens.append(response.token)
-                    pieces = [("normal", response.text)]
-                    if state:
-                        state, pieces = TextStateMachine.split(state, response.text)
+                    pieces = channels.feed(response.text) if channels else [Piece("answer", response.text)]
                     for kind, text in kept(pieces):
                         yield kind, text, response
-            if state and self.last is not None:
+            if channels and self.last is not None:
                 # Letters that might have begun a mark, at the end of an answer or where it was stopped.
-                state, rest, where = TextStateMachine.flush(state)
-                for kind, text in kept([(where, rest)] if rest else []):
+                for kind, text in kept(channels.feed("", last=True)):
                     yield kind, text, self.last
         finally:
             self.stopped = self.last is None or self.last.finish_reason is None
             if self.last is not None:
-                self._keep(texts, tokens, len(ids))
+                self._keep(texts, tokens, len(prompt.ids))
 
-    def _open(
-        self, ids: list[int], common: int, should_stop: Callable[[], bool], progress: Callable[[int, int], None]
-    ) -> PrefixRun:
-        """The turn that answers a prompt of these ids, the first `common` of which the next prompt will surely begin with."""
+    def _open(self, prompt: Prompt, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> PrefixRun:
+        """The run that answers a prompt, on what is held of it."""
         settings, pair = self.settings, self.pair
-        room = self.limit - len(ids) if self.limit else None
+        room = self.limit - len(prompt.ids) if self.limit else None
         asked = settings.max_tokens if settings.max_tokens != -1 else room
         sampler, processors = settings.make(pair.tokenizer)
         return stream_from_prefix(
             pair.model,
             pair.tokenizer,
-            ids,
+            prompt.ids,
             self.store,
             (pair.name, pair.draft_name),
             draft_model=pair.drafter,
-            shared=[(common, "user"), (len(ids) - 1, "user")],
+            shared=prompt.shared,
             should_stop=should_stop,
             prompt_progress_callback=progress,
             max_tokens=-1 if asked is None else asked if room is None else min(asked, room),
@@ -254,13 +243,6 @@ class Conversation:
             message["ids"] = tokens
         self.messages.append(message)
         self._count(prompt_tokens, len(tokens))
-
-    def _text_state(self, ids: list[int]) -> Any:
-        """mlx-lm's machine that tells thinking from the answer, where the prompt of these ids leaves it."""
-        tokenizer, start = self.pair.tokenizer, "normal"
-        if tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids):
-            start = "reasoning"
-        return make_text_state_machine(tokenizer).make_state(tokenizer.response_initial_state or start)
 
     def _count(self, prompt_tokens: int, tokens: int) -> None:
         self.used = prompt_tokens + tokens

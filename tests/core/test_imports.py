@@ -16,6 +16,7 @@ PACKAGE = Path(inspect.getfile(dflash_mlx)).parent
 ORDER = (
     "errors",
     "machine",
+    "requirements",
     "models.config",
     "models.rope",
     "conversion.gguf.header",

@@ -106,7 +106,7 @@ def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
     conversation.messages.append({"role": "user", "content": "def test"})
     heard(conversation)
     conversation.messages.append({"role": "user", "content": "(x)"})
-    ids, _ = conversation.prompt()
+    ids = conversation.prompt().ids
     answer = conversation.messages[1]["ids"]
     assert ids == [*tokenizer.encode("def test"), *answer, *tokenizer.encode("(x)")] and len(answer) == 5
     assert conversation.undo() == "(x)" and conversation.undo() == "def test" and conversation.undo() is None
