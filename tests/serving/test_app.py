@@ -1,17 +1,22 @@
 """The server as clients meet it: addresses, headers, keys, the command."""
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
-from kit import text_of
-from serving_kit import MESSAGES, WEATHER, ask, expected, running
+import pytest
+from kit import scripted, text_of
+from serving_kit import MESSAGES, WEATHER, ask, expected, read, running
 
 from dflash_mlx import stream_generate
-from dflash_mlx.serving.app import Handler, Options
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.serving.app import Handler, Options, is_own_name, serve
 
 
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served):
@@ -169,3 +174,114 @@ def test_a_drafter_that_cannot_be_loaded_ends_the_command_with_one_line():
     )
     assert done.returncode == 1 and done.stderr.count("Error: ") == 1 and "no/such/folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        *(
+            (name, True)
+            for name in ("127.0.0.1", "127.0.0.1:8080", "[::1]:80", "192.168.1.5", "localhost:8080", "LOCALHOST", "box")
+        ),
+        *(
+            (name, True)
+            for name in ("mac.local:8080", "host.docker.internal", "llm.example", "llm.example:443", "", "app.admitted")
+        ),
+        *((name, False) for name in ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example")),
+        *(
+            (name, False)
+            for name in ("x@evil.example", "evil.example/localhost", "mylocal.example", "127.0.0.1.nip.io", "évil.example")
+        ),
+    ],
+)
+def test_a_name_that_a_stranger_can_register_is_no_name_of_this_server(host, own):
+    assert is_own_name(host, "llm.example", ["http://app.admitted"]) is own
+
+
+def test_a_foreign_host_is_refused_everywhere(served, chatty):
+    for method in ("GET", "HEAD", "POST", "OPTIONS"):
+        for path in ("/v1/models", "/models/served", "/health", "/v1/chat/completions", "/nothing"):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
+                link.sendall(f"{method} {path} HTTP/1.1\r\nHost: evil.example:80\r\nContent-Length: 0\r\n\r\n".encode())
+                status, body = read(link)
+            assert status == 403 and "served" not in body and str(served.port) not in body
+    with running(*chatty, allowed_origins=["*"]) as server:
+        assert server.raw(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_every_address_is_there_with_and_without_v1(served, prefix):
+    assert json.loads(served.get(f"{prefix}/models")[1])["data"][0]["id"] == "served"
+    assert json.loads(served.get(f"{prefix}/models/served")[1])["id"] == "served"
+    assert served.post(f"{prefix}/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+    assert served.post(f"{prefix}/chat/completions", {"messages": MESSAGES, "max_tokens": 1})[0] == 200
+    assert served.post(f"{prefix}/models", {})[0] == 404 and served.get(f"{prefix}/completions")[0] == 404
+
+
+def test_a_queued_stream_gets_its_headers_at_once_and_comments_only_when_it_waits(chatty, monkeypatch):
+    assert 1 <= Handler.first_comment_s < Handler.next_comment_s <= 5
+    monkeypatch.setattr(Handler, "first_comment_s", 0.4)
+    monkeypatch.setattr(Handler, "next_comment_s", 0.6)
+    tokenizer = chatty[1]
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.02)
+    with running(model, tokenizer) as server:
+        first = server.send("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True})
+        while not server.engine.running:
+            time.sleep(0.005)
+        began = time.monotonic()
+        second = server.send("/v1/completions", {"prompt": "z y", "max_tokens": 3, "stream": True})
+        head = second.recv(1 << 16)
+        assert head.startswith(b"HTTP/1.0 200") and time.monotonic() - began < 0.3 and server.engine.waiting == 1
+        # Tokens come all the time: nothing to comment on.
+        assert "\n:" not in read(first)[1]
+        waited, body = time.monotonic() - began, (head + b"".join(iter(lambda: second.recv(1 << 16), b""))).decode()
+        first.close(), second.close()
+    comments = re.findall(r"(?m)^: prompt 0/\d+$", body)
+    assert 1 <= len(comments) <= 1 + waited / 0.6 and body.endswith("data: [DONE]\n\n")
+    assert body.index(": prompt") < body.index("data: ")
+
+
+def test_a_refused_stream_is_told_so_by_its_status(served):
+    body = {"messages": [{"role": "user", "content": "word " * 5000}], "stream": True}
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 400 and json.loads(answer)["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_address_that_cannot_be_bound_is_told_before_anything_is_loaded(served):
+    loaded = []
+    for options, problem in (
+        (Options(port=served.port), rf"cannot listen at 127.0.0.1, port {served.port}: .*in use\. Choose another with --port"),
+        (Options(host="no.such.host.invalid", port=0), "the host 'no.such.host.invalid' is unknown: .*Give an address"),
+        (Options(host="203.0.113.7", port=0), "cannot listen at 203.0.113.7, port 0: "),
+    ):
+        with pytest.raises(DFlashError, match=problem):
+            serve(options, lambda: loaded.append(1), print)
+    assert not loaded
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatty, number):
+    model, said, links = scripted([7] * 100, vocab=1536, wait_s=1.5), [], []
+
+    def say(line):
+        said.append((time.monotonic(), line))
+        if line.startswith("Serving"):
+            threading.Thread(target=interrupt, args=(int(line.rsplit(":", 1)[1].split("/")[0]),)).start()
+
+    def interrupt(port):
+        links.append(socket.create_connection(("127.0.0.1", port)))
+        data = json.dumps({"prompt": "a b c d " * 20, "max_tokens": 5}).encode()
+        links[0].sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        time.sleep(0.5)
+        said.append((time.monotonic(), "signal"))
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        serve(Options(port=0), lambda: ("served", None, model, chatty[1], None), say)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        links[0].close()
+    lines = [line for _, line in said]
+    assert lines[1:] == ["signal", "Stopping: what is being computed ends first.", "Stopped."], lines
+    assert said[2][0] - said[1][0] < 1

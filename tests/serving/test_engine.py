@@ -223,3 +223,41 @@ def test_200_requests_leave_no_memory_behind(chatty):
                 threads.append(threading.active_count())
         # Two caches of other lengths may be kept: one step of 256 rows each.
         assert held[1] - held[0] < 2e6 and threads[1] <= threads[0] + 2, (held, threads)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [ValueError, KeyError, TypeError])
+def test_a_fault_inside_is_status_500_and_logged(chatty, monkeypatch, caplog, fault, stream):
+    def fail(*args, **kwargs):
+        raise fault("planted")
+
+    with running(*chatty) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("dflash_mlx.serving.engine.stream_from_prefix", fail)
+            body = {"messages": MESSAGES, "max_tokens": 2, "stream": stream}
+            status, answer = server.post("/v1/chat/completions", body)
+        said = json.loads(answer.rpartition("data: ")[2])["error"]
+        assert status == (200 if stream else 500) and said["type"] == "server_error" and "planted" in said["message"]
+        assert ask(server, max_tokens=1).usage.completion_tokens == 1
+    assert any(record.exc_info and record.levelname == "ERROR" for record in caplog.records)
+
+
+def test_no_bytes_for_prompt_caches_keep_none(chatty):
+    with running(*chatty, prompt_cache_bytes=0) as server:
+        for _ in range(2):
+            assert ask(server, max_tokens=4).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_what_waits_when_the_server_ends_is_told_so(chatty):
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.02)
+    with running(model, chatty[1]) as server:
+        first = server.send("/v1/completions", {"prompt": "x", "max_tokens": 5000})
+        while not server.engine.running:
+            time.sleep(0.005)
+        second = server.send("/v1/completions", {"prompt": "y", "max_tokens": 5000})
+        while server.engine.waiting < 1:
+            time.sleep(0.005)
+        server.engine.close()
+        status, body = read(second)
+        first.close(), second.close()
+    assert status == 503 and json.loads(body)["error"]["message"] == "the server is stopping. Ask again later."

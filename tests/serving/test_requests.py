@@ -4,7 +4,10 @@ import json
 
 import openai
 import pytest
+from kit import scripted
 from serving_kit import MESSAGES, WEATHER, ask, running
+
+from dflash_mlx.sampling import SamplingSettings
 
 
 @pytest.mark.parametrize(
@@ -160,3 +163,85 @@ def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
 def test_a_broken_body_is_refused(served, data, status, message):
     answer = served.post("/v1/chat/completions", data)
     assert answer[0] == status and message in json.loads(answer[1])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same_as"),
+    [
+        ("top_p", 0, {"temperature": 0}),
+        ("top_k", 0, {}),
+        ("min_p", 0, {}),
+        ("presence_penalty", 0, {}),
+        ("frequency_penalty", 0, {}),
+        ("repetition_penalty", 1, {}),
+        ("xtc_probability", 0, {}),
+    ],
+)
+def test_a_zero_means_in_a_request_what_it_means_everywhere(served, name, value, same_as):
+    asked = {"messages": MESSAGES, "max_tokens": 12, "temperature": 1.5, "seed": 3}
+    bodies = [served.post("/v1/chat/completions", {**asked, **more})[1] for more in ({name: value}, same_as)]
+    texts = [json.loads(body)["choices"][0]["message"]["content"] for body in bodies]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"repetition_penalty": 0}, {"max_tokens": 0}, {"max_tokens": -2}, {"max_tokens": 1.5}, {"max_completion_tokens": 2.5}),
+        *(
+            {"top_p": -0.1},
+            {"top_p": 1.1},
+            {"top_k": -1},
+            {"top_k": 1.5},
+            {"min_p": 2},
+            {"xtc_probability": 1.5},
+            {"temperature": "1"},
+        ),
+        *(
+            {"presence_context_size": -1},
+            {"frequency_penalty": "0"},
+            {"seed": 1.5},
+            {"seed": 2**32},
+            {"stream": 1},
+            {"logprobs": 2},
+        ),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name_with_the_value(served, change):
+    (name, value), *_ = change.items()
+    status, body = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **change})
+    message = json.loads(body)["error"]["message"]
+    assert status == 400 and message.startswith(f"{name} is ") and ("it must be" in message), message
+
+
+def test_max_tokens_of_minus_one_is_no_limit(chatty):
+    tokenizer = chatty[1]
+    line = [*tokenizer.encode("a" * 1200), tokenizer.eos_token_id]
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        got = ask(server, max_tokens=-1)
+    # Beyond the default of 512.
+    assert got.usage.completion_tokens == len(line) > 512 and got.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "xtc_probability"])
+def test_every_sampling_option_changes_the_text_and_may_be_the_servers_default(chatty, served, name):
+    asked = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0.8, "seed": 3}
+    value = {"repetition_penalty": 3.0, "xtc_probability": 1.0}.get(name, 2.0)
+    plain, changed = (
+        json.loads(served.post("/v1/chat/completions", {**asked, **more})[1])["choices"][0]["message"]["content"]
+        for more in ({}, {name: value})
+    )
+    assert plain != changed
+    with running(*chatty, sampling=SamplingSettings(**{name: value})) as other:
+        assert json.loads(other.post("/v1/chat/completions", asked)[1])["choices"][0]["message"]["content"] == changed
+
+
+def test_twenty_likeliest_tokens_may_be_asked_for(served):
+    content = ask(served, max_tokens=2, logprobs=True, top_logprobs=20).choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [20, 20]
+
+
+def test_an_unknown_role_is_refused_with_the_roles_that_are_known(served):
+    status, body = served.post("/v1/chat/completions", {"messages": [{"role": "assistantassistant", "content": "x"}]})
+    message = json.loads(body)["error"]["message"]
+    assert status == 400 and message.startswith('a message has the role "assistantassistant"; this server knows system, user')

@@ -151,3 +151,67 @@ def test_an_answer_that_is_empty_says_so(chatty, stream):
     assert [c.choices[0].finish_reason for c in chunks if c.choices] == ["stop"]
     assert chunks[-1].usage.completion_tokens == 1
     assert not stream and got.choices[0].message.content is None or stream and not chunks[0].choices[0].delta.content
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_role_stands_in_the_first_delta_alone(served, logprobs):
+    chunks = list(ask(served, max_tokens=9, stream=True, logprobs=logprobs))
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1) and len(chunks) > 4
+    with served.client.chat.completions.stream(model="served", messages=MESSAGES, max_tokens=9, stop=["zzz"]) as stream:
+        list(stream)
+        message = stream.current_completion_snapshot.choices[0].message
+    assert message.role == "assistant"
+    # Sent back it is a known role.
+    assert ask(served, [*MESSAGES, {"role": message.role, "content": message.content}, *MESSAGES], max_tokens=1).choices
+
+
+def test_text_offset_tells_where_a_tokens_text_stands_while_text_is_held_back(served, chatty):
+    create, asked = served.client.completions.create, {"model": "served", "max_tokens": 14, "logprobs": 1}
+    for prompt in ("Hello, my name is", "if a:\n   ", "x ="):
+        free = create(prompt=prompt, **asked).choices[0]
+        tokens, offsets = free.logprobs.tokens, free.logprobs.text_offset
+        assert free.text == "".join(tokens) and offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+        for word in (tokens[3] + "ZZZ", tokens[5] + tokens[6] + "\0", free.text[2:] + "\0"):
+            assert create(prompt=prompt, stop=[word], **asked).choices[0].logprobs.text_offset == offsets
+            chunks = list(create(prompt=prompt, stop=[word], stream=True, **asked))
+            assert [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset] == offsets
+            assert "".join(chunk.choices[0].text for chunk in chunks) == free.text
+
+
+def test_text_offset_counts_characters_of_several_tokens_once(chatty):
+    tokenizer = chatty[1]
+    # Four tokens of one byte each, then a letter.
+    line = tokenizer.encode("🚀 x", add_special_tokens=False)
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        choice = server.client.completions.create(model="served", prompt="y", max_tokens=len(line), logprobs=0).choices[0]
+    assert choice.text == "🚀 x" and choice.logprobs.text_offset == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_chosen_token_outside_the_k_likeliest_is_named_beside_them(served, k):
+    asked = {"model": "served", "prompt": "x = ", "max_tokens": 30, "temperature": 3.0, "seed": 5, "logprobs": k}
+    logprobs = served.client.completions.create(**asked).choices[0].logprobs
+    sizes = set()
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        sizes.add(len(top))
+        if k:
+            assert any(name.startswith(token) and near == pytest.approx(value) for name, near in top.items())
+    assert sizes == ({k, k + 1} if k else {0})
+
+
+@pytest.mark.parametrize("prompt", ["x =", "if a:\n   ", "import", "def f(x):\n", "🚀"])
+def test_a_text_completion_keeps_its_leading_blank(served, chatty, prompt):
+    model, tokenizer, _ = chatty
+    ids = tokenizer.encode(prompt)
+    tokens = [r.token for r in stream_generate(model, tokenizer, ids, max_tokens=6)]
+    got = served.client.completions.create(model="served", prompt=prompt, max_tokens=6, logprobs=0).choices[0]
+    again = served.client.completions.create(model="served", prompt=prompt, max_tokens=6, stream=True)
+    # The second run finds the prompt in its cache: the text is still what follows all of it.
+    assert got.text == "".join(chunk.choices[0].text for chunk in again) == tokenizer.decode([*ids, *tokens])[len(prompt) :]
+
+
+def test_an_answer_behind_a_chat_template_drops_one_leading_blank_as_mlx_lm_does(chatty):
+    tokenizer = chatty[1]
+    line = [*tokenizer.encode("  Yes"), tokenizer.eos_token_id]
+    with running(scripted(line, vocab=1536), tokenizer) as server:
+        assert ask(server, max_tokens=9).choices[0].message.content == " Yes"
