@@ -1,4 +1,4 @@
-"""How likely the slots of a block are accepted: by what was accepted lately, and by what the drafter says of its own drafts.
+"""How likely each slot of a block is accepted: from what was accepted lately, and from the drafter's own confidence.
 
 Knows numbers only: no tokens, no arrays, no costs.
 """

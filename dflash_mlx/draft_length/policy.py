@@ -7,14 +7,14 @@ Each round takes the width w and the source of drafts with the most committed to
     value(w) = expected(w) / round_s(w)        expected(w) = 1 + p1 + p1 p2 + ... + p1 ... pw
     value(0) = 1 / plain_s                     p_i: chance that slot i is accepted if those before it are
 
-Drafts are the drafter's, or come from the text itself (`prompt_lookup`), which costs no drafter pass.
+A draft is the drafter's, or comes from the text itself (`prompt_lookup`), which costs no drafter pass.
 
 A round may also be cut by confidence. The host waits for its drafts and reads how confident the drafter is of each. It then
 verifies the w with the largest expected(w) - rate * round_s(w), 0 included; rate: tokens a second of late. That second wait has
 a price, which is measured. Rounds are cut while narrower passes save more than it costs.
 
-Drafts that are judged here are the likeliest tokens, never drawn, and the target's tokens do not depend on them: whatever a
-width is chosen from, it can bias no distribution. Where drafts are drawn widths are fixed.
+What is judged here are the likeliest tokens, never drawn ones, and the target's tokens do not depend on them. So no choice of
+a width can bias a distribution. Where drafts are drawn, widths are fixed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .cost_model import CostModel, first_widths
 _TRY_SHARE, _CONTEXT_SHARE = 0.006, 0.004
 # To leave width 0, drafting must promise this much more; to go back there, this much less is enough.
 _LEAVE, _STAY = 1.03, 0.99
-# Copied drafts must promise so much more than plain decoding: on both sides of a copied block passes do not overlap, and what a
-# match's length promises is a mean over kinds of text (at 1.1, chat lost 8 % on an H100 where a block cost 5 plain passes).
-_COPY = 1.25
+# Prompt lookup must promise so much more than plain decoding. On both sides of its block passes do not overlap, and what the
+# length of a match promises is a mean over kinds of text (at 1.1, chat lost 8 % on an H100 where a block cost 5 plain passes).
+_LOOKUP_GAIN = 1.25
 # What the first try may lose, in plain tokens.
 _FIRST_TRY_TOKENS = 2.5
 # Rounds that drafting has to pay back the injection of what is pending.
@@ -51,7 +51,7 @@ _CUT_FADE = 0.97
 
 
 class FixedDraftLength:
-    """The same width in every round, whatever the drafter is sure of."""
+    """The same width in every round, whatever the drafter's confidence."""
 
     ready, wants_confidence, cuts_by_confidence = True, False, False
 
@@ -62,7 +62,7 @@ class FixedDraftLength:
         return self.width
 
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """As many copied ids where the first is more likely right than not."""
+        """As many ids of the text where the first is more likely right than not."""
         return self.width if rates[0] > 0.5 else 0
 
     def observe(self, *_: object, **__: object) -> None:
@@ -110,10 +110,10 @@ class DraftLengthPolicy:
         self._saves = True
         # Rounds of width 0 since plain decoding was last looked at.
         self._plain = 0
-        # Chances to copy that were declined since one was taken, and after how many what was seen of copying is forgotten.
+        # Offers of prompt lookup that were declined since one was taken; after how many what was seen of it is forgotten.
         self._declined, self._patience = 0, _LOOK_AGAIN
-        # For how many more rates like the one declined last, or worse, the answer is the same.
-        self._copy_rest, self._declined_at = 0, 0.0
+        # For how many more offers like the one declined last, or worse, the answer is the same.
+        self._lookup_rest, self._declined_at = 0, 0.0
         self.calibration = Calibration()
         # cuts_by_confidence: whether to cut the round that was chosen last; _cutting: such rounds in general. Of the drafter's
         # rounds: how many there were, and of those with confidences how many, what they promised as (tokens, seconds) at the
@@ -219,16 +219,16 @@ class DraftLengthPolicy:
 
     @_locked
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """How many copied ids to verify in place of the round of `width` that was chosen; 0 where that promises no more.
+        """How many ids of the text to verify in place of the round of `width` that was chosen; 0 where that promises no more.
 
         rates: by slot, what `PromptLookup.rates` says.
         """
         costs = self.cost_model
         if costs is None or self._looks:
             return 0
-        if self._copy_rest and rates[0] <= self._declined_at:
+        if self._lookup_rest and rates[0] <= self._declined_at:
             # Plain decoding has no time to ask at every token; a longer match is looked at at once.
-            self._copy_rest -= 1
+            self._lookup_rest -= 1
             return 0
         # Other widths than these never ran, and a pass of a new shape may have to be compiled for.
         tokens, widths = expected_tokens(rates), {*costs.verify_s, *first_widths(len(rates))}
@@ -236,9 +236,9 @@ class DraftLengthPolicy:
         plain_s = costs.plain()
         chosen = expected_tokens(self.acceptance.rates())[width] / costs.round(width) if width else 0.0
         chosen *= self._edge if self.cuts_by_confidence else 1.0
-        if gain > max(_LEAVE * chosen, _COPY / plain_s):
+        if gain > max(_LEAVE * chosen, _LOOKUP_GAIN / plain_s):
             return 0 if self._looks_again(gain * plain_s) else best
-        self._copy_rest, self._declined_at = _REST, rates[0]
+        self._lookup_rest, self._declined_at = _REST, rates[0]
         self._declined += costs.has_seen_prompt_lookup
         if self._declined == self._patience:
             # What was seen may be from beside other work, and nothing else corrects it.

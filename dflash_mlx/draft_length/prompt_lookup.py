@@ -1,4 +1,4 @@
-"""Drafts copied from the text itself: what followed the last ids where they stood before.
+"""Prompt lookup: as a draft, what followed the last ids where they stood in the text before.
 
 Knows token ids. Knows no models, no costs, and nothing of drafters.
 """
@@ -29,7 +29,7 @@ class PromptLookup:
     """Follows a text and tells what came after its last ids where they stood before.
 
         ids       a b c d e f g x b c d | ? ?       b c d stood before, and e came after them:
-                          ^ source                  the copied draft is e f g x ...
+                          ^ source                  the draft is e f g x ...
 
     source: where the draft starts, 0 if nowhere; length: equal ids in front of it, counted up to 32. A source is kept for as long
     as what it says is committed; then the latest place of the last 2 ids is taken. (On 400 answers of smollm2 that copies as much
@@ -80,7 +80,7 @@ class PromptLookup:
         return [self.ids[self.source + i % period] for i in range(n)]
 
     def rates(self, n: int) -> list[float]:
-        """By slot: how likely a copied id is accepted if those before it are."""
+        """By slot: how likely an id is accepted if those before it are."""
         found = {length: hits / seen for length, (hits, seen) in self._counts.items()}
         return [found[_BUCKETS[min(self.length + i, _LONGEST)]] for i in range(n)]
 

@@ -6,6 +6,7 @@ How calls are caught is `intercept`'s, recurrent states are `recurrent`'s, other
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ def family(model: nn.Module) -> str:
     return getattr(model, "model_type", None) or type(model).__name__
 
 
+class _LastPass(threading.local):
+    logits: mx.array | None = None
+    was_compiled = False
+
+
 class Target:
     """A target model seen from outside: passes that also return taps, and its embedding and head.
 
@@ -76,19 +82,17 @@ class Target:
                 "Use the drafter that was trained for this target",
             )
         # As they are now: a walk over them takes 0.6 ms of a model of 30 layers.
-        self._modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.backbone = self._owner()
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.backbone = _find_backbone(self.modules, self.layers[0], self.family)
         # Rows of a learned table of positions, as GPT-2 has one: what stands behind it in memory may be no number, and a block
         # that reaches there is spoilt whole.
         self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
-        # What the model itself returned for the last pass if that was over one row, [1, 1, V]: `head` need not run.
-        self.logits: mx.array | None = None
+        # What this thread's last pass left: several runs may use one target.
+        self._last = _LastPass()
         # Modules that change an ArraysCache.
         self._states = StatefulModules(model, self.family)
         # Other ways for layers of passes over few rows.
         self.routes = LayerRoutes(model, own_class)
-        # Whether the accelerator ran the last pass, whose calls nobody sees.
-        self.was_compiled = False
         # Calls of layers that go another way in passes of few rows, before any other.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass in place of this target's own where it can; the pair gives it.
@@ -96,32 +100,24 @@ class Target:
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
-    def _owner(self) -> nn.Module:
-        """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
+    @property
+    def logits(self) -> mx.array | None:
+        """What the model itself returned for the last pass of this thread if that was over one row: `head` need not run."""
+        return self._last.logits
 
-        The list of the layers may lie further inside, in a decoder that is never called or whose output is not normed yet.
-        """
-        modules, first = self._modules, self.layers[0]
-        owners = [
-            path for path, m in modules.items() if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())
-        ]
-        if len(owners) != 1 or owners[0] == "":
-            raise TapError(
-                f"{len(owners)} modules of {self.family} own its layers; there must be one, inside the model",
-                "This model keeps its head and its layers in one module and cannot be tapped",
-            )
-        embeddings = [path for path, m in modules.items() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
-        outwards = owners[0]
-        while outwards:
-            if any(path.startswith(f"{outwards}.") for path in embeddings):
-                return modules[outwards]
-            outwards = outwards.rpartition(".")[0]
-        return modules[owners[0]]
+    @property
+    def was_compiled(self) -> bool:
+        """Whether the accelerator ran the last pass of this thread, whose calls nobody sees."""
+        return self._last.was_compiled
+
+    def pass_was(self, logits: mx.array | None, compiled: bool) -> None:
+        """Note what this thread's last pass left, [1, 1, V] logits or None; an accelerator calls it too."""
+        self._last.logits, self._last.was_compiled = logits, compiled
 
     @property
     def context_length(self) -> int | None:
         """Positions that the model's own config gives it, scaled RoPE included; None where it gives none."""
-        return _context_length(self._modules.values())
+        return _context_length(self.modules.values())
 
     @property
     def embedding(self) -> nn.Module:
@@ -163,7 +159,7 @@ class Target:
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
-        self.was_compiled = False
+        self.pass_was(None, compiled=False)
         self.routes.begin()
         routed = [*self.routes.calls(ids.size), *self.fused] if kernels else []
         with intercept([*routed, *handlers]), self._states.during(cache, point, ids.shape[1]):
@@ -171,7 +167,7 @@ class Target:
             out = self.model(ids, cache=cache)
         if kernels:
             self.routes.ended(ids.size)
-        self.logits = _array(out) if ids.size == 1 else None
+        self.pass_was(_array(out) if ids.size == 1 else None, compiled=False)
         if len(final) != 1 or any(len(outputs) != 1 for outputs in got.values()):
             runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
             wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
@@ -255,7 +251,7 @@ class Target:
 
         Returns: its owner, its name there and the method, so that one put in its place later is found; () if there is none.
         """
-        modules, seen = self._modules, []
+        modules, seen = self.modules, []
 
         def watch(path: str, method: str) -> tuple[nn.Module, Handler, str]:
             def handler(inner, args, kwargs):
@@ -306,6 +302,26 @@ class Target:
         linears = [m for _, m in self.model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
         self._logits(hidden, [(m, noting(m), "__call__") for m in linears if id(m) not in inside])
         return found[-1](hidden) if found else self.embedding.as_linear(hidden)
+
+
+def _find_backbone(modules: dict[str, nn.Module], first: nn.Module, family: str) -> nn.Module:
+    """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
+
+    The list of the layers may lie further inside, in a decoder that is never called or whose output is not normed yet.
+    """
+    owners = [path for path, m in modules.items() if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())]
+    if len(owners) != 1 or owners[0] == "":
+        raise TapError(
+            f"{len(owners)} modules of {family} own its layers; there must be one, inside the model",
+            "This model keeps its head and its layers in one module and cannot be tapped",
+        )
+    embeddings = [path for path, m in modules.items() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+    outwards = owners[0]
+    while outwards:
+        if any(path.startswith(f"{outwards}.") for path in embeddings):
+            return modules[outwards]
+        outwards = outwards.rpartition(".")[0]
+    return modules[owners[0]]
 
 
 def _why_not_once(runs: dict[str, int], layers: Sequence[Any]) -> str:

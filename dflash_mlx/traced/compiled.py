@@ -440,7 +440,7 @@ class CompiledVerify(CompiledPass):
         if (out := self.run([ids], [filled], cache, 0, 0, w + more, w)) is None:
             return None
         point.ended(w)
-        target.logits, target.was_compiled = None, True
+        target.pass_was(None, compiled=True)
         hidden, features = out
         return (hidden[:, :w], features[:, :w]) if more else out
 

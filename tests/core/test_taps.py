@@ -240,7 +240,9 @@ def test_a_target_compiled_beforehand_is_refused():
 def test_the_pair_check_refuses_a_compiled_target(compiled):
     # Traced inside the tapped pass, its layer outputs are placeholders; traced before, its layers do not run at all.
     target, config = Target(compiled(tiny_target())), DrafterConfig.from_dict(raw_config())
-    with pytest.raises(TapError, match="(?s)expected .* as plain arrays; found traced ones.*Pass the uncompiled model"):
+    with pytest.raises(
+        TapError, match="(?s)layer outputs are traced ones.*; they must be plain arrays. Pass the uncompiled model"
+    ):
         check_pair(config, target)
     with pytest.raises(TapError, match="If the model or a part of it was compiled, pass the uncompiled one"):
         Target(target.model, (0, 2))(mx.zeros((1, 1), dtype=mx.int32))
@@ -375,3 +377,20 @@ def test_a_call_that_was_looked_up_while_another_thread_held_the_module_runs():
     with intercept([(layer, lambda inner, args, kwargs: inner(*args, **kwargs))]):
         begun = type(layer).__call__
     assert mx.array_equal(begun(layer, x), layer(x))
+
+
+def test_what_a_pass_leaves_is_its_threads_own():
+    target, seen = Target(tiny_target(), (0, 2)), {}
+
+    def run(ids):
+        target(mx.array([ids]))
+        turn.wait(timeout=20)
+        seen[len(ids)] = target.logits
+
+    turn = threading.Barrier(2)
+    threads = [threading.Thread(target=run, args=(ids,)) for ids in ([7], [7, 8, 9])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen[1].shape[:2] == (1, 1) and seen[3] is None and target.logits is None
