@@ -9,8 +9,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +21,7 @@ from .models.architectures import ARCHITECTURES, build_drafter
 from .models.config import DrafterConfig
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
-from .pairs.builtin import BUILTIN_PAIRS, builtin_path
+from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .traced import prepare
 
@@ -114,16 +112,7 @@ def load(
 
 def _find(name: str, part: str, revision: str | None) -> tuple[Any, Checkpoint]:
     """-> (path or hub repository of a name, its checkpoint); warns of files beside the weights that are not read."""
-    path = builtin_path(name, part)
-    if path is None:
-        meant = get_close_matches(str(name), BUILTIN_PAIRS, n=1)
-        if meant and not Path(name).expanduser().exists():
-            known = ", ".join(BUILTIN_PAIRS)
-            raise CheckpointError(
-                f"{name} is no built-in pair, and nothing of that name is here",
-                f"Did you mean {meant[0]}? Built-in pairs: {known}",
-            )
-        path = name
+    path = builtin_path(str(name), part) or name
     checkpoint = inspect_checkpoint(path, revision=revision)
     warn_of_unread(checkpoint)
     return path, checkpoint
