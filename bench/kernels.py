@@ -351,7 +351,7 @@ def main() -> None:
         # Matrix units multiply 16-bit numbers.
         args.only = [name for name in args.only if name not in ("block_qmm_tiles", "block_linear")]
     if not (mx.metal.is_available() or mx.cuda.is_available()):
-        p.exit(1, "Error: expected a GPU that MLX sees; found none. Install MLX's CUDA build or run on a Mac.\n")
+        p.exit(1, "Error: MLX finds no GPU here. Install its CUDA build, or run on a Mac.\n")
     device = mx.device_info(mx.Device(mx.gpu)).get("device_name", "gpu").replace(" ", "-")
     out = args.out or RESULTS / f"kernels-{device}{'-generate' if args.generate else ''}.json"
     record = {
@@ -396,8 +396,8 @@ def main() -> None:
     for name, error in record.get("errors", {}).items():
         print(f"{name}: {error.strip().splitlines()[-1]}")
     if record.get("errors") or faults or bad:
-        found = f"{len(faults)} faults, {len(bad)} bad runs ({', '.join(bad)})" if bad else f"{len(faults)} faults"
-        p.exit(1, f"Error: expected every kernel right and its rows equal; found {found} and the errors above.\n")
+        found = f"{len(faults)} faults and {len(bad)} bad runs ({', '.join(bad)})" if bad else f"{len(faults)} faults"
+        p.exit(1, f"Error: {found}, and the errors above; every kernel must be right and its rows equal.\n")
 
 
 if __name__ == "__main__":

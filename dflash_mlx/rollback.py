@@ -31,7 +31,7 @@ from mlx_lm.models.cache import (
 )
 
 from .errors import CacheError
-from .kernels.routing import WindowMask
+from .kernels.masks import WindowMask
 
 
 def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:

@@ -83,7 +83,7 @@ def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.ar
       ValueError: if target is not one longer than draft.
     """
     if target.shape != (draft.shape[0], draft.shape[1] + 1):
-        raise ValueError(f"expected one target choice more than drafts; found {target.shape} for {draft.shape}")
+        raise ValueError(f"target is {target.shape} for drafts {draft.shape}; it must have one choice more than there are drafts")
     # No pass of a target that uses kernels need have come before this call.
     launch = autotune.planned(_plan, *draft.shape, draft.dtype, target.dtype) if autotune.may_run() else None
     return launch(draft, target) if launch else accept_ops(draft, target)

@@ -328,7 +328,7 @@ def block_attention(
       ValueError: for a window that is not causal.
     """
     if window and not causal:
-        raise ValueError(f"expected causal=True with a window; found causal=False, window={window}. Leave one of them out.")
+        raise ValueError(f"window is {window} with causal=False; a window needs causal=True. Leave one of them out.")
     launch = block_attention_plan(queries, keys, values, scale, causal, window, sinks)
     if launch:
         return launch(queries, keys, values, sinks, start)

@@ -186,7 +186,7 @@ def block_gather_qmm(
       ValueError: if P is not a multiple of X.
     """
     if indices.size % (x.size // x.shape[-1]):
-        raise ValueError(f"expected a multiple of {x.size // x.shape[-1]} rows in indices; found {indices.size}")
+        raise ValueError(f"there are {indices.size} indices; their number must be a multiple of x's {x.size // x.shape[-1]} rows")
     launch = block_gather_qmm_plan(x, w, scales, biases, indices, group_size, bits)
     if launch:
         return launch(x, w, scales, biases, indices)

@@ -124,7 +124,7 @@ def row_tile(rows: int) -> int:
       ValueError: for rows outside 1..16.
     """
     if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"expected 1 to {MAX_ROWS} rows; found {rows}. Call the function without _kernel, which takes any.")
+        raise ValueError(f"x has {rows} rows; a launch takes 1 to {MAX_ROWS}. The function without _kernel takes any.")
     return next(tile for tile in (1, 2, 4, 8, MAX_ROWS) if rows <= tile)
 
 

@@ -169,7 +169,7 @@ class Kernel:
         """
         if grid is not None:
             if any(n % t for n, t in zip(grid, threadgroup, strict=True)):
-                raise ValueError(f"expected a grid that is a multiple of the threadgroup; found {grid} and {threadgroup}")
+                raise ValueError(f"the grid is {grid}; it must be a multiple of the threadgroup, {threadgroup}")
             given["grid"] = grid
         return functools.partial(_make(self, maker(), mx.cuda.is_available()), threadgroup=threadgroup, **given)
 

@@ -14,6 +14,9 @@ from . import autotune
 from .block_qmm import MAX_ROWS
 from .head_argmax import head_argmax_plan
 from .routing import KernelRoute, attention_calls, kernel_calls
+from .small_batch import attention
+
+__all__ = ["LayerRoutes", "attention", "finite_bits", "is_finite"]
 
 # The exponent of a float32 that is infinite or no number.
 _NOT_FINITE = 0x7F800000

@@ -21,55 +21,12 @@ from . import small_batch
 from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
+from .masks import BufferMask, PassMasks, WindowMask
 
 ATTENTION = scaled_dot_product_attention.__name__
 
 # (what the layer's own class would do, the call's arguments by place and by name) -> the call's value.
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
-
-
-class WatchedArray(mx.array):
-    """An array that tells whether it was changed in place: it is the same object afterwards."""
-
-    changed = False
-
-
-def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self, *args):
-        self.changed = True
-        return change(self, *args)
-
-    return method
-
-
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
-    if _change := getattr(mx.array, f"__{_name}__", None):
-        setattr(WatchedArray, f"__{_name}__", _noting(_change))
-
-
-class WindowMask(WatchedArray):
-    """The mask [N, S] of the last N positions of a text, each of which sees its last `window` of S keys in order.
-
-    What a model makes of it is an ordinary array again, and no kernel takes it for this one.
-    """
-
-    window: int
-
-
-class BufferMask(WatchedArray):
-    """A mask [N, S] over a buffer of S keys, True: seen, for the last N of the keys that it holds, each seeing all up to its own.
-
-    added: the same as floats to add; end: [1] int32, how many keys that is.
-    """
-
-    added: mx.array
-    end: mx.array
-
-    @classmethod
-    def of(cls, seen: mx.array, added: mx.array, end: mx.array) -> BufferMask:
-        mask = cls(seen)
-        mask.added, mask.end = added, end
-        return mask
 
 
 class KernelRoute:
@@ -85,28 +42,6 @@ class KernelRoute:
         self.module = module
 
 
-class _Masks:
-    """The mask of a pass as attention takes it, made once for all layers that are given the same."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, tuple, mx.array] | None = None
-
-    def spread(self, mask: BufferMask, shape: tuple[int, ...]) -> mx.array:
-        """What to add to scores [1, heads, N, S]."""
-        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
-            self._last = (mask, shape, mx.broadcast_to(mask.added, shape))
-        return self._last[2]
-
-    def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
-        """`folded_mask` of the same arguments."""
-        # An array is known by identity.
-        about = (mask if isinstance(mask, str) else None, *about)
-        if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
-            made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
-            self._last = (mask, about, small_batch.folded_mask(made, *about[1:]))
-        return self._last[2]
-
-
 def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
 
@@ -116,7 +51,7 @@ def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = ty
       class_of: a module's own class, where something may stand in its place.
     """
     found: list[tuple[nn.Module, KernelRoute, str]] = []
-    masks = _Masks()
+    masks = PassMasks()
     for _, module in model.named_modules():
         cls = class_of(module)
         call = cls.__call__ if callable(module) else None
@@ -137,7 +72,7 @@ def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
 class Attention(KernelRoute):
     """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function."""
 
-    def __init__(self, module: nn.Module, call: FunctionType, masks: _Masks):
+    def __init__(self, module: nn.Module, call: FunctionType, masks: PassMasks):
         super().__init__(module)
         self._masks = masks
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
@@ -162,9 +97,9 @@ class Attention(KernelRoute):
                 self.served = True
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if said and sinks is None and mask is not None and isinstance(keys, mx.array):
-            if launch := small_batch.gqa_folded_attention_plan(queries, keys, values, scale, mask, buffer):
-                m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
-                return launch(queries, keys, values, self._masks.folded(mask, m, s, shared, queries.dtype))
+            out = small_batch.folded_or_none(queries, keys, values, scale, mask, buffer, self._masks.folded)
+            if out is not None:
+                return out
         self.left = laid is not None
         # MLX would make floats of it, and one of all heads, in each layer.
         mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask

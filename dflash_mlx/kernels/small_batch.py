@@ -169,12 +169,29 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
     """MLX's attention of a few rows to a number of keys that is another one each time."""
-    launch = gqa_folded_attention_plan(queries, keys, values, scale, mask)
+    out = folded_or_none(queries, keys, values, scale, mask)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask) if out is None else out
+
+
+def folded_or_none(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    buffer: bool = False,
+    fold: Callable[..., mx.array] | None = None,
+) -> mx.array | None:
+    """`gqa_folded_attention` where it is planned here; None: it is MLX's.
+
+    Args:
+      buffer: as in `gqa_folded_attention_plan`; fold: makes the folded mask in the place of `folded_mask`.
+    """
+    launch = gqa_folded_attention_plan(queries, keys, values, scale, mask, buffer)
     if launch is None:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    shared = queries.shape[1] // keys.shape[1]
-    folded = None if mask is None else folded_mask(mask, queries.shape[2], keys.shape[2], shared, queries.dtype)
-    return launch(queries, keys, values, folded)
+        return None
+    m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+    return launch(queries, keys, values, None if mask is None else (fold or folded_mask)(mask, m, s, shared, queries.dtype))
 
 
 def gqa_folded_attention_plan(

@@ -19,7 +19,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..errors import PairError
-from ..kernels.small_batch import attention
+from ..kernels.layer_routes import attention
 from ..rollback import append_window
 from .config import DrafterConfig
 from .rope import make_rope

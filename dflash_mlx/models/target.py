@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..errors import TapError
 from ..kernels import autotune
 from ..kernels.layer_routes import LayerRoutes, finite_bits, is_finite
-from ..kernels.routing import WatchedArray
+from ..kernels.masks import WatchedArray
 from ..rollback import RollbackPoint
 from .intercept import Handler, intercept, own_class
 from .recurrent import StatefulModules

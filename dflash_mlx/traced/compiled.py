@@ -45,8 +45,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..kernels import autotune, block_linear
-from ..kernels.routing import BufferMask, Dense, kernel_calls
-from ..kernels.small_batch import folded_mask, gqa_folded_attention_plan
+from ..kernels.masks import BufferMask
+from ..kernels.routing import Dense, kernel_calls
+from ..kernels.small_batch import folded_mask, folded_or_none
 from ..models.drafter import Drafter
 from ..models.intercept import intercept
 from ..models.target import Target, family
@@ -225,13 +226,14 @@ class _Traced:
         """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
         place, or all to the whole block."""
         seen, added = self._place.seen, self._place.added
-        plan = gqa_folded_attention_plan(queries, keys, values, scale, seen, True) if autotune.may_run() else None
-        if plan is None:
-            mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-        shared = queries.shape[1] // keys.shape[1]
-        mask = folded_mask(added, *added.shape, shared, added.dtype) if causal else added[-1:]
-        return plan(queries, keys, values, mask)
+        # One row serves all where each sees the whole block.
+        fold = (lambda _, *about: folded_mask(added, *about)) if causal else lambda *_: added[-1:]
+        if autotune.may_run():
+            out = folded_or_none(queries, keys, values, scale, seen, True, fold)
+            if out is not None:
+                return out
+        mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
 # (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for `_Traced` ones.

@@ -28,7 +28,8 @@ from mlx_lm.models.activations import swiglu
 
 from ..kernels import autotune, small_batch
 from ..kernels.block_linear import Weights, block_linear_plan
-from ..kernels.routing import ATTENTION, Handler, WatchedArray, kernel_calls, renamed
+from ..kernels.masks import WatchedArray
+from ..kernels.routing import ATTENTION, Handler, kernel_calls, renamed
 from ..models.intercept import own_class
 
 # Weights of one product. Copies are dear and save little where reading them takes longer than three launches.

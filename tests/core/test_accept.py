@@ -36,5 +36,5 @@ def test_accept_match_without_drafts_gives_the_targets_choice():
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_accept_match_needs_one_target_choice_more_than_drafts(n):
-    with pytest.raises(ValueError, match=f"expected one target choice more than drafts; found .1, {n}. for .1, 3."):
+    with pytest.raises(ValueError, match=f"target is .1, {n}. for drafts .1, 3.; it must have one choice more"):
         accept_match(mx.zeros((1, 3), dtype=mx.int32), mx.zeros((1, n), dtype=mx.int32))

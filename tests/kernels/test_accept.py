@@ -51,5 +51,5 @@ def test_the_dispatcher_takes_mlx_without_a_gpu_and_checks_shapes(monkeypatch):
     assert [a.tolist() for a in accept(draft, target)] == [[1], [7], [[5, 7, -1]]]
     empty = accept(draft[:, :0], target[:, :1])
     assert [a.tolist() for a in empty] == [[0], [5], [[5]]]
-    with pytest.raises(ValueError, match="one target choice more"):
+    with pytest.raises(ValueError, match="it must have one choice more than there are drafts"):
         accept(draft, target[:, :2])

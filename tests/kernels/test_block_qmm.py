@@ -172,5 +172,5 @@ def test_weights_that_are_not_affine_are_no_kernels(monkeypatch):
 def test_five_texts_serve_sixteen_row_counts():
     assert {row_tile(m) for m in range(1, 17)} == {1, 2, 4, 8, 16}
     for m in (0, 17):
-        with pytest.raises(ValueError, match=f"1 to 16 rows; found {m}"):
+        with pytest.raises(ValueError, match=f"x has {m} rows; a launch takes 1 to 16"):
             row_tile(m)

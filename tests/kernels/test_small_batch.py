@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import dflash_mlx
 from dflash_mlx import stream_generate
 from dflash_mlx.kernels import autotune, small_batch
-from dflash_mlx.kernels import routing as layers
+from dflash_mlx.kernels.masks import PassMasks
 from dflash_mlx.kernels.small_batch import folded_mask, gqa_folded_attention, matmul_as_gemv
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback, rollback_point
@@ -180,7 +180,7 @@ def test_the_mask_is_made_once_a_pass(cuda, monkeypatch):
     for _ in range(2):
         target(mx.array([[1, 2, 3, 4]]), entries, kernels=True)
     assert made == [("causal", 4, 28), ("causal", 4, 32)]
-    masks, (one, other) = layers._Masks(), (mx.ones((4, 9), dtype=mx.bool_) for _ in range(2))
+    masks, (one, other) = PassMasks(), (mx.ones((4, 9), dtype=mx.bool_) for _ in range(2))
     got = [masks.folded(mask, 4, 9, 2, mx.float32) for mask in (one, one, other, one)]
     assert got[0] is got[1] and len(made) == 5
 

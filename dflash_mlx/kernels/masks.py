@@ -1,0 +1,79 @@
+"""Masks that say what they are: attention's routes know them again where a model hands them on unchanged.
+
+Knows mlx-lm's way of making masks, and how scores take one; knows no cache and no kernel's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from . import small_batch
+
+
+class WatchedArray(mx.array):
+    """An array that tells whether it was changed in place: it is the same object afterwards."""
+
+    changed = False
+
+
+def _noting(change: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, *args):
+        self.changed = True
+        return change(self, *args)
+
+    return method
+
+
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    if _change := getattr(mx.array, f"__{_name}__", None):
+        setattr(WatchedArray, f"__{_name}__", _noting(_change))
+
+
+class WindowMask(WatchedArray):
+    """The mask [N, S] of the last N positions of a text, each of which sees its last `window` of S keys in order.
+
+    What a model makes of it is an ordinary array again, and no kernel takes it for this one.
+    """
+
+    window: int
+
+
+class BufferMask(WatchedArray):
+    """A mask [N, S] over a buffer of S keys, True: seen, for the last N of the keys that it holds, each seeing all up to its own.
+
+    added: the same as floats to add; end: [1] int32, how many keys that is.
+    """
+
+    added: mx.array
+    end: mx.array
+
+    @classmethod
+    def of(cls, seen: mx.array, added: mx.array, end: mx.array) -> BufferMask:
+        mask = cls(seen)
+        mask.added, mask.end = added, end
+        return mask
+
+
+class PassMasks:
+    """The mask of a pass as attention takes it, made once for all layers that are given the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, tuple, mx.array] | None = None
+
+    def spread(self, mask: BufferMask, shape: tuple[int, ...]) -> mx.array:
+        """What to add to scores [1, heads, N, S]."""
+        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
+            self._last = (mask, shape, mx.broadcast_to(mask.added, shape))
+        return self._last[2]
+
+    def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
+        """`folded_mask` of the same arguments."""
+        # An array is known by identity.
+        about = (mask if isinstance(mask, str) else None, *about)
+        if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
+            made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
+            self._last = (mask, about, small_batch.folded_mask(made, *about[1:]))
+        return self._last[2]
