@@ -1,10 +1,14 @@
-"""Weights that other tools quantized, brought to floats or to MLX's own packed formats.
+"""Weights that other tools quantized, brought to MLX's own modes or to floats.
 
-Knows: fp8 with scales, MXFP4 and MXFP8, AWQ and GPTQ, compressed-tensors packings that mlx-lm names. Knows no models. A weight
-of integers whose meaning is not stated is refused: read as numbers, it gives a model of noise.
+The tensors decide what a matrix is; the config's record (`quantization_config`) says only what they leave open. Knows where each
+tool keeps its record, and fp8 with scales; `packings` knows the other layouts. Knows no models. A weight of integers whose
+meaning is not stated is refused: read as numbers, it gives a model of noise.
 """
 
+import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -12,100 +16,217 @@ from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
 
 from .layouts import Weights, unused_reason
+from .packings import FLOAT_CHECKPOINT, PARTS, Packed, read_matrix
 
 # how fp8 checkpoints name the scale beside `X.weight`
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-# methods whose packed weights mlx-lm's format holds as they are -> that format
-_PACKED = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
-}
-_COMPRESSED = {
-    "nvfp4-pack-quantized": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
-    "mxfp4-pack-quantized": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "pack-quantized": {"group_size": 32, "bits": 4, "mode": "affine"},
-}
+# methods of checkpoints that mlx-lm's own `sanitize` unpacks (gpt-oss's experts) -> the mode, and a tensor that shows it
+_UNPACKED_BY_MLX_LM = {"mxfp4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "_blocks")}
+# calibrated for activations and caches, which stay float here
+_CALIBRATION = re.compile(r"\.(((input|output)_(scale|zero_point|global_scale))|[qkv]_(scale|zero_point)|kv_scale)$")
+# whole numbers that are no quantized weights: maps between vocabularies, positions, counters
+_INDEX = re.compile(r"(^|\.)(t2d|d2t|\w*position_ids|num_batches_tracked|tid2eid)$")
+# parts of matrices in packings that nothing here reads
+_UNREAD = re.compile(
+    r"\.(weight_packed|qweight|qzeros|B|W_q|SCB|bitmask|compressed|absmax|quant_map|nested_\w+|quant_state\.\w+)$"
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a config says of its weights' quantization. settings: the object as it is, {} where there is none."""
+
+    settings: Mapping
+
+    @classmethod
+    def of(cls, config: Mapping) -> "Record":
+        inner = config.get("text_config")
+        for part in (config, inner if isinstance(inner, Mapping) else {}):
+            if isinstance(found := part.get("quantization_config"), Mapping):
+                return cls(found)
+        return cls({})
+
+    @property
+    def method(self) -> str | None:
+        method = self.settings.get("quant_method")
+        return method if isinstance(method, str) else None
+
+    @property
+    def name(self) -> str:
+        """The method and, where it has several, its format: "compressed-tensors (marlin-24)"."""
+        form = self.settings.get("format") or self.settings.get("quant_algo") or self.settings.get("checkpoint_format")
+        return f"{self.method} ({form})" if form else str(self.method)
+
+    def of_module(self, name: str) -> Mapping:
+        """What is stated of one matrix, in the words of `Packed.stated`."""
+        if self.method == "compressed-tensors":
+            return self._group_of(name)
+        if self.method in ("gptq", "awq"):
+            stated = {"num_bits": self.settings.get("bits"), "group_size": self.settings.get("group_size")}
+            stated["zeros_minus_one"] = self.settings.get("checkpoint_format") != "gptq_v2"
+            # GPTQModel's own bits for some layers: "+:" and a pattern, or the pattern alone
+            rules = self.settings.get("dynamic")
+            for pattern, own in rules.items() if isinstance(rules, Mapping) else ():
+                if isinstance(own, Mapping) and "bits" in own and _matches(f"re:{pattern.removeprefix('+:')}", name):
+                    stated["num_bits"] = own["bits"]
+            return _numbers(stated)
+        return {}
+
+    def _group_of(self, name: str) -> Mapping:
+        """The arguments for weights of the group whose targets name this module, or its class; of the only group otherwise."""
+        groups = self.settings.get("config_groups")
+        groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+        listed = [(group["targets"], group) for group in groups if isinstance(group.get("targets"), list)]
+        targets = [(target, group) for some, group in listed for target in some if isinstance(target, str) and target]
+        named = [group for target, group in targets if _matches(target, name)]
+        by_class = [group for target, group in targets if target.isidentifier() and target[0].isupper()]
+        found = named or by_class or (groups if len(groups) == 1 else [])
+        weights = found[0].get("weights") if found else None
+        return _numbers(weights) if isinstance(weights, Mapping) else {}
+
+
+def _numbers(stated: Mapping) -> dict:
+    """The entries that are whole numbers, or yes and no: all that reading a matrix needs."""
+    return {key: value for key, value in stated.items() if isinstance(value, int)}
+
+
+def _matches(target: str, name: str) -> bool:
+    """Whether a target of a record names a module; wrappers and drafters spell the beginning of names in several ways."""
+    if not target.startswith("re:"):
+        return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
+    try:
+        return any(re.match(target[3:], spelled) for spelled in (name, f"model.{name}", name.removeprefix("model.")))
+    except re.error:
+        return False
 
 
 def decode_quantized(weights: Weights, config: Mapping, checkpoint: Checkpoint) -> tuple[Weights, dict, list[str]]:
-    """Undo or adopt a foreign quantization.
+    """Bring weights that another tool quantized to MLX's modes where those hold them exactly, to floats where not.
 
-    Returns: (weights, config with mlx-lm's `quantization` where the weights stay packed, sentences for the user).
+    Returns: (weights, config with mlx-lm's `quantization` where weights stay packed, sentences for the user).
     Raises:
       ConversionError: a method or a tensor that is not understood, named.
     """
-    config = dict(config)
-    foreign = config.get("quantization_config")
-    inner = config.get("text_config")
-    if foreign is None and isinstance(inner, Mapping):
-        foreign = inner.get("quantization_config")
-    method = foreign.get("quant_method") if isinstance(foreign, Mapping) else None
-    weights, notes = _decode_fp8(weights, checkpoint, declared=method in ("fp8", "compressed-tensors"))
-    if method is None:
-        _refuse_integers(weights, checkpoint)
-        return weights, config, notes
-    if method in ("awq", "gptq"):
-        weights, quantization = _awq(weights, foreign, checkpoint)
-    elif method in _PACKED:
-        quantization = _PACKED[method]
-    elif method == "compressed-tensors" and foreign.get("format") in _COMPRESSED:
-        quantization = _COMPRESSED[foreign["format"]]
-    elif notes and method in ("fp8", "compressed-tensors"):
-        quantization = None
-    else:
-        what = f"{method} ({foreign['format']})" if foreign.get("format") else method
-        raise ConversionError(
-            f"expected weights that are float, MLX-quantized, fp8, MXFP4, AWQ or GPTQ; {checkpoint.source} is quantized "
-            f"with {what}. "
-            "Use the float checkpoint that it was made from."
-        )
-    for part in (config, inner):
-        if isinstance(part, dict):
-            part.pop("quantization_config", None)
-    if quantization is None:
-        _refuse_integers(weights, checkpoint)
-    else:
-        config["quantization"] = quantization
-        mode = quantization.get("mode", "affine")
-        notes.append(f"{method} weights kept packed as {quantization['bits']}-bit {mode}")
+    config, record = dict(config), Record.of(config)
+    weights, packed, hows = _decode_packed(weights, record, checkpoint)
+    weights, fp8 = _decode_fp8(weights, checkpoint, declared=record.method in ("fp8", "compressed-tensors"))
+    notes = [f"{count} {'matrices' if count > 1 else 'matrix'}, {how}" for how, count in hows.items()] + fp8
+    mode, shows = _UNPACKED_BY_MLX_LM.get(record.method, (None, ""))
+    if mode is not None and any(name.endswith(shows) for name in weights):
+        config["quantization"] = mode
+        notes.append(f"{record.method} weights kept packed as {mode['bits']}-bit {mode['mode']}")
+    if packed:
+        config["quantization"] = _quantization(packed)
+    if record.method is not None:
+        _refuse_unread(weights, record, checkpoint, decoded=bool(notes))
+        weights, note = _without_calibration(weights)
+        notes += note
+        if not notes:
+            notes.append(f"config.json says {record.name}, the weights are float: read as they are")
+        inner = config.get("text_config")
+        if isinstance(inner, Mapping):
+            config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
+        config.pop("quantization_config", None)
+    _refuse_integers(weights, checkpoint)
     return weights, config, notes
 
 
-def _awq(weights: Weights, foreign: Mapping, checkpoint: Checkpoint) -> tuple[Weights, dict]:
-    from mlx_lm.utils import _transform_awq_weights
+def _decode_packed(weights: Weights, record: Record, checkpoint: Checkpoint) -> tuple[Weights, dict[str, Mapping], Counter[str]]:
+    """-> (weights, module -> options of those that stay packed, what was done -> number of matrices)."""
+    modules: dict[str, dict[str, mx.array]] = {}
+    for name, value in weights.items():
+        module, _, part = name.rpartition(".")
+        if part in PARTS:
+            modules.setdefault(module, {})[part] = value
+    out, packed, hows = dict(weights), {}, Counter()
+    for module, tensors in modules.items():
+        if len(tensors) == 1 and not tensors.keys() & {"weight_packed", "qweight"}:
+            continue
+        types = {part: checkpoint.tensors[f"{module}.{part}"].dtype for part in tensors}
+        matrix = read_matrix(Packed(module, checkpoint.source, tensors, types, record.of_module(module)))
+        if matrix is None:
+            continue
+        for part in tensors:
+            del out[f"{module}.{part}"]
+        out |= {f"{module}.{part}": value for part, value in matrix.tensors.items()}
+        hows[matrix.how] += 1
+        if matrix.options is not None:
+            packed[module] = matrix.options
+    return out, packed, hows
 
-    try:
-        return _transform_awq_weights(weights, dict(foreign))
-    except (ValueError, KeyError) as error:
+
+def _quantization(packed: Mapping[str, Mapping]) -> dict:
+    """mlx-lm's `quantization`: the options of most matrices, and by name those of the others."""
+    counts = Counter(tuple(options.items()) for options in packed.values())
+    usual = dict(counts.most_common(1)[0][0])
+    return usual | {name.removeprefix("model."): dict(own) for name, own in packed.items() if own != usual}
+
+
+def _without_calibration(weights: Weights) -> tuple[Weights, list[str]]:
+    """Without what was calibrated for activations, and without scales beside weights that are float already."""
+    leftover = [name for name in weights if _CALIBRATION.search(name)]
+    for name in weights:
+        module, _, part = name.rpartition(".")
+        weight = weights.get(f"{module}.weight")
+        if part in ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"):
+            if weight is not None and mx.issubdtype(weight.dtype, mx.floating):
+                leftover.append(name)
+    if not leftover:
+        return weights, []
+    note = f"{len(leftover)} scales that were calibrated for activations or caches, or are left over, are not used"
+    return {name: value for name, value in weights.items() if name not in set(leftover)}, [note]
+
+
+def _refuse_unread(weights: Weights, record: Record, checkpoint: Checkpoint, *, decoded: bool) -> None:
+    """Refuse, by the method's name, matrices that are still packed; where nothing was decoded, every integer is suspected."""
+    unread = _integers(weights)
+    for name, value in weights.items():
+        mlx_packed = f"{name.rpartition('.')[0]}.scales" in weights
+        suspected = not decoded and not mlx_packed and not mx.issubdtype(value.dtype, mx.floating) and not _INDEX.search(name)
+        if (suspected or _UNREAD.search(name)) and name not in unread:
+            unread.append(name)
+    if unread:
+        shown = ", ".join(f"{name} ({checkpoint.tensors[name].dtype})" for name in unread[:2])
         raise ConversionError(
-            f"expected AWQ or GPTQ weights that MLX's format can hold in {checkpoint.source}; found: {error}. "
-            "Use the float checkpoint that it was made from."
-        ) from error
+            f"{checkpoint.source} is quantized with {record.name}, which is not read: {shown}"
+            f"{f' and {len(unread) - 2} more' if len(unread) > 2 else ''}",
+            f"{FLOAT_CHECKPOINT}, or one that is MLX-quantized, fp8, AWQ, GPTQ, MXFP4, NVFP4 or compressed-tensors",
+        )
+
+
+# --- fp8 --------------------------------------------------------------------------------------------------------------
 
 
 def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> tuple[Weights, list[str]]:
     """fp8 weights times their scales, in float32 and kept in bfloat16 (what the scales' publishers compute in)."""
-    fp8 = [n for n, info in checkpoint.tensors.items() if info.dtype == "F8_E4M3" and n in weights]
+    headers = {name: checkpoint.tensors[name].dtype for name in weights if name in checkpoint.tensors}
+    fp8 = [name for name, dtype in headers.items() if dtype == "F8_E4M3"]
     if declared:
-        fp8 += [
-            n
-            for n, info in checkpoint.tensors.items()
-            if info.dtype == "U8" and n.endswith(".weight") and _scale_of(n, weights) and n in weights
-        ]
+        fp8 += [n for n, dtype in headers.items() if dtype == "U8" and n.endswith(".weight") and _scale_of(n, weights)]
+    # packed again by now: another type than the file's
+    fp8 = [name for name in fp8 if weights[name].dtype == mx.uint8]
     if not fp8:
         return weights, []
     unscaled = [n for n in fp8 if not _scale_of(n, weights)]
     if unscaled:
         raise ConversionError(
-            f"expected fp8 weights with a scale each in {checkpoint.source}; found no scale beside them: {_some(unscaled)}. "
-            "Use the bfloat16 checkpoint that it was made from."
+            f"{checkpoint.source} has fp8 weights without a scale beside them: {_some(unscaled)}",
+            "Use the bfloat16 checkpoint that it was made from",
         )
     out = dict(weights)
     for name in fp8:
         scale = _scale_of(name, weights)
-        out[name] = _times_scale(mx.from_fp8(weights[name], dtype=mx.float32), weights[scale], name, checkpoint)
+        factor = _factor(weights[scale], headers.get(scale))
+        out[name] = _times_scale(mx.from_fp8(weights[name], dtype=mx.float32), factor, name, checkpoint)
         out.pop(scale, None)
     return out, [f"{len(fp8)} fp8 tensors dequantized to bfloat16"]
+
+
+def _factor(scale: mx.array, dtype: str | None) -> mx.array:
+    """A scale as float32; bytes are exponents of two (E8M0)."""
+    if dtype in ("F8_E8M0", "U8"):
+        return mx.power(2.0, scale.astype(mx.float32) - 127)
+    return scale.astype(mx.float32)
 
 
 def _scale_of(name: str, weights: Mapping) -> str | None:
@@ -116,15 +237,15 @@ def _scale_of(name: str, weights: Mapping) -> str | None:
 
 def _times_scale(value: mx.array, scale: mx.array, name: str, checkpoint: Checkpoint) -> mx.array:
     """value [..., out, in] times a scale per tensor, per row, or per block (the block size follows from both shapes)."""
-    scale = scale.astype(mx.float32)
     if scale.size == 1:
         return (value * scale.reshape(())).astype(mx.bfloat16)
     if scale.ndim == 1:
         scale = scale[:, None]
     if scale.ndim != value.ndim:
         raise ConversionError(
-            f"expected a scale per tensor, row or block for {name} {list(value.shape)} in {checkpoint.source}; "
-            f"found one of shape {list(scale.shape)}. Use the bfloat16 checkpoint that it was made from."
+            f"{name} {list(value.shape)} in {checkpoint.source} has a scale of shape {list(scale.shape)}; "
+            "it must have one for the tensor, or one a row or block",
+            "Use the bfloat16 checkpoint that it was made from",
         )
     for axis in (-2, -1):
         block = _block(value.shape[axis], scale.shape[axis])
@@ -141,20 +262,27 @@ def _block(size: int, blocks: int) -> int:
     return block if -(-size // block) == blocks else -(-size // blocks)
 
 
-def _refuse_integers(weights: Weights, checkpoint: Checkpoint) -> None:
-    integers = [
-        f"{n} ({checkpoint.tensors[n].dtype})"
-        for n, value in weights.items()
-        if n.endswith((".weight", ".bias"))
+# --- integers that nobody explained -----------------------------------------------------------------------------------
+
+
+def _integers(weights: Weights) -> list[str]:
+    return [
+        name
+        for name, value in weights.items()
+        if name.endswith((".weight", ".bias"))
         and not mx.issubdtype(value.dtype, mx.floating)
-        and f"{n.rpartition('.')[0]}.scales" not in weights
-        and unused_reason(n, None) is None
+        and f"{name.rpartition('.')[0]}.scales" not in weights
+        and unused_reason(name, None) is None
     ]
-    if integers:
+
+
+def _refuse_integers(weights: Weights, checkpoint: Checkpoint) -> None:
+    if integers := _integers(weights):
         raise ConversionError(
-            f"expected floating-point or MLX-quantized weights in {checkpoint.source}; found integers without a "
-            f"stated meaning: {_some(integers)}. They may be fp8 saved as bytes, or floats saved as their bits: "
-            "use the bfloat16 checkpoint that it was made from."
+            f"{checkpoint.source} has integers without a stated meaning: "
+            f"{_some([f'{name} ({checkpoint.tensors[name].dtype})' for name in integers])}. "
+            "They may be fp8 saved as bytes, or floats saved as their bits",
+            "Use the bfloat16 checkpoint that it was made from",
         )
 
 

@@ -166,7 +166,9 @@ def integer_drafter(d):
 
 
 def foreign_quantization(d):
-    write_checkpoint(d, llama_config(quantization_config={"quant_method": "aqlm"}), llama_weights())
+    weights = llama_weights()
+    weights["model.layers.0.mlp.up_proj.codes"] = weights.pop("model.layers.0.mlp.up_proj.weight").astype(mx.int16)
+    write_checkpoint(d, llama_config(quantization_config={"quant_method": "aqlm"}), weights)
 
 
 def two_ggufs(d):
@@ -204,13 +206,13 @@ BROKEN = {
     eagle: "is an EAGLE head",
     other_weights: "has other tensors than mlx-lm's llama; .* of another shape",
     drafter_without_taps: "target_layer_ids",
-    fp8_without_scales: "found no scale beside them: model.layers.0.mlp.up_proj.weight",
-    integer_matrix: r"found integers without a stated meaning: model.layers.0.mlp.up_proj.weight \(I16\)",
-    integer_norm: r"found integers without a stated meaning: model.norm.weight \(U32\)",
+    fp8_without_scales: "fp8 weights without a scale beside them: model.layers.0.mlp.up_proj.weight",
+    integer_matrix: r"has integers without a stated meaning: model.layers.0.mlp.up_proj.weight \(I16\)",
+    integer_norm: r"has integers without a stated meaning: model.norm.weight \(U32\)",
     integer_scales: "int32 where float32 belongs: model.layers.0.mlp.up_proj.scales",
     packed_in_floats: "float32 where uint32 belongs: model.layers.0.mlp.up_proj.weight",
-    integer_drafter: r"found integers without a stated meaning: fc.weight \(I64\)",
-    foreign_quantization: "quantized with aqlm",
+    integer_drafter: r"has integers without a stated meaning: fc.weight \(I64\)",
+    foreign_quantization: r"quantized with aqlm, which is not read: model.layers.0.mlp.up_proj.codes \(I16\)",
     two_ggufs: "holds 2 GGUF files",
     no_gguf: "begins with b'not '; a GGUF file begins with b'GGUF'",
 }
