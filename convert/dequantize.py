@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
@@ -20,6 +22,9 @@ from .packings import FLOAT_CHECKPOINT, PARTS, Packed, read_matrix
 
 # how fp8 checkpoints name the scale beside `X.weight`
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
+# the same of integers; and their types that are computed in
+_SCALES = (".weight_scale", ".scales")
+_HALF = {"F16": mx.float16, "BF16": mx.bfloat16}
 # methods of checkpoints that mlx-lm's own `sanitize` unpacks (gpt-oss's experts) -> the mode, and a tensor that shows it
 _UNPACKED_BY_MLX_LM = {"mxfp4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "_blocks")}
 # calibrated for activations and caches, which stay float here
@@ -153,6 +158,18 @@ def _decode_packed(weights: Weights, record: Record, checkpoint: Checkpoint) -> 
         if matrix.options is not None:
             packed[module] = matrix.options
     return out, packed, hows
+
+
+def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dtype]:
+    """Scales and biases that are float32 because a zero point times its scale needs it -> the type of the files' scales.
+
+    Activations take the widest type of a layer: scales that stayed float32 would have everything computed in it.
+    """
+    filed = Counter(_HALF[t.dtype] for t in checkpoint.tensors.values() if t.dtype in _HALF and t.name.endswith(_SCALES))
+    if not filed:
+        return {}
+    due, wide = filed.most_common(1)[0][0], tree_flatten(model.parameters())
+    return {name: due for name, value in wide if name.endswith((".scales", ".biases")) and value.dtype == mx.float32}
 
 
 def _quantization(packed: Mapping[str, Mapping]) -> dict:

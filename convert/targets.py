@@ -21,7 +21,7 @@ from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFl
 from .activations import correct_activation
 from .config_values import TEXT_CONFIG_KEYS, check_values
 from .configs import TargetConfig, mlx_module, normalise_config
-from .dequantize import decode_quantized
+from .dequantize import decode_quantized, types_of_scales
 from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
 from .rope import correct_rope
 from .sliding_window import add_windows
@@ -37,7 +37,7 @@ class LoadedTarget:
     - dropped: source tensor -> why the text model does not use it
     - layout: name of the layout that fitted
     - fates: source tensor -> under which name the model has it, or by what it was combined
-    - types: parameter -> the type of its tensors in the files, where the model holds it in float32 instead
+    - types: parameter -> the type of its tensors in the files, where the model holds it (exactly) in float32 instead
     - notes: sentences for the user
     """
 
@@ -104,6 +104,7 @@ def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> L
     weights, config, notes = decode_quantized(checkpoint.load(), config, checkpoint)
     loaded = build_target(config, weights, checkpoint.source, checkpoint)
     loaded.notes = notes + loaded.notes
+    loaded.types |= types_of_scales(loaded.model, checkpoint)
     return loaded
 
 

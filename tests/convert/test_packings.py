@@ -86,6 +86,7 @@ def rounded(packer):
     return pack
 
 
+AWQ_ZEROS = "AWQ, zero points"
 INT4 = partial(pack_quantized, bits=4)
 CASES = {
     # name: (packer, record, mode that the matrices have, None for floats)
@@ -109,12 +110,12 @@ CASES = {
     ),
     "int8 in words": (partial(pack_quantized, bits=8), compressed(group_of(8, group_size=64)), "affine"),
     "int3, dense": (partial(pack_quantized, bits=3), compressed(group_of(3, group_size=64)), "affine"),
-    "int3, whole values in words": (
+    "int3, whole values in words, zero points": (
         partial(pack_quantized, bits=3, dense=False, symmetric=False),
         compressed(group_of(3, group_size=64, symmetric=False)),
         "affine",
     ),
-    "int6": (partial(pack_quantized, bits=6, symmetric=False), compressed(group_of(6, symmetric=False)), "affine"),
+    "int6, zero points": (partial(pack_quantized, bits=6, symmetric=False), compressed(group_of(6, symmetric=False)), "affine"),
     "int7, which MLX lacks": (partial(pack_quantized, bits=7), compressed(group_of(7, group_size=64)), "affine"),
     "int4, group 16": (partial(INT4, group=16, float_out=True), compressed(group_of(4, group_size=16)), None),
     "int8, a scale a row": (int_quantized, compressed(group_of(8, form="int-quantized"), form="int-quantized"), "affine"),
@@ -177,7 +178,7 @@ CASES = {
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False},
         "affine",
     ),
-    "GPTQ v2": (
+    "GPTQ v2, zero points": (
         partial(gptq, symmetric=False, v2=True),
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"},
         "affine",
@@ -185,7 +186,11 @@ CASES = {
     "GPTQ, 8 bits": (partial(gptq, bits=8, group=32), {"quant_method": "gptq", "bits": 8, "group_size": 32}, "affine"),
     "GPTQ, 3 bits": (partial(gptq, bits=3), {"quant_method": "gptq", "bits": 3, "group_size": 64}, "affine"),
     "GPTQ, 2 bits": (partial(gptq, bits=2), {"quant_method": "gptq", "bits": 2, "group_size": 64}, "affine"),
-    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, "affine"),
+    AWQ_ZEROS: (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
+        "affine",
+    ),
     "AWQ without zero points": (
         partial(awq, zeros=False),
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
@@ -206,14 +211,24 @@ def test_a_packed_target_has_exactly_the_values_that_were_packed(tmp_path, case)
 
 
 # the others are converted in the slow tier
-CONVERTED = ("int4, a zero point a group", "int8, one scale", "int4, group 16", "MXFP4", "NVFP4", "MXFP8", "GPTQ, 3 bits", "AWQ")
+CONVERTED = (
+    "int4, a zero point a group",
+    "int8, one scale",
+    "int4, group 16",
+    "MXFP4",
+    "NVFP4",
+    "MXFP8",
+    "GPTQ, 3 bits",
+    AWQ_ZEROS,
+)
 
 
 @pytest.mark.parametrize("case", [case if case in CONVERTED else pytest.param(case, marks=pytest.mark.full) for case in CASES])
 def test_a_packed_target_converts_and_mlx_lm_loads_the_same_values(tmp_path, case):
     packer, record, _ = CASES[case]
     path, values = write(tmp_path / "packed", lambda module: packer, record)
-    done = convert(str(path), str(tmp_path / "out"))
+    # a zero point times its scale may need more bits than the scales' own type has
+    done = convert(str(path), str(tmp_path / "out"), dtype="float32" if "zero point" in case else None)
     assert done.record["parity"]["max_logit_difference"] == 0
     assert any(word in note for note in done.notes for word in ("kept packed", "dequantized"))
     model, _ = mlx_lm.utils.load_model(tmp_path / "out")
@@ -224,7 +239,9 @@ def test_a_packed_target_converts_and_mlx_lm_loads_the_same_values(tmp_path, cas
     )
 
 
-@pytest.mark.parametrize("case", ["int4, group 64", "int8, a scale a row", "MXFP4", "NVFP4", "NVFP4 that folds", "GPTQ", "AWQ"])
+@pytest.mark.parametrize(
+    "case", ["int4, group 64", "int8, a scale a row", "MXFP4", "NVFP4", "NVFP4 that folds", "GPTQ", AWQ_ZEROS]
+)
 def test_a_packed_drafter_drafts_what_its_values_draft(tmp_path, case):
     packer, record, mode = CASES[case]
     path, values = write(tmp_path / "packed", lambda module: packer, record, role="drafter")
@@ -238,6 +255,19 @@ def test_a_packed_drafter_drafts_what_its_values_draft(tmp_path, case):
     assert rounds_of(ours) == rounds_of(floats)
     convert(str(path), str(tmp_path / "out"))
     assert differing(load_drafter(str(tmp_path / "out"), model), values) == []
+
+
+@pytest.mark.parametrize("dtype, kind", [("F16", mx.float16), ("BF16", mx.bfloat16)])
+def test_scales_take_the_files_type_where_every_weight_does_so_that_activations_stay_in_it(tmp_path, dtype, kind):
+    packer = partial(INT4, symmetric=False, dtype=dtype)
+    path, values = write(tmp_path / "packed", lambda module: packer, compressed(group_of(4, group_size=64, symmetric=False)))
+    as_filed, _ = load(str(path), dtype="auto")
+    assert {m.scales.dtype for m in modules_of(as_filed).values() if hasattr(m, "scales")} == {kind}
+    for name, wanted in values.items():
+        # at most 15 steps, rounded to the type's precision
+        step = np.array(modules_of(as_filed)[name].scales.astype(mx.float32)).max()
+        assert np.abs(weight_of(modules_of(as_filed)[name]) - wanted).max() <= 15 * step * mx.finfo(kind).eps
+    assert differing(load(str(path), dtype="float32")[0], values) == []
 
 
 def mixed(module):
@@ -261,7 +291,7 @@ MIXED = compressed(
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_packings_are_mixed_and_modules_are_left_out(tmp_path, role):
     path, values = write(tmp_path / "packed", mixed, MIXED, role=role)
-    convert(str(path), str(tmp_path / "out"))
+    convert(str(path), str(tmp_path / "out"), dtype="float32")
     target, _ = load("tiny", dtype=mx.float32)
     for directory in (path, tmp_path / "out"):
         model = load(str(directory), dtype=mx.float32)[0] if role == "target" else load_drafter(str(directory), target)
@@ -449,12 +479,14 @@ def experts_checkpoint(directory, packer, record, block, names):
 
 
 @pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
-@pytest.mark.parametrize("case", ["int4, group 64", "int4, a zero point a group", "MXFP4", "NVFP4 that folds", "NVFP4", "AWQ"])
+@pytest.mark.parametrize(
+    "case", ["int4, group 64", "int4, a zero point a group", "MXFP4", "NVFP4 that folds", "NVFP4", AWQ_ZEROS]
+)
 def test_packed_experts_are_stacked(tmp_path, case, block):
     packer, record, mode = CASES[case]
     names = ("gate_proj", "down_proj", "up_proj") if block == "mlp" else ("w1", "w2", "w3")
     values = experts_checkpoint(tmp_path / "packed", packer, record, block, names)
-    convert(str(tmp_path / "packed"), str(tmp_path / "out"))
+    convert(str(tmp_path / "packed"), str(tmp_path / "out"), dtype="float32")
     for directory in (tmp_path / "packed", tmp_path / "out"):
         model, _ = load_target(directory)
         model.set_dtype(mx.float32)
