@@ -434,7 +434,8 @@ class _Reader:
             return ()
         return tuple(made[k] for k in kinds)
 
-    def _rope(self, new: Mapping | None, old: Mapping | None, got: dict[str, Any], head_dim: int | None) -> RopeConfig | None:
+    def _theta(self, new: Mapping | None, old: Mapping | None) -> float | None:
+        """The base that all places agree on; None, and a fault, where there is none."""
         thetas = [
             (name, value)
             for name, value in (
@@ -454,6 +455,12 @@ class _Reader:
             if value != thetas[0][1]:
                 self.faults.append(f"{thetas[0][0]} = {thetas[0][1]!r} contradicts {name} = {value!r}")
         self.read_from["rope_theta"] = thetas[0][0]
+        return float(thetas[0][1])
+
+    def _rope(self, new: Mapping | None, old: Mapping | None, got: dict[str, Any], head_dim: int | None) -> RopeConfig | None:
+        theta = self._theta(new, old)
+        if theta is None:
+            return None
         readings = {name: _scaling(value) for name, value in (("rope_parameters", new), ("rope_scaling", old)) if value}
         if len(readings) == 2 and readings["rope_parameters"] != readings["rope_scaling"]:
             self.faults.append(f"rope_parameters = {dict(new)!r} contradicts rope_scaling = {dict(old)!r}")
@@ -507,7 +514,7 @@ class _Reader:
                 self.faults.append(f"RoPE kind 'longrope' has {key} = {factors!r}: it must be {dims // 2} positive numbers")
                 return None
         traditional = got["rope_is_neox_style"] is False
-        return RopeConfig(float(thetas[0][1]), dims, kind, parameters, traditional)
+        return RopeConfig(theta, dims, kind, parameters, traditional)
 
 
 def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
