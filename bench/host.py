@@ -24,12 +24,11 @@ import mlx.nn as nn
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length.measure import measure_cost_model
 from dflash_mlx.loading import activation_dtype
-from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.tools import bench
-from dflash_mlx.traced.compiled import attach
 from dflash_mlx.train.trainer import dense
 from dflash_mlx.verify import logprobs, verify_block
 
@@ -42,7 +41,7 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
       waits: evaluate every round before the next one is put together.
     """
     # Replayed where the loop's are.
-    target = attach(Target(model, drafter.config.target_layer_ids), drafter)
+    target = DFlashPair.of(drafter).begin()
     pair = PairCache.read(make_prompt_cache(model, drafter))
     _, features = target(mx.array([prompt]), pair.target)
     # As after the loop's prefill: the drafter holds all context rows but the last.
@@ -84,6 +83,7 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
     _, rounds, ids = real()
     for waits in (True, False):
         bare_s(model, drafter, prompt, rounds, ids, waits)
+    target = DFlashPair.of(drafter).target
     times: dict[str, list[float]] = {"loop": [], "passes_with_waits": [], "passes_without_waits": []}
     for _ in range(repeats):
         times["loop"].append(real()[0])
@@ -96,7 +96,7 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
         "tokens": len(ids),
         "ms_a_round": ms,
         "spread_ms": {name: [1e3 * f(values) / len(rounds) for f in (min, max)] for name, values in times.items()},
-        "cut_ms": 1e3 * statistics.median(measure_cost_model(model, drafter).cut_s for _ in range(repeats)),
+        "cut_ms": 1e3 * statistics.median(measure_cost_model(target, drafter).cut_s for _ in range(repeats)),
         "host_share": 1 - ms["passes_with_waits"] / ms["loop"],
         "host_and_wait_share": 1 - ms["passes_without_waits"] / ms["loop"],
     }

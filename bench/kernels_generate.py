@@ -280,7 +280,7 @@ def generate(
                     print(f"answer {i} token {done}: top-2 gap {gap:.4g}, passes {apart:.4g} apart: {'tie' if tie else 'NO TIE'}")
                     done += 1
         record["tokens"], record["seconds"] = record["tokens"] + len(said), record["seconds"] + time.perf_counter() - begin
-        record["compiled"] = drafter._compiled.findings() if getattr(drafter, "_compiled", None) else []
+        record["compiled"] = drafter.pair.accelerator.findings() if drafter.pair and drafter.pair.accelerator else []
         save()
         if record["tokens"] >= tokens:
             break

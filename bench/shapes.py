@@ -273,7 +273,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         else:
             line.accept = cell[0]
             # The acceptance is planned: copied drafts would have their own.
-            drafting = {"draft_model": drafter, "block_size": cell[1], "copy": False}
+            drafting = {"draft_model": drafter, "block_size": cell[1], "prompt_lookup": False}
             responses = stream_generate(model, tokenizer, prompt, max_tokens=tokens, **drafting)
         figures, ids = bench.timed(responses, len(prompt))
         return (

@@ -21,6 +21,7 @@ from .models.architectures import ARCHITECTURES, build_drafter
 from .models.config import DrafterConfig
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
+from .pair import DFlashPair
 from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .traced import prepare
@@ -189,6 +190,7 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None
     drafter = make_drafter(read.config, read.weights, model)
     drafter.digest = checkpoint.digest
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
+    DFlashPair.of(drafter)
     return drafter
 
 

@@ -2,19 +2,197 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .errors import CacheError, GenerationError
+from .errors import GenerationError, PairError
 from .models.drafter import Drafter
 from .models.target import Target, family
-from .prompt_cache import KVQuantization
-from .text import prompt_thinking
+from .pair import check_window
+from .prompt_cache import KVQuantization, PairCache
+from .sampling_settings import check_max_tokens
+from .text import TextStream, prompt_thinking
+
+# mlx-lm's words.
+_NOTHING_TO_RUN = "Either input_embeddings or prompt (or both) must be provided."
+
+
+@dataclass
+class RunOptions:
+    """The arguments of `stream_generate`, by their names; what is wrong with them for any run is refused when this is made."""
+
+    model: nn.Module
+    tokenizer: Any
+    prompt: str | mx.array | list[int]
+    max_tokens: int
+    draft_model: nn.Module | None
+    stream: Any
+    block_size: int | None
+    seed: int | None
+    sampler: Any
+    logits_processors: Sequence[Any] | None
+    acceptance: str
+    prompt_lookup: bool | None
+    proposers: Sequence[Any] | None
+    text_stream: TextStream | None
+    prompt_cache: list[Any] | None
+    logprobs: bool
+    keep_rounds: bool
+    prefill_step_size: int | None
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int | None
+    quantized_kv_start: int | None
+    prompt_progress_callback: Callable[[int, int], None] | None
+    num_draft_tokens: int | None
+    input_embeddings: mx.array | None
+    copy: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokenizer, TokenizerWrapper):
+            self.tokenizer = TokenizerWrapper(self.tokenizer)
+        check_draft_model(self.draft_model)
+        if self.max_tokens == 0 and self.max_tokens is not False:
+            raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+        check_max_tokens(self.max_tokens)
+        if self.copy is not None:
+            warnings.warn(
+                "copy= is now prompt_lookup=; the old name goes with the next release", DeprecationWarning, stacklevel=4
+            )
+            self.prompt_lookup = self.copy if self.prompt_lookup is None else self.prompt_lookup
+        if self.max_kv_size is not None and self.prompt_cache is not None:
+            raise GenerationError(
+                f"max_kv_size is {self.max_kv_size} and there is a prompt_cache; a cache has its size from when it was made",
+                f"Give max_kv_size={self.max_kv_size} to make_prompt_cache instead",
+            )
+        self.progress: Callable[[int, int], None] = self.prompt_progress_callback or (lambda *_: None)
+
+    @functools.cached_property
+    def prompt_ids(self) -> list[int]:
+        """Raises: ValueError, mlx-lm's, if there is nothing to run."""
+        ids = encode(self.tokenizer, self.prompt)
+        if not ids and self.input_embeddings is None:
+            raise ValueError(_NOTHING_TO_RUN)
+        return ids
+
+    @property
+    def uses_prompt_lookup(self) -> bool:
+        """By default where the policy weighs it against the drafter and plain decoding."""
+        if self.prompt_lookup is None:
+            return self.block_size is None and self.acceptance == "match"
+        return self.prompt_lookup
+
+    @functools.cached_property
+    def quantization(self) -> KVQuantization | None:
+        """What `kv_bits` and the options beside it ask for, tried on three rows.
+
+        Raises:
+          GenerationError: mlx-lm cannot run this target with it.
+        """
+        if self.kv_bits is None:
+            return None
+        start = DEFAULT_QUANTIZED_KV_START if self.quantized_kv_start is None else self.quantized_kv_start
+        quantization = KVQuantization(self.kv_bits, self.kv_group_size or 64, start)
+        check_kv_quantization(self.model, quantization, make_target_cache(self.model, self.max_kv_size))
+        return quantization
+
+    def mlx_lm_options(self) -> dict[str, Any]:
+        """What mlx-lm's own `stream_generate` is given besides the models, the prompt and the stream."""
+        names = (
+            *("prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"),
+            *("prompt_progress_callback", "num_draft_tokens", "input_embeddings"),
+        )
+        given = {name: getattr(self, name) for name in names}
+        always = {"sampler": self.sampler, "logits_processors": self.logits_processors, "prompt_cache": self.prompt_cache}
+        return {name: value for name, value in given.items() if value is not None} | always
+
+    def check_plain(self) -> None:
+        """Refuse what needs a DFlash drafter, and what mlx-lm's own loop would drop.
+
+        Raises:
+          GenerationError, CacheError: names the option.
+        """
+        needs_drafter = {
+            "acceptance": self.acceptance if self.acceptance != "match" else None,
+            "prompt_lookup": self.prompt_lookup or None,
+            "proposers": self.proposers or None,
+            "block_size": self.block_size,
+        }
+        for name, value in needs_drafter.items():
+            if value is not None:
+                raise GenerationError(
+                    f"{name} is {value!r} and there is no DFlash drafter; it works with one only", "Leave it out"
+                )
+        if self.draft_model is not None:
+            if self.seed is not None:
+                raise GenerationError(
+                    f"seed is {self.seed} with an mlx-lm draft model, whose draws depend on what was drafted", "Leave it out"
+                )
+            for name in ("max_kv_size", "prompt_progress_callback"):
+                if (value := getattr(self, name)) is not None:
+                    raise GenerationError(f"{name} is {value!r} with an mlx-lm draft model; mlx-lm would drop it", "Leave it out")
+        check_window(self.model, self.max_kv_size)
+
+    def check_drafter(self) -> None:
+        """Refuse what cannot run with a DFlash drafter, and settle `block_size`.
+
+        Raises:
+          GenerationError, PairError: names the option.
+        """
+        if self.input_embeddings is not None:
+            raise GenerationError(
+                "input_embeddings were given with a DFlash drafter, which needs token ids",
+                "Pass a prompt, or run without a drafter",
+            )
+        if self.draft_model.target is not self.model:
+            raise PairError("this drafter was loaded for another model object", "Call load_drafter(path, model)")
+        for name in ("prefill_step_size", "max_kv_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise GenerationError(f"{name} is {value!r}; it must be at least 1", "Leave it out for the default")
+        for name in ("kv_group_size", "quantized_kv_start"):
+            if (value := getattr(self, name)) is not None and self.kv_bits is None:
+                raise GenerationError(f"{name} is {value!r} without kv_bits", "Give kv_bits or leave it out")
+        self.block_size = block_size_of(self.draft_model, self.block_size, self.num_draft_tokens)
+        for name, value in (("prompt_lookup", self.prompt_lookup), ("proposers", self.proposers)):
+            if value and self.acceptance != "match":
+                # The others weigh a draft by the distribution that it was drawn from.
+                raise GenerationError(
+                    f"{name} was given with acceptance={self.acceptance!r}; it works with 'match' only",
+                    "Leave one of the two out",
+                )
+            if value and self.block_size == 1:
+                raise GenerationError(
+                    f"{name} was given with a block_size of 1, which drafts nothing",
+                    "Leave one of the two out, or give at least 2",
+                )
+
+    def check_prompt(self, target: Target, cache: PairCache) -> None:
+        """Refuse a prompt that the target cannot run after what the cache holds; warn of one that the drafter was not made for.
+
+        Raises:
+          GenerationError
+        """
+        check_ids(self.prompt_ids, target)
+        check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
+        check_template(self.draft_model, self.tokenizer, self.prompt_ids)
+
+    def warn_of_unused_kv_bits(self, rows: int) -> None:
+        """Say at the end of a run of so many rows that `kv_bits` came to nothing."""
+        if self.quantization and rows <= self.quantization.start:
+            warnings.warn(
+                f"kv_bits={self.kv_bits} had no effect: a cache is quantized from row {self.quantization.start} on and this run "
+                f"ended at {rows}; lower quantized_kv_start",
+                stacklevel=3,
+            )
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
@@ -24,9 +202,10 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
         return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
     ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
+        shape = f" of shape {list(prompt.shape)}" if isinstance(prompt, mx.array) else ""
         raise GenerationError(
-            f"expected a prompt as text, a list of token ids or an array [T] of them; found {type(prompt).__name__}"
-            f"{f' of shape {list(prompt.shape)}' if isinstance(prompt, mx.array) else ''}. Pass one prompt at a time."
+            f"the prompt is of type {type(prompt).__name__}{shape}; it must be text, a list of token ids or an array [T] of them",
+            "Pass one prompt at a time",
         )
     return list(ids)
 
@@ -37,7 +216,8 @@ def check_ids(ids: list[int], target: Target) -> None:
     wrong = [i for i in ids if not 0 <= i < rows]
     if wrong:
         raise GenerationError(
-            f"expected prompt token ids from 0 to {rows - 1}; found {wrong[:5]}. Encode the prompt with this model's tokenizer."
+            f"the prompt has token ids {wrong[:5]}; this target's are 0 to {rows - 1}",
+            "Encode the prompt with this model's tokenizer",
         )
 
 
@@ -45,21 +225,8 @@ def check_draft_model(draft_model: Any) -> None:
     """Refuse what is no model, such as a path or, in mlx-lm's order of arguments, a size."""
     if draft_model is not None and not isinstance(draft_model, nn.Module):
         raise GenerationError(
-            f"expected draft_model as load_drafter or load returns it; found {draft_model!r}. Load it first; other arguments go "
-            "by name."
-        )
-
-
-def check_window(model: nn.Module, max_kv_size: int | None) -> None:
-    """Refuse a window for a target that makes its own caches: mlx-lm would ignore it.
-
-    Raises:
-      CacheError: names the target.
-    """
-    if max_kv_size is not None and hasattr(model, "make_cache"):
-        raise CacheError(
-            f"expected no max_kv_size; found {max_kv_size}. {family(model)} sizes its caches itself, so the number "
-            "would have no effect: leave it out."
+            f"draft_model is {draft_model!r}; it must be what load_drafter or load returns",
+            "Load it first; other arguments go by name",
         )
 
 
@@ -68,17 +235,19 @@ def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: in
     if num_draft_tokens is not None:
         if block_size is not None and block_size != num_draft_tokens + 1:
             raise GenerationError(
-                f"expected block_size to be num_draft_tokens + 1; found {block_size} and {num_draft_tokens}. Give one of them."
+                f"block_size is {block_size} and num_draft_tokens is {num_draft_tokens}; the first must be one more",
+                "Give one of them",
             )
         block_size = num_draft_tokens + 1
     if block_size is None:
         return None
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise GenerationError(f"expected block_size of at least 1 (it counts the anchor); found {block_size!r}.")
+        raise GenerationError(f"block_size is {block_size!r}; it must be at least 1 (it counts the anchor)")
     if block_size > (limit := largest_block(drafter)):
         raise GenerationError(
-            f"expected block_size of at most {limit}; found {block_size}. This drafter was made for blocks of "
-            f"{drafter.config.block_size}, and a pass over so many rows could take minutes: give less."
+            f"block_size is {block_size}; this drafter was made for blocks of {drafter.config.block_size}, and a pass over "
+            f"more than {limit} could take minutes",
+            f"Give at most {limit}",
         )
     return block_size
 
@@ -97,13 +266,13 @@ def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_toke
     length, drafters = target.context_length, drafter.config.max_position_embeddings
     if length is not None and prompt_tokens > length:
         raise GenerationError(
-            f"expected at most {length} tokens, the context of {target.family}; found a prompt of {prompt_tokens}. Shorten it."
+            f"the prompt has {prompt_tokens} tokens; the context of {target.family} holds at most {length}", "Shorten it"
         )
     if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
         warnings.warn(
             f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
             "beyond them the text stays right and fewer drafts are accepted",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -129,7 +298,7 @@ def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]
             f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
             f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
             f"enable_thinking={str(setting).lower()}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -146,6 +315,7 @@ def check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache:
         mx.eval(logits)
     except Exception as error:
         raise GenerationError(
-            f"expected a target whose caches mlx-lm can quantize to {quantization.bits} bits in groups of "
-            f"{quantization.group_size}; {family(model)} fails with it ({error}). Leave kv_bits out."
+            f"mlx-lm cannot quantize the caches of {family(model)} to {quantization.bits} bits in groups of "
+            f"{quantization.group_size} ({error})",
+            "Leave kv_bits out",
         ) from None

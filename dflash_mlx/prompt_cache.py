@@ -9,7 +9,8 @@ A prompt cache for a pair is a flat list of mlx-lm's own classes, so mlx-lm's sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,25 @@ class KVQuantization:
     def cut(self, rows: int, width: int) -> int:
         """The most drafted tokens that a block after `rows` rows may have, to end where the cache is quantized."""
         return min(width, self.start - rows - 1) if rows < self.start else width
+
+
+# Who writes to a pair's list, by its last entry. A stream that was left open must not keep others from its cache.
+_streams: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+def _end_stream(entry: Any) -> None:
+    """Close the stream that writes to the list with this last entry: it leaves the list at the tokens that it handed out.
+
+    Raises:
+      CacheError: it is at work right now.
+    """
+    steps = _streams.pop(entry, lambda: None)()
+    if steps is None:
+        return
+    if steps.gi_running:
+        _streams[entry] = weakref.ref(steps)
+        raise CacheError("another stream is writing to this prompt cache right now", "Wait for it, or use a cache of its own")
+    steps.close()
 
 
 @dataclass
@@ -84,6 +104,7 @@ class PairCache:
                 "the prompt cache has no drafter's part; a target with a DFlash drafter needs one",
                 "Make it with dflash_mlx.make_prompt_cache(model, draft_model)",
             )
+        _end_stream(entries[-1])
         ids, features, layout = entries[-1].cache
         n_target, rows = layout[0, 2:].tolist()
         pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
@@ -102,6 +123,11 @@ class PairCache:
         entries = [*target, *drafter, ArraysCache(3)]
         cls(entries, len(target), [], 0, None).write()
         return entries
+
+    def open(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Note who writes to this list from now on. Whoever reads the list next ends it there."""
+        _streams[self.entries[-1]] = weakref.ref(steps)
+        return steps
 
     def write(self) -> None:
         """Store ids, rows and pending features back into the list's last entry."""

@@ -8,7 +8,7 @@ from typing import Any
 
 class Round(dict):
     """One verify round: `drafted` (all block_size - 1 ids, [] at width 0), `accepted`, `bonus`, `width`, and `source`: "drafter",
-    "copy" or, where no draft was verified, "plain".
+    "prompt_lookup", the name of another draft source or, where no draft was verified, "plain".
 
     A dict, so that it goes into JSON as it is; the five are attributes too.
     """
@@ -27,7 +27,7 @@ class GenerationStats:
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
     n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
-    widths: rounds by width, 0 being plain decoding. rule: what chose them. looked_up: those with drafts from the text;
+    widths: rounds by width, 0 being plain decoding. rule: what chose them. looked_up: those whose drafts took no drafter pass;
       confidence_cut: those whose width was cut to what the drafter was confident of, once it had drafted.
     sources: rounds and accepted drafts by source, of rounds of width > 0.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
@@ -47,7 +47,7 @@ class GenerationStats:
     looked_up: dict[int, int] = field(default_factory=dict)
     confidence_cut: dict[int, int] = field(default_factory=dict)
     sources: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {name: {"rounds": 0, "accepted": 0} for name in ("drafter", "copy")}
+        default_factory=lambda: {name: {"rounds": 0, "accepted": 0} for name in ("drafter", "prompt_lookup")}
     )
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "rollback", "host"), 0.0))
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -75,9 +75,10 @@ class GenerationStats:
             self.n_drafting += 1
             self.n_committed += accepted + 1
             self.n_verified += width
-            self.sources[source]["rounds"] += 1
-            self.sources[source]["accepted"] += accepted
-            if source == "copy":
+            counts = self.sources.setdefault(source, {"rounds": 0, "accepted": 0})
+            counts["rounds"] += 1
+            counts["accepted"] += accepted
+            if source != "drafter":
                 self.looked_up[width] = self.looked_up.get(width, 0) + 1
         if self.keep_rounds:
             drafted, source = (drafted, source) if width else ([], "plain")
@@ -90,14 +91,14 @@ class GenerationStats:
         """Whether the next round should wait for its draft separately: rounds 2, 66, 130, ... (the first one warms up)."""
         return self.n_rounds % 64 == 1
 
-    def add_passes(self, total_s: float, draft_s: float | None, source: str) -> None:
+    def add_passes(self, total_s: float, draft_s: float | None, by_drafter: bool) -> None:
         """Add one round's wait; `draft_s` is its draft part in a round that was timed apart, else None.
 
         A second wait would leave the device idle, so most of the drafter's rounds are measured as a whole and split in the
         measured ratio.
         """
         self._passes_s += total_s
-        self._drafter_s += total_s if source == "drafter" else 0.0
+        self._drafter_s += total_s if by_drafter else 0.0
         if draft_s is not None:
             self._timed[0] += draft_s
             self._timed[1] += total_s

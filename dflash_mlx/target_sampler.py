@@ -6,6 +6,7 @@ Knows the target's rows and the drafter's; knows nothing of caches being cut or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +19,6 @@ from .models.target import Target
 from .sampling import Distribution, History, LogitsProcessor, Sampler, choose_seed, process, sample_at
 from .verify import logprobs
 
-# What a pass has shown: drafted ids, accepted, bonus, a function from a row to its log-probabilities [V], and how sure the
-# drafter was of each id, where that was asked for.
-RoundResult = tuple[list[int], int, int, Callable[[int], mx.array], list[float] | None]
 # Ids and probabilities travel in one array of int32.
 _ONE = 1 << 20
 
@@ -33,6 +31,21 @@ def pack_drafts(drafted: mx.array, confidence: mx.array | None) -> mx.array:
 def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | None]:
     """What `pack_drafts` made of n ids, read: ids and probabilities."""
     return values[:n], [value / _ONE for value in values[n:]] or None
+
+
+@dataclass
+class RoundResult:
+    """What a pass has shown.
+
+    drafted: the ids, of which the first `accepted` are kept; bonus: the target's own token behind them.
+    row_logprobs: from a row of the block to its log-probabilities [V]; confidence: the drafter's, where they were asked for.
+    """
+
+    drafted: list[int]
+    accepted: int
+    bonus: int
+    row_logprobs: Callable[[int], mx.array]
+    confidence: list[float] | None = None
 
 
 class TargetSampler:
@@ -118,7 +131,7 @@ class TargetSampler:
             last = values.pop()
             n = values.pop() if block.shape[1] else 0
             ids, confidence = unpack_drafts(values, drafted.shape[1])
-            return ids, n, last, row_logprobs, confidence
+            return RoundResult(ids, n, last, row_logprobs, confidence)
 
         def row_logprobs(i: int) -> mx.array:
             # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
@@ -157,7 +170,7 @@ class TargetSampler:
                 break
             self.history.append(token)
         self.history.cut(n)
-        return ids, i, token, rows.__getitem__, confidence
+        return RoundResult(ids, i, token, rows.__getitem__, confidence)
 
     @staticmethod
     def _logits(target: Target, hidden: mx.array) -> mx.array:
@@ -214,15 +227,16 @@ def make_target_sampler(
     if acceptance == "match":
         return TargetSampler(sampler, processors, seed, prompt)
     if acceptance not in _RULES:
-        raise GenerationError(f"expected acceptance to be match, {' or '.join(_RULES)}; found {acceptance!r}.")
+        raise GenerationError(f"acceptance is {acceptance!r}; it must be match, {' or '.join(_RULES)}")
     if not isinstance(sampler, Distribution):
         raise GenerationError(
-            f"expected a dflash_mlx.sampling.Distribution as sampler for acceptance={acceptance!r}, which needs probabilities; "
-            f"found {type(sampler).__name__}. Pass one, or leave acceptance out."
+            f"the sampler is a {type(sampler).__name__}; acceptance={acceptance!r} needs probabilities, as a "
+            "dflash_mlx.sampling.Distribution has them",
+            "Pass one, or leave acceptance out",
         )
     if processors:
         raise GenerationError(
-            f"expected no logits_processors with acceptance={acceptance!r}; found some. They would see drafts that are not kept: "
-            "leave one of the two out."
+            f"logits_processors were given with acceptance={acceptance!r}; they would see drafts that are not kept",
+            "Leave one of the two out",
         )
     return RejectionSampler(sampler, seed, _RULES[acceptance])

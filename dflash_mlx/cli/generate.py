@@ -152,14 +152,18 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     """Run the generation and show it; the fields of --json, and the seed."""
     from ..generation import stream_generate
     from ..models.target import Target
+    from ..options import encode
     from ..sampling import choose_seed
+    from ..text import TextStream
 
     _, _, lm, tokenizer, draft = pair
     settings.check_vocabulary(Target(lm).vocabulary)
     block_size = asked.block_size
     if draft and block_size and block_size > draft.config.block_size:
         say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
-    ids = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking)
+    prompt = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking)
+    # Text that no chat template has rendered is continued: a leading blank of the answer stays.
+    ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str)
     sampler, processors = settings.make(tokenizer)
     # Drawn here, so that the figures can name it.
     seed = choose_seed(settings.seed) if sampler else None
@@ -179,7 +183,8 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             max_tokens=asked.max_tokens,
             draft_model=draft,
             block_size=block_size,
-            copy=asked.prompt_lookup,
+            prompt_lookup=asked.prompt_lookup,
+            text_stream=TextStream(tokenizer, ids, after_chat_template=is_rendered),
             seed=seed,
             sampler=sampler,
             logits_processors=processors,

@@ -70,7 +70,7 @@ def figures(result: dict[str, Any]) -> str:
         lines.append(
             f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {len(lengths)} rounds; accepted: rounds {counts})"
         )
-        if (copied := result["sources"]["copy"])["rounds"]:
+        if (copied := result["sources"]["prompt_lookup"])["rounds"]:
             lines.append(f"Copied from the text: {copied['accepted']} tokens in {copied['rounds']} of these rounds.")
     elif result["widths"]:
         lines.append("Acceptance: no draft was verified, so there is no tau.")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..models.drafter import Drafter
@@ -15,35 +14,27 @@ from ..models.target import Target
 from ..rollback import rollback, rollback_point
 from ..target_sampler import pack_drafts
 from ..traced import setting
-from ..traced.compiled import attach
 from ..verify import logprobs, verify_block
 from .cost_model import CostModel, first_widths
 from .cost_store import load_cost_model, pair_key, save_cost_model
-from .policy import DraftLengthHistory, DraftLengthPolicy
 
 
-def draft_length_policy(model: nn.Module, drafter: Drafter, stream: Any) -> DraftLengthPolicy:
-    """The policy of one run. What earlier runs of the pair have learned is kept for the next one."""
-    history = vars(drafter).setdefault("_draft_length_history", DraftLengthHistory())
-    return history.next_policy(drafter.config.block_size - 1, lambda: stored_cost_model(model, drafter, stream))
-
-
-def stored_cost_model(model: nn.Module, drafter: Drafter, stream: Any) -> CostModel:
+def stored_cost_model(target: Target, drafter: Drafter, stream: Any) -> CostModel:
     """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
     info = mx.device_info()
     device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
-    key = pair_key([model, drafter], drafter.config, *device, mx.__version__, setting())
+    key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting())
     costs = load_cost_model(key)
     if costs is None:
         with mx.stream(stream):
-            costs = measure_cost_model(model, drafter)
+            costs = measure_cost_model(target, drafter)
         save_cost_model(key, costs)
     return costs
 
 
-def measure_cost_model(model: nn.Module, drafter: Drafter) -> CostModel:
-    target = attach(Target(model, drafter.config.target_layer_ids), drafter)
-    entries, context, K = mlx_lm_cache.make_prompt_cache(model), drafter.make_cache(), drafter.config.block_size
+def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
+    """Time the passes of a pair."""
+    entries, context, K = mlx_lm_cache.make_prompt_cache(target.model), drafter.make_cache(), drafter.config.block_size
     # Any text of different tokens.
     text = mx.arange(1, 33, dtype=mx.int32)[None] * 37 % target.vocabulary
     _, features = target(text, entries)

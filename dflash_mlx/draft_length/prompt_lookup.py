@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from itertools import count
 
-from ..errors import GenerationError
-
 # Ids that must stand again before they are followed. After fewer, going on with the copy where the drafter's first two ids agree
 # with it gains nothing: after one id (right at 25 % of places) 1.83 drafts accepted for the drafter's own 1.84, smollm2 greedy,
 # 170 places. After two the same: 2.34 for 2.34 in chat and code, 76 places; in rewrites 8.4 for 5.6, but the copy alone has 7.2.
@@ -83,20 +81,3 @@ class PromptLookup:
         """By slot: how likely an id is accepted if those before it are."""
         found = {length: hits / seen for length, (hits, seen) in self._counts.items()}
         return [found[_BUCKETS[min(self.length + i, _LONGEST)]] for i in range(n)]
-
-
-def make_prompt_lookup(copy: bool | None, acceptance: str, block_size: int | None) -> PromptLookup | None:
-    """What `stream_generate`'s `copy` asks for; None: no copying.
-
-    Raises:
-      GenerationError: copying was asked for and cannot be had.
-    """
-    if copy and acceptance != "match":
-        # They weigh a draft by the distribution that it was drawn from, and whether to copy depends on the text.
-        raise GenerationError(f"expected acceptance='match' with copy; found {acceptance!r}. Leave one of the two out.")
-    if copy and block_size == 1:
-        raise GenerationError(
-            "expected a block_size of at least 2 with copy; found 1, which drafts nothing. Leave one of the two out."
-        )
-    wanted = block_size is None and acceptance == "match" if copy is None else copy
-    return PromptLookup() if wanted else None

@@ -168,8 +168,8 @@ class Drafter(nn.Module):
         self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
-        # Runs `mask_rows` in this drafter's place where it can; the pair gives it.
-        self.accelerator: Any = None
+        # The `DFlashPair` of this drafter and the target that it is bound to, set once: what changes in a run is kept there.
+        self.pair: Any = None
         # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
         self.stated_thinking: tuple[bool, str] | None = None
         # Says which weights these are (`Checkpoint.digest`), of those from files; set by whoever loads it.
@@ -248,7 +248,8 @@ class Drafter(nn.Module):
         """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
-        if self.accelerator and (hidden := self.accelerator.draft(ids, features, cache, start)) is not None:
+        accelerator = self.pair and self.pair.accelerator
+        if accelerator and (hidden := accelerator.draft(ids, features, cache, start)) is not None:
             return hidden
         return self.mask_rows(ids, features, cache, start)
 

@@ -255,8 +255,8 @@ class Conversation:
         if stats:
             totals.rounds += stats.n_drafting
             totals.committed += stats.n_committed
-            totals.lookup_rounds += stats.sources["copy"]["rounds"]
-            totals.looked_up += stats.sources["copy"]["accepted"]
+            totals.lookup_rounds += stats.sources["prompt_lookup"]["rounds"]
+            totals.looked_up += stats.sources["prompt_lookup"]["accepted"]
             for name, value in stats.seconds.items():
                 totals.seconds[name] += value
 

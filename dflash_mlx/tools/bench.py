@@ -487,7 +487,10 @@ def _row(kind: str, temp: float, context: int, runs: list[Mapping[str, Any]]) ->
         "tau": sum(run["committed"] for run in ours) / drafting if drafting else None,
         "mean_width": sum(width * n for width, n in widths.items()) / rounds if rounds else 0.0,
         "plain_rounds": widths[0] / rounds if rounds else 0.0,
-        "copied_rounds": sum(run["sources"]["copy"]["rounds"] for run in ours) / rounds if rounds else 0.0,
+        # "copy": records of versions before the name changed.
+        "copied_rounds": sum((run["sources"].get("prompt_lookup") or run["sources"]["copy"])["rounds"] for run in ours) / rounds
+        if rounds
+        else 0.0,
         "prompt_tokens": statistics.median(run["mlx_lm"]["prompt_tokens"] for run in runs),
         **median,
         **{f"{side}_memory_gb": max(run[side]["peak_memory_gb"] for run in runs) for side in SIDES},

@@ -110,7 +110,7 @@ def _kernels() -> dict[str, Any]:
 
 def _traced(draft: Any) -> dict[str, Any]:
     """Whether passes may be traced once and run again, and what came of it with this pair in this process."""
-    accelerator = getattr(draft, "_compiled", None)
+    accelerator = draft.pair.accelerator if getattr(draft, "pair", None) else None
     return {"asked": traced.setting(), "here": traced.may_accelerate(), "found": accelerator.findings() if accelerator else []}
 
 

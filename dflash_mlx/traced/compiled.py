@@ -37,7 +37,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -52,7 +51,6 @@ from ..models.drafter import Drafter
 from ..models.intercept import intercept
 from ..models.target import Target, family
 from ..rollback import RollbackPoint
-from . import accelerate
 from .fusion import Call, fused_linears
 
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
@@ -100,21 +98,6 @@ class CompiledPair:
 
     def findings(self) -> list[dict[str, Any]]:
         return [p.findings() for p in self.passes]
-
-
-def attach(target: Target, drafter: Drafter) -> Target:
-    """`accelerate` for a target and a drafter that no pair holds yet; until `DFlashPair` is there.
-
-    Raises:
-      CompileError: as `setting`.
-    """
-    kept = getattr(drafter, "_compiled", None)
-    accelerator = accelerate(SimpleNamespace(target=target, drafter=drafter, accelerator=kept))
-    if accelerator:
-        # Not as an item of the module, whose items other threads may be walking through.
-        object.__setattr__(drafter, "_compiled", accelerator)
-    target.accelerator = drafter.accelerator = accelerator
-    return target
 
 
 def _parts(model: nn.Module) -> list[Any]:

@@ -22,6 +22,10 @@ def test_the_script_with_a_prompt_cache_runs():
     assert "def main(" in run("prompt_cache.py")
 
 
+def test_the_draft_source_runs_and_is_named():
+    assert re.search(r"\n80 tokens; drafts by source: .*'suffix_automaton': {'rounds': [1-9]", run("suffix_automaton.py"))
+
+
 def test_the_client_runs_against_the_server():
     command = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--model", "tiny", "--draft-model", "tiny", "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -36,5 +40,5 @@ def test_the_client_runs_against_the_server():
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
-        *("change_the_import.py", "prompt_cache.py", "client.py")
+        *("change_the_import.py", "prompt_cache.py", "client.py", "suffix_automaton.py")
     }

@@ -29,15 +29,18 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import dflash_mlx
-from dflash_mlx import generation, make_prompt_cache, sampling
+from dflash_mlx import loop, make_prompt_cache, proposers, sampling
+from dflash_mlx import pair as pair_module
 from dflash_mlx import rollback as cache_module
 from dflash_mlx import target_sampler as choose
 from dflash_mlx.draft_length import measure as timing
 from dflash_mlx.draft_length.cost_model import CostModel
-from dflash_mlx.draft_length.policy import FixedDraftLength
+from dflash_mlx.draft_length.policy import DraftLengthHistory, FixedDraftLength
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache
+from dflash_mlx.proposers import BlockProposer
 from dflash_mlx.traced.compiled import CompiledPass
 
 PROMPT = [5, 9, 33, 7, 20]
@@ -49,11 +52,11 @@ def shuffled(monkeypatch):
     rules = []
 
     def use(seed):
-        def rule(model, drafter, stream):
-            rules.append(Shuffled(drafter.config.block_size - 1, seed))
+        def rule(pair, stream):
+            rules.append(Shuffled(pair.drafter.config.block_size - 1, seed))
             return rules[-1]
 
-        monkeypatch.setattr(generation, "draft_length_policy", rule)
+        monkeypatch.setattr(DFlashPair, "draft_length_policy", rule)
         return rules
 
     return use
@@ -104,7 +107,7 @@ def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tin
         def observe(self, width, accepted, more, seconds, usual, *rest):
             told.append(usual)
 
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Told(width))
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: Told(width))
     for _ in dflash_mlx.stream_generate(model, letters(), PROMPT, 40, noisy):
         time.sleep(0.02)
     assert len(told) >= 10 and sum(told) >= 0.7 * len(told)
@@ -144,7 +147,7 @@ def test_a_round_that_is_cut_by_confidence_drafts_what_others_draft_and_verifies
             if not self.cuts_by_confidence:
                 confidences[len(confidences)] = confidence
 
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Cutting(7))
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: Cutting(7))
     prompt = tokenizer.encode("def test_")
     blind = run(model, drafter, prompt, 40, tokenizer, block_size=None)
     Cutting.cuts_by_confidence = True
@@ -186,7 +189,7 @@ class Cutting(FixedDraftLength):
 def test_a_cut_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, kept):
     model, line, noisy = tiny
     rule = Cutting(4, kept)
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: rule)
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: rule)
     for nth in (2, 3, 5):
         rule.told.clear()
         with monkeypatch.context() as patch:
@@ -197,13 +200,13 @@ def test_a_cut_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, kept)
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
-@pytest.mark.parametrize("where", ["confidence_cut", "_hold", "_verify"])
+@pytest.mark.parametrize("where", ["confidence_cut", "hold", "_enqueue"])
 def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
     model, prompt = family(name), some_line(30)
     line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
     for nth in (1, 2, 9):
-        rule, calls = Cutting(4, 0 if where == "_hold" else 3), []
-        owner = rule if where == "confidence_cut" else generation._Run
+        rule, calls = Cutting(4, 0 if where == "hold" else 3), []
+        owner = {"confidence_cut": rule, "hold": BlockProposer}.get(where, loop.Run)
         original = getattr(owner, where)
 
         def interrupted(*args, calls=calls, original=original, nth=nth):
@@ -214,7 +217,7 @@ def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatc
 
         got, cache = [], make_prompt_cache(model, drafter)
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "draft_length_policy", lambda *_, rule=rule: rule)
+            patch.setattr(DFlashPair, "draft_length_policy", lambda *_, rule=rule: rule)
             patch.setattr(owner, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 for r in dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, prompt_cache=cache):
@@ -229,7 +232,7 @@ def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatc
 
 def test_a_round_that_is_cut_by_confidence_reaches_over_no_row_where_the_cache_is_quantized(monkeypatch):
     drafter = tiny_drafter(tiny_target(seed=4, head_dim=32))
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: Cutting(1, 4))
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: Cutting(1, 4))
     for start in range(len(PROMPT) + 1, len(PROMPT) + 8):
         options = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
         expected = greedy_ids(drafter.target, PROMPT, 24, **options)
@@ -337,7 +340,8 @@ def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch,
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
     monkeypatch.setattr(timing, "time_by_turns", measure)
-    timing.measure_cost_model(model, tiny_drafter(model))
+    drafter = tiny_drafter(model)
+    timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
     for second in (False, True, False):
         before = waits["wait"]
         passes["both"](3, second)
@@ -360,17 +364,17 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
         for _ in range(2):
             plain()
             draft()
-        assert tried == before and all(passes.passes for passes in drafter._compiled.passes)
+        assert tried == before and all(passes.passes for passes in drafter.pair.accelerator.passes)
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
     monkeypatch.setattr(timing, "time_by_turns", measure)
-    timing.measure_cost_model(model, drafter)
+    timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
     model, line, _ = tiny
     drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
-    costs = timing.measure_cost_model(model, drafter)
+    costs = timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
     assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
     assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
@@ -398,16 +402,16 @@ def test_drawn_drafts_keep_the_drafters_width_so_that_a_seed_gives_one_text(pair
 
 @pytest.fixture
 def order(monkeypatch):
-    """What the loop does, in order: "enqueue" and "read" of passes."""
+    """What the loop does, in order: "verify" and "read" of passes."""
     seen = []
-    for name in ("enqueue", "read"):
-        original = getattr(generation._Run, name)
+    for name in ("verify", "read"):
+        original = getattr(loop.Run, name)
 
         def call(self, *args, name=name, original=original, **kwargs):
             seen.append(name)
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(generation._Run, name, call)
+        monkeypatch.setattr(loop.Run, name, call)
     return seen
 
 
@@ -415,13 +419,13 @@ def test_plain_passes_are_enqueued_before_the_one_in_front_is_read(tiny, order):
     model, line, noisy = tiny
     assert ids_of(run(model, noisy, PROMPT, 20, block_size=1)) == line[:20]
     # As in mlx-lm: one pass more is under way at each read, and none after the last token.
-    assert order == ["enqueue"] + ["enqueue", "read"] * 19 + ["read"]
+    assert order == ["verify"] + ["verify", "read"] * 19 + ["read"]
 
 
 def test_drafting_rounds_are_read_before_the_next_one(tiny, order):
     model, line, noisy = tiny
     run(model, noisy, PROMPT, 20, block_size=4)
-    assert order == ["enqueue", "read"] * (len(order) // 2)
+    assert order == ["verify", "read"] * (len(order) // 2)
 
 
 def test_a_plain_stretch_waits_once_a_token_and_evaluates_nothing_else(tiny, waits):
@@ -462,7 +466,7 @@ def test_plain_passes_run_the_drafter_only_for_what_its_memory_bound_asks(tiny, 
     run(model, drafter, PROMPT, 100, block_size=1, prompt_cache=cache)
     assert calls == [4] and PairCache.read(cache).pending == 100
     # 48 features a row, float32: 30 rows.
-    monkeypatch.setattr(generation, "_PENDING_BYTES", 30 * 48 * 4)
+    monkeypatch.setattr(loop, "_PENDING_BYTES", 30 * 48 * 4)
     calls.clear()
     more = make_prompt_cache(model, drafter)
     run(model, drafter, PROMPT, 100, block_size=1, prompt_cache=more)
@@ -502,7 +506,7 @@ def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind
         assert order.count("read") == got[-1].stats.n_rounds + 2, "every round, the prompt's and the failed one"
         # Passes overlap where two of them can be undone: a full ring has lost what the second one replaced.
         overlap = block == 1 and name != "llama, mixed windows"
-        assert (order[:2] == ["enqueue", "enqueue"]) == overlap
+        assert (order[:2] == ["verify", "verify"]) == overlap
         again = run(model, drafter, line[20:21], 8, prompt_cache=cache)
         fresh = run(model, drafter, prompt + line[:21], 8)
         assert ids_of(again) == ids_of(fresh) and rounds_of(again) == rounds_of(fresh)
@@ -559,14 +563,14 @@ def test_no_list_made_into_an_array_for_a_token_grows_with_the_context(monkeypat
     for options in (
         {"block_size": 1},
         {"block_size": 5},
-        {"block_size": 5, "copy": True},
+        {"block_size": 5, "prompt_lookup": True},
         {"block_size": 5, "logits_processors": [lambda ids, row: row]},
     ):
         steps = dflash_mlx.stream_generate(model, letters(), prompt, 40, drafter, **options)
         for _ in range(5):
             next(steps)
         with monkeypatch.context() as patch:
-            for module in (choose, generation, sampling):
+            for module in (choose, loop, proposers, sampling):
                 patch.setattr(module, "mx", Recording())
             for _ in range(30):
                 next(steps)
@@ -582,7 +586,7 @@ def test_host_time_is_flat_with_context_to_32k(block, copy):
 
     def per_token(context):
         prompt = [(7 * i) % 61 for i in range(context)]
-        options = {"block_size": block, "copy": copy, "keep_rounds": False}
+        options = {"block_size": block, "prompt_lookup": copy, "keep_rounds": False}
         steps = dflash_mlx.stream_generate(model, letters(), prompt, -1, drafter, **options)
         times = []
         for _ in range(400):
@@ -616,7 +620,7 @@ def test_memory_over_20000_tokens_grows_only_by_the_caches(block):
     steps.close()
     assert PairCache.read(cache).rows == len(PROMPT) + 20_000 - 1
     # Pending features (their bound, and 48 floats a row) and an entry's growth by 256 rows.
-    pending = min(generation._PENDING_BYTES, 20_000 * 48 * 4) if block != 5 else 0
+    pending = min(loop._PENDING_BYTES, 20_000 * 48 * 4) if block != 5 else 0
     assert held[1] - held[0] < pending + 1e6, held
 
 
@@ -658,7 +662,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
     costs = CostModel(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
@@ -669,12 +673,12 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
     model, tokenizer, drafter = pair
     costs = CostModel(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     monkeypatch.setattr(CostModel, "reprice", lambda *_: None)
-    monkeypatch.setattr(drafter, "_last_rule", None, raising=False)
+    monkeypatch.setattr(DFlashPair.of(drafter), "history", DraftLengthHistory())
     prompt = tokenizer.encode("def test_")
-    got = run(model, drafter, prompt, 300, tokenizer, block_size=None, copy=False)
+    got = run(model, drafter, prompt, 300, tokenizer, block_size=None, prompt_lookup=False)
     stats = got[-1].stats
     assert ids_of(got) == greedy_ids(model, prompt, 300)
     assert sum(stats.confidence_cut.values()) > 0.5 * stats.n_rounds and len(stats.confidence_cut) > 3
@@ -692,7 +696,7 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
     costs = CostModel(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(timing, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
     assert stats.widths[0] > 90

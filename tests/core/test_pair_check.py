@@ -77,7 +77,7 @@ def test_a_model_that_hardly_fits_is_a_warning(monkeypatch):
 def test_a_prompt_beyond_the_targets_context_is_an_early_error():
     model = tiny_qwen3(layers=4)
     assert Target(model).context_length == 512
-    with pytest.raises(GenerationError, match="expected at most 512 tokens, the context of qwen3; found a prompt of 513"):
+    with pytest.raises(GenerationError, match="the prompt has 513 tokens; the context of qwen3 holds at most 512"):
         run(model, made(model), [1] * 513, 2)
 
 
@@ -178,7 +178,7 @@ def test_a_context_length_that_mlx_lms_class_drops_is_kept():
     known = family("llama")
     loading.keep_positions(known, {"text_config": {"max_position_embeddings": 77}})
     assert Target(known).context_length == BASE["max_position_embeddings"]
-    with pytest.raises(GenerationError, match="expected at most 77 tokens, the context of gpt_oss; found a prompt of 78"):
+    with pytest.raises(GenerationError, match="the prompt has 78 tokens; the context of gpt_oss holds at most 77"):
         run(model, known_drafter(model, []), [1] * 78, 4)
 
 

@@ -6,10 +6,11 @@ A fault is one replaced piece of source; `kit.plant` fails if that piece is no l
 import pytest
 from kit import DATA, Oracle, greedy_ids, ids_of, listed, plant, references, rounds_of, run, tiny_drafter, tiny_target, variant
 
-from dflash_mlx import generation, make_prompt_cache
+from dflash_mlx import loop, make_prompt_cache
 from dflash_mlx.errors import CacheError
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
+from dflash_mlx.proposers import BlockProposer
 
 PLAIN, SLIDING, NONCAUSAL = "other-taps", "sliding", "sliding-noncausal"
 
@@ -31,24 +32,24 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
-        (generation._Run, "commit", "features[:, : accepted + 1]", "features[:, : max(accepted, 1)]"),
+        (loop.Run, "commit", "features[:, : kept.result.accepted + 1]", "features[:, : max(kept.result.accepted, 1)]"),
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
-        (generation._Run, "prefill", "drafter.inject(features, pair", "drafter.inject(features[:, 1:], pair"),
+        (loop.Run, "prefill", "blocks.inject(features)", "blocks.inject(features[:, 1:])"),
         (PLAIN, SLIDING),
     ),
     "context row doubled": (
         (
-            generation._Run,
+            loop.Run,
             "commit",
-            "flight.features[:, : accepted + 1]",
-            "mx.concatenate([flight.features[:, :1], flight.features[:, : accepted + 1]], axis=1)",
+            "output.features[:, : kept.result.accepted + 1]",
+            "mx.concatenate([output.features[:, :1], output.features[:, : kept.result.accepted + 1]], axis=1)",
         ),
         (PLAIN, SLIDING),
     ),
     "rejected row kept in the context": (
-        (generation._Run, "commit", "features[:, : accepted + 1]", "features[:, : accepted + 2]"),
+        (loop.Run, "commit", "features[:, : kept.result.accepted + 1]", "features[:, : kept.result.accepted + 2]"),
         (PLAIN, SLIDING),
     ),
     "window one too wide in the mask": (
@@ -79,18 +80,20 @@ FAULTS = {
 }  # fmt: skip
 # Only a second turn on the same prompt cache shows these. The oracle compares every context row with a full forward.
 KEPT = {
-    "pending rows lost at the end of a turn": ("settle", ".joined()[:, : keep - self.injected]", ".joined()[:, :0]"),
-    "pending rows of unseen drafts kept": ("settle", ".joined()[:, : keep - self.injected]", ".joined()"),
+    "pending rows lost at the end of a turn": (BlockProposer, "settle", ".joined()[:, :pending]", ".joined()[:, :0]"),
+    "pending rows of unseen drafts kept": (BlockProposer, "settle", ".joined()[:, :pending]", ".joined()"),
     "target's rows of unseen drafts kept": (
+        loop.Run,
         "settle",
-        "keep = max(point.length, min(self.rows, len(pair.ids) - 1))",
+        "keep = max(point.length, min(self.rows, len(cache.ids) - 1))",
         "keep = self.rows",
     ),
-    "anchor left out of the second turn": ("prefill", "feed = pair.ids[pair.rows :] + prompt", "feed = prompt"),
+    "anchor left out of the second turn": (loop.Run, "prefill", "feed = cache.ids[cache.rows :] + prompt", "feed = prompt"),
     "anchor fed twice in the second turn": (
+        loop.Run,
         "prefill",
-        "feed = pair.ids[pair.rows :] + prompt",
-        "feed = pair.ids[-1:] * 2 + prompt",
+        "feed = cache.ids[cache.rows :] + prompt",
+        "feed = cache.ids[-1:] * 2 + prompt",
     ),
 }
 
@@ -134,7 +137,7 @@ def test_a_fault_planted_in_what_a_turn_keeps_is_seen_in_the_second_turn(monkeyp
     first, second = [5, 9, 33, 7, 20, 41], [11, 2, 50]
     out = greedy_ids(model, first, 9)
     if fault:
-        plant(monkeypatch, generation._Run, *KEPT[fault])
+        plant(monkeypatch, *KEPT[fault])
     wrong = []
     for n in range(1, 10):
         line = first + out[:n] + second

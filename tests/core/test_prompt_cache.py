@@ -81,7 +81,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache
 from dflash_mlx import load, stream_generate
-from dflash_mlx.config import DrafterConfig
+from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.loading import make_drafter
 job = json.loads(sys.stdin.read())
 model, tokenizer = load("tiny", dtype=mx.float32)
@@ -254,10 +254,10 @@ def test_a_cache_of_another_drafter_or_none_is_refused(pair, sliding):
     with pytest.raises(CacheError, match="the prompt cache has no drafter's part; .* Make it with dflash_mlx.make_prompt_cache"):
         run(model, drafter, prompt[:5], 4, tokenizer, prompt_cache=used)
     both = make_prompt_cache(model, drafter)
-    with pytest.raises(CacheError, match="expected a prompt cache without a DFlash drafter's part; found one with it"):
+    with pytest.raises(CacheError, match="the prompt cache has a DFlash drafter's part and draft_model is an ordinary model"):
         run(model, tiny_target(), prompt[:5], 4, tokenizer, prompt_cache=both)
     small = tiny_target()
-    with pytest.raises(CacheError, match="expected a prompt cache of 6 target and 3 drafter entries; found 4 and 2"):
+    with pytest.raises(CacheError, match="the prompt cache has 4 target and 2 drafter entries; this pair has 6 and 3"):
         run(model, drafter, prompt[:5], 4, tokenizer, prompt_cache=make_prompt_cache(small, tiny_drafter(small)))
 
 
@@ -327,7 +327,9 @@ def test_a_refused_call_adds_nothing_to_a_fresh_list(pair):
 def test_what_is_no_model_is_refused_by_name(pair, wrong):
     model, tokenizer, _ = pair
     for call in (lambda: make_prompt_cache(model, wrong), lambda: dflash_mlx.stream_generate(model, tokenizer, "x", 3, wrong)):
-        with pytest.raises(dflash_mlx.errors.GenerationError, match=f"expected draft_model as load_drafter .*found {wrong!r}"):
+        with pytest.raises(
+            dflash_mlx.errors.GenerationError, match=f"draft_model is {wrong!r}; it must be what load_drafter or load returns"
+        ):
             call()
 
 

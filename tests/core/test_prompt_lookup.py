@@ -11,12 +11,14 @@ from families import family, known_drafter, some_line
 from kit import Noisy, Shuffled, failing_pass, greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from dflash_mlx import generation, make_prompt_cache, stream_generate
+from dflash_mlx import loop, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length import prompt_lookup as copying
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.draft_length.prompt_lookup import PromptLookup
 from dflash_mlx.errors import GenerationError
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
+from dflash_mlx.proposers import PromptLookupProposer
 from dflash_mlx.sampling import Distribution
 
 PROMPT = [5, 9, 33, 7, 20]
@@ -146,7 +148,7 @@ def rounds_by_search(prompt, stats, block):
     for r in stats.rounds:
         ids = prompt if ids is None else ids
         found = search.follow(ids)
-        assert r.source == ("copy" if found else "drafter"), len(ids)
+        assert r.source == ("prompt_lookup" if found else "drafter"), len(ids)
         if found:
             assert r.drafted == search.draft(block - 1), len(ids)
         ids = [*ids, *r.drafted[: r.accepted], r.bonus]
@@ -179,12 +181,12 @@ def mixed(monkeypatch):
     def use(line, seed):
         rule = []
 
-        def draft_length_policy(model, drafter, stream):
-            rule[:] = [Shuffled(drafter.config.block_size - 1, seed, copies=True)]
+        def draft_length_policy(pair, stream):
+            rule[:] = [Shuffled(pair.drafter.config.block_size - 1, seed, copies=True)]
             return rule[0]
 
-        monkeypatch.setattr(generation, "draft_length_policy", draft_length_policy)
-        monkeypatch.setattr(generation, "make_prompt_lookup", lambda *args: KnownPromptLookup(line))
+        monkeypatch.setattr(DFlashPair, "draft_length_policy", draft_length_policy)
+        monkeypatch.setattr(loop, "PromptLookupProposer", lambda: PromptLookupProposer(KnownPromptLookup(line)))
         return rule
 
     return use
@@ -213,12 +215,12 @@ def test_copied_drafts_are_a_plain_searchs_and_change_no_token(short, name):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 90)
     drafter = known_drafter(model, prompt + line)
-    got = run(model, drafter, prompt, 90, block_size=6, copy=True)
+    got = run(model, drafter, prompt, 90, block_size=6, prompt_lookup=True)
     stats = got[-1].stats
     assert ids_of(got) == line
     rounds_by_search(prompt + line[:1], stats, 6)
-    assert stats.sources["copy"]["rounds"] > 2 and stats.sources["drafter"]["rounds"] > 2
-    assert stats.looked_up == {5: stats.sources["copy"]["rounds"]}
+    assert stats.sources["prompt_lookup"]["rounds"] > 2 and stats.sources["drafter"]["rounds"] > 2
+    assert stats.looked_up == {5: stats.sources["prompt_lookup"]["rounds"]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -235,7 +237,7 @@ def test_sources_and_widths_that_change_change_no_token_of_any_kind_of_cache(mix
     held = PairCache.read(cache)
     assert ids_of(got) == line[:61] and held.ids == prompt + line[:61]
     sources = got[-1].stats.sources
-    assert sources["copy"]["rounds"] > 4 < sources["copy"]["accepted"] and sources["drafter"]["accepted"] > 4
+    assert sources["prompt_lookup"]["rounds"] > 4 < sources["prompt_lookup"]["accepted"] and sources["drafter"]["accepted"] > 4
     assert ids_of(run(model, drafter, [line[61]], 40, block_size=None, prompt_cache=cache)) == line[62:102]
 
 
@@ -249,11 +251,12 @@ def test_the_drafter_is_given_every_row_that_copies_committed(tiny, mixed, seed)
     assert ids_of(got) == line[:120]
     order = [r.source for r in stats.rounds]
     followed = set(zip(order, order[1:], strict=False))
-    assert {("copy", "drafter"), ("drafter", "copy"), ("copy", "plain"), ("plain", "copy")} <= followed
+    found = "prompt_lookup"
+    assert {(found, "drafter"), ("drafter", found), (found, "plain"), ("plain", found)} <= followed
     for r in stats.rounds:
         assert (r.width == 0) == (r.source == "plain") and len(r.drafted) == (4 if r.width else 0) and r.accepted <= r.width
-    assert [copied for *_, copied in rule[0].told] == [source == "copy" for source in order]
-    accepted = [r.accepted for r in stats.rounds if r.source == "copy"]
+    assert [copied for *_, copied in rule[0].told] == [source == "prompt_lookup" for source in order]
+    accepted = [r.accepted for r in stats.rounds if r.source == "prompt_lookup"]
     assert len(set(accepted)) >= 4
     for source, found in stats.sources.items():
         assert found == {
@@ -265,14 +268,15 @@ def test_the_drafter_is_given_every_row_that_copies_committed(tiny, mixed, seed)
 def test_rows_that_wait_for_the_drafter_are_bounded_while_drafts_are_copied(tiny, mixed, monkeypatch):
     model, line, noisy = tiny
     # 48 features a row, float32: 20 rows.
-    monkeypatch.setattr(generation, "_PENDING_BYTES", 20 * 48 * 4)
+    monkeypatch.setattr(loop, "_PENDING_BYTES", 20 * 48 * 4)
     mixed(PROMPT + line, 0)
     monkeypatch.setattr(Shuffled, "choose", lambda self, pending=0: 0)
     monkeypatch.setattr(KnownPromptLookup, "follow", lambda self, ids: PromptLookup.follow(self, ids) or True)
     monkeypatch.setattr(Shuffled, "prompt_lookup_width", lambda self, width, rates: 4)
     cache = make_prompt_cache(model, noisy)
     got = run(model, noisy, PROMPT, 120, block_size=None, prompt_cache=cache)
-    assert ids_of(got) == line[:120] and got[-1].stats.widths.keys() <= {0, 4} and got[-1].stats.sources["copy"]["rounds"] > 30
+    stats = got[-1].stats
+    assert ids_of(got) == line[:120] and stats.widths.keys() <= {0, 4} and stats.sources["prompt_lookup"]["rounds"] > 30
     assert PairCache.read(cache).pending <= 20 + 5
 
 
@@ -284,17 +288,17 @@ def test_copying_changes_no_token_with_a_quantized_cache(mixed, start):
     line = greedy_ids(model, PROMPT, 60, **options)
     mixed(PROMPT + line, start)
     got = run(model, tiny_drafter(model), PROMPT, 60, block_size=None, **options)
-    assert ids_of(got) == line and got[-1].stats.sources["copy"]["accepted"] > 5
+    assert ids_of(got) == line and got[-1].stats.sources["prompt_lookup"]["accepted"] > 5
 
 
 def test_a_seed_gives_the_same_text_with_copied_drafts(tiny, mixed, short):
     model, *_ = tiny
     drafter, options = tiny_drafter(model), {"sampler": make_sampler(temp=0.9, top_p=0.95), "seed": 11}
     expected = ids_of(run(model, None, PROMPT, 80, **options))
-    assert ids_of(run(model, drafter, PROMPT, 80, copy=True, **options)) == expected
+    assert ids_of(run(model, drafter, PROMPT, 80, prompt_lookup=True, **options)) == expected
     mixed(PROMPT + expected, 3)
     got = run(model, drafter, PROMPT, 80, block_size=None, **options)
-    assert ids_of(got) == expected and got[-1].stats.sources["copy"]["accepted"] > 10
+    assert ids_of(got) == expected and got[-1].stats.sources["prompt_lookup"]["accepted"] > 10
 
 
 def test_processors_see_the_committed_text_only_while_drafts_are_copied(tiny, mixed):
@@ -308,7 +312,7 @@ def test_processors_see_the_committed_text_only_while_drafts_are_copied(tiny, mi
     mixed(PROMPT + expected, 5)
     got = run(model, drafter, PROMPT, 60, block_size=None, logits_processors=recording(seen))
     # The last round may go on behind the last token.
-    assert ids_of(got) == expected and seen[:60] == plain_seen[:60] and got[-1].stats.sources["copy"]["accepted"] > 10
+    assert ids_of(got) == expected and seen[:60] == plain_seen[:60] and got[-1].stats.sources["prompt_lookup"]["accepted"] > 10
 
 
 def test_a_turn_copies_from_the_turns_before_and_not_from_what_was_cut(tiny, short):
@@ -319,12 +323,12 @@ def test_a_turn_copies_from_the_turns_before_and_not_from_what_was_cut(tiny, sho
     assert trim_prompt_cache(cache, 15) == 15
     held = PROMPT + line[:25]
     assert PairCache.read(cache).ids == held
-    again = run(model, drafter, [9, 33], 30, prompt_cache=cache, copy=True)
-    fresh = run(model, drafter, held + [9, 33], 30, copy=True)
+    again = run(model, drafter, [9, 33], 30, prompt_cache=cache, prompt_lookup=True)
+    fresh = run(model, drafter, held + [9, 33], 30, prompt_lookup=True)
     assert ids_of(again) == ids_of(fresh) == greedy_ids(model, held + [9, 33], 30)
     assert [dict(r) for r in again[-1].stats.rounds] == [dict(r) for r in fresh[-1].stats.rounds]
     rounds_by_search(held + [9, 33, again[0].token], again[-1].stats, 5)
-    assert again[-1].stats.sources["copy"]["rounds"] > 5
+    assert again[-1].stats.sources["prompt_lookup"]["rounds"] > 5
 
 
 def test_a_pass_in_which_a_kernel_failed_runs_once_more_with_the_same_copies(tiny, mixed, monkeypatch):
@@ -346,7 +350,7 @@ def test_accepted_copies_do_not_hide_a_drafter_that_overflows(mixed, monkeypatch
     drafter.fc.weight = drafter.fc.weight * 1e5
     drafter.set_dtype(mx.float16)
     with pytest.warns(UserWarning, match="overflow float16 in the drafter's fc"):
-        got = run(model, drafter, PROMPT, 40)
+        got = run(model, drafter, PROMPT, 40, prompt_lookup=True)
     order = [(r.source, r.accepted > 0) for r in got[-1].stats.rounds]
     assert [] == [1 for at in range(len(order)) if order[at : at + 4] == [("drafter", False)] * 4]
     assert ids_of(got) == line[:40]
@@ -354,8 +358,8 @@ def test_accepted_copies_do_not_hide_a_drafter_that_overflows(mixed, monkeypatch
 
 def test_no_copying_at_a_fixed_block_size_or_where_it_is_off(tiny, short, monkeypatch):
     model, line, noisy = tiny
-    for options in ({"block_size": 5}, {"block_size": 5, "copy": False}, {"block_size": None, "copy": False}):
-        assert run(model, noisy, PROMPT, 40, **options)[-1].stats.sources["copy"]["rounds"] == 0
+    for options in ({"block_size": 5}, {"block_size": 5, "prompt_lookup": False}, {"block_size": None, "prompt_lookup": False}):
+        assert run(model, noisy, PROMPT, 40, **options)[-1].stats.sources["prompt_lookup"]["rounds"] == 0
     made = []
     monkeypatch.setattr(copying.PromptLookup, "__init__", lambda self: made.append(1))
     monkeypatch.setattr(copying.PromptLookup, "follow", lambda self, ids: False)
@@ -366,22 +370,23 @@ def test_no_copying_at_a_fixed_block_size_or_where_it_is_off(tiny, short, monkey
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"acceptance": "rejection", "sampler": Distribution(0.9)}, "expected acceptance='match' with copy; found 'rejection'"),
-        ({"block_size": 1}, "expected a block_size of at least 2 with copy; found 1"),
+        ({"acceptance": "rejection", "sampler": Distribution(0.9)}, "prompt_lookup was given with acceptance='rejection'"),
+        ({"block_size": 1}, "prompt_lookup was given with a block_size of 1, which drafts nothing"),
     ],
 )
 def test_copying_that_cannot_be_had_is_refused(tiny, options, message):
     model, _, noisy = tiny
     with pytest.raises(GenerationError, match=message):
-        run(model, noisy, PROMPT, 10, copy=True, **options)
+        run(model, noisy, PROMPT, 10, prompt_lookup=True, **options)
 
 
 def test_copying_without_a_drafter_is_refused(tiny):
-    with pytest.raises(GenerationError, match="expected a DFlash drafter for copy"):
-        run(tiny[0], None, PROMPT, 10, copy=True)
+    with pytest.raises(GenerationError, match="prompt_lookup is True and there is no DFlash drafter"):
+        run(tiny[0], None, PROMPT, 10, prompt_lookup=True)
 
 
 def test_drawn_drafts_are_never_copied(pair):
     model, tokenizer, drafter = pair
     options = {"sampler": Distribution(0.9), "acceptance": "rejection", "seed": 3, "block_size": None}
-    assert run(model, drafter, "x = 1\nx = 1\nx = 1\n", 40, tokenizer, **options)[-1].stats.sources["copy"]["rounds"] == 0
+    got = run(model, drafter, "x = 1\nx = 1\nx = 1\n", 40, tokenizer, **options)
+    assert got[-1].stats.sources["prompt_lookup"]["rounds"] == 0

@@ -264,16 +264,19 @@ def test_rejection_gives_a_seeds_text_again_and_a_token_that_is_certain_always(t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"acceptance": "often", "sampler": Distribution(1.0)}, "match, rejection or block; found 'often'"),
-        ({"acceptance": "rejection", "sampler": make_sampler(1.0)}, "Distribution as sampler .*found function"),
-        ({"acceptance": "block"}, "found NoneType"),
-        ({"acceptance": "block", "sampler": Distribution(1.0), "logits_processors": [lambda t, x: x]}, "no logits_processors"),
+        ({"acceptance": "often", "sampler": Distribution(1.0)}, "acceptance is 'often'; it must be match, rejection or block"),
+        ({"acceptance": "rejection", "sampler": make_sampler(1.0)}, "the sampler is a function; .*Distribution"),
+        ({"acceptance": "block"}, "the sampler is a NoneType"),
+        (
+            {"acceptance": "block", "sampler": Distribution(1.0), "logits_processors": [lambda t, x: x]},
+            "logits_processors were given",
+        ),
     ],
 )
 def test_what_rejection_needs_is_asked_for(tiny, options, message):
     with pytest.raises(GenerationError, match=message):
         run(tiny, tiny_drafter(tiny), PROMPT, **options)
-    with pytest.raises(GenerationError, match="expected a DFlash drafter for acceptance"):
+    with pytest.raises(GenerationError, match="acceptance is .* and there is no DFlash drafter"):
         run(tiny, None, PROMPT, **options)
     with pytest.raises(GenerationError, match="temp is 0; it must be at least 1e-5"):
         Distribution(0)

@@ -47,20 +47,20 @@ def test_a_summary_keeps_counts_and_no_rounds():
 
 def test_time_of_passes_is_split_as_the_rounds_timed_apart_say():
     stats = make_stats()
-    stats.add_passes(2.0, 0.5, "drafter")
-    stats.add_passes(6.0, None, "drafter")
+    stats.add_passes(2.0, 0.5, True)
+    stats.add_passes(6.0, None, True)
     assert stats.seconds["draft"] == pytest.approx(2.0) and stats.seconds["verify"] == pytest.approx(6.0)
-    stats.add_passes(2.0, 1.5, "drafter")
+    stats.add_passes(2.0, 1.5, True)
     assert stats.seconds["draft"] == pytest.approx(5.0) and stats.seconds["verify"] == pytest.approx(5.0)
     # Where the drafter did not run, nothing is its part.
-    stats.add_passes(4.0, None, "plain")
-    stats.add_passes(1.0, None, "copy")
+    stats.add_passes(4.0, None, False)
+    stats.add_passes(1.0, None, False)
     assert stats.seconds["draft"] == pytest.approx(5.0) and stats.seconds["verify"] == pytest.approx(10.0)
 
 
 def test_before_a_round_was_timed_apart_all_waiting_counts_as_verify():
     stats = make_stats()
-    stats.add_passes(3.0, None, "drafter")
+    stats.add_passes(3.0, None, True)
     assert (stats.seconds["draft"], stats.seconds["verify"]) == (0.0, 3.0)
 
 
@@ -72,7 +72,7 @@ def test_the_summary_names_what_json_prints():
 
 def test_rounds_and_accepted_drafts_are_counted_by_source():
     stats = make_stats(*ROUNDS)
-    stats.add_round([7, 7, 7, 7], 3, 1, 3, "copy")
-    stats.add_round([7, 7, 7, 7], 2, 1, 3, "copy")
-    assert stats.sources == {"drafter": {"rounds": 3, "accepted": 5}, "copy": {"rounds": 2, "accepted": 5}}
+    stats.add_round([7, 7, 7, 7], 3, 1, 3, "prompt_lookup")
+    stats.add_round([7, 7, 7, 7], 2, 1, 3, "prompt_lookup")
+    assert stats.sources == {"drafter": {"rounds": 3, "accepted": 5}, "prompt_lookup": {"rounds": 2, "accepted": 5}}
     assert stats.looked_up == {3: 2} and stats.widths[3] == 2 and stats.n_drafting == 5

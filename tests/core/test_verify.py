@@ -57,8 +57,8 @@ def test_a_gpu_begins_a_blocks_last_layers_before_what_is_read_of_it_is_put_toge
     assert len(seen) == handed and (handed == 1 or seen[0][0] is hidden and seen[0][2][0] is cache[0].keys)
     assert seen[-1][1] is hidden and seen[-1][0] is not hidden
     expected = mx.argmax(model(mx.array([BLOCK[: 1 + width]]))[0], axis=-1).tolist()
-    ids, accepted, bonus, _, _ = read()
-    assert ids == BLOCK[1 : 1 + width] and bonus == expected[accepted]
+    result = read()
+    assert result.drafted == BLOCK[1 : 1 + width] and result.bonus == expected[result.accepted]
 
 
 def test_rows_rolled_back_after_a_block_leave_no_trace():

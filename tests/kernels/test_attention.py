@@ -350,7 +350,7 @@ def test_compiled_passes_hand_the_kernel_whole_buffers(name, stand_in, monkeypat
     drafter = known_drafter(model, [*prompt, *want], "noisy", block=6)
     stand_in.clear()
     assert ids_of(run(model, drafter, prompt, 40, block_size=6)) == want
-    blocks = drafter._compiled.passes[0]
+    blocks = drafter.pair.accelerator.passes[0]
     assert blocks.passes > 5
     # Once a layer of the one trace: 6 rows are filled up to 8. The ordinary pass that it was compared with has 6.
     assert [launch for launch in stand_in if launch[4] == "a buffer"] == [(8, 0, False, 0, "a buffer")] * len(model.layers)

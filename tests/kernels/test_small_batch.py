@@ -207,7 +207,7 @@ def test_compiled_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch)
         assert [r.token for r in out] == want
         rounds = out[-1].stats.rounds
     # The third answer's traces are there.
-    blocks, drafts = drafter._compiled.passes
+    blocks, drafts = drafter.pair.accelerator.passes
     assert blocks.passes >= 2 * sum(r.width > 3 for r in rounds) > 10 and drafts.passes > 10
     assert cuda.count("gqa_folded_attention") == 0
     cuda.clear()
@@ -238,7 +238,7 @@ def test_a_compiled_draft_attends_as_an_ordinary_one(causal, cuda, monkeypatch):
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None, is_causal=causal)
     expected = rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40)))
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
-    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter._compiled.passes[1].passes > 5
+    assert rounds_of(list(run(model, drafter, [5, 9, 33, 7], 40))) == expected and drafter.pair.accelerator.passes[1].passes > 5
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])
@@ -298,7 +298,7 @@ def test_mlxs_own_attention_over_a_buffer_is_given_the_mask_as_floats(cuda, pair
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "matmul_as_gemv")
     model, tokenizer, drafter = pair
     prompt = tokenizer.encode("def area(width, height):")
-    drafter._compiled = None
+    drafter.pair = None
     seen, attend = [], mx.fast.scaled_dot_product_attention
 
     def noting(queries, keys, values, scale, mask=None, **kwargs):

@@ -7,9 +7,9 @@ import pytest
 from kit import scripted
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx import generation
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.serving.chat import Chat
 from dflash_mlx.serving.commands import run_command
 from dflash_mlx.serving.conversation import Conversation, Pair, Settings
@@ -86,12 +86,12 @@ def test_a_format_of_answers_that_mlx_lm_knows_says_where_thinking_begins():
 def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
     model, tokenizer, drafter = pair
     # Always where something stood before.
-    monkeypatch.setattr(generation, "draft_length_policy", lambda *_: FixedDraftLength(7))
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: FixedDraftLength(7))
     conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=60)), 0, 0
     for text in ("import os\n", "import os\n"):
         conversation.messages.append({"role": "user", "content": text})
         heard(conversation)
-        copied = conversation.last.stats.sources["copy"]
+        copied = conversation.last.stats.sources["prompt_lookup"]
         rounds, tokens = rounds + copied["rounds"], tokens + copied["accepted"]
     said = []
     room = Chat(conversation, None, None)

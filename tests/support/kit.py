@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx import generation, stream_generate
+from dflash_mlx import stream_generate
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.loading import make_drafter
@@ -231,8 +231,8 @@ def failing_pass(patch, nth):
         if any(values):
             raise NotFiniteError
 
-    patch.setattr(generation.Target, "finite_flag", finite_flag)
-    patch.setattr(generation.Target, "check", staticmethod(check))
+    patch.setattr(Target, "finite_flag", finite_flag)
+    patch.setattr(Target, "check", staticmethod(check))
 
 
 class Letters:

@@ -5,12 +5,10 @@ Times are simulated: nothing here depends on how busy the machine is.
 
 import math
 import random
-from types import SimpleNamespace
 
-from dflash_mlx.draft_length import measure
 from dflash_mlx.draft_length.acceptance import AcceptanceRate
 from dflash_mlx.draft_length.cost_model import CostModel
-from dflash_mlx.draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from dflash_mlx.draft_length.policy import DraftLengthHistory, DraftLengthPolicy, FixedDraftLength
 from dflash_mlx.draft_length.prompt_lookup import PromptLookup
 
 MOST = 15
@@ -159,13 +157,12 @@ def best_fixed(machine, process, seeds=(1, 2), **how):
 def answers(monkeypatch, machine, process, n, tokens=128, slow=1.0, seed=1, **how):
     """Answers of one drafter, each with a rule of its own; the first four rounds that verify drafts take `slow` times as long."""
     costs, (plain, draft, verify), rounds = rule_for(machine).cost_model, machine, []
-    drafter = SimpleNamespace(config=SimpleNamespace(block_size=MOST + 1))
-    monkeypatch.setattr(measure, "stored_cost_model", lambda *_: costs)
+    history = DraftLengthHistory()
 
     def slow_at_first(w):
         rounds.append(w)
         return verify(w) * (slow if len(rounds) <= 4 else 1)
 
     for i in range(n):
-        rule = measure.draft_length_policy(None, drafter, None)
+        rule = history.next_policy(MOST, lambda: costs)
         yield Simulation((plain, draft, slow_at_first), process, rule, 1000 * seed + i, tokens=tokens, **how)

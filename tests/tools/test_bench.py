@@ -30,7 +30,7 @@ def run_of(kind, speedup, temp=0.0, widths=None, committed=30, drafting=10, diff
         "committed": committed,
         "drafting_rounds": drafting,
         "widths": widths or {"3": 10},
-        "sources": {"drafter": {"rounds": drafting, "accepted": 0}, "copy": {"rounds": 0, "accepted": 0}},
+        "sources": {"drafter": {"rounds": drafting, "accepted": 0}, "prompt_lookup": {"rounds": 0, "accepted": 0}},
     }
     return {"kind": kind, "temp": temp, "context": 0, "trial": 0, "mlx_lm": side, "dflash": ours} | {
         "speedup": speedup,
@@ -77,7 +77,7 @@ def test_a_trial_takes_the_next_prompt_of_its_kind_and_figures_are_of_that_run(r
 
 def test_figures_of_a_cell_are_medians_and_tau_is_over_all_rounds():
     runs = [run_of("a", up, widths={"3": 6, "0": 4}, committed=c, drafting=6) for up, c in ((6.0, 6), (1.0, 12), (2.0, 18))]
-    runs[0]["dflash"]["sources"] = {"copy": {"rounds": 3, "accepted": 2}}
+    runs[0]["dflash"]["sources"] = {"prompt_lookup": {"rounds": 3, "accepted": 2}}
     (row,) = bench.summarise(runs)
     assert row["copied_rounds"] == pytest.approx(0.1)
     assert (row["speedup"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 6.0, 3)

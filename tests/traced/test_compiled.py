@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import weakref
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
 import dflash_mlx
-from dflash_mlx import generation, make_prompt_cache, traced
+from dflash_mlx import generation, loop, make_prompt_cache, traced
 from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels import REGISTRY, autotune
@@ -24,10 +25,11 @@ from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.kernels.layer_routes import LayerRoutes
 from dflash_mlx.kernels.routing import KernelRoute, Linear
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
 from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.traced import CompileError, compiled
-from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, attach, capacity_for
+from dflash_mlx.traced.compiled import CompiledDraft, CompiledVerify, capacity_for
 from dflash_mlx.verify import verify_block
 
 PROMPT = [5, 9, 33, 7, 12, 40, 2]
@@ -102,17 +104,17 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
 
 def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
     model, tokenizer, drafter = pair
-    drafter._compiled, shapes, original = None, [], compiled._traceable
+    drafter.pair, shapes, original = None, [], compiled._traceable
     monkeypatch.setattr(compiled, "_traceable", lambda *args: (shapes.append(args[1][0].dtype), original(*args))[1])
     prompt = tokenizer.encode("def area(width, height):")
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
         rule, left = FixedDraftLength(3), iter(widths)
         rule.choose = lambda pending=0, left=left: next(left, 0)
-        monkeypatch.setattr(generation, "draft_length_policy", lambda *_, rule=rule: rule)
+        monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_, rule=rule: rule)
         out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
         assert ids_of(out) == greedy_ids(model, prompt, 40)
-    blocks, drafts = drafter._compiled.passes
+    blocks, drafts = drafter.pair.accelerator.passes
     assert out[-1].stats.widths[0] > 15 and 1 in {key[-1] for key in blocks._known}
     # A block of 4 rows and a single one are one trace; the drafter's is another, of floats beside ids.
     assert len(shapes) == len({id(known) for passes in (blocks, drafts) for known in passes._known.values()})
@@ -125,7 +127,7 @@ def test_a_drafter_that_cannot_be_compiled_is_given_its_context_once():
     inject = type(ours).inject
     object.__setattr__(ours, "inject", lambda *args: (seen.append(1), inject(ours, *args)))
     ours.slots(mx.array([9]), mx.random.normal((1, 40, 48)), ours.make_cache(), 0, 5)
-    assert not seen and ours.accelerator.passes == 0
+    assert not seen and ours.pair.accelerator.passes == 0
 
 
 @pytest.mark.parametrize("S, lengths", [(20, []), (21, [20]), (40, [20]), (41, [40]), (75, [60])])
@@ -140,7 +142,7 @@ def test_much_context_is_injected_in_few_lengths_before_a_draft(S, lengths):
         found = [d.slots(mx.array([9]), features, c, c[0].offset, 5) for d, c in zip((plain, ours), caches, strict=True)]
         assert near(*found) and caches[0][0].offset == caches[1][0].offset
     # At most four blocks of 5 are left to the pass itself.
-    assert seen == lengths * 2 and ours.accelerator.passes == (2 if lengths else 1)
+    assert seen == lengths * 2 and ours.pair.accelerator.passes == (2 if lengths else 1)
 
 
 def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
@@ -148,8 +150,8 @@ def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
     drafter = tiny_drafter(model)
     # Another thread may be walking through it.
     for _ in drafter.items():
-        attach(Target(model, (0, 2)), drafter)
-    assert drafter._compiled and "_compiled" not in drafter
+        DFlashPair.of(drafter).begin()
+    assert drafter.pair.accelerator and "pair" not in drafter
 
 
 def test_what_fills_a_drafters_rows_is_written_behind_them():
@@ -167,7 +169,7 @@ def test_what_fills_a_drafters_rows_is_written_behind_them():
         assert near(a, b)
         assert caches[1][0].keys.shape[2] == (1024 if start - S + 10 <= 1024 else 2048)
     # Of the first 1000 rows only the last five are given to a compiled pass.
-    assert ours.accelerator.passes == 10
+    assert ours.pair.accelerator.passes == 10
 
 
 def test_a_row_that_was_rolled_back_is_never_seen_again():
@@ -232,7 +234,7 @@ def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(fo
     assert 60 < n < 120
     out = list(run(model, drafter, prompt, n, tokenizer, block_size=block_size))
     assert ids_of(out) == greedy_ids(model, prompt, n)
-    assert {key[1] for key in drafter._compiled.passes[0]._known if key[0] == (0, -(-block_size // 4) * 4)} == {1024, 2048}
+    assert {key[1] for key in drafter.pair.accelerator.passes[0]._known if key[0] == (0, -(-block_size // 4) * 4)} == {1024, 2048}
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "cohere"])
@@ -246,7 +248,7 @@ def test_families_say_what_plain_decoding_says_and_round_by_round_what_uncompile
         answers.append(list(run(model, drafter, PROMPT, 40, block_size=6)))
     assert ids_of(answers[0]) == ids_of(answers[1]) == line[len(PROMPT) :]
     assert rounds_of(answers[0]) == rounds_of(answers[1])
-    assert drafter._compiled.passes[0].passes == len(answers[1][-1].stats.rounds)
+    assert drafter.pair.accelerator.passes[0].passes == len(answers[1][-1].stats.rounds)
 
 
 def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
@@ -256,10 +258,10 @@ def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
         monkeypatch.delenv(traced.VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(traced.VARIABLE, value)
-        assert attach(Target(model, (0, 2)), drafter).accelerator is None
+        assert DFlashPair.of(drafter).begin().accelerator is None
     monkeypatch.setenv(traced.VARIABLE, "yes")
     with pytest.raises(CompileError, match="DFLASH_MLX_COMPILE is 'yes'; it must be off, auto or on. Correct"):
-        attach(Target(model, (0, 2)), drafter)
+        DFlashPair.of(drafter).begin()
 
 
 @pytest.mark.parametrize("value", ["off", "on"])
@@ -274,7 +276,7 @@ def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
     for quality in ("noisy", "hopeless"):
         drafter = known_drafter(model, PROMPT + want, quality, block=block)
         assert ids_of(run(model, drafter, PROMPT, len(want))) == want
-    assert value == "off" or drafter._compiled.passes[0].passes > 5 and not drafter._compiled.passes[0].refused
+    assert value == "off" or drafter.pair.accelerator.passes[0].passes > 5 and not drafter.pair.accelerator.passes[0].refused
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "afm7"])
@@ -283,7 +285,7 @@ def test_what_cannot_be_compiled_runs_as_ever(name, forced):
     line = PROMPT + greedy_ids(model, PROMPT, 30)
     drafter = known_drafter(model, line, "noisy", block=6)
     assert ids_of(run(model, drafter, PROMPT, 30, block_size=6)) == line[len(PROMPT) :]
-    assert drafter._compiled.passes[0].passes == 0
+    assert drafter.pair.accelerator.passes[0].passes == 0
 
 
 def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
@@ -407,7 +409,7 @@ def test_a_cache_is_used_again_trimmed_and_by_plain_decoding(forced, pair):
     assert got == greedy_ids(model, line, 20)
     line += got
     target = PairCache.read(cache).target
-    assert drafter._compiled.passes[0].passes and greedy_ids(model, line[len(line) - 1 :], 15, target) == greedy_ids(
+    assert drafter.pair.accelerator.passes[0].passes and greedy_ids(model, line[len(line) - 1 :], 15, target) == greedy_ids(
         model, line, 15
     )
 
@@ -453,7 +455,7 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
 
 
 def drafts_of(drafter, always=True):
-    drafter.accelerator = CompiledDraft(drafter, compiled._parts(drafter), always)
+    drafter.pair = SimpleNamespace(accelerator=CompiledDraft(drafter, compiled._parts(drafter), always))
     return drafter
 
 
@@ -472,18 +474,23 @@ def test_a_compiled_draft_gives_the_rows_and_the_context_of_an_ordinary_one(caus
             assert a.offset == b.offset == start
             assert all(near(y[:, :, :start], x[:, :, :start]) for x, y in ((a.keys, b.keys), (a.values, b.values)))
     # The first one found 7 rows and empty entries; of 21 rows the last five are given to a compiled pass. All are few shapes.
-    assert ours.accelerator.passes == 11 and {key[0] for key in ours.accelerator._known} == {(5, 5), (10, 5), (15, 5), (20, 5)}
+    assert ours.pair.accelerator.passes == 11 and {key[0] for key in ours.pair.accelerator._known} == {
+        (5, 5),
+        (10, 5),
+        (15, 5),
+        (20, 5),
+    }
 
 
 def test_the_built_in_drafter_drafts_the_same_ids_compiled(pair, monkeypatch):
     model, tokenizer, drafter = pair
     prompt, answers = tokenizer.encode("def test_"), []
-    drafter._compiled = None
+    drafter.pair = None
     for value in ("off", "on"):
         monkeypatch.setenv(traced.VARIABLE, value)
         answers.append(run(model, drafter, prompt, 80, tokenizer))
     assert rounds_of(answers[0]) == rounds_of(answers[1]) and ids_of(answers[1]) == greedy_ids(model, prompt, 80)
-    assert [passes.passes for passes in drafter._compiled.passes] == [len(answers[1][-1].stats.rounds)] * 2
+    assert [passes.passes for passes in drafter.pair.accelerator.passes] == [len(answers[1][-1].stats.rounds)] * 2
 
 
 @pytest.mark.parametrize(
@@ -502,9 +509,9 @@ def test_drafters_that_cannot_be_compiled_draft_as_ever(forced, layers, monkeypa
     model = tiny_target()
     drafter = tiny_drafter(model, **layers)
     found = run(model, drafter, PROMPT, 30)
-    assert drafter._compiled.passes[0].passes and not drafter._compiled.passes[1].passes
+    assert drafter.pair.accelerator.passes[0].passes and not drafter.pair.accelerator.passes[1].passes
     monkeypatch.setenv(traced.VARIABLE, "off")
-    assert rounds_of(found) == rounds_of(run(model, drafter, PROMPT, 30)) and drafter.accelerator is None
+    assert rounds_of(found) == rounds_of(run(model, drafter, PROMPT, 30)) and drafter.pair.accelerator is None
 
 
 def test_rows_that_a_drafter_holds_already_are_not_written_twice():
@@ -515,15 +522,15 @@ def test_rows_that_a_drafter_holds_already_are_not_written_twice():
     for drafter, cache in zip((plain, ours), caches, strict=True):
         drafter.inject(features[:, :4], cache, 0)
     found = [d.slots(mx.array([9]), features, c, 0, 5) for d, c in zip((plain, ours), caches, strict=True)]
-    assert near(*found) and [entry.offset for entry in caches[1]] == [6, 6] and ours.accelerator.passes == 0
+    assert near(*found) and [entry.offset for entry in caches[1]] == [6, 6] and ours.pair.accelerator.passes == 0
 
 
 def test_models_and_traces_go_when_nobody_holds_them(forced):
     model = tiny_target()
     drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
     run(model, drafter, PROMPT, 20)
-    assert all(passes.passes for passes in drafter._compiled.passes)
-    gone = [weakref.ref(model), weakref.ref(drafter), weakref.ref(drafter._compiled.passes[0])]
+    assert all(passes.passes for passes in drafter.pair.accelerator.passes)
+    gone = [weakref.ref(model), weakref.ref(drafter), weakref.ref(drafter.pair.accelerator.passes[0])]
     gc.disable()
     try:
         del model, drafter
@@ -539,11 +546,11 @@ def test_a_round_copies_no_buffer(forced):
     steps = stream(model, drafter, PROMPT, 60, prompt_cache=cache)
     for _ in range(20):
         next(steps)
-    before, passes = places(cache[:-1]), [passes.passes for passes in drafter._compiled.passes]
+    before, passes = places(cache[:-1]), [passes.passes for passes in drafter.pair.accelerator.passes]
     for _ in range(20):
         next(steps)
         assert places(cache[:-1]) == before
-    assert all(passes.passes > n for passes, n in zip(drafter._compiled.passes, passes, strict=True))
+    assert all(passes.passes > n for passes, n in zip(drafter.pair.accelerator.passes, passes, strict=True))
     steps.close()
 
 
@@ -554,7 +561,7 @@ def test_an_end_of_text_inside_a_block_ends_the_answer(forced):
     at = line.index(eos, len(PROMPT)) + 1
     drafter = known_drafter(model, line, "oracle")
     out = run(model, drafter, PROMPT, 40, letters(eos))
-    assert ids_of(out) == line[len(PROMPT) : at] and out[-1].finish_reason == "stop" and drafter._compiled.passes[0].passes
+    assert ids_of(out) == line[len(PROMPT) : at] and out[-1].finish_reason == "stop" and drafter.pair.accelerator.passes[0].passes
 
 
 def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
@@ -562,17 +569,17 @@ def test_weights_that_are_changed_between_answers_are_the_ones_that_run(forced):
     drafter = known_drafter(model, PROMPT + greedy_ids(model, PROMPT, 30))
     lines = [greedy_ids(model, PROMPT, 30)]
     assert ids_of(run(model, drafter, PROMPT, 30)) == lines[0]
-    kept = drafter._compiled.passes[0]
+    kept = drafter.pair.accelerator.passes[0]
     run(model, drafter, PROMPT, 30)
-    assert drafter._compiled.passes[0] is kept
+    assert drafter.pair.accelerator.passes[0] is kept
     layer = model.layers[1].mlp
     layer.up_proj = nn.Linear(layer.up_proj.weight.shape[1], layer.up_proj.weight.shape[0], bias=True)
     for change in ("a layer", "a weight"):
         if change == "a weight":
             layer.up_proj.weight = 3 * layer.up_proj.weight
         lines.append(greedy_ids(model, PROMPT, 30))
-        assert ids_of(run(model, drafter, PROMPT, 30)) == lines[-1] and drafter._compiled.passes[0] is not kept
-        kept = drafter._compiled.passes[0]
+        assert ids_of(run(model, drafter, PROMPT, 30)) == lines[-1] and drafter.pair.accelerator.passes[0] is not kept
+        kept = drafter.pair.accelerator.passes[0]
     assert len({tuple(line) for line in lines}) == 3
 
 
@@ -612,7 +619,7 @@ def test_no_kernel_of_ours_serves_a_drafter_whose_finite_flag_nobody_reads(force
     served, call = [], Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda self, *args: served.append(self.module) or call(self, *args))
     run(model, drafter, PROMPT, 30)
-    assert drafter._compiled.passes[1].passes and not served
+    assert drafter.pair.accelerator.passes[1].passes and not served
 
 
 def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
@@ -746,12 +753,12 @@ def test_an_answer_survives_rows_without_meaning(forced, monkeypatch):
 
     def spoils(entries, point, keep):
         rollback(entries, point, keep)
-        if drafter._compiled.passes[0].passes == 3:
+        if drafter.pair.accelerator.passes[0].passes == 3:
             poisoned(entries)
 
-    monkeypatch.setattr(generation, "rollback", spoils)
+    monkeypatch.setattr(loop, "rollback", spoils)
     assert ids_of(list(run(model, drafter, PROMPT, 40, block_size=6))) == want
-    assert drafter._compiled.passes[0].passes == 4 and "not finite" in drafter._compiled.passes[0].refused
+    assert drafter.pair.accelerator.passes[0].passes == 4 and "not finite" in drafter.pair.accelerator.passes[0].refused
 
 
 def test_where_a_head_is_at_fault_compiled_passes_are_not(monkeypatch):
@@ -817,5 +824,7 @@ def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(force
     monkeypatch.setattr(costs, "save_cost_model", lambda key, _: keys.append(key))
     for value in ("on", "off"):
         monkeypatch.setenv(traced.VARIABLE, value)
-        costs.stored_cost_model(model, drafter, generation.generation_stream)
-    assert len(set(keys)) == 2 and drafter._compiled.passes[0].passes
+        target = DFlashPair.of(drafter).begin()
+        costs.stored_cost_model(target, drafter, generation.generation_stream)
+        assert value == "off" or drafter.pair.accelerator.passes[0].passes
+    assert len(set(keys)) == 2

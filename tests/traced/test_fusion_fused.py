@@ -221,7 +221,7 @@ def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_not
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     out = list(stream_generate(model, tokenizer, prompt, 50, drafter, block_size=8))
     layers = len(model.layers)
-    blocks, drafts = drafter._compiled.passes
+    blocks, drafts = drafter.pair.accelerator.passes
     assert blocks.passes > 10 and drafts.passes > 10 and not blocks.refused
     # One trace of the target; queries, keys and values are one product, the gate another, which is made once for nothing.
     assert Counter(launched) == {"norm": 2 * layers, "gated norm": layers, "": 2 * layers, "sum": 2 * layers}

@@ -1,0 +1,435 @@
+"""The loop: prefill, then rounds of propose, verify, accept, commit and emit until EOS or max_tokens.
+
+The only module that sees the target's and the drafter's caches at once. Knows no files, no text and no terminals.
+Read `generate_steps` first: it is the whole method. `generation` puts text and counts round it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .kernels.autotune import NotFiniteError
+from .options import RunOptions, warn_of_overflow
+from .pair import DFlashPair
+from .prompt_cache import PairCache
+from .proposers import BlockProposer, Context, Draft, FeatureRows, PromptLookupProposer, Proposer, best_offer, check_draft
+from .rollback import RollbackPoint, leaves, plain_windows, rollback, rollback_point
+from .stats import GenerationStats
+from .target_sampler import RoundResult, TargetSampler, make_target_sampler
+from .verify import verify_block
+
+# One step: (token, log-probabilities [V], whether it was drafted).
+Step = tuple[int, mx.array, bool]
+# Kinds of cache entries that hold what two passes of one row did apart.
+_UNDONE_TWICE = (KVCache, QuantizedKVCache, ArraysCache)
+# Kinds of cache entries with arrays that the tokens read so far did not need.
+_LEFT_LAZY = (ArraysCache, RotatingKVCache, ConcatenateKVCache)
+# Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
+_PENDING_BYTES = 32 << 20
+# The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
+_REFUSED = 4
+
+
+def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
+    """Yield committed tokens.
+
+        propose   fill a block behind the anchor with drafts; none where plain decoding is faster
+        verify    one target pass over the block
+        accept    wait for the pass: the drafts that the target agrees with, and one token of its own, the bonus
+        commit    keep these rows, roll the rest back
+        emit      hand out the tokens; the bonus is the next anchor
+
+    A round waits for the device once, or twice where the drafter's confidence decides how many drafts are verified.
+    However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `settle` leaves both caches at exactly the
+    tokens that were yielded.
+    """
+    try:
+        anchor = run.prefill(prompt)
+        while not run.finished:
+            n = run.next_draft_length()
+            draft = run.propose(anchor, n)
+            output = run.verify(anchor, draft)
+            if draft.width == 0:
+                anchor = yield from plain_rounds(run, output)
+                continue
+            kept = run.accept(output)
+            run.commit(kept)
+            yield from run.emit(kept)
+            anchor = kept.bonus
+    finally:
+        run.settle()
+
+
+def plain_rounds(run: Run, output: PendingPass) -> Iterator[Step]:
+    """Plain decoding from a target pass over the anchor alone, until drafts are due. Returns the next anchor.
+
+    The row is kept whatever it says. So the next pass starts from the token on the device, before the host reads it.
+    """
+    while True:
+        run.commit_row(output)
+        following = run.look_ahead(output)
+        try:
+            kept = run.read(output)
+        except NotFiniteError:
+            output = run.retry(output, following)
+            continue
+        yield from run.emit(kept)
+        if following is None:
+            return kept.bonus
+        output = following
+
+
+@dataclass
+class PendingPass:
+    """A target pass over the anchor and `draft.width` drafts that is enqueued and not read yet.
+
+    anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it.
+    features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the result.
+    sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: a kernel of ours ran in it.
+    seconds: spent on drafting, enqueuing and waiting so far.
+    """
+
+    anchor: mx.array
+    draft: Draft
+    lookahead: bool
+    point: RollbackPoint
+    features: mx.array
+    token: mx.array | None
+    read: Callable[[], RoundResult]
+    sliding: list[Any]
+    may_be_nonfinite: bool
+    seconds: float = 0.0
+
+
+@dataclass
+class Kept:
+    """What a pass that was read has decided."""
+
+    output: PendingPass
+    result: RoundResult
+
+    @property
+    def bonus(self) -> int:
+        return self.result.bonus
+
+
+class RoundCounter:
+    """Counts rounds, and tells the policy what they took."""
+
+    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, blocks: BlockProposer):
+        self.stats, self.policy, self.blocks = stats, policy, blocks
+        # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
+        self._kind, self._refused = None, 0
+
+    def add(self, kept: Kept) -> None:
+        """One round that was read and committed."""
+        output, draft, result = kept.output, kept.output.draft, kept.result
+        width, by_drafter = draft.width, draft.by_drafter
+        self.stats.add_passes(output.seconds, draft.draft_s, by_drafter)
+        self.stats.add_round(result.drafted, result.accepted, result.bonus, width, draft.source, draft.confidence_cut)
+        if by_drafter and width:
+            self._refused = 0 if result.accepted else self._refused + 1
+            if self._refused == _REFUSED:
+                warn_of_overflow(self.blocks.drafter, self.blocks.context.pending.joined())
+        kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
+        # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
+        usual, self._kind = kind == self._kind, kind
+        ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
+        more = result.accepted == width < len(ids) and ids[width] == result.bonus
+        looked_up, waited = bool(width) and not by_drafter, draft.draft_s is not None
+        self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
+
+
+class Run:
+    """One generation: both models, both caches and how far each of them is.
+
+        ids (committed)      p0 ... pn  a | d1 d2 b         a: anchor, committed but not yet in the target's cache
+        target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
+        drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending (see `BlockProposer`)
+
+    rows: n + 1; point: undoes the last target pass; emitted: tokens handed out.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        pair: DFlashPair,
+        cache: PairCache,
+        target_sampler: TargetSampler,
+        proposers: Sequence[Proposer],
+        policy: DraftLengthPolicy | FixedDraftLength,
+        stats: GenerationStats,
+    ):
+        self.options, self.stream, self.quantization = options, options.stream, options.quantization
+        self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
+        self._lock = pair.lock
+        self.blocks = BlockProposer(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
+        self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
+        self.point = rollback_point(cache.target, cache.rows)
+        # Who drafts in the next round, and how many of the drafter's drafts were chosen for it, if that is known.
+        self._proposer: Proposer | BlockProposer = self.blocks
+        self._chosen: int | None = None
+        self._counter = RoundCounter(stats, policy, self.blocks)
+        # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
+        self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
+        # Entries whose arrays a pass or a rollback leaves lazy, and those of them that a pass does.
+        self._lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
+        self._states = [entry for entry in self._lazy if type(entry) is ArraysCache]
+
+    @property
+    def finished(self) -> bool:
+        return self.emitted == self.options.max_tokens
+
+    def prefill(self, prompt: list[int]) -> int:
+        """All but the last token in chunks, whose features go straight into the drafter's cache. Returns the last one."""
+        cache, progress = self.cache, self.options.progress
+        feed = cache.ids[cache.rows :] + prompt
+        self._prompt_rows = len(feed)
+        progress(0, len(feed))
+        while len(feed) > 1:
+            chunk = feed[: min(self.options.prefill_step_size or 2048, len(feed) - 1)]
+            with mx.stream(self.stream):
+                with self._lock:
+                    _, features = self.target(mx.array([chunk]), cache.target)
+                # None of its rows can be kept alone.
+                self.point.ended(0)
+                self.blocks.inject(features)
+                if self.quantization:
+                    self.quantization.apply(cache)
+                mx.eval([entry.state for entry in cache.entries[:-1]])
+                mx.clear_cache()
+            cache.ids = cache.ids[: self.rows] + chunk
+            feed, done = feed[len(chunk) :], self.rows + len(chunk)
+            context, point = self.blocks.injected(done), rollback_point(cache.target, done)
+            # One statement, so that an interruption falls before or after it.
+            self.rows, self.blocks.context, self.point = done, context, point
+            progress(self._prompt_rows - len(feed), self._prompt_rows)
+        cache.ids = cache.ids[: self.rows] + feed
+        self._begun = self.rows
+        return feed[0]
+
+    def next_draft_length(self) -> int:
+        """How many drafts to verify next; 0: plain decoding, as for the first token. Settles who drafts them."""
+        self._proposer, n, self._chosen = self.blocks, self._chosen, None
+        if not self.emitted:
+            return 0
+        if n is None:
+            n = self._choose()
+        proposer, offered = self._offer(n)
+        if offered:
+            self._proposer, n = proposer, offered
+        return n
+
+    def propose(self, anchor: int | mx.array, n: int) -> Draft:
+        """Draft what may follow the anchor, of which n are to be verified. n = 0: nothing."""
+        began, block = time.perf_counter(), self.stats.block_size
+        with mx.stream(self.stream):
+            if n and self._proposer is self.blocks:
+                draft = self.blocks.propose(_row(anchor), block - 1)
+                draft.width = n
+                self._cut_by_confidence(draft, began)
+            else:
+                draft = self._proposer.propose(_row(anchor), block - 1) if n else Draft([])
+                draft.width = min(n, draft.row.shape[1])
+                check_draft(draft, self.target.vocabulary)
+                if self.blocks.context.pending.nbytes > _PENDING_BYTES:
+                    self.blocks.inject()
+                    self.blocks.hold(self.rows)
+        draft.seconds = time.perf_counter() - began
+        return draft
+
+    def _cut_by_confidence(self, draft: Draft, began: float) -> None:
+        """Wait for the drafter's confidences where they are to choose the width, or to time the draft."""
+        cuts = self.policy.cuts_by_confidence and draft.confidence is not None
+        if cuts or self.stats.times_next_round:
+            draft.read()
+            draft.draft_s = time.perf_counter() - began
+        if cuts:
+            draft.confidence_cut, draft.width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
+            if not draft.width:
+                # A plain pass follows, and the drafter has what was pending.
+                self.blocks.hold(self.rows)
+
+    def verify(self, anchor: int | mx.array, draft: Draft, lookahead: bool = False) -> PendingPass:
+        """Enqueue the target's pass over the block [anchor, drafts...] and the accepting of its drafts."""
+        began = time.perf_counter()
+        with mx.stream(self.stream):
+            if self.quantization and self.rows > self._begun:
+                # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
+                self.quantization.apply(self.cache)
+            self.point = rollback_point(self.cache.target, self.rows)
+            output = self._enqueue(_row(anchor), draft, lookahead)
+        output.seconds = draft.seconds + time.perf_counter() - began
+        return output
+
+    def _enqueue(self, anchor: mx.array, draft: Draft, lookahead: bool) -> PendingPass:
+        drafted, by_drafter = draft.row, draft.by_drafter
+        # Where the drafter did not run its entries are as they were: nothing of them is new.
+        context = [entry.state for entry in self.cache.drafter] if by_drafter else []
+        confidence = None if draft.drafted_ids else draft.confidence
+        with self._lock:
+            hidden, features = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
+            token, read, may_be_nonfinite = self.target_sampler.start(
+                self.target, hidden, features, drafted, context, self.rows + 1, confidence
+            )
+        if not draft.width:
+            _evaluate(self._states)
+        sliding = self.blocks.sliding() if by_drafter else self.blocks.context.sliding
+        return PendingPass(anchor, draft, lookahead, self.point, features, token, read, sliding, may_be_nonfinite)
+
+    def accept(self, output: PendingPass) -> Kept:
+        """Wait for a round: the drafts that the target agrees with, and its bonus."""
+        while True:
+            try:
+                return self.read(output)
+            except NotFiniteError:
+                output = self.retry(output)
+
+    def read(self, output: PendingPass) -> Kept:
+        """Wait for a pass. NotFiniteError: a kernel of ours was at fault. It is off now, and the pass is to run once more."""
+        began = time.perf_counter()
+        with mx.stream(self.stream):
+            result = output.read()
+        output.seconds += time.perf_counter() - began
+        return Kept(output, result)
+
+    def retry(self, output: PendingPass, following: PendingPass | None = None) -> PendingPass:
+        """Undo a target pass, and the plain one after it, and enqueue it once more."""
+        with mx.stream(self.stream):
+            if following is not None:
+                rollback(self.cache.target, following.point, following.point.length)
+            self.point = output.point
+            if not output.draft.width:
+                self.rows -= 1
+                self.blocks.context.pending.drop()
+            rollback(self.cache.target, self.point, self.rows)
+            self.point.rows = 0
+            self.point.replays.clear()
+            again = self._enqueue(output.anchor, output.draft, output.lookahead)
+        again.seconds = output.seconds
+        return again
+
+    def commit_row(self, output: PendingPass) -> None:
+        """Keep the anchor's row of a plain pass, before it is read."""
+        with mx.stream(self.stream):
+            self.blocks.context.pending.append(output.features)
+        self.rows += 1
+
+    def commit(self, kept: Kept) -> None:
+        """Keep the anchor and the accepted drafts; roll the target's cache back to them."""
+        began, output = time.perf_counter(), kept.output
+        with mx.stream(self.stream):
+            features = output.features[:, : kept.result.accepted + 1]
+            rows = self.rows + kept.result.accepted + 1
+            if output.draft.by_drafter:
+                context = Context(self.rows, FeatureRows(features), output.sliding)
+                # One statement, so that an interruption falls before or after it.
+                self.rows, self.blocks.context = rows, context
+            else:
+                # The drafter was not asked: these rows wait for it with those before them.
+                self.blocks.context.pending.append(features)
+                self.rows = rows
+            rollback(self.cache.target, self.point, self.rows)
+            _evaluate(self._lazy, features)
+        self.stats.seconds["rollback"] += time.perf_counter() - began
+
+    def emit(self, kept: Kept) -> Iterator[Step]:
+        """Count a round and hand out its tokens."""
+        result = kept.result
+        if self.emitted:
+            self._counter.add(kept)
+        else:
+            self.options.progress(self._prompt_rows, self._prompt_rows)
+        for i, token in enumerate([*result.drafted[: result.accepted], result.bonus]):
+            # Made first: where that fails, the token was not handed out.
+            row = result.row_logprobs(i)
+            self.cache.ids.append(token)
+            self.target_sampler.history.append(token)
+            self.emitted += 1
+            yield token, row, i < result.accepted
+            if self.finished:
+                return
+            if self.emitted % 256 == 1:
+                mx.clear_cache()
+
+    def look_ahead(self, output: PendingPass) -> PendingPass | None:
+        """Enqueue the plain pass after a plain one before that one is read; None: the host has a say in between."""
+        self._chosen = None
+        last, measures = self.emitted + 1 == self.options.max_tokens, not self.emitted and not self.policy.ready
+        # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
+        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
+        may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._deep)
+        if last or measures or self.target_sampler.processors or may_be_nonfinite:
+            return None
+        n = self._choose()
+        # What a text offers depends on the token.
+        if n or self._offer(0)[1]:
+            self._chosen = n
+            return None
+        return self.verify(output.token, self.propose(output.token, 0), lookahead=True)
+
+    def _choose(self) -> int:
+        """How many of the drafter's drafts to verify next."""
+        return self._limit(self.policy.choose(self.rows - self.blocks.context.rows))
+
+    def _offer(self, n: int) -> tuple[Proposer | None, int]:
+        """The source to ask in place of n drafts of the drafter, and how many of its drafts to verify; 0: none."""
+        proposer, rates = best_offer(self.proposers, self.cache.ids, self.stats.block_size - 1)
+        return proposer, min(self._limit(self.policy.prompt_lookup_width(n, rates)), len(rates)) if rates else 0
+
+    def _limit(self, width: int) -> int:
+        """A width that the target's table of positions and the next quantization of its cache leave room for."""
+        if self.target.positions is not None:
+            width = max(min(width, self.target.positions - self.rows - 1), 0)
+        # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
+        return self.quantization.cut(self.rows, width) if self.quantization else width
+
+    def settle(self) -> None:
+        """Leave both caches at the tokens that were handed out, whatever was going on."""
+        cache, point = self.cache, self.point
+        # The last token handed out is the anchor: the target does not hold it. Only what the last pass did can be undone.
+        keep = max(point.length, min(self.rows, len(cache.ids) - 1))
+        with mx.stream(self.stream):
+            plain_windows(cache.target)
+            rollback(cache.target, point, keep)
+            if self.quantization:
+                self.quantization.apply(cache)
+            cache.features, cache.rows = self.blocks.settle(keep), keep
+            cache.write()
+            # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
+            mx.eval([entry.state for entry in cache.entries])
+
+
+def _evaluate(entries: list[Any], *arrays: mx.array) -> None:
+    """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
+    held = [entry.cache if type(entry) is ArraysCache else (entry.keys, entry.values) for entry in entries]
+    if held or arrays:
+        mx.async_eval(held, *arrays)
+
+
+def _row(anchor: int | mx.array) -> mx.array:
+    """[1]"""
+    return mx.array([anchor], dtype=mx.int32) if isinstance(anchor, int) else anchor
+
+
+def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:
+    """A run that has not begun. Everything that can be refused was (`RunOptions.for_drafter`)."""
+    sampler = make_target_sampler(
+        options.sampler, options.logits_processors or (), options.seed, options.acceptance, options.prompt_ids
+    )
+    block_size = options.block_size or pair.drafter.config.block_size
+    if options.block_size is None and options.acceptance == "match":
+        policy: DraftLengthPolicy | FixedDraftLength = pair.draft_length_policy(options.stream)
+    else:
+        # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
+        policy = FixedDraftLength(block_size - 1)
+    proposers = [*([PromptLookupProposer()] if options.uses_prompt_lookup else []), *(options.proposers or ())]
+    stats = GenerationStats(block_size, options.keep_rounds, rule=policy)
+    return Run(options, pair, cache, sampler, proposers, policy, stats)

@@ -1,0 +1,132 @@
+"""A target and its drafter, and what outlives a run of the two: the tapped target, faster passes, the draft-length history.
+
+Nothing that changes while tokens are generated is an attribute of a model: it is here. Several runs may use a pair at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
+
+from .draft_length.cost_model import CostModel
+from .draft_length.measure import stored_cost_model
+from .draft_length.policy import DraftLengthHistory, DraftLengthPolicy
+from .errors import CacheError
+from .models.drafter import Drafter
+from .models.target import Target, family
+from .prompt_cache import PairCache, is_pair_cache
+from .rollback import check_rollback
+from .traced import Accelerator, accelerate
+
+
+class DFlashPair:
+    """One target model object with one drafter that is bound to it.
+
+    The drafter holds its pair as `drafter.pair`, set once. Bound to another model object it gets a new pair; the old one stays
+    valid.
+
+    target: the tapped target. It is made once, and again only where modules were put in the place of others, as adapters are.
+    accelerator: what may run the passes of the two faster than their own code does, or None.
+    history: what its runs have learned of draft lengths.
+    lock: held over each target pass until its token is chosen, because a target remembers its last pass.
+    """
+
+    def __init__(self, model: nn.Module, drafter: Drafter):
+        # The drafter holds this pair.
+        self._drafter = weakref.ref(drafter)
+        self.model, self.lock = model, threading.RLock()
+        self.target = Target(model, drafter.config.target_layer_ids)
+        self.accelerator: Accelerator | None = None
+        self.history = DraftLengthHistory()
+
+    @staticmethod
+    def of(drafter: Drafter) -> DFlashPair:
+        """The pair of a drafter and the model that it is bound to."""
+        pair = drafter.pair
+        if pair is None or pair.model is not drafter.target or pair.drafter is not drafter:
+            pair = DFlashPair(drafter.target, drafter)
+            # Not an item of the module: neither a parameter nor seen by who walks through its items.
+            object.__setattr__(drafter, "pair", pair)
+        return pair
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._drafter()
+
+    def begin(self) -> Target:
+        """The target for one run, with the accelerator that holds for the models as they are now."""
+        with self.lock:
+            now, known = dict(self.model.named_modules()), self.target.modules
+            if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
+                self.target = Target(self.model, self.target.layer_ids)
+            self.accelerator = self.target.accelerator = accelerate(self)
+            return self.target
+
+    def draft_length_policy(self, stream: Any) -> DraftLengthPolicy:
+        """The policy for one run. It knows what passes cost, and what earlier runs of this pair accepted."""
+        # What the policy holds must not hold the drafter.
+        target, drafter = self.target, self._drafter
+        most = self.drafter.config.block_size - 1
+        lock = self.lock
+
+        def measure() -> CostModel:
+            with lock:
+                return stored_cost_model(target, drafter(), stream)
+
+        return self.history.next_policy(most, measure)
+
+    def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
+        """The prompt cache that a caller gave, or a new one. An empty list of mlx-lm's own gets the drafter's part.
+
+        Raises:
+          CacheError: it is not one for these two models.
+        """
+        if entries is None:
+            entries = make_pair_cache(self.model, self.drafter, max_kv_size)
+        elif not is_pair_cache(entries) and all(entry.empty() for entry in entries):
+            check_rollback(entries, self.target.family)
+            entries = PairCache.make(list(entries), self.drafter.make_cache())
+        cache = PairCache.read(entries)
+        wanted = len(make_target_cache(self.model)), len(self.drafter.layers)
+        if (found := (len(cache.target), len(cache.drafter))) != wanted:
+            raise CacheError(
+                f"the prompt cache has {found[0]} target and {found[1]} drafter entries; this pair has {wanted[0]} and "
+                f"{wanted[1]}",
+                "Make it with make_prompt_cache(model, draft_model)",
+            )
+        return cache
+
+
+def make_pair_cache(model: nn.Module, drafter: Drafter, max_kv_size: int | None) -> list[Any]:
+    """An empty list of a target's and a drafter's entries.
+
+    Raises:
+      CacheError: a cache kind of the target that cannot be rolled back, or a max_kv_size that is too small or without effect.
+    """
+    check_window(model, max_kv_size)
+    entries = make_target_cache(model, max_kv_size)
+    kept = max((getattr(entry, "keep", 0) for entry in entries), default=0)
+    if max_kv_size is not None and max_kv_size <= kept:
+        raise CacheError(
+            f"max_kv_size is {max_kv_size}; with a drafter it must be at least {kept + 1}, for mlx-lm keeps {kept} rows "
+            "always and no other would fit"
+        )
+    check_rollback(entries, family(model))
+    return PairCache.make(entries, drafter.make_cache())
+
+
+def check_window(model: nn.Module, max_kv_size: int | None) -> None:
+    """Refuse a window for a target that makes its own caches: mlx-lm would ignore it.
+
+    Raises:
+      CacheError: names the target.
+    """
+    if max_kv_size is not None and hasattr(model, "make_cache"):
+        raise CacheError(
+            f"max_kv_size is {max_kv_size} and {family(model)} sizes its caches itself, so the number would have no effect",
+            "Leave it out",
+        )

@@ -1,0 +1,209 @@
+"""Where drafts come from: the drafter's blocks, the text itself, or a source of the user's own.
+
+Knows the drafter and its context cache. Knows nothing of the target's passes, of acceptance, or of when to draft.
+
+A new draft source is one class with the members of `Proposer`; `stream_generate(..., proposers=[source])` uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from .draft_length.acceptance import expected_tokens
+from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .draft_length.prompt_lookup import PromptLookup
+from .errors import GenerationError
+from .models.drafter import Drafter
+from .target_sampler import TargetSampler, pack_drafts, unpack_drafts
+
+
+@dataclass
+class Draft:
+    """Drafted tokens, the first of which follows the anchor.
+
+    ids: a list, or an array [1, N] int32 that is not evaluated yet.
+    confidence: the source's own probability of each token, [1, N]; None: it has none.
+    source: the name that `rounds` and `stats.sources` show.
+    """
+
+    ids: list[int] | mx.array
+    confidence: mx.array | None = None
+    source: str = "plain"
+    # What the loop adds: how many ids are verified; the seconds the draft took so far, those that the host waited for it (None:
+    # it did not wait), and what it then read, ids and confidences; whether these chose `width`.
+    width: int = 0
+    seconds: float = 0.0
+    draft_s: float | None = None
+    drafted_ids: tuple[list[int], list[float] | None] | None = None
+    confidence_cut: bool = False
+
+    def __post_init__(self) -> None:
+        # [1, N] int32
+        self.row = mx.array([self.ids], dtype=mx.int32) if isinstance(self.ids, list) else self.ids
+
+    @property
+    def by_drafter(self) -> bool:
+        """Whether a pass of the drafter made it."""
+        return self.source == BlockProposer.source
+
+    def read(self) -> None:
+        """Wait for the ids and confidences."""
+        self.drafted_ids = unpack_drafts(pack_drafts(self.row, self.confidence).tolist(), self.row.shape[1])
+
+
+def check_draft(draft: Draft, vocabulary: int) -> None:
+    """Refuse ids without a row in the target's embedding of so many rows."""
+    wrong = [i for i in draft.ids if not 0 <= i < vocabulary] if isinstance(draft.ids, list) else []
+    if wrong:
+        raise GenerationError(
+            f"the draft source {draft.source!r} drafted token {wrong[0]}; the target's tokens are 0 to {vocabulary - 1}",
+            "Mend its propose",
+        )
+
+
+class Proposer(Protocol):
+    """A draft source that needs no pass of a model. It is asked before each round; the best offer is verified.
+
+    source: its name.
+    """
+
+    source: str
+
+    def rates(self, ids: Sequence[int], n: int) -> Sequence[float]:
+        """What the next n drafts are worth: how likely each is accepted if those before it are; [] where there are none.
+
+        ids: every committed token, the prompt's too, the anchor last. It is the same list each time, and only grows.
+        """
+
+    def propose(self, anchor: mx.array, n: int) -> Draft:
+        """At most n tokens to follow those that `rates` was given last, at least as many as it gave rates for.
+
+        anchor: [1], the last committed token.
+        """
+
+
+def best_offer(proposers: Sequence[Proposer], ids: list[int], n: int) -> tuple[Proposer | None, list[float]]:
+    """Whose n drafts promise most after these ids, and its rates; [] where there are none."""
+    offers = [(proposer, list(proposer.rates(ids, n))) for proposer in proposers]
+    return max(offers, key=lambda offer: expected_tokens(offer[1])[-1], default=(None, []))
+
+
+class PromptLookupProposer:
+    """Drafts what followed the last tokens where they stood before."""
+
+    source = "prompt_lookup"
+
+    def __init__(self, lookup: PromptLookup | None = None):
+        self.lookup = lookup or PromptLookup()
+
+    def rates(self, ids: list[int], n: int) -> list[float]:
+        return self.lookup.rates(n) if self.lookup.follow(ids) else []
+
+    def propose(self, anchor: mx.array, n: int) -> Draft:
+        return Draft(self.lookup.draft(n), source=self.source)
+
+
+class Context(NamedTuple):
+    """How far the drafter's cache is. Replaced as a whole, so that an interruption falls before or after.
+
+    rows: context rows that the cache holds; pending: the target's features of the rows behind them; sliding: what puts the
+    cache's sliding entries back to `rows` (see `BlockProposer.sliding`).
+    """
+
+    rows: int
+    pending: FeatureRows
+    sliding: list[Any]
+
+
+class BlockProposer:
+    """Drafts by a pass of the drafter over a block, and keeps up its context.
+
+        target's rows     p0 ... pm  ... pn        n + 1 rows
+        drafter's rows    p0 ... pm                m + 1 rows; those behind are pending, as features
+
+    cache: the drafter's entries; features: those pending, [1, S, n_taps * H] or None; rows: the target's.
+    """
+
+    source = "drafter"
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        cache: list[Any],
+        features: mx.array | None,
+        rows: int,
+        target_sampler: TargetSampler,
+        policy: DraftLengthPolicy | FixedDraftLength,
+    ):
+        self.drafter, self.cache, self._sampler, self._policy = drafter, cache, target_sampler, policy
+        pending = 0 if features is None else features.shape[1]
+        self.context = Context(rows - pending, FeatureRows(features), self.sliding())
+
+    def propose(self, anchor: mx.array, n: int) -> Draft:
+        """[1] anchor to n drafts. The cache then holds the rows that were pending."""
+        args = (self.drafter, anchor, self.context.pending.joined(), self.cache, self.context.rows, n + 1)
+        if self._policy.wants_confidence:
+            return Draft(*self._sampler.draft_with_confidence(*args), source=self.source)
+        return Draft(self._sampler.draft(*args), source=self.source)
+
+    def inject(self, *features: mx.array) -> None:
+        """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""
+        self.drafter.inject(self.context.pending.joined(*features), self.cache, self.context.rows)
+
+    def injected(self, rows: int) -> Context:
+        """The context once the cache holds so many rows and nothing is pending."""
+        return Context(rows, FeatureRows(), self.sliding())
+
+    def hold(self, rows: int) -> None:
+        """What was pending is in the cache, which holds so many rows now."""
+        mx.async_eval([entry.state for entry in self.cache])
+        self.context = self.injected(rows)
+
+    def sliding(self) -> list[Any]:
+        """The arrays that undo a pass in the sliding entries. Of the others, None, rows are cut, and their arrays are not held:
+        MLX would copy what it writes in place."""
+        return [None if isinstance(entry, KVCache) else entry.state for entry in self.cache]
+
+    def settle(self, rows: int) -> mx.array | None:
+        """Undo what an interrupted pass did to the cache. Returns: the features that are pending at so many target rows."""
+        for entry, state in zip(self.cache, self.context.sliding, strict=True):
+            # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
+            if state is None:
+                entry.trim(max(entry.offset - self.context.rows, 0))
+            else:
+                entry.state = state
+        pending = rows - self.context.rows
+        return self.context.pending.joined()[:, :pending] if pending > 0 else None
+
+
+class FeatureRows:
+    """Feature rows [1, S, F] in order, joined when they are needed: a plain pass adds one row at a time."""
+
+    def __init__(self, features: mx.array | None = None):
+        self._parts = [] if features is None else [features]
+        self.nbytes, self._single = 0 if features is None else features.nbytes, 0
+
+    def append(self, rows: mx.array) -> None:
+        self._parts.append(rows)
+        self.nbytes, self._single = self.nbytes + rows.nbytes, self._single + 1
+        if self._single == 64:
+            # Few arrays, however long it takes.
+            self._parts[-64:], self._single = [mx.concatenate(self._parts[-64:], axis=1)], 0
+            mx.async_eval(self._parts[-1])
+
+    def drop(self) -> None:
+        """Take the last row away."""
+        last = self._parts.pop()[:, :-1]
+        if last.shape[1]:
+            self._parts.append(last)
+        self._single = max(self._single - 1, 0)
+
+    def joined(self, *more: mx.array) -> mx.array:
+        """[1, S, F]"""
+        parts = [*self._parts, *more]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)

@@ -1,0 +1,138 @@
+"""What is refused or said before and at the end of a run: lengths, renamed and silent options, caches of streams left open."""
+
+import gc
+import warnings
+
+import mlx.core as mx
+import pytest
+from kit import greedy_ids, ids_of, letters, rounds_of, run, tiny_drafter, tiny_target
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache as plain_cache
+
+import dflash_mlx
+from dflash_mlx import make_prompt_cache, stream_generate
+from dflash_mlx.errors import CacheError, GenerationError
+from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
+
+PROMPT = [5, 9, 33, 7, 20]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = tiny_target(seed=2, head_dim=32)
+    return model, greedy_ids(model, PROMPT, 60), tiny_drafter(model)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("n", [-5, -2, 1.5, "8", True, None, float("inf")])
+def test_lengths_that_are_none_are_refused(tiny, n, drafts):
+    with pytest.raises(GenerationError, match=r"max_tokens is .*; it must be a whole number of at least 1, or -1 for no limit"):
+        stream_generate(tiny[0], letters(), PROMPT, n, tiny[2] if drafts else None)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_length_of_0_is_mlx_lms_error_and_minus_1_none(tiny, drafts):
+    model, line, drafter = tiny[0], tiny[1], tiny[2] if drafts else None
+    with pytest.raises(ValueError, match="Maximum number of tokens must be non-zero"):
+        stream_generate(model, letters(), PROMPT, 0, drafter)
+    steps = stream_generate(model, letters(), PROMPT, -1, drafter)
+    assert [next(steps).token for _ in range(50)] == line[:50]
+    steps.close()
+
+
+def test_the_old_name_of_prompt_lookup_is_taken_with_a_warning(tiny):
+    model, line, drafter = tiny
+    with pytest.warns(DeprecationWarning, match="copy= is now prompt_lookup="):
+        got = run(model, drafter, PROMPT, 30, block_size=5, copy=False)
+    assert ids_of(got) == line[:30]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, drafter, PROMPT, 10, block_size=5, prompt_lookup=True)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("start,silent", [(None, True), (200, True), (20, False), (0, False)])
+def test_kv_bits_that_came_to_nothing_are_said(tiny, start, silent, drafts):
+    model, _, drafter = tiny
+    options = {"kv_bits": 8, "kv_group_size": 32, **({} if start is None else {"quantized_kv_start": start})}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(model, drafter if drafts else None, PROMPT, 30, **options)
+    found = [str(w.message) for w in said if "kv_bits" in str(w.message)]
+    rows = f"from row {5000 if start is None else start} on and this run ended at 35"
+    assert len(found) == silent and all("kv_bits=8 had no effect" in text and rows in text for text in found)
+
+
+# Streams left open
+
+KINDS = {"fixed": {"block_size": 4}, "plain rounds": {"block_size": 1}, "wide": {"block_size": 5}, "chosen": {"block_size": None}}
+
+
+@pytest.mark.parametrize("taken", [1, 4, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_left_open_gives_its_cache_up_to_the_next(tiny, kind, taken):
+    model, line, drafter = tiny
+    left = plain_cache(model)
+    plain_steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 20, prompt_cache=left)
+    assert [next(plain_steps).token for _ in range(taken)] == line[:taken]
+    expected = ids_of(run(model, None, [8, 3], 12, prompt_cache=left))
+    cache = make_prompt_cache(model, drafter)
+    steps = stream_generate(model, letters(), PROMPT, 20, drafter, prompt_cache=cache, **KINDS[kind])
+    assert [next(steps).token for _ in range(taken)] == line[:taken]
+    again = run(model, drafter, [8, 3], 12, prompt_cache=cache, **KINDS[kind])
+    fresh = run(model, drafter, PROMPT + line[:taken] + [8, 3], 12, **KINDS[kind])
+    assert ids_of(again) == ids_of(fresh) == expected
+    assert kind == "chosen" or rounds_of(again) == rounds_of(fresh)
+    ids = PairCache.read(cache).ids
+    with pytest.raises(GenerationError, match="this stream has given its prompt cache up to a later call"):
+        next(steps)
+    del steps
+    gc.collect()
+    assert PairCache.read(cache).ids == ids
+
+
+@pytest.mark.parametrize("next_is", ["plain", "trim", "unstarted"])
+def test_whoever_comes_next_gets_the_cache(tiny, next_is):
+    model, line, drafter = tiny
+    cache = make_prompt_cache(model, drafter)
+    steps = stream_generate(model, letters(), PROMPT, 20, drafter, prompt_cache=cache, block_size=5)
+    if next_is != "unstarted":
+        next(steps), next(steps)
+    if next_is == "trim":
+        assert trim_prompt_cache(cache, 1) == 1 and PairCache.read(cache).ids == PROMPT + line[:1]
+    else:
+        begun = PROMPT + line[:2] if next_is == "plain" else []
+        got = run(model, None if next_is == "plain" else drafter, [8, 3], 12, prompt_cache=cache)
+        assert ids_of(got) == greedy_ids(model, [*begun, 8, 3], 12)
+    with pytest.raises(GenerationError, match="given its prompt cache up"):
+        next(steps)
+
+
+def test_a_cache_that_is_being_written_to_is_not_taken_away(tiny):
+    model, _, drafter = tiny
+    cache, seen = make_prompt_cache(model, drafter), []
+
+    def progress(done, total):
+        with pytest.raises(CacheError, match="another stream is writing to this prompt cache right now"):
+            PairCache.read(cache)
+        seen.append(done)
+
+    got = run(model, drafter, PROMPT, 10, prompt_cache=cache, prompt_progress_callback=progress)
+    assert seen and ids_of(got) == greedy_ids(model, PROMPT, 10)
+
+
+def test_streams_with_a_cache_each_go_on_by_turns(tiny):
+    model, line, drafter = tiny
+    streams = [stream_generate(model, letters(), PROMPT, 20, drafter, block_size=b) for b in (5, 3, None)]
+    got = [[] for _ in streams]
+    for _ in range(20):
+        for steps, into in zip(streams, got, strict=True):
+            into.append(next(steps).token)
+    assert got == [line[:20]] * 3
+
+
+def test_a_plain_cache_stays_mlx_lms(tiny):
+    model, line, _ = tiny
+    cache = plain_cache(model)
+    run(model, None, PROMPT, 5, prompt_cache=cache)
+    assert {type(entry) for entry in cache} == {KVCache} and cache[0].offset >= len(PROMPT) + 4 and mx.default_device()

@@ -1,0 +1,98 @@
+"""What outlives a run of a pair, and that none of it is an attribute of a model."""
+
+import gc
+import threading
+import weakref
+
+import mlx.core as mx
+import mlx.nn as nn
+from kit import flat, greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
+
+from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
+
+PROMPT = [5, 9, 33, 7, 20]
+
+
+def attributes(module):
+    """Every attribute of every module inside, by identity where it may change in place."""
+    return {
+        (name, key): id(value) if isinstance(value, (mx.array, nn.Module, list, dict)) or callable(value) else value
+        for name, m in module.named_modules()
+        for key, value in [*vars(m).items(), *m.items()]
+    }
+
+
+def test_a_run_sets_no_attribute_on_a_model():
+    model, tokenizer = load("tiny")
+    drafter = load_drafter("tiny", model)
+    before = attributes(model), attributes(drafter)
+    for options in ({"block_size": None}, {"block_size": 8}, {"block_size": 8, "prompt_lookup": True}):
+        run(model, drafter, "import os\n", 30, tokenizer, **options)
+    assert (attributes(model), attributes(drafter)) == before and "pair" not in flat(drafter)
+
+
+def test_the_target_is_made_once_a_pair(monkeypatch):
+    made, init = [], Target.__init__
+    monkeypatch.setattr(Target, "__init__", lambda self, *args: (made.append(args), init(self, *args))[1])
+    model = tiny_target(seed=2)
+    drafter = tiny_drafter(model)
+    made.clear()
+    for block_size in (5, None, 5):
+        run(model, drafter, PROMPT, 10, block_size=block_size)
+    assert len(made) == 1
+
+
+def test_modules_put_in_others_places_make_a_new_target():
+    model = tiny_target(seed=2)
+    drafter = tiny_drafter(model)
+    before = DFlashPair.of(drafter).begin()
+    assert DFlashPair.of(drafter).begin() is before
+    model.layers[1].mlp.up_proj = nn.Linear(24, 44, bias=False)
+    assert DFlashPair.of(drafter).begin() is not before
+    assert ids_of(run(model, drafter, PROMPT, 12)) == greedy_ids(model, PROMPT, 12)
+
+
+def test_a_drafter_bound_to_another_target_gets_a_new_pair_and_the_old_one_stays():
+    models = [tiny_target(seed=2), tiny_target(seed=3)]
+    drafter = tiny_drafter(models[0])
+    steps = stream_generate(models[0], letters(), PROMPT, 20, drafter, block_size=5)
+    got, first = [next(steps).token for _ in range(3)], drafter.pair
+    target = Target(models[1])
+    drafter.bind(target.embed, target.head, models[1])
+    assert ids_of(run(models[1], drafter, PROMPT, 20)) == greedy_ids(models[1], PROMPT, 20)
+    assert drafter.pair is not first and first.model is models[0] and drafter.pair.model is models[1]
+    assert got + [r.token for r in steps] == greedy_ids(models[0], PROMPT, 20)
+
+
+def test_a_pair_keeps_neither_its_drafter_nor_its_target():
+    model = tiny_target(seed=2)
+    drafter = tiny_drafter(model)
+    run(model, drafter, PROMPT, 10, block_size=None)
+    gone = [weakref.ref(drafter), weakref.ref(drafter.pair), weakref.ref(model)]
+    del model
+    gc.disable()
+    try:
+        del drafter
+        assert gone[0]() is None and gone[1]() is None
+    finally:
+        gc.enable()
+    gc.collect()
+    assert gone[2]() is None
+
+
+def test_two_generators_in_two_threads_share_a_pair():
+    model = tiny_target(seed=2)
+    drafter, line, got = tiny_drafter(model), greedy_ids(model, PROMPT, 60), {}
+
+    def work(name, **options):
+        stream = mx.new_stream(mx.default_device())
+        got[name] = ids_of(run(model, drafter, PROMPT, 60, stream=stream, **options))
+
+    threads = [threading.Thread(target=work, args=(i,), kwargs={"block_size": b}) for i, b in enumerate((5, 1, 3, 5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == dict.fromkeys(range(4), line)

@@ -1,0 +1,124 @@
+"""Draft sources of a user's own: one class, asked before each round, named in `rounds`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from kit import greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
+
+from dflash_mlx.draft_length.policy import FixedDraftLength
+from dflash_mlx.errors import GenerationError
+from dflash_mlx.pair import DFlashPair
+from dflash_mlx.proposers import Draft
+from dflash_mlx.sampling import Distribution
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from suffix_automaton import SuffixAutomaton  # noqa: E402
+
+PROMPT = [5, 9, 33, 7, 20]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = tiny_target(seed=2)
+    return model, greedy_ids(model, PROMPT, 60), tiny_drafter(model)
+
+
+class Known:
+    """Drafts a known line, every third token wrong."""
+
+    source = "known"
+
+    def __init__(self, line, rate=0.9, source="known"):
+        self.line, self.rate, self.source, self.asked = line, rate, source, 0
+
+    def rates(self, ids, n):
+        assert self.line[: len(ids)] == list(ids)
+        self.at, self.asked = len(ids), self.asked + 1
+        return [self.rate] * min(n, len(self.line) - self.at)
+
+    def propose(self, anchor, n):
+        assert anchor.tolist() == [self.line[self.at - 1]]
+        ids = [(token + 1) % 50 if (self.at + i) % 3 == 0 else token for i, token in enumerate(self.line[self.at :][:n])]
+        return Draft(ids, source=self.source)
+
+
+@pytest.mark.parametrize("block_size", [2, 5, None])
+def test_a_source_of_ones_own_drafts_and_changes_no_id(tiny, monkeypatch, block_size):
+    model, line, drafter = tiny
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: FixedDraftLength(4))
+    source = Known(PROMPT + line)
+    got = run(model, drafter, PROMPT, 40, block_size=block_size, proposers=[source])
+    rounds = [r for r in got[-1].stats.rounds if r["source"] == "known"]
+    assert ids_of(got) == line[:40] and len(rounds) > 5 and sum(r["accepted"] for r in rounds) > 5
+    assert got[-1].stats.sources["known"]["rounds"] == len(rounds) and source.asked >= len(rounds)
+
+
+def test_the_policy_weighs_a_source_and_the_ids_stay(tiny):
+    model, line, drafter = tiny
+    got = run(model, drafter, PROMPT, 50, block_size=None, proposers=[Known(PROMPT + line)])
+    assert ids_of(got) == line[:50] and set(got[-1].stats.sources) <= {"drafter", "prompt_lookup", "known"}
+
+
+def test_of_several_sources_the_one_that_promises_most_drafts(tiny):
+    model, line, drafter = tiny
+    sources = [Known(PROMPT + line, 0.6, "less"), Known(PROMPT + line, 0.9, "more")]
+    got = run(model, drafter, PROMPT, 30, block_size=5, proposers=sources)
+    assert ids_of(got) == line[:30] and "less" not in got[-1].stats.sources and got[-1].stats.sources["more"]["rounds"] > 5
+
+
+def test_the_suffix_automaton_of_the_examples_drafts_what_stood_before():
+    automaton, text = SuffixAutomaton(), [1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 4]
+    for n in range(1, len(text)):
+        assert automaton.rates(text[:n], 4) == []
+    assert automaton.rates(text, 4) == [0.75] * 4 and automaton.propose(None, 4).ids == [5, 6, 7, 9]
+
+
+def test_the_suffix_automaton_finds_the_longest_suffix_that_stood_before():
+    import random
+
+    chance = random.Random(0)
+    text, automaton = [chance.randrange(3) for _ in range(120)], SuffixAutomaton()
+    for n in range(1, len(text) + 1):
+        rates = automaton.rates(text[:n], 5)
+        longest = max(m for m in range(n) if any(text[i : i + m] == text[n - m : n] for i in range(n - m)))
+        assert (rates != []) == (longest > 2) and automaton.matched == longest
+        if rates:
+            found = automaton.propose(None, 5).ids
+            places = [i + longest for i in range(n - longest) if text[i : i + longest] == text[n - longest : n]]
+            assert any(text[at:n][:5] == found for at in places)
+
+
+def test_the_suffix_automaton_runs_and_its_drafts_are_named(pair):
+    model, tokenizer, drafter = pair
+    prompt = tokenizer.encode("import os\nimport sys\n\n\nimport os\nimport sys\n")
+    got = run(model, drafter, prompt, 80, tokenizer, block_size=8, proposers=[SuffixAutomaton()])
+    assert ids_of(got) == greedy_ids(model, prompt, 80) and got[-1].stats.sources["suffix_automaton"]["rounds"] > 0
+
+
+WRONG = {
+    "acceptance": ({"acceptance": "rejection", "sampler": Distribution(0.9)}, "proposers was given with acceptance='rejection'"),
+    "no drafts": ({"block_size": 1}, "proposers was given with a block_size of 1"),
+}
+
+
+@pytest.mark.parametrize("options,message", WRONG.values(), ids=WRONG)
+def test_a_source_that_could_not_draft_is_refused(tiny, options, message):
+    model, line, drafter = tiny
+    with pytest.raises(GenerationError, match=message):
+        run(model, drafter, PROMPT, 10, proposers=[Known(PROMPT + line)], **options)
+
+
+def test_a_source_without_a_drafter_is_refused(tiny):
+    with pytest.raises(GenerationError, match="proposers is .* and there is no DFlash drafter"):
+        run(tiny[0], None, PROMPT, 10, proposers=[Known(PROMPT)])
+
+
+def test_a_source_that_drafts_what_is_no_token_is_named(tiny):
+    class Beyond(Known):
+        def propose(self, anchor, n):
+            return Draft([61] * n, source="beyond")
+
+    model, line, drafter = tiny
+    with pytest.raises(GenerationError, match="the draft source 'beyond' drafted token 61; the target's tokens are 0 to 60"):
+        run(model, drafter, PROMPT, 10, letters(), block_size=5, proposers=[Beyond(PROMPT + line)])
