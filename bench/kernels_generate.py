@@ -6,7 +6,7 @@
 
 Runs at several numbers of rows a pass go side by side, so their seconds are not to be compared: 7, up to where stock MLX's CUDA
 kernels for quantized products are ready-made, and 8, from where on it compiles others; then an eighth of the tokens at 8 with
-cuDNN's attention, which MLX takes unless told otherwise and verify.py turns off. Kernels are forced without trials, so that only
+cuDNN's attention, which MLX takes unless told otherwise and a loaded pair turns off. Kernels are forced without trials, so only
 the variants that run are compiled. With all kernels passes are compiled, without them never: a launch is counted where it was
 made, once for a trace, and `compiled` says how many compiled passes ran.
 
