@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, Dense, Dtype, DtypeOption
+from .options import AsJson, Dense, Dtype, DtypeOption, flag, refuse
 from .output import only_ours_on_stdout, say
 
 train_app = typer.Typer(
@@ -36,6 +37,9 @@ def train_data(
     dense: Dense = None,
 ) -> None:
     """Let the target write its own training text: fresh text is what decides how good the drafter gets."""
+    if minutes is None and answer_tokens is None:
+        raise refuse("--minutes", "nothing says how much to write: give --minutes or --answer-tokens")
+    _refuse_zero("--minutes", minutes)
     with only_ours_on_stdout():
         from ..train.data import DataConfig, make_data
 
@@ -46,6 +50,31 @@ def train_data(
     say(f"{done['conversations']} conversations, {done['answer_tokens']} answer tokens ({done['answer_tps']:.0f}/s) in {out}")
 
 
+def _refuse_zero(name: str, minutes: float | None) -> None:
+    if minutes == 0:
+        raise refuse(name, "it is 0; give more")
+
+
+def _check_run(asked: SimpleNamespace) -> None:
+    """Usage errors that need no model."""
+    if (asked.minutes is None) == (asked.steps is None):
+        which = "nothing says how long to train" if asked.minutes is None else "both say how long to train"
+        raise refuse("--minutes", f"{which}: give one of --minutes and --steps")
+    _refuse_zero("--minutes", asked.minutes)
+    _refuse_zero("--pause-minutes", asked.pause_minutes)
+    for name in ("layers", "block_size", "taps", "mask_token_id"):
+        if asked.init is not None and getattr(asked, name) is not None:
+            raise refuse(flag(name), "it has no effect with --init, whose drafter keeps its shape")
+
+
+def _layer_numbers(text: str | None) -> list[int] | None:
+    """ "1,8,14" as [1, 8, 14]."""
+    try:
+        return [int(number) for number in text.split(",")] if text else None
+    except ValueError:
+        raise refuse("--taps", f"it is {text!r}; give layer numbers such as 1,8,14") from None
+
+
 @train_app.command("run")
 def train_run(
     model: Target,
@@ -54,10 +83,14 @@ def train_run(
     minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
     init: Annotated[str | None, typer.Option(help="Drafter to start from, as generate takes it.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a new drafter.")] = 5,
-    block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor included.")] = 16,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of a new drafter. Default: 5.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of its block, the last known one included. Default: 16.")
+    ] = None,
     taps: Annotated[str | None, typer.Option(help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
-    mask_token_id: Annotated[int | None, typer.Option(min=0, help="Default: an unused special token.")] = None,
+    mask_token_id: Annotated[
+        int | None, typer.Option(min=0, help="Token of a draft not yet made. Default: an unused one.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Conversations a pass.")] = 24,
     anchors: Annotated[int, typer.Option(min=1, help="Blocks a conversation.")] = 96,
     accumulate: Annotated[int, typer.Option(min=1, help="Passes a step.")] = 1,
@@ -65,11 +98,13 @@ def train_run(
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
     loss: Annotated[str, typer.Option(help="decay (the paper's weights) or dpace.")] = "dpace",
     pause_minutes: Annotated[float | None, typer.Option(min=0, help="Save and stop after this long, to go on later.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed gives another order and start.")] = 0,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
-    """Train a drafter on a target's own text."""
+    """Train a drafter on a target's own text. Ctrl-C saves what is trained; the same command goes on from there."""
+    _check_run(SimpleNamespace(**locals()))
+    chosen = _layer_numbers(taps)
     with only_ours_on_stdout():
         from pathlib import Path
 
@@ -93,14 +128,17 @@ def train_run(
         else:
             V = target_shape(target).get("vocab_size") or len(tokenizer)
             mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(np.unique(docs.ids).tolist()))
-            chosen = [int(t) for t in taps.split(",")] if taps else None
-            raw = drafter_config(target, mask, layers, block_size, chosen)
+            raw = drafter_config(target, mask, layers or 5, block_size or 16, chosen)
         config = TrainConfig(
             steps=steps, seconds=minutes * 60 if minutes else None, batch=batch, anchors=anchors, accumulate=accumulate,
             max_len=max_len, lr=lr, loss=loss, seed=seed,
         )  # fmt: skip
         pause_s = pause_minutes * 60 if pause_minutes else None
-        train(target, docs.pick(docs.split == 0), out, raw, config, held_out, init, pause_s=pause_s, report=say)
+        try:
+            train(target, docs.pick(docs.split == 0), out, raw, config, held_out, init, pause_s=pause_s, report=say)
+        except KeyboardInterrupt:
+            say(f"Stopped. What is trained is saved in {out}: the same command goes on from there.")
+            raise SystemExit(130) from None
     say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
 
 
