@@ -317,7 +317,7 @@ def test_layers_are_found_while_another_pass_holds_them(monkeypatch):
     held = [(m, lambda inner, args, kwargs: inner(*args, **kwargs)) for _, m in model.named_modules()]
     monkeypatch.setattr(autotune, "may_run", lambda: True)
     with intercept(held):
-        assert len(Target(model)._kernels(1)) == 2 * len(model.layers)
+        assert len(Target(model).routes.calls(1)) == 2 * len(model.layers)
 
 
 def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
