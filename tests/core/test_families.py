@@ -31,10 +31,11 @@ from kit import flat, greedy_ids, ids_of, plant, run
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import gemma3n, iquestloopcoder, nanbeige
 
-from dflash_mlx import generation, make_prompt_cache, verify
+from dflash_mlx import generation, make_prompt_cache, prompt_cache, verify
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.errors import CacheError, GenerationError, TapError
 from dflash_mlx.loading import check_pair
+from dflash_mlx.models import intercept, recurrent
 from dflash_mlx.models import target as taps
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
@@ -229,7 +230,7 @@ def test_layers_that_run_in_loops_or_in_pieces_are_refused():
 
 
 def test_no_module_on_the_way_compares_a_family_by_name():
-    for module in (taps, cache_module, verify, generation):
+    for module in (taps, intercept, recurrent, cache_module, prompt_cache, verify, generation):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Compare):
                 assert "model_type" not in ast.unparse(node), f"{module.__name__}, line {node.lineno}"
