@@ -17,7 +17,7 @@ from dflash_mlx.models.config import DrafterConfig
 from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized
 from .layouts import Weights, unused_reason
-from .quantize import FLOAT_DTYPES, Predicate, Recipe, choose
+from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of
 
 _PREFIX = "model."
 # tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
@@ -115,7 +115,7 @@ def quantize_tensors(weights: Weights, group_size: int, bits: int, predicate: Pr
             continue
         layer = nn.Embedding(1, 1) if path.endswith("embed_tokens") else nn.Linear(1, 1, bias=False)
         layer.weight = value
-        recipe.fates[name], options = choose(path, layer, group_size, bits, predicate, None)
+        recipe.fates[name], options = fate_of(path, layer, group_size, bits, predicate, None)
         if options is None:
             out[name] = value
             continue

@@ -37,8 +37,7 @@ class Recipe:
         """Write `config` in mlx-lm's form: the default, then every layer that differs. Raises when nothing was chosen."""
         if not chosen:
             raise ConversionError(
-                f"expected at least one matrix whose rows divide into groups of {default['group_size']}; found none. "
-                "Use a smaller --q-group-size."
+                f"no matrix has rows that divide into groups of {default['group_size']}", "Use a smaller --q-group-size"
             )
         self.config = default | {path: options for path, options in chosen.items() if options != default}
 
@@ -63,13 +62,13 @@ def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
     """Raises ConversionError naming every option that MLX does not support."""
     faults = []
     if q_bits not in BITS:
-        faults.append(f"q_bits {q_bits} (MLX has {', '.join(map(str, BITS))})")
+        faults.append(f"q_bits {q_bits} (it has {', '.join(map(str, BITS))})")
     if q_group_size not in GROUP_SIZES:
-        faults.append(f"q_group_size {q_group_size} (MLX has {', '.join(map(str, GROUP_SIZES))})")
+        faults.append(f"q_group_size {q_group_size} (it has {', '.join(map(str, GROUP_SIZES))})")
     if dtype is not None and dtype not in FLOAT_DTYPES:
-        faults.append(f"dtype {dtype} (one of {', '.join(FLOAT_DTYPES)})")
+        faults.append(f"dtype {dtype} (it has {', '.join(FLOAT_DTYPES)})")
     if faults:
-        raise ConversionError(f"expected options that MLX supports; found {'; '.join(faults)}. Choose one of those listed.")
+        raise ConversionError(f"MLX has no {'; no '.join(faults)}", "Choose one of those listed")
 
 
 def quantize(
@@ -85,14 +84,14 @@ def quantize(
     """
     if any(hasattr(module, "scales") for _, module in model.named_modules()):
         raise ConversionError(
-            "expected float weights to quantize; found weights that are quantized already. "
-            "Convert without -q to keep them, or start from the float checkpoint."
+            "the weights are quantized already; float weights can be quantized",
+            "Convert without -q to keep them, or start from the float checkpoint",
         )
     recipe = Recipe()
     chosen: dict[str, dict] = {}
 
     def predicate_for(path: str, module: nn.Module) -> bool | dict:
-        fate, options = choose(path, module, group_size, bits, predicate, own_rules)
+        fate, options = fate_of(path, module, group_size, bits, predicate, own_rules)
         for name, _ in tree_flatten(module.parameters()):
             recipe.fates[f"{path}.{name}"] = fate if name == "weight" or not options else "float: bias"
         if options:
@@ -108,7 +107,7 @@ def quantize(
     return recipe
 
 
-def choose(
+def fate_of(
     path: str, module: nn.Module, group_size: int, bits: int, predicate: Predicate | None, own_rules: Predicate | None
 ) -> tuple[str, dict | None]:
     """What becomes of one module's matrix -> (the fate in words, quantization options or None)."""
@@ -125,14 +124,14 @@ def choose(
             return f"float: {who} says so", None
         if not isinstance(answer, bool | dict):
             raise ConversionError(
-                f"expected False, True or a dict of bits and group_size from {who} for {path}; found {answer!r}. "
-                "Return one of those."
+                f"{who} gives {answer!r} for {path}; it must give False, True or a dict of bits and group_size",
+                "Return one of those",
             )
         if isinstance(answer, dict):
             options = {"group_size": answer.get("group_size", group_size), "bits": answer.get("bits", bits)}
             if answer.get("mode", "affine") != "affine":
                 raise ConversionError(
-                    f'expected mode "affine" from {who} for {path}; found "{answer["mode"]}". Use bits and group_size only.'
+                    f'{who} gives mode "{answer["mode"]}" for {path}; only "affine" can be made', "Use bits and group_size only"
                 )
             check_options(options["bits"], options["group_size"], None)
     size = module.weight.shape[-1]
@@ -150,10 +149,12 @@ def mixed_recipe(name: str, model: nn.Module, group_size: int) -> Predicate:
     from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
     if name not in QUANT_RECIPES:
-        raise ConversionError(f"expected a recipe among {', '.join(QUANT_RECIPES)}; found {name}. Or give a Python predicate.")
+        raise ConversionError(
+            f"there is no recipe {name}; mlx-lm has {', '.join(QUANT_RECIPES)}", "Take one of those, or give a Python predicate"
+        )
     try:
         return mixed_quant_predicate_builder(name, model, group_size)
     except ValueError as error:
         raise ConversionError(
-            f"expected layers that the recipe {name} knows; {error} Give a Python predicate instead."
+            f"the recipe {name} does not know this model's layers: {error}", "Give a Python predicate instead"
         ) from error

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from dflash_mlx.checkpoint import Checkpoint, sha256_of
 from dflash_mlx.errors import ConversionError
+from dflash_mlx.machine import write_atomically
 
 from .finite import is_finite
 
@@ -196,7 +197,7 @@ def _check_finite(part: dict[str, mx.array]) -> None:
 
 
 def write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(_tag_infinities(value), indent=4, ensure_ascii=False) + "\n")
+    write_atomically(file, json.dumps(_tag_infinities(value), indent=4, ensure_ascii=False) + "\n")
 
 
 def _tag_infinities(value):

@@ -269,8 +269,8 @@ def test_an_output_that_touches_the_source_is_refused_even_with_force(tmp_path, 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"q_bits": 7}, r"q_bits 7 \(MLX has 2, 3, 4, 5, 6, 8\)"),
-        ({"q_group_size": 16}, r"q_group_size 16 \(MLX has 32, 64, 128\)"),
+        ({"q_bits": 7}, r"MLX has no q_bits 7 \(it has 2, 3, 4, 5, 6, 8\)"),
+        ({"q_group_size": 16}, r"q_group_size 16 \(it has 32, 64, 128\)"),
         ({"dtype": "int8"}, "dtype int8"),
         ({"quant_predicate": "mixed_4_6"}, r"quantize \(-q\) is off"),
     ],

@@ -202,7 +202,7 @@ def test_values_that_no_model_can_be_built_from_are_one_error_of_this_package(tm
 @pytest.mark.parametrize("answer", [7, None, "8"])
 def test_a_predicate_that_answers_with_something_else_is_refused(tmp_path, kind, answer):
     source = str(builtin_path("tiny", kind))
-    sentence = f"expected False, True or a dict of bits and group_size from the predicate for .*; found {answer!r}"
+    sentence = f"the predicate gives {answer!r} for .*; it must give False, True or a dict of bits and group_size"
     with pytest.raises(ConversionError, match=sentence):
         convert(source, str(tmp_path / "out"), quantize=True, quant_predicate=lambda path, module: answer)
 

@@ -17,7 +17,7 @@ from dflash_mlx import convert, load, load_drafter
 from dflash_mlx.errors import ConversionError
 
 # the llama of these tests has no tokenizer files, of which `load` warns
-pytestmark = pytest.mark.filterwarnings("ignore:expected tokenizer files")
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no tokenizer files")
 GENERATION = json.loads((DATA / "generation.json").read_text())
 
 
@@ -119,7 +119,7 @@ def test_a_predicate_mixes_bits_and_leaves_layers_float(tmp_path):
 
 def test_mlx_lms_recipes_are_known_by_name(tmp_path):
     converted(tmp_path, weights=llama_weights(), quant_predicate="mixed_4_6")
-    with pytest.raises(ConversionError, match="expected a recipe among mixed_2_6"):
+    with pytest.raises(ConversionError, match="there is no recipe mixed_1_2; mlx-lm has mixed_2_6"):
         convert(str(tmp_path / "source"), str(tmp_path / "two"), quantize=True, quant_predicate="mixed_1_2")
 
 
@@ -148,7 +148,7 @@ def test_quantized_parity_is_reported_against_the_float_source(tmp_path):
 
 def test_a_short_row_and_a_large_group_stay_float(tmp_path):
     source = write_checkpoint(tmp_path / "source", llama_config(), llama_weights())
-    with pytest.raises(ConversionError, match="expected at least one matrix whose rows divide into groups of 128"):
+    with pytest.raises(ConversionError, match="no matrix has rows that divide into groups of 128"):
         convert(str(source), str(tmp_path / "out"), quantize=True, q_group_size=128)
 
 
