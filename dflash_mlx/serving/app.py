@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import select
 import signal
 import socket
@@ -31,6 +32,8 @@ from .responses import Response
 
 __all__ = ["Handler", "Options", "Server", "serve"]
 _log = logging.getLogger(__name__)
+# Seconds after which a user is told what an end waits for.
+_PATIENCE_S = 0.4
 _CHAT, _TEXT = "/chat/completions", "/completions"
 # Names that nobody can register: no foreign page can have one of them point here.
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
@@ -345,6 +348,7 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
         with Server(options) as server:
             engine = server.engine = Engine(options, open_pair)
             try:
+                engine.start()
                 while not engine.ready.wait(0.2):
                     pass
                 if engine.fault is not None:
@@ -370,17 +374,15 @@ def _introduce(server: Server, say: Callable[[str], None]) -> None:
 
 
 def _end(engine: Engine, say: Callable[[str], None]) -> None:
-    """Let the pass under way end; say so where that takes a while. More signals change nothing: MLX cannot be interrupted."""
-    engine.close()
-    wait_s: float | None = 0.4
-    while True:
-        try:
-            if engine.join(wait_s):
-                return
-            say("Stopping: what is being computed ends first.")
-            wait_s = None
-        except KeyboardInterrupt:
-            say("Stopping: what is being computed ends first.")
+    """Let the pass under way end, and say so where that takes a while. A second signal ends the process: MLX has no other way."""
+    try:
+        engine.close()
+        if not engine.join(_PATIENCE_S):
+            say("Stopping: what is being computed ends first. Ctrl-C again leaves at once.")
+            engine.join()
+    except KeyboardInterrupt:
+        say("Stopped.")
+        os._exit(130)
 
 
 def _interrupt(signum: int, frame: Any) -> None:

@@ -160,6 +160,9 @@ class Engine:
         self._queue: queue.Queue[Generation] = queue.Queue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="generate")
+
+    def start(self) -> None:
+        """Load the pair and wait for jobs."""
         self._thread.start()
 
     @property
@@ -194,7 +197,8 @@ class Engine:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread to end; whether it has."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _work(self) -> None:

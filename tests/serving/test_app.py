@@ -283,5 +283,23 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
         signal.signal(signal.SIGINT, before)
         links[0].close()
     lines = [line for _, line in said]
-    assert lines[1:] == ["signal", "Stopping: what is being computed ends first.", "Stopped."], lines
+    stopping = "Stopping: what is being computed ends first. Ctrl-C again leaves at once."
+    assert lines[1:] == ["signal", stopping, "Stopped."], lines
     assert said[2][0] - said[1][0] < 1
+
+
+def test_a_second_ctrl_c_leaves_at_once_also_while_models_load():
+    program = (
+        "import time; from dflash_mlx.serving.app import Options, serve; "
+        "serve(Options(port=0), lambda: (print('loading', flush=True), time.sleep(60)), lambda line: print(line, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("Stopping: ")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130 and time.monotonic() - began < 5
+    finally:
+        process.kill()

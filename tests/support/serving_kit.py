@@ -74,6 +74,7 @@ def running(model, tokenizer, drafter=None, **options):
             server.options, lambda: ("served", "drafter" if drafter else None, model, tokenizer, drafter)
         )
         try:
+            engine.start()
             engine.ready.wait()
             if engine.fault is not None:
                 raise engine.fault
