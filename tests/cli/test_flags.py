@@ -1,0 +1,360 @@
+"""Every flag of every command changes something, or is refused, or the run itself says that it has no effect.
+
+The flags are those of the real command line: a new one without an entry here fails. Models, servers, trainers and the like are
+stand-ins that write down what they were given; what is compared is that, the output and the exit status.
+"""
+
+import re
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from dflash_mlx.chat_template import template_variables, without_effect
+from dflash_mlx.cli.app import app
+from dflash_mlx.sampling_settings import SamplingSettings
+
+ROOT = get_command(app)
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}{% if enable_thinking %}hm{% endif %}"
+
+
+def commands(group=ROOT, path=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+FLAGS = [
+    (" ".join(path), flag)
+    for path, command in commands()
+    for parameter in command.params
+    for flag in (*parameter.opts, *parameter.secondary_opts)
+    if flag.startswith("--") and flag != "--help"
+]
+# What a command is given beside the flag.
+BASE = {
+    "generate": ["--model", "M", "--draft-model", "D", "-p", "x", "--temp", "1"],
+    "chat": ["--model", "M", "--draft-model", "D", "--temp", "1"],
+    "serve": ["--model", "M", "--draft-model", "D", "--temp", "1"],
+    "bench": ["--model", "M", "--draft-model", "D", "--temp", "1"],
+    "doctor": ["--model", "M", "--draft-model", "D"],
+    "convert": ["--hf-path", "M"],
+    "models": [],
+    "train data": ["--model", "M", "--out", "O", "--minutes", "1"],
+    "train run": ["--model", "M", "--data", "DATA", "--out", "O", "--steps", "1"],
+    "train eval": ["--model", "M", "--draft-model", "D", "--data", "DATA"],
+}
+# Of each flag a value that is not the default; None: a switch. What has to stand beside it comes behind.
+SAMPLING = {
+    "--temp": ["0.5"],
+    "--top-p": ["0.5"],
+    "--top-k": ["5"],
+    "--min-p": ["0.1"],
+    "--xtc-probability": ["0.5"],
+    "--xtc-threshold": ["0.2", "--xtc-probability", "0.5"],
+    "--repetition-penalty": ["1.1"],
+    "--repetition-context-size": ["5", "--repetition-penalty", "1.1"],
+    "--presence-penalty": ["1"],
+    "--presence-context-size": ["5", "--presence-penalty", "1"],
+    "--frequency-penalty": ["1"],
+    "--frequency-context-size": ["5", "--frequency-penalty", "1"],
+    "--seed": ["3"],
+}
+COMMON = {
+    "--model": ["N"],
+    "--draft-model": ["E"],
+    "--max-tokens": ["7"],
+    "--system": ["be brief"],
+    "--thinking": [],
+    "--no-thinking": [],
+    "--block-size": ["3"],
+    "--prefill-step-size": ["9"],
+    "--dtype": ["float16"],
+    "--revision": ["v1"],
+    "--trust-remote-code": [],
+    "--json": [],
+    "--prompts": ["FILE"],
+    "--out": ["OTHER"],
+    "--dense": [],
+    "--no-dense": [],
+    "--max-len": ["64"],
+}
+VALUES = {
+    "generate": {
+        "--prompt": ["y"],
+        "--prompt-file": ["FILE"],
+        "--stop": ["st"],
+        "--prompt-lookup": [],
+        "--no-prompt-lookup": [],
+        "--copy": [],
+        "--no-copy": [],
+        "--max-kv-size": ["64"],
+        "--kv-bits": ["8"],
+        "--kv-group-size": ["32", "--kv-bits", "8"],
+        "--quantized-kv-start": ["0", "--kv-bits", "8"],
+        "--raw": [],
+        "--show-drafts": [],
+    },
+    "chat": {"--session": ["s"], "--plain": []},
+    "serve": {
+        "--host": ["0.0.0.0"],
+        "--port": ["1"],
+        "--api-key": ["k"],
+        "--max-body-mb": ["1"],
+        "--allowed-origins": ["http://a"],
+        "--chat-template-args": ['{"enable_thinking": true}'],
+        "--prompt-cache-size": ["3"],
+        "--prompt-cache-gb": ["0"],
+        "--verbose": [],
+    },
+    "bench": {
+        "--kinds": ["code"],
+        "--context": ["9"],
+        "--trials": ["2"],
+        "--plot": ["P.png"],
+        "--compare": ["A.json", "B.json"],
+        "--max-seconds": ["3"],
+        "--kernels": ["off"],
+        "--hopeless": [],
+    },
+    "convert": {
+        "--hf-path": ["N"],
+        "--mlx-path": ["OTHER"],
+        "--quantize": [],
+        "--q-bits": ["8", "-q"],
+        "--q-group-size": ["32", "-q"],
+        "--quant-predicate": ["mixed_4_6", "-q"],
+        "--force": [],
+    },
+    "train data": {"--minutes": ["2"], "--answer-tokens": ["9"], "--rows": ["3"], "--greedy": ["0.5"], "--held-out": ["2"]},
+    "train run": {
+        "--data": ["DATA2"],
+        "--minutes": ["2"],
+        "--steps": ["2"],
+        "--init": ["E"],
+        "--layers": ["2"],
+        "--taps": ["1,2"],
+        "--mask-token-id": ["4"],
+        "--batch": ["2"],
+        "--anchors": ["2"],
+        "--accumulate": ["2"],
+        "--lr": ["0.1"],
+        "--loss": ["decay"],
+        "--pause-minutes": ["2"],
+    },
+    "train eval": {"--data": ["DATA2"], "--limit": ["1"]},
+}
+
+
+def given(command, flag):
+    """The words that give a flag, or None where this table does not know it."""
+    for table in (VALUES.get(command, {}), SAMPLING, COMMON):
+        if flag in table:
+            return [flag, *table[flag]]
+    return None
+
+
+def told(value):
+    """A value without what differs from run to run."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, dict):
+        return {k: told(v) for k, v in value.items() if k != "prompt_progress_callback"}
+    if isinstance(value, (list, tuple)):
+        return [told(v) for v in value]
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+@pytest.fixture
+def outcome(monkeypatch, tmp_path, pair):
+    """Runs words of the command line; gives exit status, output and what every stand-in was given."""
+    model, plain, drafter = pair
+    calls = []
+    (tmp_path / "FILE").write_text("def f():\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
+
+    def stand_in(place, result=None):
+        def call(*args, **kwargs):
+            calls.append((place, told(args), told(kwargs)))
+            return result(*args, **kwargs) if isinstance(result, FunctionType) else result
+
+        monkeypatch.setattr(f"dflash_mlx.{place}", call)
+
+    class Tokenizer:
+        has_chat_template, has_thinking, has_tool_calling, chat_template = True, False, False, TEMPLATE
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=True, **variables):
+            calls.append(("template", told(messages), told(variables)))
+            return "x" if not tokenize else [1, 2]
+
+    tokenizer = Tokenizer()
+    stand_in("loading.load", (model, tokenizer))
+    stand_in("loading.load_drafter", drafter)
+
+    class Response(SimpleNamespace):
+        pass
+
+    def responses(*args, **kwargs):
+        import dataclasses
+
+        fields = ("text", "token", "from_draft", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps")
+        made = dataclasses.make_dataclass("Response", [*fields, "peak_memory", "finish_reason", "stats", "logprobs"])
+        yield made("a stop", 5, True, 2, 1.0, 1, 1.0, 0.1, "length", None, None)
+
+    stand_in("generation.stream_generate", responses)
+    monkeypatch.setattr(SamplingSettings, "make", lambda self, *_: (repr(self), []))
+
+    class Room(SimpleNamespace):
+        drawing = interactive = failed = False
+
+        def __init__(self, conversation, *args, **kwargs):
+            calls.append(("chat", told([conversation.settings, conversation.system, conversation.pair.name]), told(kwargs)))
+
+        def run(self):
+            pass
+
+    monkeypatch.setattr("dflash_mlx.serving.chat.Chat", Room)
+    stand_in("serving.app.serve", lambda options, open_pair, say: open_pair() and None)
+    monkeypatch.setattr("logging.basicConfig", lambda **k: calls.append(("log", told(k))))
+    stand_in("tools.doctor.diagnose", {"faults": []})
+    stand_in("tools.doctor.render", "a report")
+    record = {"ended": "complete", "runs": []}
+    stand_in("tools.bench.Bench", lambda *given: SimpleNamespace(go=lambda: given[7](record) or record))
+    stand_in("tools.bench.write_record")
+    for name, result in (("table", "a table"), ("plot", None), ("check_plot", None), ("faults", [])):
+        stand_in(f"tools.bench.{name}", result)
+    stand_in("tools.bench.compare", "two records")
+    stand_in("tools.bench.read_record", {})
+    stand_in("train.trainer.dense", model)
+    converted = SimpleNamespace(notes=[], summary=lambda: "done")
+    stand_in("conversion.convert", converted)
+
+    class Docs:
+        ids, split = np.array([1]), np.array([0])
+
+        def __len__(self):
+            return 4
+
+        def pick(self, which):
+            calls.append(("pick", told([*which])))
+            return self
+
+    stand_in("train.data.load_docs", Docs())
+    stand_in("train.data.make_data", {"conversations": 1, "answer_tokens": 1, "answer_tps": 1.0})
+    stand_in("train.trainer.train")
+    stand_in("train.trainer.mask_token", 3)
+    stand_in("conversion.load_drafter_weights", ({}, {}))
+    row = {"temp": 0.0, "block_size": 4, "looped": False, "kind": "k", "answers": 1}
+    stand_in("train.offline_tau.evaluate", [{**row, "drafter": 1.0, "zeroed": 1.0, "lookup": 1.0, "bigram": 1.0}])
+
+    def run(words):
+        calls.clear()
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+        fault = result.exception
+        assert fault is None or isinstance(fault, SystemExit) or type(fault).__module__.startswith("dflash_mlx"), fault
+        return result.exit_code, result.output, repr(fault), told(calls)
+
+    return run
+
+
+def test_every_flag_has_an_entry_and_every_entry_a_flag():
+    missing = [(command, flag) for command, flag in FLAGS if given(command, flag) is None]
+    assert not missing
+    stale = [(command, flag) for command, table in VALUES.items() for flag in table if (command, flag) not in FLAGS]
+    assert not stale and set(BASE) == {command for command, _ in FLAGS}
+
+
+@pytest.mark.parametrize(("command", "flag"), FLAGS)
+def test_every_flag_changes_something(outcome, command, flag):
+    words = given(command, flag)
+    beside = words[2:] if len(words) > 2 and words[2].startswith("-") else []
+    base = [*command.split(), *BASE[command], *beside]
+    for name in (flag, {"--prompt-file": "--prompt"}.get(flag, flag), {"--minutes": "--steps"}.get(flag, flag)):
+        if name in base or name == "--prompt" and "-p" in base:
+            at = base.index(name if name in base else "-p")
+            rest = base[:at] + base[at + 2 :]
+            with_flag = [*rest, *words[: len(words) - len(beside)]]
+            break
+    else:
+        with_flag = [*base, *words[: len(words) - len(beside)]]
+    if flag == "--compare":
+        with_flag = ["bench", *words]
+    without, got = outcome(base), outcome(with_flag)
+    if flag == "--no-dense":
+        # What is done anyway where there is no NVIDIA GPU.
+        return
+    assert got != without, f"{flag} changes nothing"
+    assert got[0] == without[0] or got[0] == 2 and "no effect" in got[1] or "needs" in got[1] + got[2], got[:3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--model", "M", "-p", "x", "--seed", "3"], "--seed has no effect at temperature 0"),
+        (
+            ["generate", "--model", "M", "-p", "x", "--temp", "1", "--top-p", "0", "--seed", "3"],
+            "--seed has no effect with top_p 0",
+        ),
+        (["generate", "--model", "M", "-p", "x", "--kv-bits", "8"], "--kv-bits had no effect: it begins at row 5000"),
+        (["generate", "--model", "M", "-p", "x", "--trust-remote-code"], "--trust-remote-code has no effect"),
+        (["generate", "--model", "M", "-p", "x", "--top-k", "3"], "no effect at temperature 0; give --temp"),
+        (["generate", "--model", "M", "-p", "x", "--temp", "1", "--xtc-threshold", "0.2"], "no effect without --xtc-probability"),
+        (["generate", "--model", "M", "-p", "x", "--repetition-context-size", "9"], "no effect without --repetition-penalty"),
+        (["generate", "--model", "M", "-p", "x", "--quantized-kv-start", "9"], "no effect without --kv-bits"),
+        (["serve", "--chat-template-args", '{"no_such": 1}'], "no_such of --chat-template-args has no effect"),
+        (["chat", "--plain"], "--plain has no effect here"),
+        (["bench", "--kernels", "on"], "--kernels has no effect"),
+        (["bench", "--dense"], "--dense has no effect on the target"),
+        (["bench", "--temp", "0", "--top-k", "3"], "no effect at temperature 0"),
+        (["bench", "--compare", "A", "B", "--trials", "3"], "no effect with --compare"),
+        (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
+        (["convert", "--hf-path", "M", "--q-bits", "4"], "no effect without --quantize"),
+        (["train", "run", "--model", "M", "--data", "D", "--out", "O", "--steps", "1", "--init", "E", "--layers", "3"], "--init"),
+    ],
+)
+def test_what_has_no_effect_is_said_in_the_run(outcome, words, message):
+    code, output, *_ = outcome(words)
+    assert message in output and code in (0, 2), output
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{# enable_thinking #} {{ messages }} enable_thinking"])
+def test_a_template_reads_what_it_names_outside_comments_and_text(template):
+    without, reads = (SimpleNamespace(has_chat_template=True, chat_template=text) for text in (template, TEMPLATE))
+    assert without_effect(without, ["enable_thinking", "messages"]) == ["enable_thinking"]
+    assert without_effect(reads, ["enable_thinking"]) == []
+    named = SimpleNamespace(has_chat_template=True, chat_template={"default": template, "tool_use": TEMPLATE})
+    assert template_variables(named) >= {"enable_thinking", "messages"}
+    assert template_variables(SimpleNamespace(has_chat_template=False)) == set()
+
+
+def test_a_new_sampling_setting_appears_in_every_command_by_itself():
+    import subprocess
+    import sys
+
+    script = """
+import dataclasses, sys
+from dflash_mlx import sampling_settings as s
+fields = [("made_up", float, s.setting(0.5, float, 0, 1, "off", "Made up."))]
+made = dataclasses.make_dataclass("SamplingSettings", fields, bases=(s.SamplingSettings,), frozen=True)
+s.SamplingSettings = made
+from typer.main import get_command
+from dflash_mlx.chat_template import template_variables, without_effect
+from dflash_mlx.cli.app import app
+for name in ("generate", "chat", "serve", "bench"):
+    assert any("--made-up" in p.opts for p in get_command(app).commands[name].params), name
+from dflash_mlx.serving.conversation import Settings
+assert Settings().changed("made_up", "0.25").made_up == 0.25
+from dflash_mlx.serving.requests import SAMPLING
+assert "made_up" in SAMPLING
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
