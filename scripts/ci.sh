@@ -3,7 +3,8 @@
 #   1 lint
 #   2 the built wheel, from an empty directory: the first command of README, then the quick tests
 #   3 an editable install: the slow tests
-#   4 the quick tests on every other interpreter of 3.11 to 3.14 that is here; for those that are not, all dependencies as wheels
+#   4 what convert writes, read by the oldest and the newest transformers and mlx-lm that are declared
+#   5 the quick tests on every other interpreter of 3.11 to 3.14 that is here; for those that are not, all dependencies as wheels
 # PYTHON names the interpreter of 1 to 3 (default: python3.11). ONLY=quick stops after 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,6 +38,9 @@ echo "== editable, slow tests"
 pip uninstall -q -y dflash-mlx
 pip install -q -e ".[cpu,train,dev]"
 pytest -m full
+
+echo "== readers of converted models"
+PYTHON="$python" bash scripts/check_versions.sh "$work/readers"
 
 # interpreter VERSION: prints a Python of that version, if one runs here.
 interpreter() {

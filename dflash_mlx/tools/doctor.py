@@ -21,7 +21,7 @@ from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
-from ..loading import check_memory, load, load_drafter, loaded_dtype, weight_bytes
+from ..loading import check_memory, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
 from ..machine import machine_bytes, size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
@@ -77,6 +77,8 @@ def diagnose(
         faults += [text for text in (report["self_tests"] or {}).values() if text.startswith("failed")]
     if draft is not None:
         _context(report, suspicions)
+        if fault := mask_row_fault(draft):
+            suspicions.append(fault)
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)

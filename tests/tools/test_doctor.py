@@ -270,3 +270,15 @@ def test_taps_one_layer_off_or_out_of_order_are_suspected_by_their_tau(tmp_path,
     rewrite(path, dflash_config={"target_layer_ids": taps})
     (suspicion,) = diagnose("tiny", str(path), mx.float32)["suspicions"]
     assert "is what a drafter for another target gives; 2.3 is expected: check taps, mask token" in suspicion
+
+
+def test_a_mask_row_of_zeros_is_suspected(tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(TINY / "target", target)
+    weights = mx.load(str(target / "model.safetensors"))
+    name = next(name for name in weights if "embed_tokens" in name)
+    weights[name] = mx.concatenate([weights[name][:3], mx.zeros_like(weights[name][3:4]), weights[name][4:]])
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    with pytest.warns(UserWarning, match="mask token 3 is zero"):
+        report = diagnose(str(target), "tiny", mx.float32)
+    assert any("mask token 3 is zero" in text for text in report["suspicions"])
