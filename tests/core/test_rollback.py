@@ -383,7 +383,7 @@ def test_what_mlx_lm_would_drop_without_a_dflash_drafter_is_an_error(pair):
             stream_generate(model, tokenizer, "a", 3, model, **{name: value})
     with pytest.raises(GenerationError, match="max_kv_size is .* and there is a prompt_cache"):
         stream_generate(model, tokenizer, "a", 3, max_kv_size=32, prompt_cache=make_prompt_cache(model))
-    with pytest.raises(GenerationError, match="whose caches mlx-lm can quantize to 7 bits in groups of 64"):
+    with pytest.raises(GenerationError, match="mlx-lm cannot quantize the caches of qwen3 to 7 bits in groups of 64"):
         stream_generate(model, tokenizer, "a", 3, kv_bits=7)
 
 
