@@ -26,7 +26,7 @@ from .pair import DFlashPair, check_window, make_pair_cache
 from .plain import plain_responses
 from .proposers import Proposer
 from .sampling import LogitsProcessor, Sampler
-from .stats import GenerationStats
+from .stats import GenerationStats, figures_of
 from .text import TextStream
 
 
@@ -131,13 +131,7 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
-        print()
-        print("=" * 10)
-        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
-        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
-        print(f"Peak memory: {response.peak_memory:.3f} GB")
-        if response.stats is not None and response.stats.tau is not None:
-            print(f"Acceptance: tau {response.stats.tau:.3f} (mean of accepted + 1 over {response.stats.n_drafting} rounds)")
+        print(f"\n{'=' * 10}\n{figures_of(response)}")
     return text
 
 

@@ -15,14 +15,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .feature_rows import FeatureRows
 from .kernels.autotune import NotFiniteError
-from .options import RunOptions, warn_of_overflow
+from .options import RunOptions
 from .pair import DFlashPair
 from .prompt_cache import PairCache
-from .proposers import BlockProposer, Context, Draft, FeatureRows, PromptLookupProposer, Proposer, best_offer, check_draft
+from .proposers import BlockProposer, Context, Draft, PromptLookupProposer, Proposer, best_offer, check_draft
+from .rejection_sampler import make_target_sampler
 from .rollback import RollbackPoint, leaves, plain_windows, rollback, rollback_point
+from .round_counter import RoundCounter
 from .stats import GenerationStats
-from .target_sampler import RoundResult, TargetSampler, make_target_sampler
+from .target_sampler import RoundResult, TargetSampler
 from .verify import verify_block
 
 # One step: (token, log-probabilities [V], whether it was drafted).
@@ -33,8 +36,6 @@ _UNDONE_TWICE = (KVCache, QuantizedKVCache, ArraysCache)
 _LEFT_LAZY = (ArraysCache, RotatingKVCache, ConcatenateKVCache)
 # Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
 _PENDING_BYTES = 32 << 20
-# The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
-_REFUSED = 4
 
 
 def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
@@ -120,33 +121,6 @@ class Kept:
         return self.result.bonus
 
 
-class RoundCounter:
-    """Counts rounds, and tells the policy what they took."""
-
-    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, blocks: BlockProposer):
-        self.stats, self.policy, self.blocks = stats, policy, blocks
-        # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
-        self._kind, self._refused = None, 0
-
-    def add(self, kept: Kept) -> None:
-        """One round that was read and committed."""
-        output, draft, result = kept.output, kept.output.draft, kept.result
-        width, by_drafter = draft.width, draft.by_drafter
-        self.stats.add_passes(output.seconds, draft.draft_s, by_drafter)
-        self.stats.add_round(result.drafted, result.accepted, result.bonus, width, draft.source, draft.confidence_cut)
-        if by_drafter and width:
-            self._refused = 0 if result.accepted else self._refused + 1
-            if self._refused == _REFUSED:
-                warn_of_overflow(self.blocks.drafter, self.blocks.context.pending.joined())
-        kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
-        # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
-        usual, self._kind = kind == self._kind, kind
-        ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
-        more = result.accepted == width < len(ids) and ids[width] == result.bonus
-        looked_up, waited = bool(width) and not by_drafter, draft.draft_s is not None
-        self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
-
-
 class Run:
     """One generation: both models, both caches and how far each of them is.
 
@@ -169,7 +143,6 @@ class Run:
     ):
         self.options, self.stream, self.quantization = options, options.stream, options.quantization
         self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
-        self._lock = pair.lock
         self.blocks = BlockProposer(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
@@ -196,8 +169,7 @@ class Run:
         while len(feed) > 1:
             chunk = feed[: min(self.options.prefill_step_size or 2048, len(feed) - 1)]
             with mx.stream(self.stream):
-                with self._lock:
-                    _, features = self.target(mx.array([chunk]), cache.target)
+                _, features = self.target(mx.array([chunk]), cache.target)
                 # None of its rows can be kept alone.
                 self.point.ended(0)
                 self.blocks.inject(features)
@@ -220,8 +192,7 @@ class Run:
         self._proposer, n, self._chosen = self.blocks, self._chosen, None
         if not self.emitted:
             return 0
-        if n is None:
-            n = self._choose()
+        n = self._choose() if n is None else n
         proposer, offered = self._offer(n)
         if offered:
             self._proposer, n = proposer, offered
@@ -274,11 +245,9 @@ class Run:
         # Where the drafter did not run its entries are as they were: nothing of them is new.
         context = [entry.state for entry in self.cache.drafter] if by_drafter else []
         confidence = None if draft.drafted_ids else draft.confidence
-        with self._lock:
-            hidden, features = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
-            token, read, may_be_nonfinite = self.target_sampler.start(
-                self.target, hidden, features, drafted, context, self.rows + 1, confidence
-            )
+        hidden, features = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
+        args = (self.target, hidden, features, drafted, context, self.rows + 1, confidence)
+        token, read, may_be_nonfinite = self.target_sampler.start(*args)
         if not draft.width:
             _evaluate(self._states)
         sliding = self.blocks.sliding() if by_drafter else self.blocks.context.sliding
@@ -330,7 +299,6 @@ class Run:
             rows = self.rows + kept.result.accepted + 1
             if output.draft.by_drafter:
                 context = Context(self.rows, FeatureRows(features), output.sliding)
-                # One statement, so that an interruption falls before or after it.
                 self.rows, self.blocks.context = rows, context
             else:
                 # The drafter was not asked: these rows wait for it with those before them.

@@ -14,13 +14,14 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .drafter_checks import check_context, check_template
 from .errors import GenerationError, PairError
 from .models.drafter import Drafter
-from .models.target import Target, family
+from .models.target import Target
 from .pair import check_window
 from .prompt_cache import KVQuantization, PairCache
 from .sampling_settings import check_max_tokens
-from .text import TextStream, prompt_thinking
+from .text import TextStream, encode
 
 # mlx-lm's words.
 _NOTHING_TO_RUN = "Either input_embeddings or prompt (or both) must be provided."
@@ -87,9 +88,8 @@ class RunOptions:
     @property
     def uses_prompt_lookup(self) -> bool:
         """By default where the policy weighs it against the drafter and plain decoding."""
-        if self.prompt_lookup is None:
-            return self.block_size is None and self.acceptance == "match"
-        return self.prompt_lookup
+        default = self.block_size is None and self.acceptance == "match"
+        return default if self.prompt_lookup is None else self.prompt_lookup
 
     @functools.cached_property
     def quantization(self) -> KVQuantization | None:
@@ -102,18 +102,8 @@ class RunOptions:
             return None
         start = DEFAULT_QUANTIZED_KV_START if self.quantized_kv_start is None else self.quantized_kv_start
         quantization = KVQuantization(self.kv_bits, self.kv_group_size or 64, start)
-        check_kv_quantization(self.model, quantization, make_target_cache(self.model, self.max_kv_size))
+        quantization.check(self.model, make_target_cache(self.model, self.max_kv_size))
         return quantization
-
-    def mlx_lm_options(self) -> dict[str, Any]:
-        """What mlx-lm's own `stream_generate` is given besides the models, the prompt and the stream."""
-        names = (
-            *("prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"),
-            *("prompt_progress_callback", "num_draft_tokens", "input_embeddings"),
-        )
-        given = {name: getattr(self, name) for name in names}
-        always = {"sampler": self.sampler, "logits_processors": self.logits_processors, "prompt_cache": self.prompt_cache}
-        return {name: value for name, value in given.items() if value is not None} | always
 
     def check_plain(self) -> None:
         """Refuse what needs a DFlash drafter, and what mlx-lm's own loop would drop.
@@ -176,11 +166,7 @@ class RunOptions:
                 )
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
-        """Refuse a prompt that the target cannot run after what the cache holds; warn of one that the drafter was not made for.
-
-        Raises:
-          GenerationError
-        """
+        """Refuse a prompt that the target cannot run after what the cache holds; warn of one that the drafter was not made for."""
         check_ids(self.prompt_ids, target)
         check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
         check_template(self.draft_model, self.tokenizer, self.prompt_ids)
@@ -193,21 +179,6 @@ class RunOptions:
                 f"ended at {rows}; lower quantized_kv_start",
                 stacklevel=3,
             )
-
-
-def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
-    """Token ids of a prompt; special tokens are added to text that does not begin with BOS, as in mlx-lm."""
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
-        shape = f" of shape {list(prompt.shape)}" if isinstance(prompt, mx.array) else ""
-        raise GenerationError(
-            f"the prompt is of type {type(prompt).__name__}{shape}; it must be text, a list of token ids or an array [T] of them",
-            "Pass one prompt at a time",
-        )
-    return list(ids)
 
 
 def check_ids(ids: list[int], target: Target) -> None:
@@ -255,67 +226,3 @@ def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: in
 def largest_block(drafter: Drafter) -> int:
     """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
     return max(4 * drafter.config.block_size, 64)
-
-
-def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
-    """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
-
-    Raises:
-      GenerationError: the prompt alone is longer than the target's context.
-    """
-    length, drafters = target.context_length, drafter.config.max_position_embeddings
-    if length is not None and prompt_tokens > length:
-        raise GenerationError(
-            f"the prompt has {prompt_tokens} tokens; the context of {target.family} holds at most {length}", "Shorten it"
-        )
-    if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
-        warnings.warn(
-            f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
-            "beyond them the text stays right and fewer drafts are accepted",
-            stacklevel=4,
-        )
-
-
-def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
-    """Say so where these features overflow in the drafter: NaN rows draft token 0 and nothing else shows."""
-    if features.dtype != mx.float16:
-        return
-    if fault := drafter.first_not_finite(features):
-        warnings.warn(
-            f"the drafter's values overflow float16 in {fault[0]}: the text stays right and nothing that it drafts is accepted; "
-            "load the target with bfloat16 or float32",
-            stacklevel=5,
-        )
-
-
-def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]) -> None:
-    """Warn, once a text, where the prompt has another setting of enable_thinking than the drafter was trained with."""
-    if drafter.stated_thinking is None:
-        return
-    setting, where = drafter.stated_thinking
-    if prompt_thinking(tokenizer, ids) == (not setting):
-        warnings.warn(
-            f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
-            f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
-            f"enable_thinking={str(setting).lower()}",
-            stacklevel=4,
-        )
-
-
-def check_kv_quantization(model: nn.Module, quantization: KVQuantization, cache: list[Any]) -> None:
-    """Run three rows with a quantized cache, as plain decoding would, before anything else runs.
-
-    Raises:
-      GenerationError: mlx-lm cannot run this target with it.
-    """
-    try:
-        for _ in range(3):
-            logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-            quantization.convert(cache, 0)
-        mx.eval(logits)
-    except Exception as error:
-        raise GenerationError(
-            f"mlx-lm cannot quantize the caches of {family(model)} to {quantization.bits} bits in groups of "
-            f"{quantization.group_size} ({error})",
-            "Leave kv_bits out",
-        ) from None

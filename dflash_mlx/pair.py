@@ -12,7 +12,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
-from .draft_length.cost_model import CostModel
 from .draft_length.measure import stored_cost_model
 from .draft_length.policy import DraftLengthHistory, DraftLengthPolicy
 from .errors import CacheError
@@ -32,13 +31,12 @@ class DFlashPair:
     target: the tapped target. It is made once, and again only where modules were put in the place of others, as adapters are.
     accelerator: what may run the passes of the two faster than their own code does, or None.
     history: what its runs have learned of draft lengths.
-    lock: held over each target pass until its token is chosen, because a target remembers its last pass.
     """
 
     def __init__(self, model: nn.Module, drafter: Drafter):
         # The drafter holds this pair.
         self._drafter = weakref.ref(drafter)
-        self.model, self.lock = model, threading.RLock()
+        self.model, self._lock = model, threading.Lock()
         self.target = Target(model, drafter.config.target_layer_ids)
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
@@ -59,7 +57,7 @@ class DFlashPair:
 
     def begin(self) -> Target:
         """The target for one run, with the accelerator that holds for the models as they are now."""
-        with self.lock:
+        with self._lock:
             now, known = dict(self.model.named_modules()), self.target.modules
             if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
                 self.target = Target(self.model, self.target.layer_ids)
@@ -71,13 +69,7 @@ class DFlashPair:
         # What the policy holds must not hold the drafter.
         target, drafter = self.target, self._drafter
         most = self.drafter.config.block_size - 1
-        lock = self.lock
-
-        def measure() -> CostModel:
-            with lock:
-                return stored_cost_model(target, drafter(), stream)
-
-        return self.history.next_policy(most, measure)
+        return self.history.next_policy(most, lambda: stored_cost_model(target, drafter(), stream))
 
     def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
         """The prompt cache that a caller gave, or a new one. An empty list of mlx-lm's own gets the drafter's part.

@@ -17,6 +17,12 @@ from .rollback import leaves
 from .sampling import KeyedSampler, LogitsProcessor, choose_seed
 from .text import TextStream
 
+# What mlx-lm's own `stream_generate` is given where it was given here.
+_PASSED_ON = (
+    *("prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"),
+    *("prompt_progress_callback", "num_draft_tokens", "input_embeddings"),
+)
+
 
 def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, int]]:
     """mlx-lm's responses; with each the text that its token adds, and the prompt's tokens without those that a cache held.
@@ -29,7 +35,8 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
     """
     options.check_plain()
     quantization, ids = options.quantization, options.prompt_ids
-    given = options.mlx_lm_options()
+    given = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
+    given |= {name: getattr(options, name) for name in ("sampler", "logits_processors", "prompt_cache")}
     pair = _read_pair(options)
     anchor = pair.ids[pair.rows :] if pair else []
     if anchor and given["logits_processors"]:

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache
 
-from .errors import CacheError
+from .errors import CacheError, GenerationError
 from .rollback import cut_entries, leaves
 
 # First number of the layout row: tells our ArraysCache from a recurrent layer's.
@@ -40,6 +40,24 @@ class KVQuantization:
         target = pair.target
         self.convert(target, self.start)
         pair.entries[: pair.n_target] = target
+
+    def check(self, model: Any, cache: list[Any]) -> None:
+        """Run three rows with a quantized cache, as plain decoding would, before anything else runs.
+
+        Raises:
+          GenerationError: mlx-lm cannot run this target with it.
+        """
+        try:
+            for _ in range(3):
+                logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+                self.convert(cache, 0)
+            mx.eval(logits)
+        except Exception as error:
+            family = getattr(model, "model_type", None) or type(model).__name__
+            raise GenerationError(
+                f"mlx-lm cannot quantize the caches of {family} to {self.bits} bits in groups of {self.group_size} ({error})",
+                "Leave kv_bits out",
+            ) from None
 
     def cut(self, rows: int, width: int) -> int:
         """The most drafted tokens that a block after `rows` rows may have, to end where the cache is quantized."""

@@ -118,3 +118,16 @@ class GenerationStats:
             "width_reason": self.width_reason,
             "seconds": self.seconds,
         }
+
+
+def figures_of(response: Any) -> str:
+    """The lines that mlx-lm prints after a verbose answer, and tau where there is one."""
+    lines = [
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {response.peak_memory:.3f} GB",
+    ]
+    stats = response.stats
+    if stats is not None and stats.tau is not None:
+        lines.append(f"Acceptance: tau {stats.tau:.3f} (mean of accepted + 1 over {stats.n_drafting} rounds)")
+    return "\n".join(lines)

@@ -7,7 +7,25 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+
+from .errors import GenerationError
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
+    """Token ids of a prompt; special tokens are added to text that does not begin with BOS, as in mlx-lm."""
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
+        shape = f" of shape {list(prompt.shape)}" if isinstance(prompt, mx.array) else ""
+        raise GenerationError(
+            f"the prompt is of type {type(prompt).__name__}{shape}; it must be text, a list of token ids or an array [T] of them",
+            "Pass one prompt at a time",
+        )
+    return list(ids)
 
 
 class TextStream:

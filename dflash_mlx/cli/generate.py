@@ -152,9 +152,8 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     """Run the generation and show it; the fields of --json, and the seed."""
     from ..generation import stream_generate
     from ..models.target import Target
-    from ..options import encode
     from ..sampling import choose_seed
-    from ..text import TextStream
+    from ..text import TextStream, encode
 
     _, _, lm, tokenizer, draft = pair
     settings.check_vocabulary(Target(lm).vocabulary)

@@ -1,0 +1,58 @@
+"""What is said of a run in which a drafter can do little; refused is only a prompt beyond the target's context."""
+
+from __future__ import annotations
+
+import warnings
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .errors import GenerationError
+from .models.drafter import Drafter
+from .models.target import Target
+from .text import prompt_thinking
+
+
+def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
+    """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
+
+    Raises:
+      GenerationError: the prompt alone is longer than the target's context.
+    """
+    length, drafters = target.context_length, drafter.config.max_position_embeddings
+    if length is not None and prompt_tokens > length:
+        raise GenerationError(
+            f"the prompt has {prompt_tokens} tokens; the context of {target.family} holds at most {length}", "Shorten it"
+        )
+    if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
+        warnings.warn(
+            f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
+            "beyond them the text stays right and fewer drafts are accepted",
+            stacklevel=4,
+        )
+
+
+def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]) -> None:
+    """Warn, once a text, where the prompt has another setting of enable_thinking than the drafter was trained with."""
+    if drafter.stated_thinking is None:
+        return
+    setting, where = drafter.stated_thinking
+    if prompt_thinking(tokenizer, ids) == (not setting):
+        warnings.warn(
+            f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
+            f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
+            f"enable_thinking={str(setting).lower()}",
+            stacklevel=4,
+        )
+
+
+def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
+    """Say so where these features overflow in the drafter: NaN rows draft token 0 and nothing else shows."""
+    if features.dtype != mx.float16:
+        return
+    if fault := drafter.first_not_finite(features):
+        warnings.warn(
+            f"the drafter's values overflow float16 in {fault[0]}: the text stays right and nothing that it drafts is accepted; "
+            "load the target with bfloat16 or float32",
+            stacklevel=5,
+        )

@@ -1,0 +1,40 @@
+"""Counts the rounds of a run, and tells the draft-length policy what each took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .drafter_checks import warn_of_overflow
+from .proposers import BlockProposer
+from .stats import GenerationStats
+
+# The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
+_REFUSED = 4
+
+
+class RoundCounter:
+    """Counts rounds, and tells the policy what they took."""
+
+    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, blocks: BlockProposer):
+        self.stats, self.policy, self.blocks = stats, policy, blocks
+        # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
+        self._kind, self._refused = None, 0
+
+    def add(self, kept: Any) -> None:
+        """One round (`loop.Kept`) that was read and committed."""
+        output, draft, result = kept.output, kept.output.draft, kept.result
+        width, by_drafter = draft.width, draft.by_drafter
+        self.stats.add_passes(output.seconds, draft.draft_s, by_drafter)
+        self.stats.add_round(result.drafted, result.accepted, result.bonus, width, draft.source, draft.confidence_cut)
+        if by_drafter and width:
+            self._refused = 0 if result.accepted else self._refused + 1
+            if self._refused == _REFUSED:
+                warn_of_overflow(self.blocks.drafter, self.blocks.context.pending.joined())
+        kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
+        # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
+        usual, self._kind = kind == self._kind, kind
+        ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
+        more = result.accepted == width < len(ids) and ids[width] == result.bonus
+        looked_up, waited = bool(width) and not by_drafter, draft.draft_s is not None
+        self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
