@@ -153,7 +153,7 @@ def test_a_request_that_fails_inside_does_not_harm_the_next_one(chatty, monkeypa
 
         for stream in (False, True):
             with monkeypatch.context() as patch:
-                patch.setattr("dflash_mlx.generation.verify_block", fail)
+                patch.setattr("dflash_mlx.loop.verify_block", fail)
                 patch.setattr("dflash_mlx.models.drafter.Drafter.draft", fail)
                 status, body = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 12, "stream": stream})
                 assert "planted" in body and status == (200 if stream else 500)
