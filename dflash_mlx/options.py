@@ -166,7 +166,7 @@ class RunOptions:
                 )
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
-        """Refuse a prompt that the target cannot run after what the cache holds; warn of one that the drafter was not made for."""
+        """Refuse a prompt that the target cannot run after what the cache holds; warn of one beyond the drafter."""
         check_ids(self.prompt_ids, target)
         check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
         check_template(self.draft_model, self.tokenizer, self.prompt_ids)
