@@ -135,7 +135,7 @@ class Side:
         self.name, self.log = name, log
         environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if name == "before":
-            environ["PYTHONPATH"] = paths["before"]
+            environ["PYTHONPATH"] = os.pathsep.join([paths["before"], *filter(None, [environ.get("PYTHONPATH")])])
         # -P: no file beside the script may be taken for a package.
         self.process = subprocess.Popen(
             [python, "-P", str(HERE / "peer_worker.py"), name, json.dumps(paths)],
