@@ -102,7 +102,7 @@ def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
     copied = [r for r in got["rounds"] if r["source"] == "prompt_lookup"]
     accepted = sum(r["accepted"] for r in copied)
     assert len(copied) > 3 and got["sources"]["prompt_lookup"] == {"rounds": len(copied), "accepted": accepted}
-    assert f"Copied from the text: {got['sources']['copy']['accepted']} tokens in {len(copied)} of these rounds." in asked.stderr
+    assert f"Copied from the text: {accepted} tokens in {len(copied)} of these rounds." in asked.stderr
     assert got["token_ids"] == plain["token_ids"] and plain["rounds"] == json.loads(without.stdout)["rounds"]
     assert {r["source"] for r in plain["rounds"]} == {"drafter"} and "Copied" not in default.stderr
 
