@@ -31,7 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import stream_generate
-from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import bench

@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.machine import size_text
 from dflash_mlx.models.architectures import ARCHITECTURES
-from dflash_mlx.models.config import DrafterConfig
 
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models.config import DrafterConfig
 
 from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized

@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.checkpoint import Checkpoint
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.models.architectures import build_drafter
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.version import __version__
 

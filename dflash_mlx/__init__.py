@@ -17,7 +17,7 @@ _PUBLIC = {
     "make_prompt_cache": "generation",
     "can_trim_prompt_cache": "prompt_cache",
     "trim_prompt_cache": "prompt_cache",
-    "DrafterConfig": "models.config",
+    "DrafterConfig": "config",
     "DFlashError": "errors",
 }
 

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
+from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .machine import machine_bytes
 from .models.architectures import ARCHITECTURES, build_drafter
-from .models.config import DrafterConfig
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
 from .pair import DFlashPair

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import DrafterConfig
+from ..config import DrafterConfig
 from .dflash2 import DFlash2Drafter
 from .drafter import Drafter
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import DrafterConfig
+from ..config import DrafterConfig
 from .drafter import DecoderLayer, Drafter
 
 

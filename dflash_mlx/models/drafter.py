@@ -18,10 +18,10 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..config import DrafterConfig
 from ..errors import PairError
 from ..kernels.layer_routes import attention
 from ..rollback import append_window
-from .config import DrafterConfig
 from .rope import make_rope
 
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .config import RopeConfig
+from ..config import RopeConfig
 
 
 @dataclass(frozen=True)

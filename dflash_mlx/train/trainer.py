@@ -25,9 +25,9 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
+from ..config import DrafterConfig
 from ..errors import CheckpointError, ConfigError, PairError
 from ..machine import write_atomically
-from ..models.config import DrafterConfig
 from ..models.drafter import Drafter
 from ..models.target import Target
 from .data import Docs, batches

@@ -5,8 +5,8 @@ import copy
 import pytest
 from kit import raw_config
 
+from dflash_mlx.config import _SPELLINGS, DrafterConfig, RopeConfig
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.models.config import _SPELLINGS, DrafterConfig, RopeConfig
 from dflash_mlx.models.drafter import Drafter
 
 # The three shapes of checkpoint-format.md, section 6; keys that it leaves out with "..." are filled in from its table.

@@ -5,8 +5,8 @@ A row holds what is stated of it (None: not stated, a small number stands in), i
 
 import pytest
 
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.architectures import ARCHITECTURES
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.rope import ExactRoPE, make_rope
 
 S, F = "sliding_attention", "full_attention"

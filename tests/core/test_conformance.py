@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 from kit import DATA, meets, references, run, variant
 
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models.config import DrafterConfig
 
 GENERATION = json.loads((DATA / "generation.json").read_text())
 # Short and 230 tokens.

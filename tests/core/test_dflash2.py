@@ -15,11 +15,11 @@ from kit import DATA, TINY, flat, grow, meets, plant, raw_config, references, ru
 from laws import LENGTH, LIMIT, RULES, B, laws, p_value, sample
 from mlx.utils import tree_unflatten
 
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError, PairError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models import dflash2
 from dflash_mlx.models.architectures import build_drafter
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.dflash2 import CandidateSelector
 from dflash_mlx.models.drafter import finish_head
 from dflash_mlx.models.target import Target

@@ -9,7 +9,7 @@ import pytest
 from kit import flat, raw_config, tiny_drafter, tiny_target
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter, block_mask
 from dflash_mlx.models.rope import make_rope
 from dflash_mlx.rollback import append_window

@@ -9,9 +9,9 @@ from families import family
 from kit import TINY, flat, ids_of, raw_config, rounds_of, run, tiny_qwen3, tiny_target
 
 from dflash_mlx import load_drafter
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError, PairError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 

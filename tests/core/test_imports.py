@@ -17,7 +17,7 @@ ORDER = (
     "errors",
     "machine",
     "requirements",
-    "models.config",
+    "config",
     "models.rope",
     "conversion.gguf.header",
     "checkpoint",
@@ -144,7 +144,7 @@ def test_the_walk_sees_a_wrong_import(tmp_path):
 ORDERS = [
     ("dflash_mlx.conversion", "dflash_mlx.generation", "dflash_mlx.loading"),
     ("dflash_mlx.loading", "dflash_mlx.generation", "dflash_mlx.conversion"),
-    ("dflash_mlx.cli.app", "dflash_mlx.rollback", "dflash_mlx.models.config"),
+    ("dflash_mlx.cli.app", "dflash_mlx.rollback", "dflash_mlx.config"),
     (),
 ]
 

@@ -12,9 +12,9 @@ from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_q
 
 from dflash_mlx import load, load_drafter, loading
 from dflash_mlx.checkpoint import inspect_checkpoint
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, GenerationError, PairError
 from dflash_mlx.loading import make_drafter, weight_bytes
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.text import prompt_thinking

@@ -81,7 +81,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache
 from dflash_mlx import load, stream_generate
-from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.loading import make_drafter
 job = json.loads(sys.stdin.read())
 model, tokenizer = load("tiny", dtype=mx.float32)

@@ -11,10 +11,10 @@ from families import FAMILIES, family
 from kit import full_forward, raw_config, tiny_qwen3, tiny_target
 from mlx_lm.models import cache as mlx_lm_cache
 
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import TapError
 from dflash_mlx.loading import check_pair
 from dflash_mlx.models import intercept as taps_module
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
 

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import rollback as cache_module
-from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.verify import verify_block

@@ -21,10 +21,10 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import stream_generate
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.models.config import DrafterConfig
+from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.train.forward import (
     adaptive_weights,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 # field: every published place of it. All places that hold a value must agree.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
