@@ -132,9 +132,9 @@ def measure(args: argparse.Namespace) -> dict:
     from dflash_mlx import load, load_drafter, stream_generate
     from dflash_mlx.models.target import Target
     from dflash_mlx.train.data import Docs, load_docs, loop_cuts
-    from dflash_mlx.train.offline_tau import bigram_guess, lookup_guess, walk_docs, walk_with
+    from dflash_mlx.train.offline_tau import bigram_guess, lookup_guess, replay_docs, replay_with
     from dflash_mlx.train.prompts import chat_ids
-    from dflash_mlx.train.trainer import dense
+    from dflash_mlx.train.start import dense
 
     dtype = DTYPES.get(args.dtype)
     model, tokenizer = load(args.model, dtype=dtype)
@@ -193,11 +193,11 @@ def measure(args: argparse.Namespace) -> dict:
         train = load_docs(args.data) if args.data else None
         walked: dict[str, dict[int, list]] = {}
         for K in sorted({*args.block_size, *(args.real or [])}):
-            walked.setdefault("walk", {})[K] = walk_docs(drafter, target, docs, K, None)
-            walked.setdefault("zeroed", {})[K] = walk_docs(drafter, target, docs, K, None, zero_features=True)
-            walked.setdefault("lookup", {})[K] = walk_with(lookup_guess(K), ids, spans, K)
+            walked.setdefault("walk", {})[K] = replay_docs(drafter, target, docs, K, None)
+            walked.setdefault("zeroed", {})[K] = replay_docs(drafter, target, docs, K, None, zero_features=True)
+            walked.setdefault("lookup", {})[K] = replay_with(lookup_guess(K), ids, spans, K)
             if train:
-                walked.setdefault("bigram", {})[K] = walk_with(bigram_guess(train, K), ids, spans, K)
+                walked.setdefault("bigram", {})[K] = replay_with(bigram_guess(train, K), ids, spans, K)
         for i, (one, (prompt, answer, real)) in enumerate(zip(asked, texts, strict=False)):
             series = {name: {K: histogram(w[i].accepted, K) for K, w in by_block.items()} for name, by_block in walked.items()}
             agree = {}

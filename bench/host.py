@@ -29,7 +29,7 @@ from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.tools import bench
-from dflash_mlx.train.trainer import dense
+from dflash_mlx.train.start import dense
 from dflash_mlx.verify import logprobs, verify_block
 
 

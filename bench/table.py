@@ -150,7 +150,7 @@ def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[s
     """Repeat one record on this machine, in the number type that is usual here."""
     from dflash_mlx import load, load_drafter
     from dflash_mlx.loading import activation_dtype
-    from dflash_mlx.train.trainer import dense
+    from dflash_mlx.train.start import dense
 
     model, tokenizer = load(record["model"])
     write_out = not record["weights"]["bits"] and bool(bench.weights_of(model)["bits"])

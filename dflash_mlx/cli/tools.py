@@ -231,7 +231,7 @@ def _ask_for_kernels(kernels: str) -> None:
 def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, Any]:
     """Both models with quantized layers turned into plain ones."""
     from ..loading import activation_dtype, load_drafter
-    from ..train.trainer import dense as write_out
+    from ..train.start import dense as write_out
 
     quantized = any(hasattr(module, "bits") for _, module in lm.named_modules())
     if not quantized:

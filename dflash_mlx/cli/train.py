@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -17,6 +18,23 @@ train_app = typer.Typer(
     epilog="dflash-mlx train data --model M --out DATA --minutes 30, then run --model M --data DATA --out DRAFTER --minutes 60, "
     "then generate --model M --draft-model DRAFTER.",
 )
+
+
+class Architecture(StrEnum):
+    dflash = "dflash"
+    dflash2 = "dflash2"
+
+
+class LearnFrom(StrEnum):
+    text = "text"
+    target = "target"
+
+
+class Predecessor(StrEnum):
+    text = "text"
+    own = "own"
+
+
 Target = Annotated[str, typer.Option(help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name.")]
 Data = Annotated[list[str], typer.Option(help="Folder that `train data` wrote; may be given again.")]
 
@@ -67,6 +85,46 @@ def _check_run(asked: SimpleNamespace) -> None:
             raise refuse(flag(name), "it has no effect with --init, whose drafter keeps its shape")
 
 
+def _drafter_to_train(
+    target: Any, tokenizer: Any, docs: Any, asked: SimpleNamespace, taps: list[int] | None
+) -> tuple[str | None, dict[str, Any]]:
+    """Where the drafter to start from lies, if there is one, and the config of the drafter to train."""
+    import numpy as np
+
+    from ..conversion import load_drafter_weights
+    from ..pairs.builtin import builtin_path
+    from ..train.start import as_dflash2, drafter_config, mask_token, target_shape
+
+    init = asked.init
+    if init is not None:
+        init = str(builtin_path(init, "drafter") or init)
+        raw, _ = load_drafter_weights(init)
+    else:
+        V, mask = target_shape(target).get("vocab_size") or len(tokenizer), asked.mask_token_id
+        mask = mask_token(tokenizer, V, set(np.unique(docs.ids).tolist())) if mask is None else mask
+        raw = drafter_config(target, mask, asked.layers or 5, asked.block_size or 16, taps)
+    has_selector = raw["architectures"] == ["DFlash2DraftModel"]
+    if has_selector and asked.architecture == Architecture.dflash:
+        raise refuse("--architecture", f"{init} is a DFlash 2 drafter; no DFlash drafter can start from it")
+    if has_selector and asked.selector_rank is not None:
+        raise refuse("--selector-rank", "it has no effect with --init, whose drafter keeps its codebooks")
+    if not has_selector and asked.architecture != Architecture.dflash2:
+        for name in ("selector_rank", "tv", "predecessor"):
+            if getattr(asked, name) is not None:
+                raise refuse(flag(name), "it has no effect without --architecture dflash2")
+    elif not has_selector:
+        raw = as_dflash2(raw, asked.selector_rank or 64)
+    return init, raw
+
+
+def _digest(model: str) -> str | None:
+    """Which weights the target's files hold."""
+    from ..checkpoint import inspect_checkpoint
+    from ..pairs.builtin import builtin_path
+
+    return inspect_checkpoint(builtin_path(model, "target") or model).digest()
+
+
 def _layer_numbers(text: str | None) -> list[int] | None:
     """ "1,8,14" as [1, 8, 14]."""
     try:
@@ -83,6 +141,11 @@ def train_run(
     minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
     init: Annotated[str | None, typer.Option(help="Drafter to start from, as generate takes it.")] = None,
+    architecture: Annotated[
+        Architecture | None,
+        typer.Option(help="dflash, or dflash2 with a candidate selector. Default: that of --init, or dflash."),
+    ] = None,
+    selector_rank: Annotated[int | None, typer.Option(min=1, help="dflash2: columns of a codebook. Default: 64.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of a new drafter. Default: 5.")] = None,
     block_size: Annotated[
         int | None, typer.Option(min=2, help="Tokens of its block, the last known one included. Default: 16.")
@@ -97,23 +160,31 @@ def train_run(
     max_len: Annotated[int, typer.Option(min=64, help="Conversations are cut to this many tokens.")] = 512,
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
     loss: Annotated[str, typer.Option(help="decay (the paper's weights) or dpace.")] = "dpace",
+    learn_from: Annotated[
+        LearnFrom, typer.Option(help="text: its tokens. target: where text was sampled, the target's probabilities.")
+    ] = LearnFrom.text,
+    tv: Annotated[
+        float | None, typer.Option(min=0, max=1, help="dflash2: share of total variation in what is learned from the target.")
+    ] = None,
+    predecessor: Annotated[
+        Predecessor | None,
+        typer.Option(help="dflash2: learn behind all of the text (default), or while the selector's own picks are right."),
+    ] = None,
+    patience: Annotated[int, typer.Option(min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
     pause_minutes: Annotated[float | None, typer.Option(min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed gives another order and start.")] = 0,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
     """Train a drafter on a target's own text. Ctrl-C saves what is trained; the same command goes on from there."""
-    _check_run(SimpleNamespace(**locals()))
+    asked = SimpleNamespace(**locals())
+    _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout():
         from pathlib import Path
 
-        import numpy as np
-
-        from ..conversion import load_drafter_weights
-        from ..pairs.builtin import builtin_path
         from ..train.data import load_docs
-        from ..train.trainer import TrainConfig, drafter_config, mask_token, target_shape, train
+        from ..train.trainer import Source, TrainConfig, train
 
         target, tokenizer = _load_for_training(model, dtype, dense)
         docs = load_docs(*data)
@@ -122,22 +193,18 @@ def train_run(
         if held_out is None:
             lacking = ", ".join(data)
             say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
-        if init is not None:
-            init = str(builtin_path(init, "drafter") or init)
-            raw, _ = load_drafter_weights(init)
-        else:
-            V = target_shape(target).get("vocab_size") or len(tokenizer)
-            mask = mask_token_id if mask_token_id is not None else mask_token(tokenizer, V, set(np.unique(docs.ids).tolist()))
-            raw = drafter_config(target, mask, layers or 5, block_size or 16, chosen)
+        init, raw = _drafter_to_train(target, tokenizer, docs, asked, chosen)
         config = TrainConfig(
             steps=steps, seconds=minutes * 60 if minutes else None, batch=batch, anchors=anchors, accumulate=accumulate,
-            max_len=max_len, lr=lr, loss=loss, seed=seed,
+            max_len=max_len, lr=lr, loss=loss, seed=seed, learn_from=learn_from.value, tv=tv or 0.0,
+            predecessor=(predecessor or Predecessor.text).value, patience=patience,
         )  # fmt: skip
         pause_s = pause_minutes * 60 if pause_minutes else None
         try:
-            train(target, docs.pick(docs.split == 0), out, raw, config, held_out, init, pause_s=pause_s, report=say)
+            source = Source(model, _digest(model), tuple(data))
+            part = docs.pick(docs.split == 0)
+            train(target, part, out, raw, config, held_out, init, pause_s=pause_s, report=say, source=source)
         except KeyboardInterrupt:
-            say(f"Stopped. What is trained is saved in {out}: the same command goes on from there.")
             raise SystemExit(130) from None
     say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
 
@@ -188,7 +255,7 @@ def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> t
 
     target, tokenizer = load(model, dtype=dtype.value if dtype else None)
     if dense or (dense is None and mx.default_device() != mx.cpu and not mx.metal.is_available()):
-        from ..train.trainer import dense as write_out
+        from ..train.start import dense as write_out
 
         target = write_out(target, activation_dtype(target) if dtype else mx.float16)
     return target, tokenizer

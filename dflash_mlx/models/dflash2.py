@@ -154,6 +154,23 @@ class DFlash2Drafter(Drafter):
         path, scores = self.candidate_selector(hidden, unary, candidates, anchor, temperature, key)
         return path, candidates, mx.softmax(scores / temperature, axis=-1, precise=True)
 
+    def pick(self, hidden: mx.array, anchor: mx.array, take: Callable[[mx.array, int], mx.array]) -> mx.array:
+        """As `Drafter.pick`, slot by slot behind the tokens that were taken. Ids that are no candidates have -inf."""
+        unary, candidates = self.candidates(hidden)
+        selector, token, path = self.candidate_selector, anchor, []
+        for i in range(hidden.shape[1]):
+            scores = selector.scores(hidden[:, i], unary[:, i], candidates[:, i], token)
+            scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+            rows = mx.full((len(scores), self.target_vocabulary), -mx.inf)
+            token = take(mx.put_along_axis(rows, candidates[:, i], scores, axis=-1), i).astype(mx.int32)
+            path.append(token)
+        return mx.stack(path, axis=1)
+
+    @property
+    def target_vocabulary(self) -> int:
+        """Ids that a token may have: the config's vocabulary, or more where the codebooks have more rows."""
+        return max(self.config.vocab_size or 0, self.candidate_selector.successor_codebook.shape[0])
+
     def candidates(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """[B, N, H] to each slot's best tokens: their logits, float32, as the head's scale and soft-cap leave them, and ids.
 

@@ -282,6 +282,19 @@ class Drafter(nn.Module):
         every = self.target_ids(mx.broadcast_to(mx.arange(q.shape[-1]), q.shape)) if "d2t" in self else None
         return self.target_ids(drawn), every, q
 
+    def pick(self, hidden: mx.array, anchor: mx.array, take: Callable[[mx.array, int], mx.array]) -> mx.array:
+        """The slots' tokens as `take` chooses them, such as under the noise that the target's own draw will have.
+
+        Shapes:
+          - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
+        Args:
+          take: log-probabilities [B, V] and the slot's number, 0 .. N - 1, to ids [B].
+        Returns: [B, N] int32
+        """
+        logits = self._head(hidden)
+        rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return self.target_ids(mx.stack([take(rows[:, i], i) for i in range(hidden.shape[1])], axis=1))
+
     def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
         """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
         block = self._embed(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))

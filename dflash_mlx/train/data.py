@@ -514,12 +514,13 @@ def choose_anchors(rng: np.random.Generator, answer: np.ndarray, A: int) -> tupl
 
 def batches(
     docs: Docs, B: int, A: int, max_len: int, seed: int, bucket: int = 128, skip: int = 0
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]]:
     """Endless batches of documents of like length, each document once an epoch, anchors drawn anew each time.
 
     What batch n holds follows from the seed and n alone; `skip` starts behind that many of them.
 
-    Yields: ids [B, S] int32, answer [B, S] bool, anchors [B, A] int32, keep [B, A] bool, epoch. S is a multiple of `bucket`.
+    Yields: ids [B, S] int32, answer [B, S] bool, anchors [B, A] int32, keep [B, A] bool, temps [B] float32, epoch. S is a
+      multiple of `bucket`.
     """
     widths = np.minimum(-(-docs.lengths // bucket) * bucket, max_len)
     n = epoch = 0
@@ -539,5 +540,5 @@ def batches(
                 continue
             ids, answer = docs.pad(chosen, width)
             anchors, keep = choose_anchors(np.random.default_rng((seed, 1 << 20, n)), answer, A)
-            yield ids, answer, anchors, keep, epoch
+            yield ids, answer, anchors, keep, docs.temp[chosen].astype(np.float32), epoch
         epoch += 1

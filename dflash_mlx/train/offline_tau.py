@@ -1,8 +1,8 @@
-"""tau without decoding: walk the target's known text with the drafter, block by block.
+"""tau without decoding: replay the rounds on the target's known text with the drafter, block by block.
 
 A run that commits the target's own tokens takes the same path whatever the drafter says, so on text that the target wrote
 the rounds of generation can be replayed: draft at the anchor, count the leading tokens that match, go on behind them.
-All documents walk at once and the context is read once. Greedy text gives tau at temperature 0; text sampled at
+All documents go at once and the context is read once. Greedy text gives tau at temperature 0; text sampled at
 temperature T gives it for one-hot drafts and sample-and-match acceptance at T.
 """
 
@@ -27,7 +27,7 @@ Guess = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass
-class Walk:
+class Replay:
     """Rounds of one document: accepted tokens in each, in order. Rounds that the text's end cut short are left out."""
 
     accepted: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ def answer_span(answer: np.ndarray, max_tokens: int | None) -> tuple[int, int]:
     return first, stop if max_tokens is None else min(stop, first + max_tokens)
 
 
-def walk_with(guess: Guess, ids: np.ndarray, spans: Sequence[tuple[int, int]], K: int) -> list[Walk]:
+def replay_with(guess: Guess, ids: np.ndarray, spans: Sequence[tuple[int, int]], K: int) -> list[Replay]:
     """Replay the rounds with any source of drafts.
 
         text      ... p | t0 t1 t2 t3 t4 ...     t0 is the anchor (prefill's own token); drafts d1 d2 d3 for t1 t2 t3;
@@ -54,7 +54,7 @@ def walk_with(guess: Guess, ids: np.ndarray, spans: Sequence[tuple[int, int]], K
     Shapes:
       - ids: [B, S]; spans: first and one past last known answer id of each document
     """
-    walks = [Walk() for _ in spans]
+    replays = [Replay() for _ in spans]
     at, end = np.array([s for s, _ in spans]), np.array([e for _, e in spans])
     live = np.flatnonzero(at + 1 < end)
     padded = np.pad(ids, ((0, 0), (0, K)), constant_values=-1)
@@ -66,16 +66,50 @@ def walk_with(guess: Guess, ids: np.ndarray, spans: Sequence[tuple[int, int]], K
         known = end[live] - 1 - at[live]  # drafts that the text can judge
         for n, i in enumerate(live):
             if accepted[n] < min(known[n], K - 1) or known[n] >= K - 1:
-                walks[i].accepted.append(int(accepted[n]))
+                replays[i].accepted.append(int(accepted[n]))
         at[live] += accepted + 1
         live = live[at[live] + 1 < end[live]]
-    return walks
+    return replays
+
+
+@dataclass(frozen=True)
+class SharedNoise:
+    """Drafts are drawn at `temp` by Gumbel-max, under the noise that the target's own draw at the position had.
+
+    seeds: [B] of the documents. Their texts were drawn under `sampling.sample_at` with these, by Gumbel-max.
+    """
+
+    temp: float
+    seeds: np.ndarray
+
+    def take(self, rows: np.ndarray, at: np.ndarray) -> Callable[[mx.array, int], mx.array]:
+        """`Drafter.pick`'s function for documents `rows` [n] that stand at `at` [n]."""
+
+        def take(logprobs: mx.array, slot: int) -> mx.array:
+            keys = mx.stack(
+                [mx.random.key((int(self.seeds[r]) << 32) | int(a) + 1 + slot) for r, a in zip(rows, at, strict=True)]
+            )
+            return keyed_draw(keys, logprobs * (1 / self.temp))
+
+        return take
+
+
+def keyed_draw(keys: mx.array, logits: mx.array) -> mx.array:
+    """The argmax of each row plus the Gumbel noise right after `mx.random.seed`: keys [n, 2], logits [n, V] to ids [n]."""
+    noise = mx.vmap(lambda key: mx.random.gumbel(logits.shape[-1:], key=mx.random.split(key)[1]))(keys)
+    return mx.argmax(logits + noise, axis=-1)
 
 
 def drafter_guess(
-    drafter: Drafter, target: Target, ids: np.ndarray, K: int, zero_features: bool = False, docs_at_once: int = 64
+    drafter: Drafter,
+    target: Target,
+    ids: np.ndarray,
+    K: int,
+    zero_features: bool = False,
+    docs_at_once: int = 64,
+    noise: SharedNoise | None = None,
 ) -> Guess:
-    """Drafts of a drafter for the documents `ids` [B, S]: the target reads them once, here."""
+    """Drafts of a drafter for the documents `ids` [B, S]: the target reads them once, here. Without noise, its likeliest ones."""
     parts = []
     for start in range(0, len(ids), docs_at_once):
         features = target(mx.array(ids[start : start + docs_at_once]))[1]
@@ -87,11 +121,15 @@ def drafter_guess(
     def guess(ids: np.ndarray, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = []
         for start in range(0, len(rows), docs_at_once):
-            part = mx.array(rows[start : start + docs_at_once])
+            here, places = rows[start : start + docs_at_once], at[start : start + docs_at_once]
+            part, anchors = mx.array(here), mx.array(places)[:, None]
             mine = [(k[part], v[part]) for k, v in pairs]
-            anchors = mx.array(at[start : start + docs_at_once])[:, None]
-            hidden = block_hidden(drafter, mx.array(ids[rows[start : start + docs_at_once]]), anchors, mine, K)
-            out.append(mx.argmax(drafter._head(hidden[:, 0, 1:]), axis=-1))
+            hidden = block_hidden(drafter, mx.array(ids[here]), anchors, mine, K)[:, 0, 1:]
+            anchor = mx.array(ids[here, places])
+            if noise is None:
+                out.append(drafter.choose(hidden, anchor)[0])
+            else:
+                out.append(drafter.pick(hidden, anchor, noise.take(here, places)))
             mx.async_eval(out[-1])
         drafts = np.concatenate([np.array(o) for o in out])
         # Every round has fewer rows: buffers of each size would pile up.
@@ -101,18 +139,19 @@ def drafter_guess(
     return guess
 
 
-def walk_docs(
+def replay_docs(
     drafter: Drafter,
     target: Target,
     docs: Docs,
     K: int,
     max_tokens: int | None = 256,
     zero_features: bool = False,
-) -> list[Walk]:
-    """Replay the first answer of every document with a drafter; see `walk_with`."""
+    noise: SharedNoise | None = None,
+) -> list[Replay]:
+    """Replay the first answer of every document with a drafter; see `replay_with`."""
     spans = [answer_span(docs.doc(i)[1], max_tokens) for i in range(len(docs))]
     ids, _ = docs.pad(range(len(docs)), -(-max(e for _, e in spans) // 32) * 32)
-    return walk_with(drafter_guess(drafter, target, ids, K, zero_features), ids, spans, K)
+    return replay_with(drafter_guess(drafter, target, ids, K, zero_features, noise=noise), ids, spans, K)
 
 
 def lookup_guess(K: int) -> Guess:
@@ -152,9 +191,9 @@ def bigram_guess(train: Docs, K: int) -> Guess:
     return guess
 
 
-def mean_tau(walks: Sequence[Walk]) -> float:
+def mean_tau(replays: Sequence[Replay]) -> float:
     """tau over all rounds of all documents."""
-    rounds = [a for w in walks for a in w.accepted]
+    rounds = [a for w in replays for a in w.accepted]
     return float(np.mean(rounds)) + 1 if rounds else float("nan")
 
 
@@ -174,16 +213,16 @@ def evaluate(
             spans = [answer_span(docs.doc(i)[1], max_tokens) for i in range(len(docs))]
             ids, _ = docs.pad(range(len(docs)), -(-max(e for _, e in spans) // 32) * 32)
             for K in block_sizes:
-                walks = {
-                    "drafter": walk_docs(drafter, target, docs, K, max_tokens),
-                    "zeroed": walk_docs(drafter, target, docs, K, max_tokens, zero_features=True),
-                    "lookup": walk_with(lookup_guess(K), ids, spans, K),
+                replays = {
+                    "drafter": replay_docs(drafter, target, docs, K, max_tokens),
+                    "zeroed": replay_docs(drafter, target, docs, K, max_tokens, zero_features=True),
+                    "lookup": replay_with(lookup_guess(K), ids, spans, K),
                 }
                 if train is not None:
-                    walks["bigram"] = walk_with(bigram_guess(train, K), ids, spans, K)
+                    replays["bigram"] = replay_with(bigram_guess(train, K), ids, spans, K)
                 for kind in np.unique(docs.kind):
                     mine = docs.kind == kind
-                    taus = {n: mean_tau([w for w, m in zip(ws, mine, strict=True) if m]) for n, ws in walks.items()}
+                    taus = {n: mean_tau([w for w, m in zip(ws, mine, strict=True) if m]) for n, ws in replays.items()}
                     row = {"temp": float(temp), "block_size": K, "looped": looped, "kind": KINDS[kind]}
                     rows.append(row | {"answers": int(mine.sum())} | taus)
     return rows

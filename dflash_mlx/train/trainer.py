@@ -1,6 +1,7 @@
 """Optimise a drafter on a target's own text: schedule, EMA, clipping, checkpoints that resume exactly, metrics.
 
     out/config.json, model.safetensors   the drafter (EMA weights, bfloat16) in the published layout
+    out/README.md                        its card: data, tokens, tau, the target's digest
     out/state.safetensors                everything an exact resume needs; written whole, then renamed
     out/metrics.jsonl, curves.png        one line every `log_every` steps and every evaluation
 
@@ -25,14 +26,17 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
-from ..config import DrafterConfig
-from ..errors import CheckpointError, ConfigError, PairError
+from ..errors import CheckpointError, ConfigError
 from ..machine import write_atomically
+from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.target import Target
 from .data import Docs, batches
-from .forward import block_hidden, block_loss, context_keys_values, labels_of
-from .offline_tau import mean_tau, walk_docs
+from .forward import block_hidden, context_keys_values
+from .losses import LossConfig, Wanted, block_loss, labels_of
+from .offline_tau import mean_tau, replay_docs
+from .prompts import KINDS
+from .start import init_drafter, load_start
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class TrainConfig:
 
     batch documents x anchors blocks a pass; accumulate passes a step; loss "decay" (the paper's weights, gamma None: 7, 5
     or 4 by block size) or "dpace"; noise: uniform, as a share of each feature row's size, off for the last fifth.
+    learn_from "text": every slot learns the text's token. "target": slots of sampled text learn the target's probabilities at
+    the temperature that it was sampled at, and drafts of greedy text are judged at `greedy_heat`.
+    patience: the run ends after so many evaluations in a row without a better tau, and keeps the best; 0: never.
+    Of DFlash 2 only: backbone, tv and predecessor ("text" or "own") as in `LossConfig`; selector_lr: times `lr`, because most
+    rows of a codebook are seldom seen.
     """
 
     steps: int | None = None
@@ -57,147 +66,34 @@ class TrainConfig:
     ema: float = 0.999
     loss: str = "decay"
     gamma: float | None = None
+    learn_from: str = "text"
+    greedy_heat: float = 0.5
+    backbone: float = 0.5
+    tv: float = 0.0
+    predecessor: str = "text"
+    selector_lr: float = 3.0
     noise: float = 0.05
     seed: int = 0
+    patience: int = 0
     log_every: int = 20
     save_every_s: float = 300.0
     eval_every_s: float = 300.0
     eval_docs: int = 128
     chunk_blocks: int = 512
 
-
-def default_taps(num_layers: int, n: int = 5) -> list[int]:
-    """n layers (fewer in a small target) spread evenly from the second to the third from last. Source: the paper, section 5."""
-    n = min(n, max(1, num_layers - 3))
-    if n == 1:
-        return [num_layers // 2]
-    return [round(1 + i * (num_layers - 4) / (n - 1)) for i in range(n)]
-
-
-def target_shape(model: nn.Module) -> dict[str, Any]:
-    """What a target's arguments say about its sizes, wherever the family keeps them."""
-    found: dict[str, Any] = {}
-    args = getattr(model, "args", None)
-    places = [vars(args) if args is not None else {}]
-    places += [places[0].get("text_config") or {}]
-    inner = getattr(getattr(model, "language_model", None), "args", None)
-    places += [vars(inner) if inner is not None else {}]
-    for place in places:
-        found.update({k: v for k, v in place.items() if v is not None and k not in found})
-    return found
-
-
-def drafter_config(
-    model: nn.Module,
-    mask_token_id: int,
-    layers: int = 5,
-    block_size: int = 16,
-    target_layer_ids: list[int] | None = None,
-    **changes: Any,
-) -> dict[str, Any]:
-    """A config.json in the published layout for a drafter of this target; sizes are the target's unless changed."""
-    shape = target_shape(model)
-    n, hidden = len(model.layers), shape.get("hidden_size")
-    if not hidden:
-        raise PairError("expected the target's arguments to name hidden_size; found none. Pass hidden_size.")
-    heads = shape.get("num_attention_heads") or max(1, hidden // 64)
-    theta = shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta") or 10000.0
-    taps = target_layer_ids or default_taps(n)
-    raw = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": shape.get("intermediate_size") or 3 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shape.get("num_key_value_heads") or heads,
-        "head_dim": shape.get("head_dim") or hidden // heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.get("rms_norm_eps") or 1e-6,
-        "vocab_size": shape.get("vocab_size"),
-        "max_position_embeddings": shape.get("max_position_embeddings") or 32768,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rope_theta": float(theta),
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(theta)},
-        "tie_word_embeddings": False,
-        "block_size": block_size,
-        "num_target_layers": n,
-        "dflash_config": {"mask_token_id": int(mask_token_id), "target_layer_ids": [int(t) for t in taps]},
-        **changes,
-    }
-    raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
-    DrafterConfig.from_dict(raw)
-    return {k: v for k, v in raw.items() if v is not None or k == "rope_scaling"}
-
-
-def mask_token(tokenizer, vocab_size: int, used: set[int]) -> int:
-    """A special id that the target never writes: the last special token that no text and no template uses.
-
-    Raises:
-      ConfigError: if the tokenizer has no such id.
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    taken = used | set(tokenizer.eos_token_ids) | {tokenizer.bos_token_id, getattr(tokenizer, "pad_token_id", None)}
-    free = [i for i, token in added.items() if getattr(token, "special", True) and i < vocab_size and i not in taken]
-    if not free:
-        raise ConfigError(
-            "expected an unused special token to serve as the mask; found none in this tokenizer. "
-            "Pass mask_token_id: an id of the embedding that never occurs in text."
-        )
-    return max(free)
-
-
-def dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """The same target with quantized layers written out in `dtype`: on a GPU, training needs no quantized kernels.
-
-    Values are formed in float32 and rounded once: float16 keeps 4-bit weights to 1 part in 2,000, bfloat16 to 1 in 250.
-    """
-    from mlx_lm.utils import dequantize_model
-
-    model.set_dtype(mx.float32)
-    with mx.stream(mx.cpu):
-        model = dequantize_model(model)
-        mx.eval(model.parameters())
-    model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    return model
-
-
-def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: int) -> Drafter:
-    """A fresh drafter: normal weights of size 0.02, smaller where they add to the residual; `fc` evens out the taps.
-
-    Shapes:
-      - sample: [B, S] ids to measure the taps on
-    """
-    config = DrafterConfig.from_dict(raw)
-    drafter = Drafter(config)
-    features = target(mx.array(sample))[1].astype(mx.float32)
-    B, S, _ = features.shape
-    n = len(config.target_layer_ids)
-    size = mx.sqrt(mx.square(features).reshape(B * S, n, -1).mean(-1))
-    # The median row: the first id of a text may be a hundred times larger than all others.
-    size = mx.sort(size, axis=0)[B * S // 2]
-    key = mx.random.key(seed)
-    weights = []
-    # Sorted: MLX lists parameters in another order in each process, and a seed should mean the same weights in all.
-    for name, value in sorted(tree_flatten(drafter.parameters())):
-        if value.ndim < 2:
-            weights.append((name, mx.zeros_like(value) if name.endswith("bias") else mx.ones_like(value)))
-            continue
-        key, now = mx.random.split(key)
-        std = 0.02 / math.sqrt(2 * config.num_hidden_layers) if ("o_proj" in name or "down_proj" in name) else 0.02
-        value = std * mx.random.normal(value.shape, key=now)
-        if name == "fc.weight":
-            H = config.hidden_size
-            value = (value.reshape(H, n, -1) * (size.mean() / size)[None, :, None]).reshape(H, -1)
-        weights.append((name, value))
-    drafter.load_weights(weights)
-    mx.eval(drafter.parameters())
-    # A drafter in bfloat16 beside a target in float16 would meet the head in float32.
-    act = target.embed(mx.array(sample[:1, :1])).dtype
-    return drafter.bind(target.embed, lambda hidden: target.head(hidden.astype(act)), target.model)
+    def check(self) -> None:
+        """Raises ConfigError for what no run can have."""
+        if (self.steps is None) == (self.seconds is None):
+            which = "neither steps nor seconds" if self.steps is None else "both steps and seconds"
+            raise ConfigError(f"{which} is given to end the run", "Give one of them")
+        for name, allowed in (("loss", ("decay", "dpace")), ("learn_from", ("text", "target")), ("predecessor", ("text", "own"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(allowed)}", "Choose one")
+        if not 0 <= self.tv <= 1 or (self.tv and self.learn_from == "text"):
+            raise ConfigError(
+                f"tv is {self.tv} with learn_from {self.learn_from!r}; it is a share of learning from the target",
+                "Give learn_from 'target', or leave tv out",
+            )
 
 
 def save_drafter(folder: str | Path, raw: dict[str, Any], weights: dict[str, mx.array], dtype: mx.Dtype = mx.bfloat16) -> None:
@@ -205,8 +101,8 @@ def save_drafter(folder: str | Path, raw: dict[str, Any], weights: dict[str, mx.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
-    typed = {name: value.astype(dtype) for name, value in weights.items()}
-    write_atomically(folder / "model.safetensors", lambda part: mx.save_safetensors(str(part), typed))
+    cast = {k: v.astype(dtype) for k, v in weights.items()}
+    write_atomically(folder / "model.safetensors", lambda p: mx.save_safetensors(str(p), cast))
     text = json.dumps({**raw, "torch_dtype": names[dtype], "dtype": names[dtype]}, indent=1)
     write_atomically(folder / "config.json", text + "\n")
 
@@ -223,8 +119,6 @@ class Trainer:
     """Training state and one step of it. `run` drives it; tests may too."""
 
     def __init__(self, drafter: Drafter, target: Target, raw: dict[str, Any], config: TrainConfig, dtype: mx.Dtype):
-        if config.loss not in ("decay", "dpace"):
-            raise ConfigError(f"expected loss decay or dpace; found {config.loss!r}. Choose one.")
         self.drafter, self.target, self.raw, self.config, self.dtype = drafter, target, raw, config, dtype
         self.K = raw["block_size"]
         # Flattened and built again: modules without weights (RoPE) leave no empty entry behind.
@@ -232,9 +126,16 @@ class Trainer:
         self.params = tree_unflatten(weights)
         self.ema = self.params
         self.step, self.elapsed = 0, 0.0
+        # The best held-out tau, its weights where a stall may end the run, and the evaluations since.
+        self.best: float | None = None
+        self.best_ema: dict | None = None
+        self.stalled = 0
         adam = partial(optim.AdamW, 0.0, betas=[0.9, 0.95], bias_correction=True)
-        matrices, rest = adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)
-        self.optimizer = optim.MultiOptimizer([matrices, rest], [lambda _, p: p.ndim > 1])
+        groups, filters = [adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)], [lambda _, p: p.ndim > 1]
+        self.selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
+        if self.selector is not None:
+            groups, filters = [adam(weight_decay=0.0), *groups], [lambda n, _: n.startswith("candidate_selector."), *filters]
+        self.optimizer = optim.MultiOptimizer(groups, filters)
         self.optimizer.init(self.params)
 
     @property
@@ -244,36 +145,51 @@ class Trainer:
         return self.config.gamma or (7.0 if self.K > 12 else 5.0 if self.K > 8 else 4.0)
 
     def cast(self, params: dict) -> dict:
-        """Weights as products use them: `fc` and `hidden_norm` stay float32, they meet features of many sizes."""
-        wide = ("fc", "hidden_norm")
+        """Weights as products use them. `fc` and `hidden_norm` stay float32, they meet features of many sizes; the selector's
+        products are small."""
+        wide = ("fc", "hidden_norm", "candidate_selector")
         return tree_map_with_path(lambda n, p: p if n.split(".")[0] in wide else p.astype(self.dtype), params)
 
-    def loss(self, params: dict, features: mx.array, ids, answer, anchors, keep) -> tuple[mx.array, dict]:
-        """Loss of one pass; see `forward` for the shapes."""
+    def loss(self, params: dict, features: mx.array, teacher: mx.array | None, one: tuple) -> tuple[mx.array, dict]:
+        """Loss of one pass on (ids, answer, anchors, keep, temps); see `forward` for the shapes. teacher: [B, S, V] or None."""
+        c, (ids, answer, anchors, keep, temps) = self.config, one
         self.drafter.update(self.cast(params))
         pairs = context_keys_values(self.drafter, features)
-        hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:]
-        labels, counts = labels_of(ids, answer, anchors, keep, self.K)
-        return block_loss(self.drafter._head, hidden, labels, counts, self.gamma, self.config.chunk_blocks)
+        hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:].flatten(0, 1)
+        labels, counts = (a.flatten(0, 1) for a in labels_of(ids, answer, anchors, keep, self.K))
+        anchor = mx.take_along_axis(ids, anchors, axis=1).flatten()
+        want = Wanted(labels, counts, anchor)
+        if teacher is not None:
+            (B, S), A, N = ids.shape, anchors.shape[1], self.K - 1
+            # The target's row at anchor + k - 1 chose the token of slot k.
+            at = mx.minimum(anchors[:, :, None] + mx.arange(N), S - 1) + S * mx.arange(B)[:, None, None]
+            heat = mx.repeat(mx.where(temps > 0, temps, c.greedy_heat), A)
+            want = Wanted(labels, counts, anchor, heat, mx.repeat(temps > 0, A), teacher.flatten(0, 1), at.flatten(0, 1))
+        loss = LossConfig(self.gamma, c.backbone, c.tv, c.predecessor == "own", c.chunk_blocks)
+        return block_loss(self.drafter._head, hidden, want, loss, self.selector)
 
     # Not compiled: on an H100 (MLX 0.32.4) compiling the kernels of one step took over two minutes, a plain step takes 0.13 s.
-    def _gradients(self, params, ids, answer, anchors, keep, key, noise):
-        features = mx.stop_gradient(self.target(ids)[1]).astype(mx.float32)
+    def _gradients(self, params, one, key, noise):
+        final, features = self.target(one[0])
+        teacher = mx.stop_gradient(self.target.head(final)) if self.config.learn_from == "target" else None
+        features = mx.stop_gradient(features).astype(mx.float32)
         size = mx.sqrt(mx.square(features).mean(-1, keepdims=True))
         features = features + noise * size * mx.random.uniform(-1, 1, features.shape, key=key)
-        (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, ids, answer, anchors, keep)
+        (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)
         return loss, metrics, grads
 
     def _update(self, params, ema, grads, rate, keep):
         # The norm is a sum: in another order it rounds otherwise, and a restored state comes in another order.
         grads, norm = optim.clip_grad_norm(tree_unflatten(sorted(tree_flatten(grads))), self.config.clip)
         self.optimizer.learning_rate = rate
+        if self.selector is not None:
+            self.optimizer.optimizers[0].learning_rate = rate * self.config.selector_lr
         params = self.optimizer.apply_gradients(grads, params)
         ema = tree_map(lambda e, p: keep * e + (1 - keep) * p, ema, params)
         return params, ema, norm
 
     def take(self, passes: list[tuple], share: float) -> tuple[mx.array, dict, mx.array]:
-        """One step on `accumulate` passes of (ids, answer, anchors, keep); `share` of the run is done.
+        """One step on `accumulate` passes of (ids, answer, anchors, keep, temps); `share` of the run is done.
 
         Returns: loss, metrics and gradient norm, not yet evaluated.
         """
@@ -281,7 +197,7 @@ class Trainer:
         noise = mx.array(c.noise if share < 0.8 else 0.0)
         for i, one in enumerate(passes):
             key = mx.random.key(c.seed * 1_000_003 + self.step * 64 + i)
-            part, found, grads = self._gradients(self.params, *(mx.array(a) for a in one), key, noise)
+            part, found, grads = self._gradients(self.params, tuple(mx.array(a) for a in one), key, noise)
             if c.accumulate > 1:
                 mx.eval(part, found, grads)
             total = grads if total is None else tree_map(mx.add, total, grads)
@@ -300,16 +216,38 @@ class Trainer:
         self.drafter.update(self.cast(params) if dtype is None else tree_map(lambda p: p.astype(dtype), params))
         return self.drafter
 
+    def note_tau(self, tau: float) -> None:
+        """Keep the best weights, if a stall of tau may end the run."""
+        if self.best is None or tau > self.best:
+            self.best, self.stalled = tau, 0
+            self.best_ema = self.ema if self.config.patience else None
+        else:
+            self.stalled += 1
+
+    @property
+    def kept(self) -> dict:
+        """The weights to keep: the EMA's, or the best ones where the run watches for a stall."""
+        return self.ema if self.best_ema is None else self.best_ema
+
     def save(self, out: Path) -> None:
         """State for an exact resume, and the drafter as it stands."""
         state = {"params": self.params, "ema": self.ema, "optimizer": self.optimizer.state}
-        about = {"step": self.step, "elapsed": self.elapsed, "train": asdict(self.config), "drafter": self.raw}
+        if self.best_ema is not None:
+            state["best"] = self.best_ema
+        about = {
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "best": self.best,
+            "stalled": self.stalled,
+            "train": asdict(self.config),
+            "drafter": self.raw,
+        }
         flat = dict(tree_flatten(state))
         mx.eval(flat)
         write_atomically(
             out / "state.safetensors", lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)})
         )
-        save_drafter(out, self.raw, dict(tree_flatten(self.ema)))
+        save_drafter(out, self.raw, dict(tree_flatten(self.kept)))
 
     def restore(self, out: Path) -> None:
         """Go back to what `save` wrote.
@@ -326,8 +264,8 @@ class Trainer:
             differ.append("the drafter's config")
         if differ:
             raise CheckpointError(
-                f"{path}: expected the state of this run; found another {', '.join(differ)}. "
-                "Give the same settings, or another folder with init to start from these weights."
+                f"{path} is the state of a run with another {', '.join(differ)}",
+                "Give the same settings, or another folder with init to start from these weights",
             )
         # Read now: MLX loads lazily, and the next save replaces this file.
         mx.eval(flat)
@@ -335,6 +273,16 @@ class Trainer:
         self.params, self.ema = state["params"], state["ema"]
         self.optimizer.state = state["optimizer"]
         self.step, self.elapsed = about["step"], about["elapsed"]
+        self.best, self.stalled, self.best_ema = about.get("best"), about.get("stalled", 0), state.get("best")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a card says of where a drafter comes from. target: name; digest: of the target's weight files, where it has any."""
+
+    target: str = ""
+    digest: str | None = None
+    data: tuple[str, ...] = ()
 
 
 def train(
@@ -348,17 +296,19 @@ def train(
     dtype: mx.Dtype | None = None,
     pause_s: float | None = None,
     report: Callable[[str], None] = lambda text: None,
+    source: Source = Source(),  # noqa: B008 (frozen)
 ) -> dict[str, Any]:
     """Train a drafter on a target's text and leave it in `out`; goes on where a stopped run of the same settings was.
 
+    Ctrl-C ends the run: its state and the drafter as it stands are saved, then KeyboardInterrupt goes on.
+
     Args:
-      model: the target, as served (or `dense` of it). raw: from `drafter_config`.
+      model: the target, as served (or `dense` of it). raw: from `drafter_config` or `as_dflash2`.
       init: a drafter to start from, as `load_drafter` takes it, bfloat16 or quantized; the optimizer starts anew.
       pause_s: save and return after so many seconds, to go on in another sitting; the schedule does not notice.
     Returns: the last line of metrics, with `tau_heldout` if there is held-out text.
     """
-    if (config.steps is None) == (config.seconds is None):
-        raise ConfigError("expected steps or seconds to end the run; found both or neither. Give one.")
+    config.check()
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     # What is trained is float, whatever it starts from.
@@ -369,79 +319,148 @@ def train(
     longest = np.argsort(docs.lengths)[-4:]
     drafter = init_drafter(raw, target, docs.pad(longest, min(config.max_len, 256))[0], config.seed)
     if init is not None:
-        from ..conversion import load_dense_drafter
-
-        drafter.load_weights(list(load_dense_drafter(init)[1].items()))
+        load_start(drafter, init)
     trainer = Trainer(drafter, target, raw, config, dtype)
     if (out / "state.safetensors").exists():
         trainer.restore(out)
         report(f"going on at step {trainer.step}")
-    feed = batches(docs, config.batch, config.anchors, config.max_len, config.seed, skip=trainer.step * config.accumulate)
-    log = (out / "metrics.jsonl").open("a", encoding="utf-8")
-    before, begun = trainer.elapsed, time.monotonic()
-    saved = evaluated = begun
-    line: dict[str, Any] = {}
-    window: list[tuple] = []
-    marked, seen_docs = time.monotonic(), 0
+    return _Run(trainer, docs, held_out, out, report, source).go(pause_s)
 
-    def evaluate() -> dict[str, Any]:
-        nonlocal evaluated
-        greedy = held_out.pick((held_out.temp == 0) & ~held_out.looped)
-        if not len(greedy):
-            return {}
-        every = max(1, len(greedy) // config.eval_docs)
-        greedy = greedy.pick(np.arange(0, len(greedy), every))
-        mine = trainer.use(trainer.ema)
-        walks = walk_docs(mine, target, greedy, trainer.K)
-        found = {"step": trainer.step, "tau_heldout": mean_tau(walks)}
-        for kind in np.unique(greedy.kind):
-            found[f"tau_kind_{int(kind)}"] = mean_tau([w for w, k in zip(walks, greedy.kind, strict=True) if k == kind])
-        log.write(json.dumps(found) + "\n")
-        log.flush()
-        taus = " ".join(f"{k[4:]} {v:.3f}" for k, v in found.items() if k.startswith("tau"))
-        report(f"step {trainer.step}: {taus}")
-        evaluated = time.monotonic()
-        return found
 
-    last: mx.array | None = None
-    while True:
-        trainer.elapsed = before + time.monotonic() - begun
-        share = trainer.step / config.steps if config.steps else trainer.elapsed / config.seconds
-        if share >= 1 or (pause_s is not None and time.monotonic() - begun > pause_s):
-            break
-        passes = [next(feed) for _ in range(config.accumulate)]
-        loss, metrics, norm = trainer.take([p[:4] for p in passes], share)
+class _Run:
+    """One sitting of a training run: takes steps until an end, evaluates, logs and saves on the way."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        docs: Docs,
+        held_out: Docs | None,
+        out: Path,
+        report: Callable[[str], None],
+        source: Source,
+    ):
+        self.trainer, self.docs, self.out, self.report, self.source = trainer, docs, out, report, source
+        self.held_out = None
+        if held_out is not None:
+            greedy = held_out.pick((held_out.temp == 0) & ~held_out.looped)
+            every = max(1, len(greedy) // trainer.config.eval_docs)
+            self.held_out = greedy.pick(np.arange(0, len(greedy), every)) if len(greedy) else None
+        self.line: dict[str, Any] = {}
+        self.window: list[tuple] = []
+        self.seen_docs, self.marked = 0, time.monotonic()
+        self.saved = self.evaluated = time.monotonic()
+
+    def go(self, pause_s: float | None) -> dict[str, Any]:
+        """Run to the end, to the pause, to a stall of tau or to Ctrl-C; returns the last line of metrics."""
+        trainer, c = self.trainer, self.trainer.config
+        feed = batches(self.docs, c.batch, c.anchors, c.max_len, c.seed, skip=trainer.step * c.accumulate)
+        before, begun = trainer.elapsed, time.monotonic()
+        last: mx.array | None = None
+        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as self.log:
+            try:
+                while True:
+                    trainer.elapsed = before + time.monotonic() - begun
+                    share = trainer.step / c.steps if c.steps else trainer.elapsed / c.seconds
+                    paused = pause_s is not None and time.monotonic() - begun > pause_s
+                    if share >= 1 or paused or (c.patience and trainer.stalled >= c.patience):
+                        break
+                    loss = self._step([next(feed) for _ in range(c.accumulate)], share)
+                    if last is not None:
+                        mx.eval(last)  # one step ahead of the device, no more
+                    last = loss
+                    self._look_up()
+            except KeyboardInterrupt:
+                trainer.save(self.out)
+                self.report(f"stopped at step {trainer.step}; {self.out} is saved, and the same command goes on from there")
+                raise
+            if self.held_out is not None:
+                self.line = {**self.line, **self.evaluate()}
+        trainer.save(self.out)
+        self._write_card()
+        trainer.use(trainer.kept)
+        draw_curves(self.out)
+        return self.line
+
+    def _step(self, passes: list[tuple], share: float) -> mx.array:
+        trainer = self.trainer
+        loss, metrics, norm = trainer.take([p[:5] for p in passes], share)
         mx.async_eval(loss, metrics, norm, trainer.params, trainer.ema, trainer.optimizer.state)
-        if last is not None:
-            mx.eval(last)  # one step ahead of the device, no more
-        last = loss
-        window.append((loss, metrics, norm))
-        seen_docs += sum(len(p[0]) for p in passes)
-        if trainer.step % config.log_every == 0:
-            line = _summary(window, trainer, passes[-1][4], share, time.monotonic() - marked, seen_docs)
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            report(
+        self.window.append((loss, metrics, norm))
+        self.seen_docs += sum(len(p[0]) for p in passes)
+        if trainer.step % trainer.config.log_every == 0:
+            took = time.monotonic() - self.marked
+            self.line = line = _summary(self.window, trainer, passes[-1][5], share, took, self.seen_docs)
+            self._log(line)
+            self.report(
                 f"step {line['step']} loss {line['loss']:.3f} run {line['run']:.3f} lr {line['lr']:.2e} "
                 f"grad {line['grad_norm']:.2f} {line['step_s'] * 1e3:.0f} ms epoch {line['epoch']} "
                 f"peak {line['peak_memory_gb']:.1f} GB {share:.0%}"
             )
-            window, seen_docs, marked = [], 0, time.monotonic()
+            self.window, self.seen_docs, self.marked = [], 0, time.monotonic()
             if not math.isfinite(line["loss"]):
-                raise ConfigError(f"expected a finite loss; found {line['loss']} at step {trainer.step}. Lower lr.")
-        now = time.monotonic()
-        if now - saved > config.save_every_s:
-            trainer.save(out)
-            saved = time.monotonic()
-        if held_out is not None and now - evaluated > config.eval_every_s:
-            evaluate()
-    trainer.save(out)
-    if held_out is not None:
-        line = {**line, **evaluate()}
-    log.close()
-    trainer.use(trainer.ema)
-    draw_curves(out)
-    return line
+                raise ConfigError(f"the loss is {line['loss']} at step {trainer.step}; it must be finite", "Lower lr")
+        return loss
+
+    def _look_up(self) -> None:
+        """Save and evaluate where that is due."""
+        now, c = time.monotonic(), self.trainer.config
+        if now - self.saved > c.save_every_s:
+            self.trainer.save(self.out)
+            self.saved = time.monotonic()
+        if self.held_out is not None and now - self.evaluated > c.eval_every_s:
+            self.evaluate()
+
+    def evaluate(self) -> dict[str, Any]:
+        """tau on held-out greedy text with the EMA weights, in all and by kind; notes the best and how long ago it was."""
+        trainer, held_out = self.trainer, self.held_out
+        replays = replay_docs(trainer.use(trainer.ema), trainer.target, held_out, trainer.K)
+        found = {"step": trainer.step, "tau_heldout": mean_tau(replays)}
+        for kind in np.unique(held_out.kind):
+            mine = [r for r, k in zip(replays, held_out.kind, strict=True) if k == kind]
+            found[f"tau_{KINDS[kind]}"] = mean_tau(mine)
+        trainer.note_tau(found["tau_heldout"])
+        self._log(found)
+        self.report(f"step {trainer.step}: " + " ".join(f"{k[4:]} {v:.3f}" for k, v in found.items() if k.startswith("tau")))
+        self.evaluated = time.monotonic()
+        return found
+
+    def _log(self, line: dict[str, Any]) -> None:
+        self.log.write(json.dumps(line) + "\n")
+        self.log.flush()
+
+    def _write_card(self) -> None:
+        """README.md beside the drafter, with the same facts as JSON at its end."""
+        trainer, c = self.trainer, self.trainer.config
+        shape = trainer.raw
+        facts = {
+            "architecture": shape["architectures"][0],
+            "target": self.source.target,
+            "target_sha256": self.source.digest,
+            "data": list(self.source.data),
+            "conversations": len(self.docs),
+            "answer_tokens": int(self.docs.answer.sum()),
+            "temperatures": {f"{t:g}": int((self.docs.temp == t).sum()) for t in np.unique(self.docs.temp)},
+            "steps": trainer.step,
+            "seconds": round(trainer.elapsed, 1),
+            "conversations_seen": trainer.step * c.batch * c.accumulate,
+            "block_size": trainer.K,
+            "tau_heldout": self.line.get("tau_heldout"),
+            "best_tau_heldout": trainer.best,
+            "settings": asdict(c),
+        }
+        tau = "not measured: there was no held-out text" if trainer.best is None else f"{trainer.best:.3f}"
+        rows = {
+            "architecture": f"{facts['architecture']}, {shape['num_hidden_layers']} layers, block {trainer.K}",
+            "target": f"{facts['target'] or 'not named'}, SHA-256 {facts['target_sha256'] or 'not known'}",
+            "text": f"{facts['answer_tokens']:,} answer tokens in {facts['conversations']:,} conversations by the target",
+            "conversations by temperature": ", ".join(f"{n:,} at {t}" for t, n in facts["temperatures"].items()),
+            "seen": f"{facts['conversations_seen']:,} conversations in {trainer.step:,} steps, {trainer.elapsed:,.0f} s",
+            "tau, greedy, held-out text": tau,
+        }
+        table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+        about = "tau: mean of accepted + 1 over verify rounds, from replaying known text. Held-out families are never trained on."
+        text = f"# A DFlash drafter\n\n| | |\n| --- | --- |\n{table}\n\n{about}\n\n```json\n{json.dumps(facts, indent=1)}\n```\n"
+        write_atomically(self.out / "README.md", text)
 
 
 def _summary(window: list[tuple], trainer: Trainer, epoch: int, share: float, took: float, docs: int) -> dict[str, Any]:

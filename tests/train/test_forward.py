@@ -6,15 +6,8 @@ import pytest
 
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
-from dflash_mlx.train.forward import (
-    adaptive_weights,
-    block_hidden,
-    block_loss,
-    context_keys_values,
-    context_mask,
-    decay_weights,
-    labels_of,
-)
+from dflash_mlx.train.forward import block_hidden, context_keys_values, context_mask
+from dflash_mlx.train.losses import LossConfig, Wanted, adaptive_weights, block_loss, decay_weights, labels_of
 
 H, V, K, S, TAPS = 24, 61, 5, 19, (1, 2, 4)
 
@@ -54,6 +47,12 @@ def inputs(seed=1, B=2):
     features = mx.random.normal((B, S, len(TAPS) * 20))
     anchors = mx.array([[2, 3, 7, 11, 18], [1, 5, 6, 12, 17]][:B])
     return ids, features, anchors
+
+
+def loss_of(head, hidden, labels, counts, **settings):
+    """`block_loss` of rows [B, A, N, H] on the text's own tokens."""
+    want = Wanted(labels.flatten(0, 1), counts.flatten(0, 1), mx.zeros(labels.shape[0] * labels.shape[1], mx.int32))
+    return block_loss(head, hidden.flatten(0, 1), want, LossConfig(**settings))
 
 
 def run(drafter, ids, features, anchors):
@@ -165,7 +164,9 @@ def test_block_loss_equals_the_plain_formula_with_its_gradient_for_any_chunk(gam
 
     want, slope = mx.value_and_grad(plain)(hidden)
     for chunk in (3, 64):
-        (got, metrics), grad = mx.value_and_grad(lambda h, c=chunk: block_loss(head, h, labels, counts, gamma, c))(hidden)
+        (got, metrics), grad = mx.value_and_grad(
+            lambda h, c=chunk: loss_of(head, h, labels, counts, gamma=gamma, chunk_blocks=c)
+        )(hidden)
         np.testing.assert_allclose(got.item(), want.item(), rtol=1e-5)
         np.testing.assert_allclose(grad, slope, atol=1e-6)
         assert metrics["slots"].tolist() == counts.sum((0, 1)).tolist()
@@ -183,7 +184,7 @@ def test_gradient_reaches_every_parameter():
     def loss(model):
         labels, counts = labels_of(ids, answer, anchors, mx.ones(anchors.shape, mx.bool_), K)
         hidden = run(model, ids, features, anchors)
-        return block_loss(drafter._head, hidden[:, :, 1:], labels, counts, 7.0)[0]
+        return loss_of(drafter._head, hidden[:, :, 1:], labels, counts, gamma=7.0)[0]
 
     value, grads = nn.value_and_grad(drafter, loss)(drafter)
     from mlx.utils import tree_flatten

@@ -13,8 +13,9 @@ from kit import greedy_ids, run
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.train.data import DataConfig, load_docs, make_data
-from dflash_mlx.train.offline_tau import evaluate, walk_docs
-from dflash_mlx.train.trainer import TrainConfig, drafter_config, train
+from dflash_mlx.train.offline_tau import evaluate, replay_docs
+from dflash_mlx.train.start import drafter_config
+from dflash_mlx.train.trainer import TrainConfig, train
 
 HELD_OUT_WORDS = "read write open close copy move list dict set tuple string bytes name path file line word date".split()
 WORDS = (
@@ -63,11 +64,11 @@ def test_a_few_cpu_minutes_train_a_drafter_that_beats_a_bigram_table(pair, tmp_p
     assert row["drafter"] == pytest.approx(last["tau_heldout"], abs=0.05)
 
     # The real loop takes the walked rounds, and its text is the target's own.
-    walks = walk_docs(drafter, target, held, BLOCK, None)
+    replays = replay_docs(drafter, target, held, BLOCK, None)
     for i in range(6):
         ids, answer = held.doc(i)
         prompt, n = ids[~answer].tolist(), int(answer.sum())
         out = run(model, drafter, prompt, n, block_size=BLOCK)
         assert [r.token for r in out] == greedy_ids(model, prompt, n)
         lengths = out[-1].stats.acceptance_lengths
-        assert [a + 1 for a in walks[i].accepted] == lengths[: len(walks[i].accepted)]
+        assert [a + 1 for a in replays[i].accepted] == lengths[: len(replays[i].accepted)]
