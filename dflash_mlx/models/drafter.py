@@ -293,7 +293,7 @@ class Drafter(nn.Module):
         """
         logits = self._head(hidden)
         rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return self.target_ids(mx.stack([take(rows[:, i], i) for i in range(hidden.shape[1])], axis=1))
+        return self.target_ids(mx.stack([take(rows[:, i], i) for i in range(rows.shape[1])], axis=1))
 
     def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
         """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""

@@ -2,7 +2,7 @@
 
     out/config.json, model.safetensors   the drafter (EMA weights, bfloat16) in the published layout
     out/README.md                        its card: data, tokens, tau, the target's digest
-    out/state.safetensors                everything an exact resume needs; written whole, then renamed
+    out/training/state.safetensors       everything an exact resume needs; written whole, then renamed
     out/metrics.jsonl, curves.png        one line every `log_every` steps and every evaluation
 
 The target runs frozen and online: features are never stored. Weights are float32, products run in `dtype`.
@@ -37,6 +37,9 @@ from .losses import LossConfig, Wanted, block_loss, labels_of
 from .offline_tau import mean_tau, replay_docs
 from .prompts import KINDS
 from .start import init_drafter, load_start
+
+# In a folder of its own: beside the weights it would be taken for a part of the drafter.
+STATE = "training/state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -244,9 +247,7 @@ class Trainer:
         }
         flat = dict(tree_flatten(state))
         mx.eval(flat)
-        write_atomically(
-            out / "state.safetensors", lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)})
-        )
+        write_atomically(out / STATE, lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)}))
         save_drafter(out, self.raw, dict(tree_flatten(self.kept)))
 
     def restore(self, out: Path) -> None:
@@ -255,7 +256,7 @@ class Trainer:
         Raises:
           CheckpointError: if the state is of another drafter or another run.
         """
-        path = out / "state.safetensors"
+        path = out / STATE
         flat, meta = mx.load(str(path), return_metadata=True)
         about = json.loads(meta["about"])
         mine = json.loads(json.dumps(asdict(self.config)))
@@ -321,7 +322,7 @@ def train(
     if init is not None:
         load_start(drafter, init)
     trainer = Trainer(drafter, target, raw, config, dtype)
-    if (out / "state.safetensors").exists():
+    if (out / STATE).exists():
         trainer.restore(out)
         report(f"going on at step {trainer.step}")
     return _Run(trainer, docs, held_out, out, report, source).go(pause_s)

@@ -14,7 +14,7 @@ from dflash_mlx.models.target import Target
 from dflash_mlx.train.data import Docs, batches, choose_anchors
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import default_taps, drafter_config
-from dflash_mlx.train.trainer import TrainConfig, learning_rate, train
+from dflash_mlx.train.trainer import STATE, TrainConfig, learning_rate, train
 
 V, BLOCK = 89, 6
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
     said = []
     train(model, docs, tmp_path / "cut", raw, config(steps=12, batch=4, accumulate=2, noise=0.05), report=said.append)
     assert said[0] == "going on at step 7"
-    whole, cut = (mx.load(str(tmp_path / name / "state.safetensors")) for name in ("whole", "cut"))
+    whole, cut = (mx.load(str(tmp_path / name / STATE)) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
 
@@ -104,7 +104,7 @@ def test_weights_and_steps_follow_from_the_seed_whatever_the_order_of_names(mode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "tree_flatten", lambda tree, f=loop.tree_flatten, o=order: sorted(f(tree))[::o])
             train(model, docs, tmp_path / name, raw, config(steps=6))
-    a, b = (mx.load(str(tmp_path / name / "state.safetensors")) for name in "ab")
+    a, b = (mx.load(str(tmp_path / name / STATE)) for name in "ab")
     assert [n for n in a if not mx.array_equal(a[n], b[n])] == []
 
 
