@@ -103,7 +103,7 @@ def _drafter_to_train(
         V, mask = target_shape(target).get("vocab_size") or len(tokenizer), asked.mask_token_id
         mask = mask_token(tokenizer, V, set(np.unique(docs.ids).tolist())) if mask is None else mask
         raw = drafter_config(target, mask, asked.layers or 5, asked.block_size or 16, taps)
-    has_selector = raw["architectures"] == ["DFlash2DraftModel"]
+    has_selector = raw.get("architectures") == ["DFlash2DraftModel"]
     if has_selector and asked.architecture == Architecture.dflash:
         raise refuse("--architecture", f"{init} is a DFlash 2 drafter; no DFlash drafter can start from it")
     if has_selector and asked.selector_rank is not None:
@@ -115,6 +115,19 @@ def _drafter_to_train(
     elif not has_selector:
         raw = as_dflash2(raw, asked.selector_rank or 64)
     return init, raw
+
+
+def _held_out(data: list[str]) -> Any:
+    """The held-out text of all folders; None, and a word about it, where there is none."""
+    from pathlib import Path
+
+    from ..train.data import load_docs
+
+    held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
+    if not held:
+        lacking = ", ".join(data)
+        say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
+    return load_docs(*held, names="heldout.npz") if held else None
 
 
 def _digest(model: str) -> str | None:
@@ -181,18 +194,12 @@ def train_run(
     _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout():
-        from pathlib import Path
-
         from ..train.data import load_docs
         from ..train.trainer import Source, TrainConfig, train
 
         target, tokenizer = _load_for_training(model, dtype, dense)
         docs = load_docs(*data)
-        held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
-        held_out = load_docs(*held, names="heldout.npz") if held else None
-        if held_out is None:
-            lacking = ", ".join(data)
-            say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
+        held_out = _held_out(data)
         init, raw = _drafter_to_train(target, tokenizer, docs, asked, chosen)
         config = TrainConfig(
             steps=steps, seconds=minutes * 60 if minutes else None, batch=batch, anchors=anchors, accumulate=accumulate,

@@ -1,6 +1,6 @@
 """Decode many conversations at once with any mlx-lm model: the target writes its own training text.
 
-All rows start at position 0 and walk in step, so the model's ordinary caches serve (no padding, no masks, recurrent
+All rows start at position 0 and go in step, so the model's ordinary caches serve (no padding, no masks, recurrent
 caches too). A row is a script: given ids first, then a user turn sampled from the target, ids of the chat template, the
 answer, and perhaps another turn. Knows models and caches; knows nothing of files or of what the text says.
 

@@ -247,6 +247,7 @@ class Trainer:
         }
         flat = dict(tree_flatten(state))
         mx.eval(flat)
+        (out / STATE).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out / STATE, lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)}))
         save_drafter(out, self.raw, dict(tree_flatten(self.kept)))
 

@@ -144,6 +144,12 @@ VALUES = {
         "--accumulate": ["2"],
         "--lr": ["0.1"],
         "--loss": ["decay"],
+        "--architecture": ["dflash2"],
+        "--selector-rank": ["8", "--architecture", "dflash2"],
+        "--learn-from": ["target"],
+        "--tv": ["0.5", "--architecture", "dflash2"],
+        "--predecessor": ["own", "--architecture", "dflash2"],
+        "--patience": ["2"],
         "--pause-minutes": ["2"],
     },
     "train eval": {"--data": ["DATA2"], "--limit": ["1"]},
@@ -234,7 +240,7 @@ def outcome(monkeypatch, tmp_path, pair):
         stand_in(f"tools.bench.{name}", result)
     stand_in("tools.bench.compare", "two records")
     stand_in("tools.bench.read_record", {})
-    stand_in("train.trainer.dense", model)
+    stand_in("train.start.dense", model)
     converted = SimpleNamespace(notes=[], summary=lambda: "done")
     stand_in("conversion.convert", converted)
 
@@ -251,7 +257,8 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("train.data.load_docs", Docs())
     stand_in("train.data.make_data", {"conversations": 1, "answer_tokens": 1, "answer_tps": 1.0})
     stand_in("train.trainer.train")
-    stand_in("train.trainer.mask_token", 3)
+    stand_in("train.start.mask_token", 3)
+    stand_in("cli.train._digest", "0123")
     stand_in("conversion.load_drafter_weights", ({}, {}))
     row = {"temp": 0.0, "block_size": 4, "looped": False, "kind": "k", "answers": 1}
     stand_in("train.offline_tau.evaluate", [{**row, "drafter": 1.0, "zeroed": 1.0, "lookup": 1.0, "bigram": 1.0}])
@@ -319,6 +326,7 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
         (["convert", "--hf-path", "M", "--q-bits", "4"], "no effect without --quantize"),
         (["train", "run", "--model", "M", "--data", "D", "--out", "O", "--steps", "1", "--init", "E", "--layers", "3"], "--init"),
+        (["train", "run", "--model", "M", "--data", "D", "--out", "O", "--steps", "1", "--tv", "0.5"], "--architecture dflash2"),
     ],
 )
 def test_what_has_no_effect_is_said_in_the_run(outcome, words, message):
