@@ -110,7 +110,7 @@ class Docs:
             got["starts"] = got["starts"].astype(np.int64)
             return Docs(**got)
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise CheckpointError(f"{path}: expected a shard of training text; {e}. Delete it and make it again.") from e
+            raise CheckpointError(f"{path} is no whole shard of training text: {e}", "Delete it and make it again") from e
 
 
 def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
@@ -121,7 +121,7 @@ def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
         if not paths:
             begun = (Path(folder) / "meta.json").exists()
             todo = "Run the same `train data` command again to finish it." if begun else "First: dflash-mlx train data."
-            raise CheckpointError(f"{folder}: expected files {names}; found none. {todo}")
+            raise CheckpointError(f"{folder} has no files {names}", todo)
         parts += [Docs.load(p) for p in paths]
     return Docs.join(parts)
 
@@ -328,6 +328,97 @@ class _Planner:
         return rows, kinds, names, texts
 
 
+class _Maker:
+    """Makes the shards of one folder: plans, lets the target write, filters, stores, and remembers what was asked."""
+
+    def __init__(self, model, tokenizer, folder: Path, config: DataConfig, prompts: str | Path | None, report):
+        self.model, self.tokenizer, self.folder, self.config, self.report = model, tokenizer, folder, config, report
+        self.frame = frame = make_frame(tokenizer)
+        V = _vocab_size(model, tokenizer)
+        self.dtype = np.uint16 if V <= 1 << 16 else np.uint32
+        meta = {"config": asdict(config), "frame": asdict(frame), "vocab_size": V, "prompts": str(prompts) if prompts else None}
+        _check_meta(folder / "meta.json", json.loads(json.dumps(meta)))
+        self.own = read_prompts(prompts) if prompts else None
+        self.planner, self.pools, self.reserved = _Planner(config, frame, tokenizer, self.own), Pools(), Pools()
+        special = frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos)
+        self.keep = _Filter(config, frame, special, config.looped_share)
+        self.answers = self.docs_made = self.made_here = self.number = 0
+        self.waiting: list[Future] = []
+
+    def learn(self, docs: Docs) -> None:
+        """Remember stored text: questions not to repeat, and pieces for templates."""
+        if not self.planner.chat or self.own is not None:
+            return
+        glue, prefix = len(self.frame.glue), len(self.frame.prefix)
+        spans = []
+        for i in range(len(docs)):
+            ids, answer = docs.doc(i)
+            first = int(answer.argmax())
+            stop = first + int(np.argmin(np.append(answer[first:], False)))
+            spans.append((ids[prefix : first - glue].tolist(), ids[first:stop].tolist()))
+        texts = self.tokenizer.batch_decode([s for pair in spans for s in pair], skip_special_tokens=True)
+        for i in range(len(docs)):
+            (self.reserved if docs.split[i] == RESERVED else self.pools).add(texts[2 * i], texts[2 * i + 1])
+
+    def finish(self, number: int, written: list[Written], kinds: list[int], families: list[int]) -> Docs:
+        """Filter and store one shard."""
+        # One in 16 of the first shards is kept apart: new questions of seen families, and text for held-out templates.
+        splits = [RESERVED if number < 2 and i % 16 == 0 else TRAIN for i in range(len(written))]
+        docs = self.keep(written, kinds, families, splits, self.dtype)
+        docs.save(self.path(number))
+        self.learn(docs)
+        return docs
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"train-{number:05d}.npz"
+
+    def take_up(self) -> None:
+        """Go on behind a shard that is stored."""
+        docs = Docs.load(self.path(self.number))
+        for i in range(len(docs)):
+            ids, answer = docs.doc(i)
+            self.keep.remember(ids, int(answer.argmax()))
+            self.keep.count(bool(docs.looped[i]))
+        self.learn(docs)
+        self.count(int(docs.answer.sum()), len(docs))
+        self.number += 1
+
+    def count(self, answers: int, docs: int) -> None:
+        self.answers, self.docs_made = self.answers + answers, self.docs_made + docs
+
+    def hold_out(self) -> None:
+        """Write the held-out text, once, when the shards before it are stored."""
+        if not (self.folder / "heldout.npz").exists():
+            self.count(*_collect(self.waiting, 0))
+            _write_held_out(self.model, self.planner, self.reserved, self.folder, self.dtype, self.config, self.report)
+
+    def write(self, helper: ThreadPoolExecutor, deadline: float | None) -> bool:
+        """Write one shard and hand it to the filter; False when there is nothing left to ask."""
+        number, config = self.number, self.config
+        # Pools hold all shards but the last: that one is still being filtered.
+        self.count(*_collect(self.waiting, 1 if number > 2 else 0))
+        if number - len(self.waiting) >= 8 and not self.docs_made:
+            raise ConfigError(
+                f"none of the target's answers in {number - len(self.waiting)} shards can be used: each was shorter than "
+                f"{config.min_answer} ids, came before, or fell into a loop",
+                "Give prompts, or lower greedy",
+            )
+        rows, kinds, families = self.planner.shard(number, self.pools)
+        if not rows:
+            return False
+        begun = time.monotonic()
+        written = write_rows(self.model, rows, self.frame, config.max_len, seed=config.seed * 100_003 + number, deadline=deadline)
+        took, new = time.monotonic() - begun, int(sum(w.answer.sum() for w in written))
+        self.made_here += new
+        self.waiting.append(helper.submit(self.finish, number, written, kinds, families))
+        self.report(
+            f"shard {number}: {new} answer ids in {took:.1f} s ({new / took:.0f}/s), temp {rows[0].temp:g}, "
+            f"{'own' if self.own else 'self-made' if rows[0].user else 'templates'}; kept so far {self.answers}"
+        )
+        self.number += 1
+        return True
+
+
 def make_data(
     model,
     tokenizer,
@@ -347,97 +438,32 @@ def make_data(
       ConfigError: if neither limit is given, the folder holds text made otherwise, or no answer can be used.
     """
     if not answer_tokens and not seconds:
-        raise ConfigError("expected a limit for the data, in answer tokens or seconds; found neither. Give one.")
+        raise ConfigError("nothing limits the data, neither answer tokens nor seconds", "Give one of them")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    frame = make_frame(tokenizer)
-    V = _vocab_size(model, tokenizer)
-    dtype = np.uint16 if V <= 1 << 16 else np.uint32
-    meta = {"config": asdict(config), "frame": asdict(frame), "vocab_size": V, "prompts": str(prompts) if prompts else None}
-    _check_meta(folder / "meta.json", json.loads(json.dumps(meta)))
-    own = read_prompts(prompts) if prompts else None
-    planner, pools, reserved_pools = _Planner(config, frame, tokenizer, own), Pools(), Pools()
-    special = frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos)
-    keep = _Filter(config, frame, special, config.looped_share)
-    begun, answers, docs_made, made_here = time.monotonic(), 0, 0, 0
-
-    def learn(docs: Docs) -> None:
-        """Remember stored text: questions not to repeat, and pieces for templates."""
-        if not planner.chat or own is not None:
-            return
-        glue, prefix = len(frame.glue), len(frame.prefix)
-        spans = []
-        for i in range(len(docs)):
-            ids, answer = docs.doc(i)
-            first = int(answer.argmax())
-            stop = first + int(np.argmin(np.append(answer[first:], False)))
-            spans.append((ids[prefix : first - glue].tolist(), ids[first:stop].tolist()))
-        texts = tokenizer.batch_decode([s for pair in spans for s in pair], skip_special_tokens=True)
-        for i in range(len(docs)):
-            (reserved_pools if docs.split[i] == RESERVED else pools).add(texts[2 * i], texts[2 * i + 1])
-
-    def finish(number: int, written: list[Written], kinds: list[int], families: list[int]) -> Docs:
-        # One in 16 of the first shards is kept apart: new questions of seen families, and text for held-out templates.
-        splits = [RESERVED if number < 2 and i % 16 == 0 else TRAIN for i in range(len(written))]
-        docs = keep(written, kinds, families, splits, dtype)
-        docs.save(folder / f"train-{number:05d}.npz")
-        learn(docs)
-        return docs
-
-    def spent() -> bool:
-        over = seconds is not None and time.monotonic() - begun > seconds
-        return over or bool(answer_tokens and answers >= answer_tokens)
-
-    number, waiting = 0, []
+    maker = _Maker(model, tokenizer, folder, config, prompts, report)
+    begun = time.monotonic()
+    deadline = begun + seconds if seconds else None
     with ThreadPoolExecutor(1) as helper:  # filters one shard while the target writes the next
-        while not spent():
-            path = folder / f"train-{number:05d}.npz"
-            if path.exists():
-                docs = Docs.load(path)
-                for i in range(len(docs)):
-                    ids, answer = docs.doc(i)
-                    keep.remember(ids, int(answer.argmax()))
-                    keep.count(bool(docs.looped[i]))
-                learn(docs)
-                answers, docs_made, number = answers + int(docs.answer.sum()), docs_made + len(docs), number + 1
+        while not (deadline and time.monotonic() > deadline) and not (answer_tokens and maker.answers >= answer_tokens):
+            if maker.path(maker.number).exists():
+                maker.take_up()
                 continue
-            if number == 2 and not (folder / "heldout.npz").exists():
-                _collect(waiting, 0)
-                _write_held_out(model, planner, reserved_pools, folder, dtype, config, report)
-            # Pools hold all shards but the last: that one is still being filtered.
-            done = _collect(waiting, 1 if number > 2 else 0)
-            answers, docs_made = answers + done[0], docs_made + done[1]
-            if number - len(waiting) >= 8 and not docs_made:
-                raise ConfigError(
-                    f"expected the target to write usable answers; found none in {number - len(waiting)} shards: each was "
-                    f"shorter than {config.min_answer} ids, came before, or fell into a loop. Give prompts, or lower greedy."
-                )
-            rows, kinds, families = planner.shard(number, pools)
-            if not rows:
+            if maker.number == 2:
+                maker.hold_out()
+            if not maker.write(helper, deadline):
                 report(f"all prompts of {prompts} are answered")
                 break
-            end = begun + seconds if seconds else None
-            shard_begun = time.monotonic()
-            written = write_rows(model, rows, frame, config.max_len, seed=config.seed * 100_003 + number, deadline=end)
-            took, new = time.monotonic() - shard_begun, int(sum(w.answer.sum() for w in written))
-            made_here += new
-            waiting.append(helper.submit(finish, number, written, kinds, families))
-            report(
-                f"shard {number}: {new} answer ids in {took:.1f} s ({new / took:.0f}/s), temp {rows[0].temp:g}, "
-                f"{'own' if own else 'self-made' if rows[0].user else 'templates'}; kept so far {answers}"
-            )
-            number += 1
-        if not (folder / "heldout.npz").exists():
-            _collect(waiting, 0)
-            _write_held_out(model, planner, reserved_pools, folder, dtype, config, report)
+        maker.hold_out()
+        _collect(maker.waiting, 0)
     total = load_docs(folder)
     took = time.monotonic() - begun
     return {
         "conversations": len(total),
         "answer_tokens": int(total.answer.sum()),
-        "looped_share": float(total.looped.mean()),
+        "looped_share": float(total.looped.mean()) if len(total) else 0.0,
         "seconds": took,
-        "answer_tps": made_here / took,
+        "answer_tps": maker.made_here / took,
     }
 
 
@@ -451,10 +477,7 @@ def _check_meta(path: Path, meta: dict) -> None:
         old = json.loads(path.read_text())
         differ = sorted(k for k in meta if old.get(k) != meta[k])
         if differ:
-            raise ConfigError(
-                f"{path.parent}: expected a folder made with the same settings; found others for {', '.join(differ)}. "
-                "Use another folder."
-            )
+            raise ConfigError(f"{path.parent} was made with other settings: {', '.join(differ)} differ", "Use another folder")
         return
     write_atomically(path, json.dumps(meta, indent=1))
 
@@ -525,7 +548,7 @@ def batches(
     widths = np.minimum(-(-docs.lengths // bucket) * bucket, max_len)
     n = epoch = 0
     if len(docs) < B:
-        raise ConfigError(f"expected at least {B} conversations, one batch; found {len(docs)}. Make more data or lower batch.")
+        raise ConfigError(f"there are {len(docs)} conversations, and one batch takes {B}", "Make more data or lower batch")
     waiting: dict[int, list[int]] = {}
     while True:
         order = np.random.default_rng((seed, epoch)).permutation(len(docs))

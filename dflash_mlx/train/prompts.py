@@ -314,8 +314,8 @@ def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
     if faults or not found:
         wrong = f"other things on lines {', '.join(faults[:20])}" if faults else "no prompt"
         raise ConfigError(
-            f"{path}: expected one prompt a line (plain text, or JSON with messages that end with the user's); "
-            f"found {wrong}. Correct the file."
+            f"{path} holds {wrong}; it must hold one prompt a line: plain text, or JSON with messages that end with the user's",
+            "Correct the file",
         )
     return found
 

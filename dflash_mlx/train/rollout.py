@@ -138,6 +138,94 @@ def _step(frame: Frame, noisy: bool, min_p: float):
     return step
 
 
+class _Rollout:
+    """Rows in the order of their given lengths, the state of those that are still written, and what was written so far."""
+
+    def __init__(self, model, rows: Sequence[Row], frame: Frame, max_len: int, seed: int):
+        self.model, self.rows, self.frame, self.max_len = model, rows, frame, max_len
+        self.order = order = sorted(range(len(rows)), key=lambda i: len(rows[i].given))
+        self.shortest = shortest = len(rows[order[0]].given)
+        assert 0 < shortest and max(len(row.given) for row in rows) < max_len
+        given = np.full((len(rows), max_len), -1, np.int32)
+        for at, i in enumerate(order):
+            given[at, : len(rows[i].given)] = rows[i].given
+        self.index = np.arange(len(rows))  # place of each active row in `order`
+        self.ids_out = np.zeros((len(rows), max_len), np.int32)
+        self.answer_out = np.zeros((len(rows), max_len), bool)
+        self.length = np.full(len(rows), max_len)
+        self.ids_out[:, :shortest] = given[:, :shortest]
+        self.cache = make_prompt_cache(model)
+        phase = mx.array([_USER if rows[i].user else _ANSWER for i in order], mx.int32)
+        turns = mx.array([rows[i].turns for i in order], mx.int32)
+        temp = mx.array([rows[i].temp for i in order], mx.float32)
+        limit = mx.array([rows[i].user_limit for i in order], mx.int32)
+        # (phase, used, turns, temp, limit): one value a row
+        self.state = (phase, mx.zeros(len(rows), mx.int32), turns, temp, limit)
+        self.key = mx.random.key(seed)
+        self.hot = np.array([rows[i].temp > 0 for i in order])
+        self.noisy = True
+        self.given, self.ids = mx.array(given), mx.array(given[:, shortest - 1])
+
+    def prefill(self) -> None:
+        """Read the ids that all rows were given and share a length for in one pass, in slices that bound the memory."""
+        at, piece = 0, max(1, 65536 // len(self.rows))
+        while at < self.shortest - 1:
+            end = min(at + piece, self.shortest - 1)
+            self.model(self.given[:, at:end], cache=self.cache)
+            mx.eval([c.state for c in self.cache])
+            at = end
+
+    def step(self, take, position: int) -> tuple[mx.array, mx.array]:
+        """One position for all active rows, enqueued: ids and whether each belongs to an answer."""
+        logits = self.model(self.ids[:, None], cache=self.cache)[:, -1]
+        phase, used, turns, temp, limit = self.state
+        self.ids, is_answer, phase, used, turns, self.key = take(
+            logits, self.given[:, position], phase, used, turns, temp, limit, self.key
+        )
+        self.state = (phase, used, turns, temp, limit)
+        mx.async_eval(self.ids, is_answer, phase)
+        return self.ids, is_answer
+
+    def store(self, pending: list[tuple[mx.array, mx.array]], first: int, position: int) -> int:
+        """Keep the ids of positions first .. position - 1; returns how many of them are answers."""
+        self.ids_out[self.index, first:position] = np.array(mx.stack([p[0] for p in pending], 1))
+        self.answer_out[self.index, first:position] = now = np.array(mx.stack([p[1] for p in pending], 1))
+        return int(now.sum())
+
+    def done(self, position: int) -> np.ndarray:
+        """Which active rows have ended or loop; notes their lengths."""
+        phases, long = np.array(self.state[0]), position - self.shortest >= 96
+        done = phases == _DONE
+        if long:
+            tail = self.answer_out[self.index, position - 96 : position].all(1)
+            done |= (phases == _ANSWER) & in_loop(self.ids_out[self.index, :position]) & tail
+        self.length[self.index[done]] = position
+        left = self.index[~done]
+        self.noisy = bool((phases[~done] != _ANSWER).any() or self.hot[left].any() or self.state[2].max().item() > 1)
+        return done
+
+    def drop(self, done: np.ndarray) -> None:
+        """Take rows out of the batch."""
+        kept = np.flatnonzero(~done)
+        rows = mx.array(kept)
+        self.index = self.index[kept]
+        _keep_rows(self.cache, rows)
+        self.ids, self.given, *state = (a[rows] for a in (self.ids, self.given, *self.state))
+        self.state = tuple(state)
+        mx.eval([c.state for c in self.cache], self.ids)
+
+    def written(self) -> list[Written]:
+        """What the rows became, in the order given."""
+        result: list[Written | None] = [None] * len(self.rows)
+        eos = np.array(self.frame.eos)
+        for at, i in enumerate(self.order):
+            answers = np.flatnonzero(self.answer_out[at, : self.length[at]])
+            end = int(answers[-1]) + 1 if len(answers) else int(self.length[at])
+            whole = bool(len(answers)) and bool(np.isin(self.ids_out[at, end - 1], eos))
+            result[i] = Written(self.ids_out[at, :end].copy(), self.answer_out[at, :end].copy(), self.rows[i], whole)
+        return result
+
+
 def write_rows(
     model,
     rows: Sequence[Row],
@@ -154,87 +242,27 @@ def write_rows(
     Rows come back in the order given. `progress(position, active rows, answer ids so far)` is called at each check.
     After `deadline` (`time.monotonic()`) the rows are cut as they are.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].given))
-    shortest = len(rows[order[0]].given)
-    longest = max(len(rows[i].given) for i in order)
-    assert 0 < shortest and longest < max_len
-    given = np.full((len(rows), max_len), -1, np.int32)
-    for at, i in enumerate(order):
-        given[at, : len(rows[i].given)] = rows[i].given
-    index = np.arange(len(rows))  # place of each active row in `order`
-    ids_out = np.zeros((len(rows), max_len), np.int32)
-    answer_out = np.zeros((len(rows), max_len), bool)
-    length = np.full(len(rows), max_len)
-    whole = np.zeros(len(rows), bool)
-    ids_out[:, :shortest] = given[:, :shortest]
-
-    cache = make_prompt_cache(model)
-    phase = mx.array([_USER if rows[i].user else _ANSWER for i in order], mx.int32)
-    used = mx.zeros(len(rows), mx.int32)
-    turns = mx.array([rows[i].turns for i in order], mx.int32)
-    temp = mx.array([rows[i].temp for i in order], mx.float32)
-    limit = mx.array([rows[i].user_limit for i in order], mx.int32)
-    key = mx.random.key(seed)
+    run = _Rollout(model, rows, frame, max_len, seed)
     steps = {noisy: _step(frame, noisy, min_p) for noisy in (False, True)}
-    hot = np.array([rows[i].temp > 0 for i in order])
-    noisy = True
-
-    # The ids that all rows were given and share a length for are read in one pass, in slices that bound the memory.
-    at, piece = 0, max(1, 65536 // len(rows))
-    while at < shortest - 1:
-        end = min(at + piece, shortest - 1)
-        model(mx.array(given[:, at:end]), cache=cache)
-        mx.eval([c.state for c in cache])
-        at = end
-    ids = mx.array(given[:, shortest - 1])
-
+    run.prefill()
     pending: list[tuple[mx.array, mx.array]] = []
-    first = position = shortest
-    given_on_device = mx.array(given)
+    first = position = run.shortest
     written = 0
     while position < max_len:
-        logits = model(ids[:, None], cache=cache)[:, -1]
-        ids, is_answer, phase, used, turns, key = steps[noisy](
-            logits, given_on_device[:, position], phase, used, turns, temp, limit, key
-        )
-        mx.async_eval(ids, is_answer, phase)
-        pending.append((ids, is_answer))
+        pending.append(run.step(steps[run.noisy], position))
         position += 1
-        if (position - shortest) % check_every and position < max_len:
+        if (position - run.shortest) % check_every and position < max_len:
             continue
-
-        ids_out[index, first:position] = np.array(mx.stack([p[0] for p in pending], 1))
-        answer_out[index, first:position] = now = np.array(mx.stack([p[1] for p in pending], 1))
+        written += run.store(pending, first, position)
         pending, first = [], position
-        written += int(now.sum())
-        phases = np.array(phase)
-        done = phases == _DONE
-        if position - shortest >= 96:
-            done |= (phases == _ANSWER) & in_loop(ids_out[index, :position]) & answer_out[index, position - 96 : position].all(1)
-        length[index[done]] = position
+        done = run.done(position)
         # Buffers of outgrown caches would pile up until the device is full.
         mx.clear_cache()
         if progress:
             progress(position, int((~done).sum()), written)
         if done.all() or (deadline and time.monotonic() > deadline):
-            length[index[~done]] = position
+            run.length[run.index[~done]] = position
             break
-        noisy = bool((phases[~done] != _ANSWER).any() or hot[index[~done]].any() or turns.max().item() > 1)
         if done.mean() >= 0.25 and position < max_len:
-            kept = np.flatnonzero(~done)
-            rows_kept = mx.array(kept)
-            index = index[kept]
-            _keep_rows(cache, rows_kept)
-            ids, phase, used, turns, temp, limit, given_on_device = (
-                a[rows_kept] for a in (ids, phase, used, turns, temp, limit, given_on_device)
-            )
-            mx.eval([c.state for c in cache], ids)
-
-    result: list[Written | None] = [None] * len(rows)
-    eos = np.array(frame.eos)
-    for at, i in enumerate(order):
-        answers = np.flatnonzero(answer_out[at, : length[at]])
-        end = int(answers[-1]) + 1 if len(answers) else int(length[at])
-        whole[at] = bool(len(answers)) and bool(np.isin(ids_out[at, end - 1], eos))
-        result[i] = Written(ids_out[at, :end].copy(), answer_out[at, :end].copy(), rows[i], bool(whole[at]))
-    return result
+            run.drop(done)
+    return run.written()

@@ -54,7 +54,7 @@ def drafter_config(
     shape = target_shape(model)
     n, hidden = len(model.layers), shape.get("hidden_size")
     if not hidden:
-        raise PairError("expected the target's arguments to name hidden_size; found none. Pass hidden_size.")
+        raise PairError("the target's arguments name no hidden_size", "Pass hidden_size")
     heads = shape.get("num_attention_heads") or max(1, hidden // 64)
     theta = shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta") or 10000.0
     taps = target_layer_ids or default_taps(n)
@@ -98,8 +98,8 @@ def mask_token(tokenizer, vocab_size: int, used: set[int]) -> int:
     free = [i for i, token in added.items() if getattr(token, "special", True) and i < vocab_size and i not in taken]
     if not free:
         raise ConfigError(
-            "expected an unused special token to serve as the mask; found none in this tokenizer. "
-            "Pass mask_token_id: an id of the embedding that never occurs in text."
+            "this tokenizer has no unused special token to serve as the mask",
+            "Pass mask_token_id: an id of the embedding that never occurs in text",
         )
     return max(free)
 

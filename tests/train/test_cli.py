@@ -61,7 +61,7 @@ def test_a_data_folder_without_its_held_out_text_is_finished_by_the_same_command
     asked = ["train", "eval", "--model", "tiny", "--draft-model", "tiny", "--data", str(data)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 1
-    todo = "expected files heldout.npz; found none. Run the same `train data` command again to finish it."
+    todo = "has no files heldout.npz. Run the same `train data` command again to finish it."
     assert todo in str(result.exception)
     small = ["--steps", "1", "--lr", "0", "--batch", "4", "--anchors", "4", "--max-len", "96", "--init", "tiny"]
     done = call("run", "--model", "tiny", "--data", str(data), "--out", str(tmp_path / "drafter"), *small)
