@@ -9,9 +9,6 @@ import functools
 import json
 import logging
 import os
-import platform
-import secrets
-import subprocess
 import sys
 import threading
 import warnings
@@ -126,7 +123,7 @@ def usable_cache_directory() -> Path:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{secrets.token_hex(4)}"
+        probe = directory / f".probe-{os.urandom(4).hex()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -162,7 +159,7 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
       OSError: the file cannot be written; `path` is then as it was.
     """
     path = Path(path)
-    part = path.with_name(f".{path.stem}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    part = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}{path.suffix}")
     try:
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         if callable(content):
@@ -228,12 +225,17 @@ def system_identity() -> tuple[str, ...]:
 
     Not the host's name: a Mac that is renamed is the same machine, and one name in a cluster may be many machines.
     """
+    import platform
+
     return (_chip(), str(os.cpu_count()), platform.system(), platform.mac_ver()[0], platform.release(), platform.version())
 
 
 @functools.cache
 def _chip() -> str:
     """The processor's own name, such as "Apple M4 Pro"; what the system calls its kind where it does not tell."""
+    import platform
+    import subprocess
+
     name = ""
     with suppress(OSError, subprocess.SubprocessError):
         if sys.platform == "darwin":

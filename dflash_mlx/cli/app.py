@@ -14,7 +14,6 @@ import typer
 
 from ..errors import DFlashError
 from ..machine import switch
-from ..requirements import explain
 from ..version import __version__
 from . import generate, serving, tools, train
 from .output import say
@@ -53,8 +52,11 @@ def main() -> None:
 
 def sentence(error: Exception) -> str:
     """An error in one line, for someone who never read the code."""
-    if isinstance(error, ImportError) and (said := explain(error)):
-        return f"{said}."
+    if isinstance(error, ImportError):
+        from ..requirements import explain
+
+        if said := explain(error):
+            return f"{said}."
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path."
     if isinstance(error, (DFlashError, OSError, ValueError)):
