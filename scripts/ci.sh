@@ -4,7 +4,8 @@
 #   2 the built wheel, from an empty directory: the first command of README, then the quick tests
 #   3 an editable install: the slow tests
 #   4 what convert writes, read by the oldest and the newest transformers and mlx-lm that are declared
-#   5 the quick tests on every other interpreter of 3.11 to 3.14 that is here; for those that are not, all dependencies as wheels
+#   5 on every other interpreter of 3.11 to 3.14 that is here: the same first command and a part of the quick tests (PART below);
+#     for those that are not here: all dependencies as wheels
 # PYTHON names the interpreter of 1 to 3 (default: python3.11). ONLY=quick stops after 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,18 +21,23 @@ pip install -q build "ruff>=0.17,<0.18"
 ruff check .
 ruff format --check .
 
-# quick ENVIRONMENT: README's first command and the quick tests, from a directory that holds nothing.
+# quick ENVIRONMENT TESTS...: README's first command and quick tests, from a directory that holds nothing.
 quick() {
+  local env=$1
+  shift
   rm -rf "$work/empty" && mkdir "$work/empty"
-  (cd "$work/empty" && "$1/bin/dflash-mlx" generate -m 16 && "$1/bin/dflash-mlx" generate -m 16 --block-size 8 &&
-    "$1/bin/python" -m pytest "$repo/tests" -c "$repo/pyproject.toml" --rootdir "$repo")
+  (cd "$work/empty" && "$env/bin/dflash-mlx" generate -m 16 && "$env/bin/dflash-mlx" generate -m 16 --block-size 8 &&
+    "$env/bin/python" -m pytest "$@" -c "$repo/pyproject.toml" --rootdir "$repo")
 }
+# What touches every module and the standard library most, in some three minutes.
+PART=(core/test_imports.py core/test_no_globals.py core/test_conformance.py core/test_generation.py core/test_prompt_cache.py
+  core/test_docs.py core/test_checkpoint.py cli/test_cli.py serving/test_requests.py convert/test_drafters.py)
 
 echo "== the wheel, from an empty directory"
 python -m build -q --wheel --outdir "$work/dist" .
 wheel=$(echo "$work"/dist/*.whl)
 pip install -q "$wheel[cpu,train,dev]"
-quick "$work/env"
+quick "$work/env" "$repo/tests"
 [ "${ONLY:-}" != quick ] || exit 0
 
 echo "== editable, slow tests"
@@ -56,7 +62,7 @@ for version in 3.11 3.12 3.13 3.14; do
     echo "== Python $version"
     "$found" -m venv "$work/$version"
     "$work/$version/bin/pip" install -q "$wheel[cpu,train,dev]"
-    quick "$work/$version"
+    quick "$work/$version" "${PART[@]/#/$repo/tests/}"
   else
     echo "== Python $version is not here: its wheels"
     python scripts/wheels.py "$version" "$work/wheels"
