@@ -33,7 +33,7 @@ RUN = {
 }
 # Run by scripts/ci.sh: what it says of them.
 CI = {
-    'pip install -e . && dflash-mlx generate -p "Explain why the sky is blue."': '"$1/bin/dflash-mlx" generate -m 16',
+    'pip install -e . && dflash-mlx generate -p "Explain why the sky is blue."': '"$env/bin/dflash-mlx" generate -m 16',
     'pip install -e ".[cpu,train,dev]" && pytest': 'pip install -q -e ".[cpu,train,dev]"\npytest',
     "pytest -m full": "pytest -m full",
 }
