@@ -4,7 +4,7 @@
         [--block-size 4 8 16] [--real 16] [--temp 0 1] [--max-tokens 256] [--limit N] [--max-seconds S]
         [--data DIR] [--dense] [--part 0/8]
     python bench/acceptance.py --merge part-*.json --out result.json
-    python bench/acceptance.py --markdown result.json       README's table of it
+    python bench/acceptance.py --markdown result.json       docs/training.md's table of it
 
 The prompts file holds {"kind": ..., "prompt": ...} a line. For every prompt the real loop (`dflash_mlx.stream_generate`)
 writes the answer at the block sizes of `--real`; the text is then walked (`dflash_mlx.train.offline_tau`) at every block
@@ -90,7 +90,7 @@ def table(rows: list[dict]) -> str:
 
 
 def markdown(result: dict) -> str:
-    """README's table, answers that loop left out, a row a kind: the real loop with intervals, then figures of the greedy texts.
+    """The docs' table, answers that loop left out, a row a kind: the real loop with intervals, then figures of the greedy texts.
 
     A record of the real loop at one block size and temperature gets walked blocks and baselines beside it; one of more gets the
     real loop's alone. A kind all of whose answers loop has a dash.

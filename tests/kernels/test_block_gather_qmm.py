@@ -77,6 +77,6 @@ def test_the_dispatcher(monkeypatch):
     x, w = made(5, 20, 64, rows=2)
     indices = mx.array([0, 4, 4, 1], dtype=mx.uint32)
     assert mx.array_equal(block_gather_qmm(x, *w, indices, 32, 4), block_gather_qmm_ops(x, *w, indices, 32, 4))
-    with pytest.raises(ValueError, match="multiple of 2"):
+    with pytest.raises(ValueError, match="multiple of x's 2 rows"):
         block_gather_qmm(x, *w, indices[:3], 32, 4)
     assert KERNEL.name == "block_gather_qmm"

@@ -145,7 +145,7 @@ BROKEN = {
     ),
     "not a number": (
         lambda p: retensor(p, lambda t: t.update({"fc.weight": t["fc.weight"] * mx.nan})),
-        "finite values from the drafter's fc",
+        "the drafter's fc gives NaN or infinity",
     ),
     "cut short": (truncate, "truncated|incomplete|shorter|damaged"),
     "config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json"),

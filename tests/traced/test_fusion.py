@@ -412,7 +412,7 @@ def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_l
         target, cache = Target(model), make_prompt_cache(model)
         target(mx.array([[1, 2, 3]]), cache)
         blocks = compiled.CompiledVerify(model, (), compiled._parts(model), True)
-        assert blocks(target, mx.array([[4, 5, 6, 7]]), cache, rollback_point(cache, 3)) is not None
+        assert blocks.verify(target, mx.array([[4, 5, 6, 7]]), cache, rollback_point(cache, 3)) is not None
     (once, casts), (twice, most) = traced
     assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))
     # To note where an array comes from is a cast to its own type, and may be none of the pass's. Rotations on a CPU have some.
