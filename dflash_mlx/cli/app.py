@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -37,6 +38,10 @@ def main() -> None:
     With DFLASH_TRACEBACK set, an error keeps its traceback.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # `generate` says this one by its flag's name.
+    warnings.filterwarnings("ignore", message="kv_bits=")
+    # A warning is a sentence for the user, not a place in the code.
+    warnings.formatwarning = lambda message, *place, **more: f"Warning: {message}.\n".replace("..\n", ".\n")
     try:
         app()
     except BrokenPipeError:
