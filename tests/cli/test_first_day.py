@@ -1,0 +1,96 @@
+"""What someone meets on the first day: something not installed, a name with a typo, a command without its limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import pytest
+
+from dflash_mlx import requirements
+
+COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
+
+
+def run(*args, **env):
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+
+
+def test_without_mlx_linux_users_are_told_the_extras(monkeypatch):
+    monkeypatch.setattr(requirements.sys, "platform", "linux")
+    said = requirements.explain(ModuleNotFoundError("No module named 'mlx'", name="mlx"))
+    assert said.startswith("MLX is not installed") and all(f"[{extra}]" in said for extra in ("cpu", "cuda12", "cuda13"))
+    # The front end without the library that an extra brings.
+    assert requirements.explain(ImportError("libmlx.so: cannot open shared object file", name="mlx.core")) == said
+    monkeypatch.setattr(requirements.sys, "platform", "darwin")
+    assert "pip install mlx (macOS" in requirements.explain(ModuleNotFoundError("No module named 'mlx'", name="mlx"))
+
+
+def test_a_package_that_lacks_a_name_is_told_with_its_version_and_the_wanted_one():
+    said = requirements.explain(ImportError("cannot import name 'x' from 'mlx_lm.y' (y.py)", name="mlx_lm.y"))
+    assert said.startswith(f"mlx-lm {metadata.version('mlx-lm')} has no x; this version needs mlx-lm")
+    wanted = requirements._wanted("mlx-lm")
+    assert "0.32.2" in wanted and said.endswith(f'pip install "mlx-lm{wanted}"')
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "dflash_mlx.nope", None])
+def test_an_import_of_nothing_that_is_needed_is_not_explained(name):
+    assert requirements.explain(ImportError("cannot import name 'x'", name=name)) is None
+
+
+def test_a_command_without_mlx_ends_with_one_sentence(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    done = run("generate", "--model", "tiny", "-p", "x", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and not done.stdout
+    assert "MLX is not installed" in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [("data", ("--minutes", "--answer-tokens")), ("run --data d", ("--minutes", "--steps"))]
+)
+def test_training_without_a_limit_names_the_commands_own_flags(tmp_path, command, flags):
+    done = run("train", *command.split(), "--model", "tiny", "--out", str(tmp_path / "out"), COLUMNS="200")
+    assert done.returncode == 2 and not done.stdout
+    assert all(flag in done.stderr for flag in flags) and "seconds" not in done.stderr, done.stderr
+
+
+def test_convert_takes_a_built_in_name(tmp_path):
+    done = run("convert", "--hf-path", "tiny", "--mlx-path", str(tmp_path / "made"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "made" / "config.json").exists()
+
+
+def test_draft_model_none_is_plain_decoding():
+    plain, none = (run("generate", "--model", "tiny", "-p", "x", "-m", "4", *more) for more in ([], ["--draft-model", "none"]))
+    assert none.returncode == 0 and none.stdout == plain.stdout
+    assert "plain decoding" in none.stderr and "tau" not in none.stderr
+
+
+def test_a_typo_is_answered_with_the_name_in_the_command_and_in_python():
+    done = run("generate", "--model", "smolm2", "-p", "x")
+    assert done.returncode == 1 and done.stderr.endswith("Did you mean smollm2?\n") and "Traceback" not in done.stderr
+    code = "import dflash_mlx; dflash_mlx.load('smolm2')"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stderr
+    assert shown.count("Traceback") == 1 and shown.endswith("Did you mean smollm2?\n"), shown
+
+
+def test_ctrl_c_while_the_prompt_is_read_says_stopping():
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "--model", "tiny", "-m", "2", "--prefill-step-size", "16", "-p", "def f(x): return x + 1 " * 500],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Said before the prompt is read, which takes many seconds.
+    while "no chat template" not in (line := process.stderr.readline()):
+        assert line
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Stopping" in err and "Traceback" not in err, err
+    assert time.monotonic() - began < 10
