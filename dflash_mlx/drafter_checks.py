@@ -56,3 +56,8 @@ def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
             "load the target with bfloat16 or float32",
             stacklevel=5,
         )
+
+
+def largest_block(drafter: Drafter) -> int:
+    """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
+    return max(4 * drafter.config.block_size, 64)

@@ -14,7 +14,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .drafter_checks import check_context, check_template
+from .drafter_checks import check_context, check_template, largest_block
 from .errors import GenerationError, PairError
 from .models.drafter import Drafter
 from .models.target import Target
@@ -221,8 +221,3 @@ def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: in
             f"Give at most {limit}",
         )
     return block_size
-
-
-def largest_block(drafter: Drafter) -> int:
-    """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
-    return max(4 * drafter.config.block_size, 64)

@@ -283,14 +283,7 @@ class Drafter(nn.Module):
         return self.target_ids(drawn), every, q
 
     def pick(self, hidden: mx.array, anchor: mx.array, take: Callable[[mx.array, int], mx.array]) -> mx.array:
-        """The slots' tokens as `take` chooses them, such as under the noise that the target's own draw will have.
-
-        Shapes:
-          - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
-        Args:
-          take: log-probabilities [B, V] and the slot's number, 0 .. N - 1, to ids [B].
-        Returns: [B, N] int32
-        """
+        """Mask slots [B, N, H] to ids [B, N]; `take` chooses them from log-probabilities [B, V] and the slot's number."""
         logits = self._head(hidden)
         rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return self.target_ids(mx.stack([take(rows[:, i], i) for i in range(rows.shape[1])], axis=1))

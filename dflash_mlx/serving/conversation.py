@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ..chat_template import without_effect
+from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
-from ..options import largest_block
 from ..sampling_settings import SamplingSettings, parse, setting
 from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat

@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..models.target import Target
-from ..options import largest_block
 from ..sampling import SamplingSettings
 from ..text import StopText, TextStream, token_bytes
 from .prefix_cache import PrefixCache, stream_from_prefix

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..drafter_checks import largest_block
 from ..errors import DFlashError, GenerationError
-from ..options import largest_block
 from ..sampling import SamplingSettings
 from ..sampling_settings import check_max_tokens
 from .channels import has_tool_calls
