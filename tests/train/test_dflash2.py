@@ -3,40 +3,33 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from kit import greedy_ids, run, tiny_target
+from kit import run
 from mlx.utils import tree_flatten, tree_unflatten
+from train_kit import make_docs, make_target
 
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter
 from dflash_mlx.models.target import Target
-from dflash_mlx.train.data import Docs, batches
+from dflash_mlx.train.data import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
 from dflash_mlx.train.losses import LossConfig, Wanted, block_loss, top_candidates
 from dflash_mlx.train.offline_tau import SharedNoise, drafter_guess, mean_tau, replay_docs, replay_with
 from dflash_mlx.train.start import as_dflash2, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, learning_rate, train
 
-V, BLOCK = 89, 6
+BLOCK = 6
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_target(seed=5, layers=6, hidden=32, vocab=89)
+    return make_target()
 
 
 @pytest.fixture(scope="module")
 def docs(model):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, V, int(rng.integers(3, 9))).tolist() for _ in range(8)]
-    texts = [(p, greedy_ids(model, p, 40)) for p in prompts]
-    ids = np.concatenate([np.array(p + a, np.uint16) for p, a in texts])
-    answer = np.concatenate([np.array([0] * len(p) + [1] * len(a), bool) for p, a in texts])
-    starts = np.concatenate([[0], np.cumsum([len(p) + len(a) for p, a in texts])])
-    zeros = np.zeros(8, np.uint8)
-    temp = np.array([0, 0.7, 1, 0, 0, 0.7, 1, 0], np.float16)
-    return Docs(ids, answer, starts, zeros, zeros, temp, np.zeros(8, bool), zeros)
+    return make_docs(model, (0, 0.7, 1, 0, 0, 0.7, 1, 0))
 
 
 @pytest.fixture(scope="module")

@@ -5,35 +5,29 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from kit import greedy_ids, run, tiny_target
+from kit import run
+from train_kit import V, make_docs, make_target
 
 from dflash_mlx import convert
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.target import Target
-from dflash_mlx.train.data import Docs, batches, choose_anchors
+from dflash_mlx.train.data import batches, choose_anchors
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import default_taps, drafter_config
 from dflash_mlx.train.trainer import STATE, TrainConfig, learning_rate, train
 
-V, BLOCK = 89, 6
+BLOCK = 6
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_target(seed=5, layers=6, hidden=32, vocab=89)
+    return make_target()
 
 
 @pytest.fixture(scope="module")
 def docs(model):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, V, int(rng.integers(3, 9))).tolist() for _ in range(8)]
-    texts = [(p, greedy_ids(model, p, 40)) for p in prompts]
-    ids = np.concatenate([np.array(p + a, np.uint16) for p, a in texts])
-    answer = np.concatenate([np.array([0] * len(p) + [1] * len(a), bool) for p, a in texts])
-    starts = np.concatenate([[0], np.cumsum([len(p) + len(a) for p, a in texts])])
-    zeros = np.zeros(8, np.uint8)
-    return Docs(ids, answer, starts, zeros, zeros, np.zeros(8, np.float16), np.zeros(8, bool), zeros)
+    return make_docs(model)
 
 
 @pytest.fixture(scope="module")
