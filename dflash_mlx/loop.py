@@ -388,7 +388,7 @@ def _row(anchor: int | mx.array) -> mx.array:
 
 
 def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:
-    """A run that has not begun. Everything that can be refused was (`RunOptions.for_drafter`)."""
+    """A run that has not begun. Everything that can be refused was (`RunOptions`)."""
     sampler = make_target_sampler(
         options.sampler, options.logits_processors or (), options.seed, options.acceptance, options.prompt_ids
     )

@@ -67,9 +67,9 @@ class TextStream:
             self._mlx_lm.add_token(token)
             return self._mlx_lm.last_segment
         self._ids.append(token)
-        text = self._decode()
         if self._is_byte(token):
             return ""
+        text = self._decode()
         return self._piece(text, text[: len(text) - self._unsure(text)])
 
     def finish(self) -> str:
@@ -195,9 +195,9 @@ def prompt_thinking(tokenizer: Any, ids: Sequence[int]) -> bool | None:
         )
     except Exception:  # noqa: BLE001 - a template is a program and may raise anything; this one then tells nothing
         return None
-    shared = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), min(len(on), len(off)))
     if on == off:
         return None
+    shared = _common(on, off)
     # With what comes before them, so that an end without letters of its own is told too; the longer end first.
     ends = sorted(((rendered[max(shared - 3, 0) :], setting) for rendered, setting in ((on, True), (off, False))), key=_length)
     return next((setting for end, setting in reversed(ends) if list(ids[-len(end) :]) == end), None)

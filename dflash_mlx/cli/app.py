@@ -41,7 +41,7 @@ def main() -> None:
     # `generate` says this one by its flag's name.
     warnings.filterwarnings("ignore", message="kv_bits=")
     # A warning is a sentence for the user, not a place in the code.
-    warnings.formatwarning = lambda message, *place, **more: f"Warning: {message}.\n".replace("..\n", ".\n")
+    warnings.formatwarning = lambda message, *place, **more: f"Warning: {str(message).rstrip('.')}.\n"
     try:
         app()
     except BrokenPipeError:
