@@ -307,6 +307,8 @@ def response(status):
 def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
     from huggingface_hub import errors as hub
 
+    # Whatever the environment of the tests says.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     cases = [
         (
             hub.GatedRepoError("no", response=response(403)),
