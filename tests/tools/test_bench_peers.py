@@ -83,7 +83,9 @@ def test_another_drafter_of_the_same_name_is_written_out_anew(tmp_path):
 
 def options(tmp_path, *sides, **changes):
     given = {"envs": tmp_path, "pair": "tiny", "draft_model": None, "sides": sides, "z_lab": None, "small_draft": None}
-    return Namespace(**given | {"kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None} | changes)
+    return Namespace(
+        **given | {"before": None, "kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None} | changes
+    )
 
 
 @pytest.mark.full
