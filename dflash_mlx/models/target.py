@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -119,7 +120,7 @@ class Target:
         """Positions that the model's own config gives it, scaled RoPE included; None where it gives none."""
         return _context_length(self.modules.values())
 
-    @property
+    @cached_property
     def embedding(self) -> nn.Module:
         """The token embedding itself, without the scale that the model may give it: the table with the most rows."""
         modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
