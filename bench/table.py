@@ -147,7 +147,7 @@ def put(page: str, text: str) -> str:
 
 
 def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[str, Any]:
-    """Repeat one record on this machine, in the number type that is usual here."""
+    """Repeat one record on this machine, in the number type that is usual here and with a drafter of the record's bits."""
     from dflash_mlx import load, load_drafter
     from dflash_mlx.loading import activation_dtype
     from dflash_mlx.train.start import dense
@@ -155,7 +155,9 @@ def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[s
     model, tokenizer = load(record["model"])
     write_out = not record["weights"]["bits"] and bool(bench.weights_of(model)["bits"])
     model = dense(model, activation_dtype(model)) if write_out else model
-    drafter = load_drafter(record["draft_model"], model)
+    drafter = load_drafter(record["draft_model"], model, bits="none")
+    if (held := record.get("draft_bits")) and not bench.bits_of(drafter):
+        drafter = load_drafter(record["draft_model"], model, bits=held[0])
     drafter = dense(drafter, activation_dtype(model)) if write_out else drafter
     out.parent.mkdir(exist_ok=True)
     names = (record["model"], record["draft_model"])

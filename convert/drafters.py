@@ -4,7 +4,8 @@ Knows the names that drafters are published with. Knows nothing of targets and b
 that variants which this version cannot run still convert. A converted drafter keeps the published names and its config.json.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,6 +23,9 @@ from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of
 _PREFIX = "model."
 # tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
 TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
+
+# inputs that share a scale in a drafter that is quantized as it is loaded
+GROUP = 64
 
 
 @dataclass
@@ -93,6 +97,42 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     return LoadedDrafter(raw, config, bare, dropped, notes)
 
 
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a drafter's tensor is a matrix that can be quantized: not a codebook, which is only ever gathered."""
+    return name.endswith(".weight") and len(shape) == 2 and "codebook" not in name
+
+
+def group_for(inputs: int) -> int | None:
+    """The group size in which a matrix of so many inputs is quantized as it is loaded; None: it stays float."""
+    return next((size for size in (GROUP, 32) if inputs % size == 0), None)
+
+
+def hold_in_bits(read: LoadedDrafter, bits: int) -> list[str]:
+    """Quantize a float drafter's matrices in place, in groups of 64 inputs, or of 32 where 64 does not divide them.
+
+    One matrix is read and quantized at a time: all in floats, beside the target, may be more than the machine has.
+
+    Returns: names of the matrices that stay float, because neither divides their inputs.
+    """
+    weights = {name: value for name, value in read.weights.items() if name not in TARGET_COPIES}
+    matrices = [name for name, value in weights.items() if is_matrix(name, value.shape)]
+    left = [name for name in matrices if not group_for(weights[name].shape[-1])]
+    if len(left) == len(matrices):
+        return left
+
+    def group(path: str, layer: nn.Module) -> dict:
+        return {"group_size": group_for(layer.weight.shape[-1]) or GROUP, "bits": bits}
+
+    weights, recipe = quantize_tensors(weights, GROUP, bits, group)
+    # The last names for the float arrays: each is freed as soon as its quantized form is there.
+    read.weights.clear()
+    for value in weights.values():
+        mx.eval(value)
+    read.weights.update(weights)
+    read.config = replace(read.config, quantization=recipe.config)
+    return left
+
+
 def cast_tensors(weights: Weights, dtype: str | None) -> Weights:
     """Float tensors in another number type; integers (maps of reduced vocabularies, packed weights) as they are."""
     if dtype is None:
@@ -107,9 +147,8 @@ def quantize_tensors(weights: Weights, group_size: int, bits: int, predicate: Pr
     chosen: dict[str, dict] = {}
     out: Weights = {}
     for name, value in weights.items():
-        path, _, part = name.rpartition(".")
-        is_matrix = part == "weight" and value.ndim == 2 and mx.issubdtype(value.dtype, mx.floating)
-        if not is_matrix:
+        path = name.removesuffix(".weight")
+        if not is_matrix(name, value.shape) or not mx.issubdtype(value.dtype, mx.floating):
             out[name] = value
             recipe.fates[name] = f"float: {'codebook' if 'codebook' in name else 'norm' if 'norm' in name else 'not a matrix'}"
             continue

@@ -5,10 +5,12 @@ Knows where built-in pairs lie and what makes a drafter and a target belong toge
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ import mlx.nn as nn
 from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
-from .machine import machine_bytes
+from .machine import machine_bytes, on_metal, size_text
 from .models.architectures import ARCHITECTURES, build_drafter
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
@@ -26,6 +28,9 @@ from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .traced import prepare
 
+_log = logging.getLogger("dflash_mlx.loading")
+
+DRAFT_BITS = (4, 8)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
@@ -142,17 +147,26 @@ def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 2}
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> int:
+def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None, bits: int | None = None) -> int:
     """Bytes of a checkpoint's weights once loaded, from the files' headers alone.
 
     Args:
       dtype: what float tensors are cast to; None: they keep their types.
+      bits: what a drafter's float matrices are held in; None: floats.
     """
+    from .conversion.drafters import group_for, is_matrix
+
     sizes = {name: dtype.size if dtype else own for name, own in _FLOAT_BYTES.items()}
-    return sum(math.prod(t.shape) * sizes[t.dtype] if t.dtype in sizes else t.nbytes for t in checkpoint.tensors.values())
+    total = 0
+    for t in checkpoint.tensors.values():
+        size, group = sizes.get(t.dtype), group_for(t.shape[-1]) if bits and is_matrix(t.name, t.shape) else None
+        # A scale and a bias for each group.
+        each = size if size is None or not group else bits / 8 + 2 * size / group
+        total += t.nbytes if each is None else math.prod(t.shape) * each
+    return int(total)
 
 
-def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int = 0) -> None:
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int = 0, bits: int | None = None) -> None:
     """Compare what the weights will take with this machine's memory, before any of them is read.
 
     Args:
@@ -161,7 +175,7 @@ def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int
     Raises:
       CheckpointError: they do not fit. A warning, where they hardly do.
     """
-    own, have = weight_bytes(checkpoint, dtype), machine_bytes()
+    own, have = weight_bytes(checkpoint, dtype, bits), machine_bytes()
     needed, beside = own + held_bytes, f" beside the target's {held_bytes / 1e9:.1f} GB" if held_bytes else ""
     sizes = f"the weights of {checkpoint.source} take {own / 1e9:.1f} GB{beside} and this machine has {have / 1e9:.1f} GB"
     if needed > have:
@@ -170,28 +184,74 @@ def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int
         warnings.warn(f"{sizes}: this can be slow", stacklevel=3)
 
 
-def load_drafter(path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None) -> Drafter:
+def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int | None:
+    """In how many bits the matrices of a drafter are to be held; None: as its files have them.
+
+    Args:
+      names: of its tensors; source: what the user called it.
+      bits: 4 or 8 (also as text): so many, where the files hold floats; "none": never; None: 4 on Metal, else "none". A float
+        drafter beside a 4-bit target would take as much memory, and as long a pass, as a target three times its size.
+    Raises:
+      ConfigError: another value, or bits for a drafter whose files are quantized already.
+    """
+    quantized = any(name.endswith(".scales") for name in names)
+    if bits is None:
+        return DRAFT_BITS[0] if on_metal() and not quantized else None
+    if bits == "none":
+        return None
+    if str(bits) not in map(str, DRAFT_BITS) or isinstance(bits, bool):
+        raise ConfigError(f"a drafter's bits are {bits!r}; they must be 4, 8 or none", "Leave them out for the default")
+    if quantized:
+        raise ConfigError(
+            f"the drafter is to be held in {bits} bits and {source} is quantized already",
+            "Leave the bits out, or use the float drafter that it was made from",
+        )
+    return int(bits)
+
+
+def load_drafter(
+    path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None, bits: int | str | None = None
+) -> Drafter:
     """Load a drafter, check that it belongs to `model`, and let it borrow that target's embedding and head.
 
     Args:
       path_or_hf_repo: a directory, a hub repo, or the name of a built-in pair.
       model: what `load` returned. The drafter runs in its activation type.
+      bits: 4 or 8: hold a float drafter's matrices in so many bits; "none": as its files have them. None: 4 on Metal, where the
+        log says so in one line, "none" elsewhere. A drafter whose files are quantized stays as it is.
     Raises:
       ConfigError, CheckpointError: the drafter's config or tensors; every fault in one message.
       PairError: hidden size, taps, mask row or layer count contradict the target; all of them in one message.
     """
-    from .conversion.drafters import read_drafter
+    from .conversion.drafters import hold_in_bits, read_drafter
 
     _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
     require_drafter(checkpoint)
     read = read_drafter(checkpoint)
     prepare(model, read.config.windows)
-    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)))
+    held = held_bits(read.weights, checkpoint.source, bits)
+    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)), held)
+    left_float = hold_in_bits(read, held) if held else []
     drafter = make_drafter(read.config, read.weights, model)
+    if held and (bits is None or left_float):
+        _log.warning("%s", _held_sentence(checkpoint, drafter, held, left_float))
     drafter.digest = checkpoint.digest
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
     DFlashPair.of(drafter)
     return drafter
+
+
+def _held_sentence(checkpoint: Checkpoint, drafter: Drafter, bits: int, left_float: list[str]) -> str:
+    """What was done to a float drafter, and how to have it otherwise."""
+    layers = sorted({re.sub(r"\d+", "*", name.removesuffix(".weight")) for name in left_float})
+    named = f"{', '.join(layers)} stay float, because no group size divides their inputs"
+    if drafter.config.quantization is None:
+        return f"the drafter cannot be held in {bits} bits: {named}"
+    now, before = sum(value.nbytes for _, value in _flat(drafter)), weight_bytes(checkpoint, drafter.norm.weight.dtype)
+    return (
+        f"the drafter is held in {bits} bits: {size_text(now)} instead of {size_text(before)}{'; ' + named if layers else ''} "
+        "(--draft-bits none, or bits='none', leaves it as it is)"
+    )
 
 
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:

@@ -252,6 +252,13 @@ _limit_users = 0
 _limit_before: int | None = None
 
 
+def on_metal() -> bool:
+    """Whether MLX computes on a Mac's GPU."""
+    import mlx.core as mx
+
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
 def machine_bytes() -> int:
     """Memory that models can have here: the accelerator's, where it says, else the machine's."""
     import mlx.core as mx

@@ -46,6 +46,21 @@ def conformance():
 
 
 @pytest.fixture
+def metal(monkeypatch):
+    """A made-up Mac: MLX says that it computes on a Metal GPU, of `metal["..."]` bytes and so on; our kernels are off."""
+    import mlx.core as mx
+
+    info = {"device_name": "Apple M4", "architecture": "applegpu_g16g", "memory_size": 24 << 30}
+    info["max_recommended_working_set_size"] = 16 << 30
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "device_info", lambda *_: dict(info))
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limit)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", "off")
+    return info
+
+
+@pytest.fixture
 def waits(monkeypatch):
     """Counts what makes the host wait for the device, under "wait"."""
     import mlx.core as mx

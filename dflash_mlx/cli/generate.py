@@ -18,6 +18,7 @@ from . import inputs, output
 from .options import (
     AsJson,
     BlockSize,
+    DraftBitsOption,
     DraftModel,
     DtypeOption,
     MaxTokens,
@@ -57,6 +58,7 @@ def generate(
     ] = None,
     copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     prefill_step_size: PrefillStepSize = None,
     max_kv_size: Annotated[int | None, typer.Option(min=1, help="Keep only this many rows of the KV cache.")] = None,
     kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Hold the KV cache in this many bits.")] = None,
@@ -85,7 +87,7 @@ def generate(
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
             raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
-        pair = inputs.load_pair(model, draft_model, dtype, revision, trust_remote_code)
+        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code)
         for note in notes:
             say(note)
         result = _answer(asked, settings, pair, stdout)
@@ -105,7 +107,7 @@ def _check_usage(asked: SimpleNamespace) -> None:
         new = "--prompt-lookup" if asked.copy else "--no-prompt-lookup"
         say(f"--{'' if asked.copy else 'no-'}copy is now {new}; the old name will go with the next release.")
         asked.prompt_lookup = asked.copy if asked.prompt_lookup is None else asked.prompt_lookup
-    refuse_lonely_drafter(asked.model, asked.draft_model)
+    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits)
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")

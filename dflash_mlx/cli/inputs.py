@@ -8,7 +8,7 @@ from typing import Any
 
 from ..chat_template import without_effect
 from ..errors import DFlashError
-from .options import Dtype
+from .options import DraftBits, Dtype
 from .output import say, status
 
 
@@ -71,7 +71,12 @@ def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | 
 
 
 def load_pair(
-    model: str | None, draft_model: str | None, dtype: Dtype | None, revision: str | None, trust_remote_code: bool
+    model: str | None,
+    draft_model: str | None,
+    dtype: Dtype | None,
+    draft_bits: DraftBits | None,
+    revision: str | None,
+    trust_remote_code: bool,
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
     from .. import loading, traced
@@ -88,7 +93,7 @@ def load_pair(
         lm, tokenizer = loading.load(
             target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code
         )
-        draft = loading.load_drafter(drafter, lm, revision=revision) if drafter else None
+        draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")
     if trust_remote_code and not _brings_code(tokenizer):

@@ -26,6 +26,9 @@ class Dtype(StrEnum):
     auto = "auto"
 
 
+# 4, 8 and none.
+DraftBits = StrEnum("DraftBits", {"four": "4", "eight": "8", "none": "none"})
+
 Model = Annotated[
     str | None,
     typer.Option(help="The model to run: a directory, a hub repo or a built-in pair's name. Default: the built-in pair."),
@@ -49,6 +52,10 @@ PrefillStepSize = Annotated[int | None, typer.Option(min=1, help="Prompt tokens 
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="Number type to compute in. Default: float32 on a CPU, the files' own on a GPU (auto)."),
+]
+DraftBitsOption = Annotated[
+    DraftBits | None,
+    typer.Option("--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")]
 TrustRemoteCode = Annotated[
@@ -134,6 +141,9 @@ def refuse_without_effect(settings: sampling_settings.SamplingSettings, given: M
     return notes
 
 
-def refuse_lonely_drafter(model: str | None, draft_model: str | None) -> None:
+def refuse_lonely_drafter(model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None) -> None:
+    """Usage errors of a drafter without its target, and of bits for a drafter that there is not."""
+    if draft_bits and (draft_model == "none" or model and not draft_model):
+        raise refuse("--draft-bits", "it needs a drafter")
     if draft_model and draft_model != "none" and not model:
         raise refuse("--draft-model", "it needs --model, the target it was trained for")

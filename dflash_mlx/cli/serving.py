@@ -11,6 +11,7 @@ import typer
 from . import inputs, output
 from .options import (
     BlockSize,
+    DraftBitsOption,
     DraftModel,
     DtypeOption,
     MaxTokens,
@@ -47,11 +48,12 @@ def chat(
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Answers as they are, not drawn as Markdown.")] = False,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
-    refuse_lonely_drafter(model, draft_model)
+    refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     from ..serving.chat import Chat
@@ -60,7 +62,7 @@ def chat(
 
     def load(name: str | None, drafter: str | None) -> Pair:
         with only_ours_on_stdout():
-            return Pair(*inputs.load_pair(name, drafter, dtype, revision, trust_remote_code))
+            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code))
 
     given = {**sampling, "max_tokens": max_tokens, "block_size": block_size, "thinking": thinking}
     given = {name: value for name, value in given.items() if value is not None}
@@ -110,6 +112,7 @@ def serve(
         float | None, typer.Option(min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none.")
     ] = None,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every request on stderr.")] = False,
@@ -118,7 +121,7 @@ def serve(
 
     Sampling options and --max-tokens hold for requests that do not name their own.
     """
-    refuse_lonely_drafter(model, draft_model)
+    refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     if api_key == "":
@@ -148,7 +151,7 @@ def serve(
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
-        pair = inputs.load_pair(model, draft_model, dtype, revision, trust_remote_code)
+        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code)
         inputs.say_unread_template_args(pair[3], template_args)
         return pair
 

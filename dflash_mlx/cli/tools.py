@@ -13,6 +13,8 @@ from . import inputs
 from .options import (
     AsJson,
     BlockSize,
+    DraftBits,
+    DraftBitsOption,
     DraftModel,
     Dtype,
     DtypeOption,
@@ -72,6 +74,7 @@ def doctor(
     model: Model = None,
     draft_model: Annotated[str | None, typer.Option(help="DFlash drafter, for --model or alone.")] = None,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,12 +87,14 @@ def doctor(
             model, draft_model = model or DEFAULT_PAIR, None
         elif model is None and draft_model is None:
             model = draft_model = DEFAULT_PAIR
+        if draft_bits and draft_model is None:
+            raise refuse("--draft-bits", "it needs a drafter")
         if draft_model == "auto":
             if model is None:
                 raise refuse("--draft-model", "'auto' needs --model")
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
-        report = diagnose(model, draft_model, dtype.value if dtype else None, revision)
+        report = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
         print(json.dumps(report) if as_json else render(report), file=stdout)
     if report["faults"]:
         raise SystemExit(1)
@@ -133,6 +138,7 @@ def bench(
     ] = False,
     dense: Annotated[bool, typer.Option("--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -174,9 +180,11 @@ def _check_bench(asked: SimpleNamespace) -> None:
     """Usage errors that need no model."""
     from ..sampling_settings import SamplingSettings
 
-    refuse_lonely_drafter(asked.model, asked.draft_model)
+    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits)
     if asked.draft_model == "none" or asked.model and not asked.draft_model:
         raise refuse("--draft-model", "give a drafter (or 'auto'): there is nothing to compare without")
+    if asked.draft_bits not in (None, "none") and asked.dense:
+        raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")
     if asked.max_tokens is not None and asked.max_tokens < 2:
         raise refuse("--max-tokens", f"it is {asked.max_tokens}; a speed needs at least 2 tokens")
     if asked.seed is not None and not 0 <= asked.seed < 1 << 31:
@@ -191,8 +199,9 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     """Load the pair and run the plan; the record."""
     if asked.kernels:
         _ask_for_kernels(asked.kernels)
+    bits = DraftBits.none if asked.dense else asked.draft_bits
     target, drafter, lm, tokenizer, draft = inputs.load_pair(
-        asked.model, asked.draft_model, asked.dtype, asked.revision, asked.trust_remote_code
+        asked.model, asked.draft_model, asked.dtype, bits, asked.revision, asked.trust_remote_code
     )
     if asked.dense:
         lm, draft = _dense(asked, lm, drafter)
@@ -238,7 +247,7 @@ def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, A
         say("--dense has no effect on the target: none of its layers is quantized.")
     type_ = activation_dtype(lm)
     lm = write_out(lm, type_)
-    return lm, write_out(load_drafter(drafter, lm, revision=asked.revision), type_)
+    return lm, write_out(load_drafter(drafter, lm, revision=asked.revision, bits="none"), type_)
 
 
 def models(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, Dense, Dtype, DtypeOption, flag, refuse
+from .options import AsJson, Dense, DraftBitsOption, Dtype, DtypeOption, flag, refuse
 from .output import only_ours_on_stdout, say
 
 train_app = typer.Typer(
@@ -224,6 +224,7 @@ def train_eval(
     block_size: Annotated[list[int] | None, typer.Option(min=2, help="Block sizes; may be given again.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most held-out answers.")] = None,
     dtype: DtypeOption = None,
+    draft_bits: DraftBitsOption = None,
     dense: Dense = None,
     as_json: AsJson = False,
 ) -> None:
@@ -237,7 +238,7 @@ def train_eval(
         from ..train.offline_tau import evaluate
 
         target, _ = _load_for_training(model, dtype, dense)
-        drafter = load_drafter(draft_model, target)
+        drafter = load_drafter(draft_model, target, bits=draft_bits)
         held_out = load_docs(*data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))

@@ -180,6 +180,7 @@ class Bench:
             "model": names[0],
             "draft_model": names[1],
             "drafter_sha256": drafter and drafter.digest(),
+            "draft_bits": drafter and bits_of(drafter),
             "weights": weights_of(model),
             "settings": json.loads(json.dumps(asdict(plan)))
             | {"kinds": list(kinds), "prompts": self.prompts.source, "digest": self.prompts.digest()},
@@ -414,12 +415,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def bits_of(model: nn.Module) -> list[int]:
+    """Bits of a model's quantized layers; [] if it has none."""
+    return sorted({m.bits for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))})
+
+
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """How the target's weights lie in memory: bits of its quantized layers ([] if none), type of activations, size."""
-    quantized = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
     dtype = Target(model).embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
     return {
-        "bits": sorted({m.bits for m in quantized}),
+        "bits": bits_of(model),
         "dtype": str(dtype).removeprefix("mlx.core."),
         "gb": float(f"{sum(a.nbytes for _, a in tree_flatten(model.parameters())) / 1e9:.3g}"),
     }
@@ -503,9 +508,10 @@ def header(record: Mapping[str, Any]) -> str:
     """Where a record was made, and of what."""
     m, w, v = record["machine"], record["weights"], record["versions"]
     bits = f"{'/'.join(map(str, w['bits']))} bit, " if w["bits"] else ""
+    held = f" ({'/'.join(map(str, record['draft_bits']))} bit)" if record.get("draft_bits") else ""
     packages = ", ".join(f"{name} {version}" for name, version in v.items() if name != "commit")
     return (
-        f"{record['model']} ({bits}{w['dtype']}, {w['gb']:g} GB) with {record['draft_model']} on {m['chip']}, "
+        f"{record['model']} ({bits}{w['dtype']}, {w['gb']:g} GB) with {record['draft_model']}{held} on {m['chip']}, "
         f"{m['memory_gb']:g} GB, {m['system']}, {record['date'][:10]}\n"
         f"{packages}{', commit ' + v['commit'] if 'commit' in v else ''}; load before: {m['load'][0]:g} on {m['cores']} cores"
     )

@@ -21,7 +21,7 @@ from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
-from ..loading import check_memory, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
+from ..loading import check_memory, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
 from ..machine import machine_bytes, size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
@@ -44,6 +44,7 @@ def diagnose(
     dtype: mx.Dtype | str | None = None,
     revision: str | None = None,
     contexts: Sequence[int] = CONTEXTS,
+    draft_bits: int | str | None = None,
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
@@ -59,7 +60,7 @@ def diagnose(
     faults, suspicions = report["faults"], report["suspicions"]
     lm = tokenizer = draft = None
     if draft_model:
-        report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision))
+        report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision, draft_bits))
         if unread := (report["drafter"] or {}).get("unread"):
             suspicions.append(f"dflash_config has keys that nothing here reads: {', '.join(unread)}")
     if model:
@@ -69,7 +70,7 @@ def diagnose(
         if lm is not None:
             report["target"] = _attempt(faults, lambda: {**weights, **_describe_target(lm)})
     if lm is not None and report.get("drafter"):
-        draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision))
+        draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision, bits=draft_bits))
     if lm is not None and report.get("target"):
         layers = draft.config.target_layer_ids if draft else (0,)
         report["self_tests"] = _attempt(faults, lambda: _self_tests(lm, layers))
@@ -124,13 +125,16 @@ def _read_weights(model: str, dtype: mx.Dtype | str | None, revision: str | None
     return {"name": model, "path": str(found.path), "files": found.kind, "weights_gb": weight_bytes(found, type_) / 1e9}
 
 
-def _read_drafter(draft_model: str, dtype: mx.Dtype | str | None, revision: str | None) -> dict[str, Any]:
+def _read_drafter(
+    draft_model: str, dtype: mx.Dtype | str | None, revision: str | None, draft_bits: int | str | None
+) -> dict[str, Any]:
     from ..conversion.drafters import read_drafter
 
     checkpoint = inspect_checkpoint(builtin_path(draft_model, "drafter") or draft_model, revision=revision)
     read = read_drafter(checkpoint)
     raw, weights, config = read.raw, read.weights, read.config
     stated = stated_thinking(draft_model, checkpoint.path, raw)
+    held = held_bits(weights, checkpoint.source, draft_bits)
     own = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "map of a reduced vocabulary": "d2t"}
     return {
         "name": draft_model,
@@ -145,10 +149,11 @@ def _read_drafter(draft_model: str, dtype: mx.Dtype | str | None, revision: str 
         ],
         "own": [what for what, name in own.items() if name in weights],
         "quantization": _plain(config.quantization),
+        "held_bits": held,
         "unsupported": list(config.unsupported),
         "unread": list(config.unread),
         "trained_with_thinking": None if stated is None else {"setting": stated[0], "stated_by": stated[1]},
-        "weights_gb": weight_bytes(checkpoint, loaded_dtype(checkpoint, dtype)) / 1e9,
+        "weights_gb": weight_bytes(checkpoint, loaded_dtype(checkpoint, dtype), held) / 1e9,
         "positions": config.max_position_embeddings,
     }
 
@@ -331,7 +336,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines += [f"  caches    {kind}: entries {_ranges(layers)}" for kind, layers in target["caches"].items()]
     if drafter := report.get("drafter"):
         lines += [
-            f"drafter     {drafter['name']}: {drafter['architecture']}, {size_text(1e9 * drafter['weights_gb'])}, "
+            f"drafter     {drafter['name']}: {drafter['architecture']}, {size_text(1e9 * drafter['weights_gb'])}"
+            f"{' in ' + str(drafter['held_bits']) + ' bits' if drafter['held_bits'] else ''}, "
             f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, taps {drafter['target_layer_ids']}",
             f"            own: {', '.join(drafter['own']) or 'nothing (embedding and head are the target' + chr(39) + 's)'}",
         ]

@@ -74,6 +74,7 @@ COMMON = {
     "--block-size": ["3"],
     "--prefill-step-size": ["9"],
     "--dtype": ["float16"],
+    "--draft-bits": ["8"],
     "--revision": ["v1"],
     "--trust-remote-code": [],
     "--json": [],
