@@ -3,14 +3,28 @@
 import os
 from pathlib import Path
 
+import emulator
 import environment
 import pytest
+import rows
 
 from dflash_mlx import load, load_drafter
 
 # Before any test file is imported: some make arrays there.
 environment.choose_device(os.environ)
 environment.give_children_interrupts()
+if os.environ.get(rows.VARIABLE) == "differ":
+    rows.make_differ()
+
+# What a machine may lack: the mark of the tests that need it, and what says why it is not here (None: it is).
+NEEDS = {"rows_equal": rows.difference, "emulator": emulator.missing}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    for mark, missing in NEEDS.items():
+        if item.get_closest_marker(mark) and (reason := missing()):
+            pytest.skip(f"{mark}: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from dflash_mlx.kernels import block_linear as module
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel, block_linear_ops, block_linear_plan
 from dflash_mlx.kernels.block_qmm import TILES, block_qmm_tiles_kernel
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
+needs_compiler = pytest.mark.emulator
 
 # Of a sum before it is rounded, in float32 ulps of its absolute products' sum; as block_qmm's matrix units: see there. Here too
 # 0.03 was the worst seen, K up to 4096, in all types.

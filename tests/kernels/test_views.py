@@ -15,7 +15,7 @@ from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler: set CXX, or install g++ or clang++")
+pytestmark = pytest.mark.emulator
 
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 

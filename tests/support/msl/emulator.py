@@ -16,6 +16,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,6 +96,37 @@ class KernelFault(Exception):
 def compiler() -> str | None:
     """The C++ compiler at hand: $CXX, else g++ or clang++, else None."""
     return next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no text runs here, in a few words; None: texts run. A Mac's fibres (`ucontext`) are tried in a process of their own."""
+    if compiler() is None:
+        return "no C++ compiler: set CXX, or install g++ or clang++"
+    if sys.platform != "darwin":
+        return None
+    try:
+        done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "a small text does not end"
+    if done.returncode == 0:
+        return None
+    said = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+    return f"a small text ends with {done.returncode}: {said[-1].strip()}"
+
+
+def _try_out() -> None:
+    """Run a small text with a barrier and a simd function: what `missing` asks for."""
+    source = """
+    threadgroup float t[64];
+    t[thread_index_in_threadgroup] = x[thread_index_in_threadgroup];
+    threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    y[thread_index_in_threadgroup] = simd_sum(t[63 - thread_index_in_threadgroup]);
+    """
+    shape = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)], "output_dtypes": [mx.float32]}
+    (y,) = metal_kernel("try_out", ["x"], ["y"], source)(inputs=[mx.arange(64).astype(mx.float32)], **shape)
+    if y.tolist() != [1520.0] * 32 + [496.0] * 32:
+        raise KernelFault(f"a small text gives {y[0].item()} and {y[-1].item()}; it must give 1520 and 496")
 
 
 def _blank_comments(text: str) -> str:
@@ -390,3 +422,7 @@ def emulated() -> Iterator[None]:
         yield
     finally:
         mx.fast.metal_kernel = before
+
+
+if __name__ == "__main__":
+    _try_out()
