@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What has to pass before a change lands. Makes its own environments and uses nothing that was installed by hand:
-#   1 lint
+#   1 lint, the workflows' schema
 #   2 the built wheel, from an empty directory: the first command of README, then the quick tests
 #   3 an editable install: the slow tests
 #   4 what convert writes, read by the oldest and the newest transformers and mlx-lm that are declared
@@ -17,9 +17,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 python=${PYTHON:-python3.11}
 "$python" -m venv "$work/env"
 . "$work/env/bin/activate"
-pip install -q build "ruff>=0.17,<0.18"
+pip install -q build "ruff>=0.17,<0.18" check-jsonschema
 ruff check .
 ruff format --check .
+check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 # quick ENVIRONMENT TESTS...: README's first command and quick tests, from a directory that holds nothing.
 quick() {

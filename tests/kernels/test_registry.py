@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import metal_text
+import on_gpu
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -36,6 +37,7 @@ def missing(name):
         "test_mutations.py": any(entry.module == module.__name__.split(".")[-1] for module, *_ in MUTATED),
         "test_cuda_text.py": hasattr(CUDA, f"test_{name}"),
         "metal_text.py": name in metal_text.EXAMPLES,
+        "on_gpu.py": name in on_gpu.CHECKS,
         "bench/kernels.py": hasattr(bench.Bench, name),
     }
     return [file for file, there in has.items() if not there]
@@ -72,7 +74,7 @@ def test_a_kernel_that_is_added_appears_in_names_tests_bench_and_docs(monkeypatc
     monkeypatch.setitem(REGISTRY, "made_up", Registered("made_up", "accept", "nothing"))
     autotune.parse_setting.cache_clear()
     assert autotune.parse_setting("made_up") == {"made_up"} and "made_up" in names(on="metal", text=True)
-    assert missing("made_up") == ["test_cuda_text.py", "metal_text.py", "bench/kernels.py"]
+    assert missing("made_up") == ["test_cuda_text.py", "metal_text.py", "on_gpu.py", "bench/kernels.py"]
     with pytest.raises(KeyError, match="made_up"):
         metal_text.collect()
     assert bench.parser().parse_args(["--only", "made_up"]).only == ["made_up"]
