@@ -121,6 +121,7 @@ def test_every_familys_ids_are_plain_decodings_and_one_row_goes_where_many_go(na
     assert one == many
 
 
+@pytest.mark.rows_equal
 @needs_compiler
 @pytest.mark.parametrize("name", SERVED)
 def test_a_blocks_rows_are_bit_for_bit_those_of_one_row_at_a_time(name, everywhere):

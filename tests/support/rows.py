@@ -39,6 +39,11 @@ def difference() -> str | None:
     return None
 
 
+def tolerance() -> float:
+    """Of floats that one row and many were computed to, relative and absolute: 7e-5 was the worst seen where rows differ."""
+    return 1e-5 if difference() is None else 1e-3
+
+
 def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
     """Index of the first id that differs, or that one of the two lacks."""
     return next((n for n, (a, b) in enumerate(zip_longest(ids, others)) if a != b), None)
