@@ -15,7 +15,7 @@ from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.machine import size_text
-from dflash_mlx.models.architectures import ARCHITECTURES
+from dflash_mlx.models.architectures import not_computed
 
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
@@ -213,7 +213,7 @@ def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) ->
 
 
 def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig, raw: Mapping) -> dict:
-    if config.architecture not in ARCHITECTURES or config.unsupported:
+    if not_computed(config):
         return {"not_checked": f"this version cannot run {config.architecture or 'such a drafter'}"}
 
     def fill(model, weights) -> None:

@@ -86,7 +86,7 @@ class Checkpoint:
 
     @cached_property
     def role(self) -> str:
-        """ "target", "drafter", or the name of another kind of speculator that is neither; see `describe_role`."""
+        """ "target", "drafter", or the name of another kind of speculator that is neither, of `_OTHER_SPECULATORS`."""
         if self.gguf is not None:
             return "drafter" if self.gguf.is_drafter else "target"
         with _reading("config with architectures and dflash_config", f"{self.source}/config.json"):

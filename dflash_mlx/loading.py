@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .machine import machine_bytes, on_metal, size_text
-from .models.architectures import ARCHITECTURES, build_drafter
+from .models.architectures import ARCHITECTURES, build_drafter, not_computed
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
 from .pair import DFlashPair
@@ -259,8 +259,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     from .conversion import quantize_to_match
     from .conversion.drafters import TARGET_COPIES
 
-    if config.architecture not in ARCHITECTURES or config.unsupported:
-        what = [config.architecture] if config.architecture not in ARCHITECTURES else list(config.unsupported)
+    if what := not_computed(config):
         known = ", ".join(name for name in ARCHITECTURES if name)
         raise ConfigError(
             f"the drafter has {', '.join(what)}, which this version does not run; it runs {known} without extensions",

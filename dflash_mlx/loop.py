@@ -1,6 +1,6 @@
 """The loop: prefill, then rounds of propose, verify, accept, commit and emit until EOS or max_tokens.
 
-The only module that sees the target's and the drafter's caches at once. Knows no files, no text and no terminals.
+In a run nothing else changes a cache of either model. Knows no files, no text and no terminals.
 Read `generate_steps` first: it is the whole method. `generation` puts text and counts round it.
 """
 
@@ -30,7 +30,7 @@ from .verify import verify_block
 
 # One step: (token, log-probabilities [V], whether it was drafted).
 Step = tuple[int, mx.array, bool]
-# Kinds of cache entries that hold what two passes of one row did apart.
+# Kinds of cache entries in which two passes of one row can be undone, one after the other.
 _UNDONE_TWICE = (KVCache, QuantizedKVCache, ArraysCache)
 # Kinds of cache entries with arrays that the tokens read so far did not need.
 _LEFT_LAZY = (ArraysCache, RotatingKVCache, ConcatenateKVCache)
@@ -93,7 +93,7 @@ class PendingPass:
 
     anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the result.
-    sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: a kernel of ours ran in it.
+    sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: kernels or the accelerator ran in it.
     seconds: spent on drafting, enqueuing and waiting so far.
     """
 

@@ -35,8 +35,8 @@ class Draft:
     ids: list[int] | mx.array
     confidence: mx.array | None = None
     source: str = "plain"
-    # What the loop adds: how many ids are verified; the seconds the draft took so far, those that the host waited for it (None:
-    # it did not wait), and what it then read, ids and confidences; whether these chose `width`.
+    # The loop sets these. width: how many ids are verified; confidence_cut: the confidences chose it. seconds: spent so far;
+    # draft_s: those until the host had read the draft, None if it did not wait; drafted_ids: what it read, ids and confidences.
     width: int = 0
     seconds: float = 0.0
     draft_s: float | None = None
@@ -44,8 +44,7 @@ class Draft:
     confidence_cut: bool = False
 
     def __post_init__(self) -> None:
-        # [1, N] int32
-        self.row = mx.array([self.ids], dtype=mx.int32) if isinstance(self.ids, list) else self.ids
+        self.row = mx.array([self.ids], dtype=mx.int32) if isinstance(self.ids, list) else self.ids  # [1, N] int32
 
     @property
     def by_drafter(self) -> bool:

@@ -3,7 +3,7 @@ block_attention; and on CUDA, those of few rows through other operations of MLX'
 
 Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
 call mlx-lm's `QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given.
-Knows no family, and not how a call is intercepted: taps.py does that, for the length of a pass.
+Knows no family, and not how a call is intercepted: `models.intercept` does that, for the length of a pass.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
 }
 
 
+def not_computed(config: DrafterConfig) -> list[str]:
+    """What of a drafter no class here computes, by name: its architecture or its extensions. []: `build_drafter` makes it."""
+    return list(config.unsupported) if config.architecture in ARCHITECTURES else [config.architecture]
+
+
 def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) -> Drafter:
     """A drafter without its weights, with an embedding, a head and a map of its own where the checkpoint holds them.
 

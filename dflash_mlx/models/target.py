@@ -92,9 +92,9 @@ class Target:
         self._last = _LastPass()
         # Modules that change an ArraysCache.
         self._states = StatefulModules(model, self.family)
-        # Other ways for layers of passes over few rows.
+        # Which layers a kernel serves in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
-        # Calls of layers that go another way in passes of few rows, before any other.
+        # Further calls of layers that go another way in such passes; who compiles a pass puts them here.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass in place of this target's own where it can; the pair gives it.
         self.accelerator: Any = None
@@ -149,7 +149,7 @@ class Target:
         Args:
           point: made by `rollback_point(cache)` just now; then `rollback` takes back rows of this pass. For blocks only:
             inputs of stateful modules are kept, for every row.
-          kernels: of few rows, let our kernels serve its layers. For who looks at `finite_flag`: prefill does not.
+          kernels: let our kernels serve the layers of a pass of few rows. The caller must then read `finite_flag`.
           eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
             inside a compiled function.
         Returns:

@@ -5,6 +5,7 @@ change. The rest needs a network, a GPU, a Mac or over a minute. The real comman
 that was renamed or a value that is refused fails here.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 import typer
 from kit import TINY
 
+import dflash_mlx
 from dflash_mlx.machine import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +165,14 @@ def test_every_link_leads_somewhere(page):
         if not file.exists() or place and place not in map(anchor, headings):
             lost.append(target)
     assert not lost
+
+
+@pytest.mark.skipif(not PAGES, reason="README and docs are not beside the tests")
+def test_architecture_says_what_every_module_and_folder_is_for():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = Path(inspect.getfile(dflash_mlx)).parent
+    names = [p.name for p in package.glob("[!_]*.py")] + [f"{p.parent.name}/" for p in package.glob("*/__init__.py")]
+    assert len(names) > 30 and not [name for name in names if f"`{name}" not in text]
 
 
 @pytest.mark.skipif(not PAGES, reason="README and docs are not beside the tests")

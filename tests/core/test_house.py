@@ -117,6 +117,41 @@ def retired(text):
     return sorted((words & set(RETIRED) - {"walk"}) | own | imported & set(RETIRED_MODULES))
 
 
+# Names of others' code that comments speak of.
+OTHERS_NAMES = (
+    "AutoModel llama_token_type make_text_state_machine generate_extra_tensors load_prompt_cache modeling_rope_utils "
+    "tokenization_gemma runtime_block_size"
+)
+
+
+def spoken_and_said(text):
+    """A module's docstrings and lines of comment, and the rest of it."""
+    lines = text.splitlines()
+    spoken = {i for i, line in enumerate(lines) if line.lstrip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            spoken |= {*range(node.lineno - 1, node.end_lineno)}
+    return "\n".join(lines[i] for i in sorted(spoken)), "\n".join(line for i, line in enumerate(lines) if i not in spoken)
+
+
+def named(spoken):
+    """The single names that comments and docstrings put in backquotes, and the modules that they call by their files."""
+    return {name for pair in re.findall(r"`(\w{2,})`|\b([a-z_]+)\.py\b", spoken) for name in pair if name}
+
+
+def test_comments_and_docstrings_name_only_what_exists():
+    read = {name: spoken_and_said(path.read_text(encoding="utf-8")) for name, path in sources()}
+    exist = {*re.findall(r"\w+", " ".join([OTHERS_NAMES, *read, *(said for _, said in read.values())]))}
+    exist |= {path.stem for folder in ("bench", "scripts", "tests") for path in TESTS.parent.glob(f"{folder}/**/*.py")}
+    found = {name: gone for name, (spoken, _) in read.items() if (gone := sorted(named(spoken) - exist))}
+    assert len(exist) > 2000 and not found, found
+
+
+def test_a_name_that_is_gone_is_seen():
+    spoken, said = spoken_and_said('"""See `gone` and taps.py."""\nx = "`not` this"\n# nor `lost`\n')
+    assert named(spoken) == {"gone", "taps", "lost"} and said == 'x = "`not` this"'
+
+
 def test_no_retired_name_comes_back():
     found = {name: names for name, path in sources() if (names := retired(path.read_text(encoding="utf-8")))}
     stems = {name: path.stem for name, path in sources() if path.stem in RETIRED_MODULES}
