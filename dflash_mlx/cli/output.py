@@ -65,6 +65,8 @@ def figures(result: dict[str, Any]) -> str:
         f"ended by {result['finish_reason']}; peak memory {result['peak_memory_gb']:.2f} GB",
     ]
     if result["tau"] is not None:
+        after, passes = result["generation_tokens"] - 1, sum(result["widths"].values())
+        lines.append(f"Passes: {passes} of the target for the {after} tokens after the first; plain decoding takes one a token.")
         lengths = result["acceptance_lengths"]
         counts = ", ".join(f"{n - 1}: {lengths.count(n)}" for n in sorted(set(lengths)))
         lines.append(

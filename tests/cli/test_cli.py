@@ -70,6 +70,8 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
     forced = run("generate", *TINY, "-m", "24", "--block-size", "8")
     assert forced.stdout == done.stdout
     assert "tau " in forced.stderr and "accepted + 1" in forced.stderr and "Widths: " not in forced.stderr
+    passes = int(re.search(r"Passes: (\d+) of the target for the 23 tokens after the first; plain", forced.stderr)[1])
+    assert passes == int(re.search(r"over (\d+) rounds", forced.stderr)[1]) < 23
 
 
 def test_json_says_which_widths_were_taken_and_why():
