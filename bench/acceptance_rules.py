@@ -6,13 +6,12 @@
     python bench/acceptance_rules.py --merge part-*.json --out result.json
 
 Every prompt is answered with each drafter, at each temperature, by each of
-  argmax     the drafter's likeliest tokens, kept while they equal the target's draws           (the default)
-  shared     drafts drawn with the noise that the target's own draw at the position has, matched likewise
+  argmax     the drafter's likeliest tokens, kept while they equal the target's draws           (of a sampler that is a function)
+  shared     drafts drawn with the noise that the target's own draw at the position has, matched likewise        (the default)
   rejection  drafts drawn from the drafter, kept with probability min(1, p / q)                 acceptance="rejection"
   block      as rejection, judged as a whole                                                    acceptance="block"
 At temperature 0 there is argmax alone. The first two keep the seed's promise: they write one text, which is checked (on a GPU
-those that differ are counted). Draws are Gumbel-max: with `mx.random.categorical`, which turns one uniform number into a token
-through running sums over all ids, two distributions that are almost equal seldom draw the same token from the same noise.
+those that differ are counted).
 Differences are taken prompt by prompt: of a method to argmax, and of a later drafter to the first.
 The prompts file holds {"kind": ..., "prompt": ...} a line; a tokenizer without a chat template gets the text as it is.
 Intervals: 95 %, bootstrap over texts. tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or
@@ -26,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,45 +36,18 @@ from acceptance import DTYPES, histogram, share, summarise, tau_of
 METHODS = ("argmax", "shared", "rejection", "block")
 
 
-def gumbel_sampler(temp: float) -> Any:
-    """`Distribution(temp)` that draws by Gumbel-max: argmax of log p / temp + g."""
-    from dflash_mlx.sampling import Distribution
-
-    class Gumbel(Distribution):
-        def __call__(self, logprobs: mx.array) -> mx.array:
-            return mx.argmax(logprobs * (1 / self.temp) + mx.random.gumbel(logprobs.shape), axis=-1)
-
-    return Gumbel(temp)
-
-
-def share_noise(drafter: Any, sampler: Any, seed: int) -> type:
-    """Make the drafter draw its drafts under the target's noise; returns the class to give back to it."""
-    from dflash_mlx.sampling import sample_at
-
-    before = type(drafter)
-
-    def draft(self: Any, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
-        first = start + features.shape[1] + 1
-        hidden = self.slots(anchor, features, cache, start, block_size)
-        return self.pick(hidden, anchor, lambda rows, i: sample_at(sampler, seed, first + i, rows))
-
-    drafter.__class__ = type("SharedNoise", (before,), {"draft": draft})
-    return before
-
-
 def answer(method: str, model: Any, tokenizer: Any, drafter: Any, prompt: Any, temp: float, seed: int, **options: Any) -> Any:
     """(ids, accepted in each round) of one answer."""
     from dflash_mlx import stream_generate
+    from dflash_mlx.sampling import Distribution
 
-    sampler, before = gumbel_sampler(temp) if temp else None, type(drafter)
+    sampler: Any = Distribution(temp) if temp else None
     if method in ("rejection", "block"):
         options["acceptance"] = method
-    elif method == "shared":
-        share_noise(drafter, sampler, seed)
-    try:
-        run = list(stream_generate(model, tokenizer, prompt, draft_model=drafter, sampler=sampler, seed=seed, **options))
-    finally:
-        drafter.__class__ = before
+    elif method == "argmax" and temp:
+        # Draws the same, and cannot be asked to draw at given noise.
+        sampler = partial(Distribution(temp))
+    run = list(stream_generate(model, tokenizer, prompt, draft_model=drafter, sampler=sampler, seed=seed, **options))
     return [r.token for r in run], [n - 1 for n in run[-1].stats.acceptance_lengths]
 
 

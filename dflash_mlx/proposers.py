@@ -146,10 +146,9 @@ class BlockProposer:
 
     def propose(self, anchor: mx.array, n: int) -> Draft:
         """[1] anchor to n drafts. The cache then holds the rows that were pending."""
-        args = (self.drafter, anchor, self.context.pending.joined(), self.cache, self.context.rows, n + 1)
-        if self._policy.wants_confidence:
-            return Draft(*self._sampler.draft_with_confidence(*args), source=self.source)
-        return Draft(self._sampler.draft(*args), source=self.source)
+        features = self.context.pending.joined()
+        drafted, sure = self._sampler.draft(self.drafter, anchor, features, self.cache, self.context.rows, n + 1)
+        return Draft(drafted, sure if self._policy.wants_confidence else None, source=self.source)
 
     def inject(self, *features: mx.array) -> None:
         """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""

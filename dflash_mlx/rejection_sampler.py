@@ -30,12 +30,12 @@ class RejectionSampler(TargetSampler):
 
     def draft(
         self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
-    ) -> mx.array:
+    ) -> tuple[mx.array, None]:
         hidden = drafter.slots(anchor, features, cache, start, block_size)
         key = self._keys(start + features.shape[1] + 1)[0]
         # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
         drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)
-        return drawn
+        return drawn, None
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         width = drafted.shape[1]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from .errors import GenerationError
 from .sampling_settings import SamplingSettings
@@ -21,14 +21,18 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _LIMIT = 1 << 32
 
-__all__ = ["Distribution", "History", "KeyedSampler", "SamplingSettings", "choose_seed", "process", "sample_at"]
+__all__ = [
+    "Distribution", "History", "KeyedSampler", "SamplingSettings", "choose_seed", "noise_at", "process", "sample_at",
+    "sample_rows",
+]  # fmt: skip
 
 
 class Distribution:
-    """mlx-lm's sampler for temperature, top-p, min-p and top-k that can also tell its probabilities.
+    """Temperature, top-p, min-p and top-k as mlx-lm has them, drawn by Gumbel-max: argmax of log p / temp + noise.
 
-    As a sampler it draws what `make_sampler` with the same numbers draws. Rejection needs the probabilities. A top_p of 0
-    leaves the likeliest token alone, as in `SamplingSettings`.
+    Two distributions that are almost equal then draw the same token from the same noise nearly always. With mlx-lm's
+    `make_sampler`, which turns one number into a token through sums over all ids, they seldom do. A top_p of 0 leaves the
+    likeliest token alone, as in `SamplingSettings`.
 
     Raises:
       GenerationError: at a temperature of 0, which has no distribution: leave the sampler out instead.
@@ -41,20 +45,28 @@ class Distribution:
             # mlx-lm's 0 switches the filter off.
             top_p, top_k = 1.0, 1
         self.temp, self.top_p, self.min_p, self.top_k = temp, top_p, min_p, top_k
-        self._sample = make_sampler(temp, top_p, min_p, top_k=top_k)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        return self._sample(logprobs)
+        """[..., V] log-probabilities to ids [...], under noise of `mx.random`."""
+        return self.draw(logprobs, mx.random.gumbel(logprobs.shape))
+
+    def draw(self, logprobs: mx.array, noise: mx.array) -> mx.array:
+        """[..., V] log-probabilities and Gumbel noise to ids [...]."""
+        return mx.argmax(self._heated(logprobs) + noise, axis=-1)
 
     def probabilities(self, logprobs: mx.array) -> mx.array:
-        """[..., V] log-probabilities to the probabilities that tokens are drawn with, [..., V]: filters, then temperature."""
+        """[..., V] log-probabilities to the probabilities that tokens are drawn with, [..., V]."""
+        return mx.softmax(self._heated(logprobs), axis=-1, precise=True)
+
+    def _heated(self, logprobs: mx.array) -> mx.array:
+        """Filters, then temperature."""
         if self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p:
             logprobs = apply_min_p(logprobs, self.min_p)
-        if self.top_k:
+        if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
-        return mx.softmax(logprobs * (1 / self.temp), axis=-1, precise=True)
+        return logprobs * (1 / self.temp)
 
 
 def choose_seed(seed: int | None) -> int:
@@ -84,6 +96,21 @@ def sample_at(sampler: Sampler, seed: int, position: int, logprobs: mx.array) ->
         return sampler(logprobs)
     finally:
         mx.random.seed((high << 32) | low)
+
+
+def noise_at(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> mx.array:
+    """[N, V] Gumbel noise of N pairs of seed and position: row by row what `sample_at` would have a `Distribution` draw."""
+    keys = mx.array([*zip(seeds, positions, strict=True)], dtype=mx.uint32)
+    # Seeding makes a key of both words; the first use of `mx.random`'s own state takes the second half of its split.
+    return mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=mx.random.split(key)[1]))(keys)
+
+
+def sample_rows(sampler: Sampler, seed: int, position: int, rows: mx.array) -> mx.array:
+    """[N, V] log-probabilities to ids [N], row i under the noise of (seed, position + i); at once where the sampler can."""
+    positions = range(position, position + len(rows))
+    if isinstance(sampler, Distribution):
+        return sampler.draw(rows, noise_at([seed] * len(rows), positions, rows.shape[-1]))
+    return mx.concatenate([sample_at(sampler, seed, at, rows[i : i + 1]) for i, at in enumerate(positions)])
 
 
 class KeyedSampler:

@@ -121,13 +121,16 @@ class SamplingSettings:
     def make(
         self, tokenizer: Any = None, logit_bias: Mapping[int, float] | None = None
     ) -> tuple[Callable | None, list[Callable]]:
-        """mlx-lm's sampler and logits processors for these settings.
+        """A sampler and mlx-lm's logits processors for these settings.
 
         Args:
           tokenizer: XTC never leaves out its line break and its end tokens, as in mlx-lm's own commands.
-        Returns: the sampler, None where the likeliest token is taken always; the processors, [] where none is needed.
+        Returns: the sampler, None where the likeliest token is taken always: a `sampling.Distribution`, or mlx-lm's where XTC
+          throws its own coin; the processors, [] where none is needed.
         """
         from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+        from .sampling import Distribution
 
         processors = make_logits_processors(
             dict(logit_bias) if logit_bias else None,
@@ -140,8 +143,10 @@ class SamplingSettings:
         )
         if self.greedy:
             return None, processors
+        if not self.xtc_probability:
+            return Distribution(self.temp, self.top_p, self.min_p, self.top_k), processors
         special = []
-        if tokenizer is not None and self.xtc_probability:
+        if tokenizer is not None:
             special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         sampler = make_sampler(
             self.temp,

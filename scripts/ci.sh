@@ -3,7 +3,7 @@
 #   1 lint, the workflows' schema
 #   2 the built wheel, from an empty directory: the first command of README, then the quick tests
 #   3 an editable install: the slow tests
-#   4 what convert writes, read by the oldest and the newest transformers and mlx-lm that are declared
+#   4 what convert writes, read by the oldest transformers and mlx-lm that are declared (1 to 3 have the newest)
 #   5 on every other interpreter of 3.11 to 3.14 that is here: the same first command and a part of the quick tests (PART below);
 #     for those that are not here: all dependencies as wheels
 # PYTHON names the interpreter of 1 to 3 (default: python3.11). ONLY=quick stops after 2.
@@ -30,9 +30,9 @@ quick() {
   (cd "$work/empty" && "$env/bin/dflash-mlx" generate -m 16 && "$env/bin/dflash-mlx" generate -m 16 --block-size 8 &&
     "$env/bin/python" -m pytest "$@" -c "$repo/pyproject.toml" --rootdir "$repo")
 }
-# What touches every module and the standard library most, in some three minutes.
-PART=(core/test_imports.py core/test_no_globals.py core/test_conformance.py core/test_generation.py core/test_prompt_cache.py
-  core/test_docs.py core/test_checkpoint.py cli/test_cli.py serving/test_requests.py convert/test_drafters.py)
+# What touches every module and the standard library most, in a minute or two.
+PART=(core/test_imports.py core/test_no_globals.py core/test_generation.py core/test_checkpoint.py cli/test_first_day.py
+  serving/test_requests.py)
 
 echo "== the wheel, from an empty directory"
 python -m build -q --wheel --outdir "$work/dist" .
@@ -47,7 +47,7 @@ pip install -q -e ".[cpu,train,dev]"
 pytest -m full
 
 echo "== readers of converted models"
-PYTHON="$python" bash scripts/check_versions.sh "$work/readers"
+PYTHON="$python" bash scripts/check_versions.sh "$work/readers" oldest
 
 # interpreter VERSION: prints a Python of that version, if one runs here.
 interpreter() {

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import DrafterConfig
-from .drafter import DecoderLayer, Drafter
+from .drafter import DecoderLayer, Drafter, Draw
 
 
 class DynamicConvolution(nn.Module):
@@ -81,16 +81,15 @@ class CandidateSelector(nn.Module):
         unary: mx.array,
         candidates: mx.array,
         anchor: mx.array,
-        temperature: float = 0.0,
-        key: mx.array | None = None,
+        draw: Draw | None = None,
+        noise: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Walk the slots.
 
         Shapes:
           - hidden: [B, N, H]; unary, candidates: [B, N, k] float32 and token ids; anchor: [B] the token before slot 0
         Args:
-          temperature: 0 takes the best candidate of each slot; else it is drawn from softmax(score / temperature) over the k
-            candidates, under `key`.
+          draw, noise: chooses from log-probabilities [B, k] under noise [B, N, k] of the slot; None: the best candidate.
         Returns: the path [B, N] int32, and the scores [B, N, k] that each of its tokens was chosen by.
         """
         projected = self.hidden_projection(hidden).astype(mx.float32)
@@ -98,11 +97,10 @@ class CandidateSelector(nn.Module):
         token, path, seen = anchor, [], []
         for i in range(hidden.shape[1]):
             scores = self._scores(projected[:, i], unary[:, i], successors[:, i], token)
-            if temperature:
-                key, mine = mx.random.split(key)
-                slot = mx.random.categorical(scores / temperature, key=mine)
-            else:
+            if draw is None:
                 slot = mx.argmax(scores, axis=-1)
+            else:
+                slot = draw(scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise[:, i])
             token = mx.take_along_axis(candidates[:, i], slot[:, None], axis=1)[:, 0]
             path.append(token)
             seen.append(scores)
@@ -135,41 +133,30 @@ class DFlash2Drafter(Drafter):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
+    def choose(
+        self, hidden: mx.array, anchor: mx.array, draw: Draw | None = None, noise: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
         if not hidden.shape[1]:
             return mx.zeros(hidden.shape[:2], dtype=mx.int32), mx.zeros(hidden.shape[:2])
-        path, scores = self.candidate_selector(hidden, *self.candidates(hidden), anchor)
+        unary, candidates = self.candidates(hidden)
+        if noise is not None:
+            # A candidate beyond the target's vocabulary is padding of the head.
+            noise = mx.take_along_axis(noise, mx.minimum(candidates, noise.shape[-1] - 1), axis=-1)
+        path, scores = self.candidate_selector(hidden, unary, candidates, anchor, draw, noise)
         return path, mx.softmax(scores, axis=-1).max(axis=-1)
 
     def draw(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        probabilities: Callable[[mx.array], mx.array],
-        temperature: float,
-        key: mx.array,
+        self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array]:
         """As `Drafter.draw`, by the selector's walk: over the candidates of a slot, at the temperature alone, no filters."""
         unary, candidates = self.candidates(hidden)
-        path, scores = self.candidate_selector(hidden, unary, candidates, anchor, temperature, key)
+        noise = mx.random.gumbel(unary.shape, key=key)
+
+        def hot(logprobs: mx.array, noise: mx.array) -> mx.array:
+            return mx.argmax(logprobs / temperature + noise, axis=-1)
+
+        path, scores = self.candidate_selector(hidden, unary, candidates, anchor, hot, noise)
         return path, candidates, mx.softmax(scores / temperature, axis=-1, precise=True)
-
-    def pick(self, hidden: mx.array, anchor: mx.array, take: Callable[[mx.array, int], mx.array]) -> mx.array:
-        """As `Drafter.pick`, slot by slot behind the tokens that were taken. Ids that are no candidates have -inf."""
-        unary, candidates = self.candidates(hidden)
-        selector, token, path = self.candidate_selector, anchor, []
-        for i in range(hidden.shape[1]):
-            scores = selector.scores(hidden[:, i], unary[:, i], candidates[:, i], token)
-            scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-            rows = mx.full((len(scores), self.target_vocabulary), -mx.inf)
-            token = take(mx.put_along_axis(rows, candidates[:, i], scores, axis=-1), i).astype(mx.int32)
-            path.append(token)
-        return mx.stack(path, axis=1)
-
-    @property
-    def target_vocabulary(self) -> int:
-        """Ids that a token may have: the config's vocabulary, or more where the codebooks have more rows."""
-        return max(self.config.vocab_size or 0, self.candidate_selector.successor_codebook.shape[0])
 
     def candidates(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """[B, N, H] to each slot's best tokens: their logits, float32, as the head's scale and soft-cap leave them, and ids.

@@ -24,6 +24,9 @@ from ..kernels.layer_routes import attention
 from ..rollback import append_window
 from .rope import make_rope
 
+# Chooses ids [...] from log-probabilities [..., V] under noise [..., V].
+Draw = Callable[[mx.array, mx.array], mx.array]
+
 
 class Attention(nn.Module):
     """Block attention with KV injection: keys and values of the context come from the target's features."""
@@ -236,13 +239,14 @@ class Drafter(nn.Module):
         return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)[0]
 
     def draft_with_confidence(
-        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, *noise: Any
     ) -> tuple[mx.array, mx.array | None]:
-        """`draft`, and how sure the drafter is of each token: its own probability of it, [B, block_size - 1] float32.
+        """`draft`, and how sure the drafter is at each slot: its greatest probability there, [B, block_size - 1] float32.
 
         None where there is none to be had, as of a head that writes no logits: widths then go by what was accepted alone.
+        noise: `draw` and noise, as in `choose`.
         """
-        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)
+        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor, *noise)
 
     def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
         """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
@@ -260,12 +264,7 @@ class Drafter(nn.Module):
         return hidden[:, 1:]
 
     def draw(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        probabilities: Callable[[mx.array], mx.array],
-        temperature: float,
-        key: mx.array,
+        self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array]:
         """Draw the slots' tokens instead of taking the likeliest, and tell with which probabilities.
 
@@ -282,12 +281,6 @@ class Drafter(nn.Module):
         every = self.target_ids(mx.broadcast_to(mx.arange(q.shape[-1]), q.shape)) if "d2t" in self else None
         return self.target_ids(drawn), every, q
 
-    def pick(self, hidden: mx.array, anchor: mx.array, take: Callable[[mx.array, int], mx.array]) -> mx.array:
-        """Mask slots [B, N, H] to ids [B, N]; `take` chooses them from log-probabilities [B, V] and the slot's number."""
-        logits = self._head(hidden)
-        rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return self.target_ids(mx.stack([take(rows[:, i], i) for i in range(rows.shape[1])], axis=1))
-
     def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
         """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
         block = self._embed(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
@@ -303,11 +296,24 @@ class Drafter(nn.Module):
                 return name, str(values.dtype).removeprefix("mlx.core.")
         return None
 
-    def choose(self, hidden: mx.array, anchor: mx.array) -> tuple[mx.array, mx.array | None]:
-        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the argmax of the head at each, and their
-        probabilities [B, N] float32, which nobody has to evaluate."""
+    def choose(
+        self, hidden: mx.array, anchor: mx.array, draw: Draw | None = None, noise: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the likeliest of each, and the greatest probability
+        there [B, N] float32, which nobody has to evaluate.
+
+        draw, noise: how the target draws, and its noise [B, N, V] at the slots; then what it would draw from the head's rows.
+        """
         logits = self._head(hidden)
-        return self.target_ids(mx.argmax(logits, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
+        chosen = mx.argmax(logits, axis=-1) if draw is None else self._draw_at(noise, logits.astype(mx.float32), draw)
+        return self.target_ids(chosen), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
+
+    def _draw_at(self, noise: mx.array, logits: mx.array, draw: Draw) -> mx.array:
+        """[B, N, R] logits of the head's tokens and the noise of the target's, [B, N, V], to the head's tokens [B, N]."""
+        if "d2t" in self:
+            noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
+        both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
+        return draw(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
 
     def target_ids(self, ids: mx.array) -> mx.array:
         """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""

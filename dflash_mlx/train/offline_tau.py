@@ -18,6 +18,7 @@ import numpy as np
 from ..draft_length.prompt_lookup import PromptLookup
 from ..models.drafter import Drafter
 from ..models.target import Target
+from ..sampling import Distribution, noise_at
 from .data import Docs
 from .forward import block_hidden, context_keys_values
 from .prompts import KINDS
@@ -82,22 +83,11 @@ class SharedNoise:
     temp: float
     seeds: np.ndarray
 
-    def take(self, rows: np.ndarray, at: np.ndarray) -> Callable[[mx.array, int], mx.array]:
-        """`Drafter.pick`'s function for documents `rows` [n] that stand at `at` [n]."""
-
-        def take(logprobs: mx.array, slot: int) -> mx.array:
-            keys = mx.stack(
-                [mx.random.key((int(self.seeds[r]) << 32) | int(a) + 1 + slot) for r, a in zip(rows, at, strict=True)]
-            )
-            return keyed_draw(keys, logprobs * (1 / self.temp))
-
-        return take
-
-
-def keyed_draw(keys: mx.array, logits: mx.array) -> mx.array:
-    """The argmax of each row plus the Gumbel noise right after `mx.random.seed`: keys [n, 2], logits [n, V] to ids [n]."""
-    noise = mx.vmap(lambda key: mx.random.gumbel(logits.shape[-1:], key=mx.random.split(key)[1]))(keys)
-    return mx.argmax(logits + noise, axis=-1)
+    def rows(self, rows: np.ndarray, at: np.ndarray, slots: int, vocabulary: int) -> mx.array:
+        """`Drafter.choose`'s noise for documents `rows` [n] that stand at `at` [n]: [n, slots, V]."""
+        seeds = np.repeat(self.seeds[rows], slots)
+        positions = (at[:, None] + np.arange(1, slots + 1)).ravel()
+        return noise_at(seeds.tolist(), positions.tolist(), vocabulary).reshape(len(rows), slots, vocabulary)
 
 
 def drafter_guess(
@@ -129,7 +119,8 @@ def drafter_guess(
             if noise is None:
                 out.append(drafter.choose(hidden, anchor)[0])
             else:
-                out.append(drafter.pick(hidden, anchor, noise.take(here, places)))
+                shared = noise.rows(here, places, K - 1, target.vocabulary)
+                out.append(drafter.choose(hidden, anchor, Distribution(noise.temp).draw, shared)[0])
             mx.async_eval(out[-1])
         drafts = np.concatenate([np.array(o) for o in out])
         # Every round has fewer rows: buffers of each size would pile up.

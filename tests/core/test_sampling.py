@@ -9,7 +9,7 @@ from rows import tolerance
 
 from dflash_mlx import make_prompt_cache
 from dflash_mlx.errors import GenerationError
-from dflash_mlx.sampling import Distribution, KeyedSampler, choose_seed, process, sample_at
+from dflash_mlx.sampling import Distribution, KeyedSampler, choose_seed, noise_at, process, sample_at, sample_rows
 
 PROMPT = [5, 9, 33, 7, 20]
 SAMPLERS = {
@@ -239,17 +239,52 @@ def test_no_two_keys_share_their_noise():
 @pytest.mark.parametrize(
     "numbers", [{"temp": 0.7}, {"temp": 1.3, "top_k": 9}, {"temp": 1.0, "top_p": 0.8, "min_p": 0.02}], ids=str
 )
-def test_a_distribution_draws_as_mlx_lms_sampler_and_tells_with_which_probabilities(numbers):
+def test_a_distribution_draws_with_the_probabilities_that_it_tells_which_are_mlx_lms(numbers):
     row = mx.random.normal((1, 40), key=mx.random.key(3)) * 2
     row = row - mx.logsumexp(row, axis=-1, keepdims=True)
     ours, theirs = Distribution(**numbers), make_sampler(**numbers)
-    draws = [sample_at(ours, 1, n, row).item() for n in range(400)]
-    assert draws == [sample_at(theirs, 1, n, row).item() for n in range(400)]
     told = np.array(ours.probabilities(row)[0], dtype=np.float64)
-    assert told.sum() == pytest.approx(1, abs=1e-5) and all(told[draws] > 0)
-    # Four standard errors of each token's share.
-    share = np.bincount(draws, minlength=40) / 400
-    assert np.all(np.abs(share - told) <= 4 * np.sqrt(told * (1 - told) / 400) + 1e-9)
+    assert told.sum() == pytest.approx(1, abs=1e-5)
+    for sampler in (ours, theirs):
+        draws = [sample_at(sampler, 1, n, row).item() for n in range(400)]
+        assert all(told[draws] > 0)
+        # Four standard errors of each token's share.
+        share = np.bincount(draws, minlength=40) / 400
+        assert np.all(np.abs(share - told) <= 4 * np.sqrt(told * (1 - told) / 400) + 1e-9)
+
+
+@pytest.mark.parametrize("numbers", [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.8, "min_p": 0.02, "top_k": 9}], ids=str)
+def test_rows_drawn_at_once_are_those_drawn_one_by_one(numbers):
+    """By a distribution, and by a function, which is asked row by row."""
+    rows = mx.random.normal((5, 40), key=mx.random.key(3)) * 2
+    sampler, last = Distribution(**numbers), (1 << 32) - 5
+    for seed, position in ((3, 0), ((1 << 32) - 1, last)):
+        one_by_one = [sample_at(sampler, seed, position + i, rows[i : i + 1]).item() for i in range(5)]
+        assert sample_rows(sampler, seed, position, rows).tolist() == one_by_one
+        assert sample_rows(lambda row: sampler(row), seed, position, rows).tolist() == one_by_one
+    assert len({tuple(row) for row in noise_at([3, 3, 4], [7, 8, 7], 9).tolist()}) == 3
+
+
+def test_drafts_share_the_noise_of_the_targets_draws(tiny):
+    """A drafter whose distribution is the target's own drafts the text of the seed; likeliest tokens do not."""
+    model = tiny_target(seed=2)
+    model.lm_head.weight = model.lm_head.weight * 0.3
+    text = ids_of(run(model, None, PROMPT, 24, sampler=Distribution(0.9), seed=7))
+    logits = model(mx.array([[*PROMPT, *text]]))
+
+    class Own(type(tiny_drafter(model))):
+        def slots(self, anchor, features, cache, start, block_size):
+            self.inject(features, cache, start)
+            return mx.arange(start + features.shape[1], start + features.shape[1] + block_size - 1)
+
+    drafter = tiny_drafter(model, cls=Own)
+    drafter._head = lambda at: logits[:, at]
+    for block in (4, 6):
+        options = {"block_size": block, "seed": 7, "prompt_lookup": False}
+        got = run(model, drafter, PROMPT, 12, sampler=Distribution(0.9), **options)
+        assert ids_of(got) == text[:12] and set(got[-1].stats.acceptance_lengths[:-1]) == {block}
+        likeliest = run(model, drafter, PROMPT, 12, sampler=lambda row: Distribution(0.9)(row), **options)
+        assert ids_of(likeliest) == text[:12] and likeliest[-1].stats.tau < block - 1
 
 
 def test_rejection_gives_a_seeds_text_again_and_a_token_that_is_certain_always(tiny):

@@ -12,6 +12,7 @@ from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter
 from dflash_mlx.models.target import Target
+from dflash_mlx.sampling import Distribution
 from dflash_mlx.train.data import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
 from dflash_mlx.train.losses import LossConfig, Wanted, block_loss, top_candidates
@@ -247,11 +248,7 @@ def test_replayed_rounds_equal_the_served_ones_at_temperature_0(model, docs, tra
 
 @pytest.mark.parametrize("temp", [0.7, 1.0])
 def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, docs, trained, temp):
-    from dflash_mlx.sampling import sample_at
-
-    def sampler(logprobs):
-        return mx.argmax(logprobs * (1 / temp) + mx.random.gumbel(logprobs.shape), axis=-1)
-
+    sampler = Distribution(temp)
     drafter = load_drafter(str(trained[0]), model)
     target, prompts = Target(model, [1, 2, 4]), [docs.doc(i) for i in range(4)]
     texts = []
@@ -269,8 +266,11 @@ def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, doc
         features = target(mx.array([ids[: at[seed]]]))[1]
         anchor = mx.array([ids[at[seed]]])
         hidden = drafter.slots(anchor, features, drafter.make_cache(), 0, BLOCK)
-        first = int(at[seed]) + 1
-        want = drafter.pick(hidden, anchor, lambda row, i, seed=seed, first=first: sample_at(sampler, seed, first + i, row))
+        noise = []
+        for position in range(int(at[seed]) + 1, int(at[seed]) + BLOCK):
+            mx.random.seed((seed << 32) | position)
+            noise.append(mx.random.gumbel((1, 1, target.vocabulary)))
+        want, _ = drafter.choose(hidden, anchor, sampler.draw, mx.concatenate(noise, axis=1))
         assert got[seed].tolist() == want[0].tolist()
     spans = [(len(p), len(w)) for p, w in zip(given, whole, strict=True)]
     assert mean_tau(replay_with(guess, padded, spans, BLOCK)) > 1
