@@ -130,7 +130,7 @@ class SamplingSettings:
         """
         from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-        from .sampling import Distribution
+        from .distribution import Distribution
 
         processors = make_logits_processors(
             dict(logit_bias) if logit_bias else None,

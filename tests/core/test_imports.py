@@ -42,6 +42,7 @@ ORDER = (
     "stats",
     "chat_template",
     "text",
+    "distribution",
     "sampling_settings",
     "sampling",
     "target_sampler",
