@@ -25,7 +25,37 @@ def test_without_mlx_linux_users_are_told_the_extras(monkeypatch):
     # The front end without the library that an extra brings.
     assert requirements.explain(ImportError("libmlx.so: cannot open shared object file", name="mlx.core")) == said
     monkeypatch.setattr(requirements.sys, "platform", "darwin")
+    monkeypatch.setattr(requirements.platform, "machine", lambda: "arm64")
     assert "pip install mlx (macOS" in requirements.explain(ModuleNotFoundError("No module named 'mlx'", name="mlx"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "macos", "translated", "said"),
+    [
+        ("x86_64", "15.1", "1", "this Python is an x86 build that runs under Rosetta, and MLX has none for it. Install an arm64"),
+        ("x86_64", "10.16", "", "this Mac has an Intel processor, and MLX needs Apple silicon"),
+        ("arm64", "13.6.1", "", "this is macOS 13.6.1, and MLX needs macOS 14 or later. Update macOS"),
+        ("arm64", "14.0", "", None),
+        ("arm64", "", "", None),
+    ],
+)
+def test_a_mac_or_a_python_on_which_mlx_cannot_run_is_told_in_one_sentence(monkeypatch, machine, macos, translated, said):
+    monkeypatch.setattr(requirements.sys, "platform", "darwin")
+    monkeypatch.setattr(requirements.platform, "machine", lambda: machine)
+    monkeypatch.setattr(requirements.platform, "mac_ver", lambda: (macos, ("", "", ""), machine))
+    answer = subprocess.CompletedProcess([], 0, stdout=f"{translated}\n")
+    monkeypatch.setattr(requirements.subprocess, "run", lambda *command, **options: answer)
+    found = requirements.machine_fault()
+    assert found is said is None or found.startswith(said)
+    # Before the remedy for what is not installed: installing it would not help.
+    for error in (
+        ModuleNotFoundError("No module named 'mlx'", name="mlx"),
+        ModuleNotFoundError("No module named 'mlx_lm'", name="mlx_lm"),
+        ImportError("dlopen(libmlx.dylib): incompatible architecture (have 'arm64', need 'x86_64')", name="mlx.core"),
+    ):
+        explained = requirements.explain(error)
+        assert explained == said is None or explained.startswith(said or explained[:8])
+    assert requirements.explain(ImportError("x", name="no_such_package")) is None
 
 
 def test_a_package_that_lacks_a_name_is_told_with_its_version_and_the_wanted_one():
