@@ -5,9 +5,9 @@
     python bench/table.py --here [--max-seconds 600] [--only bench-tiny]
                                                 repeat the records on this machine and show its figures beside them
 
-Records: bench-*.json by `dflash-mlx bench --out`, shapes-*.json by bench/shapes.py, peers-*.json by bench/peers.py. `--here`
-repeats bench-*.json with each record's own settings (at most --max-seconds each), keeps the new records in bench/here/, and needs
-the named pairs; the others are repeated by their own scripts.
+Records: bench-*.json by `dflash-mlx bench --out`, shapes-*.json by bench/shapes.py, peers-*.json by bench/peers.py, report-*.json
+as users send what `dflash-mlx doctor --report` wrote. `--here` repeats bench-*.json with each record's own settings (at most
+--max-seconds each), keeps the new records in bench/here/, and needs the named pairs; the others have their own scripts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.tools import bench
+from dflash_mlx.tools.report import WHAT, quickest
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -109,6 +110,48 @@ def peer_table(records: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def reports(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Users' reports by file name.
+
+    Raises:
+      ValueError: a file is no report, or of another format.
+    """
+    found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("report-*.json"))}
+    for name, record in found.items():
+        if (record.get("what"), record.get("format")) != (WHAT, 1):
+            given = f"{record.get('what')!r} of format {record.get('format')}"
+            raise ValueError(f"{name} is {given}; it must be {WHAT!r} of format 1. Take it out of bench/results.")
+    return found
+
+
+def report_tables(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Pairs: a row a machine, pair and kernels off or on. Kernels: a row a machine and shape, us of the quickest right plan over
+    stock MLX's at each row count.
+    """
+    sides = ("mlx_lm", "width_0", "drafting", "policy")
+    lines = ["| machine | pair | kernels | mlx-lm, tokens/s | no drafts | drafting | policy | tau | text |"]
+    lines.append("| --- |" + " --- |" * 8)
+    for r in found:
+        machine = " ".join([r["machine"]["chip"], *([f"macOS {r['machine']['macos']}"] if r["machine"]["macos"] else [])])
+        for p in r["pairs"]:
+            of = {side: p.get("sides", {}).get(side, {}) for side in sides}
+            speeds = [f"{of[side]['decode_tps']:.1f}" if "decode_tps" in of[side] else "" for side in sides]
+            timed = [o for o in of.values() if "decode_tps" in o]
+            same = "same" if timed and all(o["differs_at"] is None for o in timed) else "differs" if timed else p["process"]
+            tau = f"{of['drafting']['tau']:.2f}" if of["drafting"].get("tau") else ""
+            lines.append("| " + " | ".join([machine, p["pair"], p["kernels"], *speeds, tau, same]) + " |")
+    counts = (1, 2, 4, 8, 16)
+    heads = " | ".join(f"{n} {'row' if n == 1 else 'rows'}" for n in counts)
+    table = [f"| machine | kernel | shape | {heads} |", "| --- |" + " --- |" * (2 + len(counts))]
+    for r in found:
+        for part in r["kernels"]:
+            for what in dict.fromkeys(e["what"] for e in part.get("entries", [])):
+                best = {e["rows"]: e for e in quickest([e for e in part["entries"] if e["what"] == what])}
+                cells = [f"{best[n]['kernel_us']:.0f} / {best[n]['stock_us']:.0f}" if n in best else "" for n in counts]
+                table.append("| " + " | ".join([r["machine"]["chip"], part["kernel"], what, *cells]) + " |")
+    return [*lines, "", *([*table, ""] if len(table) > 2 else [])]
+
+
 def section(results: Path = RESULTS) -> str:
     """All that stands between docs/benchmarks.md's markers."""
     pairs, shapes = read("bench-*.json", results), read("shapes-*.json", results)
@@ -130,6 +173,9 @@ def section(results: Path = RESULTS) -> str:
     if peers := list(read("peers-*.json", results).values()):
         lines += ["The same pair through other implementations, each with its own defaults (`bench/peers.py`):", ""]
         lines += [*peer_table(peers), ""]
+    if sent := list(reports(results).values()):
+        lines += ["What users' machines said (`dflash-mlx doctor --report`); kernels in us, ours over stock MLX's:", ""]
+        lines += report_tables(sent)
     return "\n".join(lines).strip() or "No speed is recorded yet."
 
 

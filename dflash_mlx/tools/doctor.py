@@ -22,12 +22,13 @@ from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import check_memory, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
-from ..machine import machine_bytes, size_text
+from ..machine import size_text
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
 from ..rollback import check_rollback, leaves, rollback, rollback_point
 from ..verify import verify_block
+from . import system
 
 CONTEXTS = (4096, 32768, 131072)
 # Mean tokens a round of the built-in drafters on their own prompt; other drafters' cards state no number in a fixed place.
@@ -53,11 +54,12 @@ def diagnose(
     """
     report: dict[str, Any] = {
         "versions": _versions(),
-        "machine": {"device": str(mx.default_device()), "memory_gb": machine_bytes() / 1e9},
+        "machine": system.facts(),
         "faults": [],
         "suspicions": [],
     }
     faults, suspicions = report["faults"], report["suspicions"]
+    suspicions += system.faults(report["machine"])
     lm = tokenizer = draft = None
     if draft_model:
         report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision, draft_bits))
@@ -324,7 +326,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The report as lines for a terminal."""
     lines = [
         "versions    " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
-        f"machine     {report['machine']['device']}, {report['machine']['memory_gb']:.1f} GB",
+        *system.lines(report["machine"]),
     ]
     if target := report.get("target"):
         lines += [

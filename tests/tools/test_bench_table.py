@@ -124,3 +124,29 @@ def test_a_record_is_repeated_here_with_its_own_settings(pair, tmp_path):
     assert bench.read_record(out) == mine and mine["ended"] == "complete"
     assert mine["settings"] == there["settings"] and len(mine["runs"]) == 1
     assert "differs: settings" not in bench.compare(there, mine)
+
+
+def test_users_reports_are_in_the_page_and_another_file_is_refused(tmp_path):
+    def entry(rows, us, **changes):
+        found = {"what": "8B head", "rows": rows, "kernel_us": us, "stock_us": 20.0, "plan": "columns 4"}
+        return found | {"refused": None, "wrong": None, "rows_bit_equal": True} | changes
+
+    side = {"decode_tps": 40.0, "differs_at": None, "tau": 2.5}
+    sent = {
+        "what": "dflash-mlx doctor --report",
+        "format": 1,
+        "machine": {"chip": "Apple M9", "macos": "27.1 (X)"},
+        "pairs": [
+            {"pair": "tiny", "kernels": "off", "process": "complete", "sides": {"mlx_lm": side, "drafting": side}},
+            {"pair": "tiny", "kernels": "on", "process": "stopped after 40 s", "sides": {}},
+        ],
+        # The quicker plan is wrong.
+        "kernels": [{"kernel": "block_qmm", "entries": [entry(1, 10.0), entry(1, 5.0, wrong="differs"), entry(16, 12.0)]}],
+    }
+    written(tmp_path, **{"report_m9": sent})
+    text = table.section(tmp_path)
+    assert "| Apple M9 macOS 27.1 (X) | tiny | off | 40.0 |  | 40.0 |  | 2.50 | same |" in text
+    assert "| tiny | on |  |  |  |  |  | stopped after 40 s |" in text
+    assert "| Apple M9 | block_qmm | 8B head | 10 / 20 |  |  |  | 12 / 20 |" in text
+    with pytest.raises(ValueError, match="report-x.json is 'other' of format None; it must be"):
+        written(tmp_path, report_x={"what": "other"})

@@ -1,0 +1,143 @@
+"""What this machine and this Python are: chip, cores, memory, system, the wheels of MLX, power and heat.
+
+Asks the system's own commands, each with a limit; what is not told is None. Prints nothing, and names neither host nor user.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from typing import Any
+
+import mlx.core as mx
+
+from ..requirements import machine_fault
+from .bench import machine
+
+_WHEELS = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+# The first GPU with matrix units of its own (M5), and the first wheel that uses them.
+_MATRIX_UNITS, _THEIR_WHEEL = 17, 26
+
+
+def facts() -> dict[str, Any]:
+    """What `bench.machine` says, and: architecture, working set, cores by kind, macOS, Python's build, wheels, power, heat."""
+    gpu = mx.device_info(mx.Device(mx.gpu)) if mx.metal.is_available() or mx.cuda.is_available() else {}
+    working_set = gpu.get("max_recommended_working_set_size")
+    return machine() | {
+        "gpu": gpu.get("device_name"),
+        "architecture": gpu.get("architecture"),
+        "working_set_gb": round(working_set / 1e9, 2) if working_set else None,
+        "cores_by_kind": _cores_by_kind(),
+        "macos": _macos(),
+        "python": python(),
+        "wheels": wheels(),
+        "power": power(),
+    }
+
+
+def faults(found: dict[str, Any]) -> list[str]:
+    """What of these facts keeps MLX from running, or from running fast, each with what to do."""
+    return [fault for fault in (machine_fault(), _wheel_fault(found)) if fault]
+
+
+def wheels() -> dict[str, str]:
+    """The installed parts of MLX: version and the tag of the wheel that pip took, "0.32.4 cp312-cp312-macosx_26_0_arm64"."""
+    found = {}
+    for name in _WHEELS:
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        tags = re.findall(r"^Tag: (\S+)", package.read_text("WHEEL") or "", re.MULTILINE)
+        found[name] = f"{package.version} {' '.join(tags) or 'not from a wheel'}"
+    return found
+
+
+def python() -> dict[str, Any]:
+    """The build of this Python. `macos`: the version that it sees, 16 for 26 where it was built with an older SDK."""
+    return {
+        "version": platform.python_version(),
+        "build": " ".join(platform.python_build()),
+        "compiler": platform.python_compiler(),
+        "machine": platform.machine(),
+        "macos": platform.mac_ver()[0] or None,
+        "built_for": sysconfig.get_config_var("MACOSX_DEPLOYMENT_TARGET"),
+    }
+
+
+def power() -> dict[str, Any]:
+    """What `pmset` says of power and heat, without the battery's number."""
+    battery, heat, settings = (_told("/usr/bin/pmset", "-g", *more) for more in (["batt"], ["therm"], []))
+    source = re.search(r"drawing from '([^']+)'", battery)
+    percent = re.search(r"(\d+)%;\s*([\w ]+)", battery)
+    low = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE)
+    return {
+        "source": source and source.group(1),
+        "battery": percent and f"{percent.group(1)} %, {percent.group(2).strip()}",
+        "power_mode": low and int(low.group(1)),
+        "heat": [" ".join(line.split()) for line in heat.splitlines() if line.strip()] or None,
+    }
+
+
+def _told(*command: str) -> str:
+    """What a command of macOS prints; "" elsewhere, and where it fails."""
+    if sys.platform != "darwin":
+        return ""
+    try:
+        # Else the system tells an older program an older version.
+        environment = {**os.environ, "SYSTEM_VERSION_COMPAT": "0"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, env=environment).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _macos() -> str | None:
+    """The system's own version and build, "26.1 (25B78)"."""
+    version, build = (_told("/usr/bin/sw_vers", name) for name in ("-productVersion", "-buildVersion"))
+    return f"{version} ({build})" if version else None
+
+
+def _cores_by_kind() -> dict[str, int] | None:
+    """{"performance": 8, "efficiency": 4} of a Mac."""
+    counts = (_told("/usr/sbin/sysctl", "-n", f"hw.perflevel{level}.physicalcpu") for level in (0, 1))
+    found = {kind: int(n) for kind, n in zip(("performance", "efficiency"), counts, strict=True) if n.isdigit()}
+    return found or None
+
+
+def _wheel_fault(found: dict[str, Any]) -> str | None:
+    """That pip took the wheel without the M5's matrix units, and why; None where they are not there or used."""
+    generation = re.search(r"applegpu_g(\d+)", found["architecture"] or "")
+    system = re.match(r"\d+", found["macos"] or "")
+    wheel = re.search(r"(\S+) \S*macosx_(\d+)_\d+", found["wheels"].get("mlx-metal", ""))
+    if not (generation and system and wheel):
+        return None
+    has_units, could = int(generation.group(1)) >= _MATRIX_UNITS, int(system.group(0)) >= _THEIR_WHEEL
+    if not (has_units and could and int(wheel.group(2)) < _THEIR_WHEEL):
+        return None
+    sees = found["python"]["macos"]
+    return (
+        f"mlx-metal is the wheel for macOS {wheel.group(2)}, which does not use this GPU's matrix units, on macOS "
+        f"{found['macos']} (this Python sees macOS {sees}). Run: SYSTEM_VERSION_COMPAT=0 pip install --force-reinstall --no-deps "
+        f"mlx=={wheel.group(1)} mlx-metal=={wheel.group(1)}"
+    )
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """These facts for a terminal."""
+    kinds = ", ".join(f"{n} {kind}" for kind, n in (found["cores_by_kind"] or {}).items())
+    cores = f"{found['cores']} cores{f' ({kinds})' if kinds else ''}"
+    p, power_ = found["python"], found["power"]
+    working = f", working set {found['working_set_gb']:.1f} GB" if found["working_set_gb"] else ""
+    told = [power_["source"], power_["battery"], *(power_["heat"] or [])]
+    return [
+        f"machine     {found['chip']}, {found['memory_gb']:.1f} GB{working}, {cores}, {found['architecture'] or 'no GPU'}",
+        f"system      {'macOS ' + found['macos'] if found['macos'] else found['system']}; Python {p['version']} {p['machine']}, "
+        f"{p['compiler']}",
+        "wheels      " + "; ".join(f"{name} {wheel}" for name, wheel in found["wheels"].items()),
+        *([f"power       {'; '.join(x for x in told if x)}"] if any(told) else []),
+    ]
