@@ -80,7 +80,7 @@ def convert(
         cast; None or "auto" keeps the checkpoint's own types
       revision: branch, tag or commit of a hub repository
       quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
-      trust_remote_code: let code that comes with the checkpoint run
+      trust_remote_code: mlx-lm's; of no effect, because no code that comes with a checkpoint is needed here
       force: replace an existing directory
     Returns:
       what was done; the same is written to conversion.json beside the weights.
@@ -100,16 +100,18 @@ def convert(
         if is_drafter:
             done = _convert_drafter(checkpoint, staging, options)
         else:
-            done = _convert_target(checkpoint, staging, options, trust_remote_code)
+            done = _convert_target(checkpoint, staging, options)
         done.notes += [f"{name} was not read: {reason}" for name, reason in checkpoint.ignored.items()]
+        if trust_remote_code:
+            done.notes.append("trust_remote_code had no effect: converting runs no code that comes with a checkpoint")
         done.record["written"] = report.written_files(staging)
         write_json(staging / _RECORD, done.record)
     done.path = Path(mlx_path).expanduser()
     return done
 
 
-def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options, trust_remote_code: bool) -> Conversion:
-    loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
+def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options) -> Conversion:
+    loaded = read_target(checkpoint)
     require_finite(checkpoint, loaded.dropped)
     model, config = loaded.model, dict(loaded.config)
     loaded.cast(FLOAT_DTYPES[options.dtype] if options.dtype else None)
@@ -140,7 +142,7 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options, tru
     record["family"], record["layout"] = family, layout
 
     def source_model():
-        read = read_target(checkpoint, trust_remote_code=trust_remote_code)
+        read = read_target(checkpoint)
         if options.dtype is None:
             # as it was written
             read.cast(None)

@@ -69,7 +69,6 @@ def load_target(
     path_or_repo: str | Path,
     *,
     revision: str | None = None,
-    trust_remote_code: bool = False,
     lazy: bool = False,
 ) -> tuple[nn.Module, dict]:
     """Load any target that `convert` accepts straight into an mlx-lm model, writing nothing.
@@ -83,13 +82,13 @@ def load_target(
       CheckpointError: files or tensors missing, unexpected, damaged, or not a target's
       ConfigError: a config that mlx-lm cannot express
     """
-    loaded = read_target(inspect_checkpoint(path_or_repo, revision=revision), trust_remote_code=trust_remote_code)
+    loaded = read_target(inspect_checkpoint(path_or_repo, revision=revision))
     if not lazy:
         mx.eval(loaded.model.parameters())
     return loaded.model, loaded.config
 
 
-def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> LoadedTarget:
+def read_target(checkpoint: Checkpoint) -> LoadedTarget:
     """`load_target` for an inspected checkpoint, with the account of what was done. Weights stay unread where possible."""
     if checkpoint.kind == "gguf":
         from .gguf.source import read_gguf
@@ -99,7 +98,7 @@ def read_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> L
         # by the file's own names: what its reader did to each tensor is more than a renaming
         loaded.fates = dict(source.fates)
         return loaded
-    require_target(checkpoint, trust_remote_code=trust_remote_code)
+    require_target(checkpoint)
     config = checkpoint.config
     weights, config, notes = decode_quantized(checkpoint.load(), config, checkpoint)
     loaded = build_target(config, weights, checkpoint.source, checkpoint)

@@ -555,8 +555,8 @@ _OTHER_SPECULATORS = {
 }
 
 
-def require_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
-    """Raises CheckpointError when a checkpoint is not a target, or needs code of its own that was not allowed to run."""
+def require_target(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError when a checkpoint is not a target, or computes by code of its own."""
     role = checkpoint.role
     if role == "drafter":
         raise CheckpointError(
@@ -569,10 +569,10 @@ def require_target(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
             f"{checkpoint.source} is {_OTHER_SPECULATORS[role]}; a target (a whole language model) belongs here",
             "Give the language model that it belongs to",
         )
-    if checkpoint.config.get("model_file") and not trust_remote_code:
+    if name := checkpoint.config.get("model_file"):
         raise CheckpointError(
-            f"{checkpoint.source} brings its own code ({checkpoint.config['model_file']}), which is not run",
-            "Pass trust_remote_code=True (--trust-remote-code) if you trust it",
+            f"{checkpoint.source} computes by code of its own ({name}); this package runs mlx-lm's classes only",
+            "Run it with mlx-lm, or take a checkpoint of a family that mlx-lm has",
         )
 
 

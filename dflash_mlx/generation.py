@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,8 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
     options, stats = run.options, run.stats
     eos, prompt_tokens = options.tokenizer.eos_token_ids, len(options.prompt_ids)
     text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *options.prompt_ids])
-    with wired_limit([options.model, options.draft_model], options.stream), closing(steps):
+    with wired_limit([options.model, options.draft_model], options.stream), ExitStack() as at_end, closing(steps):
+        at_end.callback(lambda: options.warn_of_unused_kv_bits(len(run.cache.ids)))
         began = time.perf_counter()
         for n, (token, row, from_draft) in enumerate(steps, start=1):
             if n == 1:
@@ -155,7 +156,6 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
                 piece += text.finish()
                 # Caches are at this token before the caller sees it.
                 steps.close()
-                options.warn_of_unused_kv_bits(len(run.cache.ids))
             elapsed, spent = time.perf_counter() - began, stats.seconds
             spent["host"] = max(elapsed - spent["draft"] - spent["verify"] - spent["rollback"], 0.0)
             yield GenerationResponse(

@@ -100,7 +100,7 @@ def load(
     path, checkpoint = _find(path_or_hf_repo, "target", revision)
     due = loaded_dtype(checkpoint, dtype)
     check_memory(checkpoint, due)
-    loaded = read_target(checkpoint, trust_remote_code=trust_remote_code)
+    loaded = read_target(checkpoint)
     model, config = loaded.model, loaded.config
     keep_positions(model, config)
     if adapter_path is not None:

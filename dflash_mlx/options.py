@@ -23,9 +23,6 @@ from .prompt_cache import KVQuantization, PairCache
 from .sampling_settings import check_max_tokens
 from .text import TextStream, encode
 
-# mlx-lm's words.
-_NOTHING_TO_RUN = "Either input_embeddings or prompt (or both) must be provided."
-
 
 @dataclass
 class RunOptions:
@@ -66,10 +63,17 @@ class RunOptions:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
         check_max_tokens(self.max_tokens)
         if self.copy is not None:
-            warnings.warn(
-                "copy= is now prompt_lookup=; the old name goes with the next release", DeprecationWarning, stacklevel=4
-            )
+            warnings.warn("copy= is now prompt_lookup=; copy= goes with the next release", DeprecationWarning, stacklevel=4)
             self.prompt_lookup = self.copy if self.prompt_lookup is None else self.prompt_lookup
+        for name, least in (("prefill_step_size", 1), ("max_kv_size", 1), ("quantized_kv_start", 0)):
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < least):
+                raise GenerationError(f"{name} is {value!r}; it must be at least {least}", "Leave it out for the default")
+        for name, default in (("kv_group_size", 64), ("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)):
+            # Programs written for mlx-lm pass its defaults on.
+            if self.kv_bits is None and (value := getattr(self, name)) not in (None, default):
+                raise GenerationError(f"{name} is {value!r} without kv_bits", "Give kv_bits or leave it out")
+        if self.num_draft_tokens is not None and self.draft_model is None:
+            warnings.warn(f"num_draft_tokens={self.num_draft_tokens} has no effect without a draft_model", stacklevel=4)
         if self.max_kv_size is not None and self.prompt_cache is not None:
             raise GenerationError(
                 f"max_kv_size is {self.max_kv_size} and there is a prompt_cache; a cache has its size from when it was made",
@@ -82,7 +86,7 @@ class RunOptions:
         """Raises: ValueError, mlx-lm's, if there is nothing to run."""
         ids = encode(self.tokenizer, self.prompt)
         if not ids and self.input_embeddings is None:
-            raise ValueError(_NOTHING_TO_RUN)
+            raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
         return ids
 
     @property
@@ -145,12 +149,6 @@ class RunOptions:
             )
         if self.draft_model.target is not self.model:
             raise PairError("this drafter was loaded for another model object", "Call load_drafter(path, model)")
-        for name in ("prefill_step_size", "max_kv_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise GenerationError(f"{name} is {value!r}; it must be at least 1", "Leave it out for the default")
-        for name in ("kv_group_size", "quantized_kv_start"):
-            if (value := getattr(self, name)) is not None and self.kv_bits is None:
-                raise GenerationError(f"{name} is {value!r} without kv_bits", "Give kv_bits or leave it out")
         self.block_size = block_size_of(self.draft_model, self.block_size, self.num_draft_tokens)
         for name, value in (("prompt_lookup", self.prompt_lookup), ("proposers", self.proposers)):
             if value and self.acceptance != "match":

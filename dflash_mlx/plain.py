@@ -59,14 +59,16 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
         if pair:
             # From here on the list is the target's alone, as mlx-lm's.
             options.prompt_cache[:] = pair.target
-        with closing(steps):
-            for response in steps:
-                piece = "" if response.finish_reason == "stop" else text.feed(response.token)
-                if response.finish_reason is not None:
-                    piece += text.finish()
-                    if quantization:
-                        options.warn_of_unused_kv_bits(rows + response.generation_tokens)
-                yield response, piece, response.prompt_tokens - len(anchor)
+        response = None
+        try:
+            with closing(steps):
+                for response in steps:
+                    piece = "" if response.finish_reason == "stop" else text.feed(response.token)
+                    piece += text.finish() if response.finish_reason is not None else ""
+                    yield response, piece, response.prompt_tokens - len(anchor)
+        finally:
+            if quantization:
+                options.warn_of_unused_kv_bits(rows + (response.generation_tokens if response else 0))
 
     return respond()
 

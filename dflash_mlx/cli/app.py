@@ -38,8 +38,6 @@ def main() -> None:
     With DFLASH_TRACEBACK set, an error keeps its traceback.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # `generate` says this one by its flag's name.
-    warnings.filterwarnings("ignore", message="kv_bits=")
     # A warning is a sentence for the user, not a place in the code.
     warnings.formatwarning = lambda message, *place, **more: f"Warning: {str(message).rstrip('.')}.\n"
     try:

@@ -93,10 +93,7 @@ def generate(
         result = _answer(asked, settings, pair, stdout)
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
-        else:
-            print(file=stdout, flush=True)
         say(output.figures(result))
-        _say_unreached_quantization(asked, result)
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
 
@@ -165,6 +162,8 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     prompt = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking)
     # Text that no chat template has rendered is continued: a leading blank of the answer stays.
     ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str)
+    if asked.prompt_lookup is False and (draft is None or block_size):
+        say(f"--no-prompt-lookup has no effect {'with --block-size' if draft else 'without a drafter'}: that is the default.")
     sampler, processors = settings.make(tokenizer)
     # Drawn here, so that the figures can name it.
     seed = choose_seed(settings.seed) if sampler else None
@@ -200,20 +199,8 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             show = output.nothing
         else:
             show = output.draft_marker(tokenizer, stdout) if asked.show_drafts else output.plain_text(stdout)
-        return run(until(responses, asked.stop) if asked.stop else responses, show, begun) | {"seed": seed}
-
-
-def _say_unreached_quantization(asked: SimpleNamespace, result: dict[str, Any]) -> None:
-    """Say so where the run ended before --kv-bits began."""
-    from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-
-    start = DEFAULT_QUANTIZED_KV_START if asked.quantized_kv_start is None else asked.quantized_kv_start
-    rows = (result["prompt_tokens"] or 0) + result["generation_tokens"]
-    if asked.kv_bits and rows <= start:
-        say(
-            f"--kv-bits had no effect: it begins at row {start} of the cache and this run had {rows}. "
-            "--quantized-kv-start 0 begins at once."
-        )
+        end = output.nothing if asked.as_json else lambda _: print(file=stdout, flush=True)
+        return run(until(responses, asked.stop) if asked.stop else responses, show, begun, end) | {"seed": seed}
 
 
 def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
@@ -232,10 +219,10 @@ def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
                 return
 
 
-def run(responses: Iterator[Any], show: Any, begun: Any = None) -> dict[str, Any]:
+def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = output.nothing) -> dict[str, Any]:
     """Drain a generation, showing each response, into the fields of --json. Ctrl-C ends it with what there is.
 
-    begun: an event that is set with the first response.
+    begun: an event that is set with the first response. end: called behind the last, before the run says what came to nothing.
     """
     text, ids, last, reason = [], [], None, None
     try:
@@ -245,10 +232,12 @@ def run(responses: Iterator[Any], show: Any, begun: Any = None) -> dict[str, Any
             text.append(last.text)
             ids.append(last.token)
             show(last)
-        reason = last.finish_reason
+            if reason := last.finish_reason:
+                break
     except KeyboardInterrupt:
         reason = "interrupted"
     finally:
+        end(last)
         responses.close()
     return fields_of(text, ids, last, reason)
 

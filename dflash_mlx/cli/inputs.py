@@ -133,6 +133,16 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, th
     return render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra).ids
 
 
+def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
+    """Whether a target's quantized layers are turned into plain ones; said where --dense or --no-dense changes nothing."""
+    if dense is not None and dense == default:
+        say(f"--{'' if dense else 'no-'}dense has no effect: on this device that is the default.")
+    elif dense and not any(hasattr(module, "bits") for _, module in model.named_modules()):
+        say("--dense has no effect on the target: none of its layers is quantized.")
+        return False
+    return default if dense is None else dense
+
+
 def say_unread_template_args(tokenizer: Any, arguments: dict[str, Any]) -> None:
     """Say of --chat-template-args what the chat template does not read."""
     for name in without_effect(tokenizer, arguments):

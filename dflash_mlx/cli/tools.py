@@ -48,6 +48,8 @@ def convert(
     for name, value in (("--q-bits", q_bits), ("--q-group-size", q_group_size)):
         if value is not None and not quantize:
             raise refuse(name, "it has no effect without --quantize")
+    if q_bits is not None and quant_predicate:
+        raise refuse("--q-bits", "it has no effect with --quant-predicate, whose recipe sets the bits")
     with only_ours_on_stdout(), status(f"Converting {hf_path} ..."):
         from ..conversion import convert as convert_checkpoint
         from ..pairs import builtin
@@ -242,6 +244,8 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
         sampling=asked.sampling,
         hopeless=asked.hopeless,
     )
+    if asked.seed is not None and not any((*plan.temps, *plan.contexts)):
+        say("--seed has no effect at temperature 0 without --context: nothing is drawn.")
     keep = (lambda record: b.write_record(record, asked.out)) if asked.out else (lambda record: None)
     return b.Bench(lm, tokenizer, draft, plan, own, (target, drafter), say, keep, asked.max_seconds).go()
 
@@ -266,9 +270,7 @@ def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, A
     from ..loading import activation_dtype, load_drafter
     from ..train.start import dense as write_out
 
-    quantized = any(hasattr(module, "bits") for _, module in lm.named_modules())
-    if not quantized:
-        say("--dense has no effect on the target: none of its layers is quantized.")
+    inputs.is_written_out(lm, asked.dense, default=False)
     type_ = activation_dtype(lm)
     lm = write_out(lm, type_)
     return lm, write_out(load_drafter(drafter, lm, revision=asked.revision, bits="none"), type_)

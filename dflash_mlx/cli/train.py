@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import inputs
 from .options import AsJson, Dense, DraftBitsOption, Dtype, DtypeOption, flag, refuse
 from .output import only_ours_on_stdout, say
 
@@ -262,8 +263,11 @@ def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> t
     from ..loading import activation_dtype, load
 
     target, tokenizer = load(model, dtype=dtype.value if dtype else None)
-    if dense or (dense is None and mx.default_device() != mx.cpu and not mx.metal.is_available()):
+    on_cuda = mx.default_device() != mx.cpu and not mx.metal.is_available()
+    if inputs.is_written_out(target, dense, default=on_cuda):
         from ..train.start import dense as write_out
 
-        target = write_out(target, activation_dtype(target) if dtype else mx.float16)
+        # On a GPU float16: it keeps 4-bit weights more exactly than bfloat16.
+        keeps = dtype or mx.default_device() == mx.cpu
+        target = write_out(target, activation_dtype(target) if keeps else mx.float16)
     return target, tokenizer

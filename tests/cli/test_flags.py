@@ -297,9 +297,6 @@ def test_every_flag_changes_something(outcome, command, flag):
     if flag == "--compare":
         with_flag = ["bench", *words]
     without, got = outcome(base), outcome(with_flag)
-    if flag == "--no-dense":
-        # What is done anyway where there is no NVIDIA GPU.
-        return
     assert got != without, f"{flag} changes nothing"
     assert got[0] == without[0] or got[0] == 2 and "no effect" in got[1] or "needs" in got[1] + got[2], got[:3]
 
@@ -312,7 +309,6 @@ def test_every_flag_changes_something(outcome, command, flag):
             ["generate", "--model", "M", "-p", "x", "--temp", "1", "--top-p", "0", "--seed", "3"],
             "--seed has no effect with top_p 0",
         ),
-        (["generate", "--model", "M", "-p", "x", "--kv-bits", "8"], "--kv-bits had no effect: it begins at row 5000"),
         (["generate", "--model", "M", "-p", "x", "--trust-remote-code"], "--trust-remote-code has no effect"),
         (["generate", "--model", "M", "-p", "x", "--top-k", "3"], "no effect at temperature 0; give --temp"),
         (["generate", "--model", "M", "-p", "x", "--temp", "1", "--xtc-threshold", "0.2"], "no effect without --xtc-probability"),
@@ -322,10 +318,18 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["chat", "--plain"], "--plain has no effect here"),
         (["bench", "--kernels", "on"], "--kernels has no effect"),
         (["bench", "--dense"], "--dense has no effect on the target"),
+        (["train", "eval", *BASE["train eval"], "--dense"], "--dense has no effect on the target"),
+        (["train", "run", *BASE["train run"], "--no-dense"], "--no-dense has no effect: on this device that is the default"),
         (["bench", "--temp", "0", "--top-k", "3"], "no effect at temperature 0"),
         (["bench", "--compare", "A", "B", "--trials", "3"], "no effect with --compare"),
         (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
         (["convert", "--hf-path", "M", "--q-bits", "4"], "no effect without --quantize"),
+        (
+            ["convert", "--hf-path", "M", "-q", "--q-bits", "4", "--quant-predicate", "mixed_4_6"],
+            "no effect with --quant-predicate",
+        ),
+        (["generate", *BASE["generate"], "--block-size", "3", "--no-prompt-lookup"], "no effect with --block-size"),
+        (["bench", "--temp", "0", "--context", "0", "--seed", "3"], "--seed has no effect at temperature 0 without --context"),
         (["train", "run", "--model", "M", "--data", "D", "--out", "O", "--steps", "1", "--init", "E", "--layers", "3"], "--init"),
         (["train", "run", "--model", "M", "--data", "D", "--out", "O", "--steps", "1", "--tv", "0.5"], "--architecture dflash2"),
     ],
@@ -333,6 +337,22 @@ def test_every_flag_changes_something(outcome, command, flag):
 def test_what_has_no_effect_is_said_in_the_run(outcome, words, message):
     code, output, *_ = outcome(words)
     assert message in output and code in (0, 2), output
+
+
+def test_what_came_to_nothing_is_said_below_the_text():
+    from dflash_mlx.cli.generate import run
+
+    said = []
+
+    def responses():
+        try:
+            figures = dict.fromkeys(("prompt_tokens", "prompt_tps", "generation_tps", "peak_memory"), 1)
+            yield SimpleNamespace(text="a", token=1, finish_reason="stop", stats=None, **figures)
+        finally:
+            said.append("kv_bits=8 had no effect")
+
+    run(responses(), lambda response: said.append(response.text), end=lambda _: said.append("\n"))
+    assert said == ["a", "\n", "kv_bits=8 had no effect"]
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{# enable_thinking #} {{ messages }} enable_thinking"])

@@ -329,10 +329,11 @@ def test_an_auto_map_neither_runs_code_nor_asks(tmp_path, plain, monkeypatch):
     assert mx.array_equal(logits_of(path), logits)
 
 
-def test_a_model_file_needs_the_flag(tmp_path, plain):
+def test_a_model_file_is_refused_also_where_mlx_lm_has_a_class_of_that_name(tmp_path, plain):
     path = write_checkpoint(tmp_path / "own", llama_config(model_file="model.py"), plain[0])
-    with pytest.raises(CheckpointError, match="brings its own code .*--trust-remote-code"):
-        load_target(path)
+    for trust in (False, True):
+        with pytest.raises(CheckpointError, match=r"computes by code of its own \(model.py\)"):
+            load(str(path), trust_remote_code=trust)
 
 
 def test_families_that_mlx_lm_computes_differently_are_refused(tmp_path):

@@ -749,15 +749,18 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding, bl
     [
         ({"prefill_step_size": 0}, "prefill_step_size is 0; it must be at least 1"),
         ({"prefill_step_size": -3}, "prefill_step_size is -3; it must be at least 1"),
+        ({"prefill_step_size": 1.5}, "prefill_step_size is 1.5; it must be at least 1"),
         ({"max_kv_size": 0}, "max_kv_size is 0; it must be at least 1"),
+        ({"quantized_kv_start": -5, "kv_bits": 8}, "quantized_kv_start is -5; it must be at least 0"),
         ({"kv_group_size": 32}, "kv_group_size is 32 without kv_bits"),
         ({"quantized_kv_start": 4}, "quantized_kv_start is 4 without kv_bits"),
     ],
 )
 def test_an_option_without_effect_or_meaning_is_refused_before_anything_runs(tiny, options, message):
     model, _, oracle, _ = tiny
-    with pytest.raises(GenerationError, match=message):
-        run(model, oracle, PROMPT, 5, **options)
+    for drafter in (oracle, None):
+        with pytest.raises(GenerationError, match=message):
+            run(model, drafter, PROMPT, 5, **options)
 
 
 @pytest.mark.parametrize(

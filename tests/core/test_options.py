@@ -63,6 +63,24 @@ def test_kv_bits_that_came_to_nothing_are_said(tiny, start, silent, drafts):
     assert len(found) == silent and all("kv_bits=8 had no effect" in text and rows in text for text in found)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_kv_bits_are_said_also_where_the_caller_stops_early(tiny, drafts):
+    model, _, drafter = tiny
+    options = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": 30, "draft_model": drafter if drafts else None}
+    responses = stream_generate(model, letters(), PROMPT, **options)
+    with pytest.warns(UserWarning, match="kv_bits=8 had no effect"):
+        next(responses)
+        responses.close()
+
+
+def test_what_mlx_lms_programs_pass_on_for_nothing_is_taken(tiny):
+    model, line, drafter = tiny
+    given = {"kv_group_size": 64, "quantized_kv_start": 5000}
+    assert ids_of(run(model, drafter, PROMPT, 5, **given)) == ids_of(run(model, None, PROMPT, 5, **given)) == line[:5]
+    with pytest.warns(UserWarning, match="num_draft_tokens=3 has no effect without a draft_model"):
+        run(model, None, PROMPT, 5, num_draft_tokens=3)
+
+
 # Streams left open
 
 KINDS = {"fixed": {"block_size": 4}, "plain rounds": {"block_size": 1}, "wide": {"block_size": 5}, "chosen": {"block_size": None}}
