@@ -25,8 +25,8 @@ class Distribution:
     def __init__(self, temp: float, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0):
         if not temp >= 1e-5:
             raise GenerationError(f"temp is {temp}; it must be at least 1e-5", "Leave the sampler out: that is greedy")
-        if top_p == 0:
-            # mlx-lm's 0 switches the filter off.
+        if top_p < 2.0**-126:
+            # mlx-lm's 0 switches the filter off, and MLX reads a smaller number as 0.
             top_p, top_k = 1.0, 1
         self.temp, self.top_p, self.min_p, self.top_k = temp, top_p, min_p, top_k
 
@@ -50,4 +50,5 @@ class Distribution:
             logprobs = apply_min_p(logprobs, self.min_p)
         if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
-        return logprobs * (1 / self.temp)
+        # float16 does not hold log-probabilities divided by a low temperature.
+        return logprobs.astype(mx.float32) * (1 / self.temp)

@@ -14,6 +14,8 @@ from .errors import GenerationError
 
 # Below this temperature a distribution is its likeliest token.
 GREEDY_BELOW = 1e-5
+# MLX computes in float32, where a smaller number is 0.
+SMALLEST = 2.0**-126
 _LARGEST = 1_000_000
 _LONGEST = (1 << 31) - 1
 
@@ -97,7 +99,7 @@ class SamplingSettings:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken always: no noise is drawn."""
-        return self.temp < GREEDY_BELOW or self.top_p == 0
+        return self.temp < GREEDY_BELOW or self.top_p < SMALLEST
 
     def check_vocabulary(self, rows: int) -> None:
         """Raises: GenerationError where mlx-lm would refuse `top_k` in the middle of a run."""
@@ -172,7 +174,8 @@ def check(one: Field, value: Any) -> None:
     if kind is bool:
         fits = isinstance(value, bool)
     else:
-        fits = type(value) in (int, kind) and (value > low or value == low and not above) and (high is None or value <= high)
+        least = max(low, SMALLEST) if above else low
+        fits = type(value) in (int, kind) and value >= least and (high is None or value <= high)
     if not fits:
         raise GenerationError(f"{one.name} is {value!r}; it must be {wanted(one)}")
 

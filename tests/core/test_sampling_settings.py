@@ -19,7 +19,7 @@ TABLE = {
     "min_p": ("off", (-0.1, 1.1)),
     "xtc_probability": ("off", (-0.1, 1.1)),
     "xtc_threshold": ("strictest", (-0.1, 0.6)),
-    "repetition_penalty": ("refused", (0, 0.0, -1, float("inf"))),
+    "repetition_penalty": ("refused", (0, 0.0, 1e-300, -1, float("inf"))),
     "repetition_context_size": ("refused", (0, -1, 1.5)),
     "presence_penalty": ("off", (float("nan"), 2e6, -2e6)),
     "presence_context_size": ("refused", (0, -1, 1.5)),
@@ -67,6 +67,16 @@ def test_a_distribution_takes_the_likeliest_token_at_top_p_0():
     ours = Distribution(1.5, top_p=0)
     assert ours.probabilities(row())[0, mx.argmax(row())].item() == pytest.approx(1)
     assert {sample_at(ours, 1, n, row()).item() for n in range(50)} == {mx.argmax(row()).item()}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("settings", [{"temp": 1e-5}, {"temp": 2.1e-4}, {"top_p": 1e-50}, {"top_p": 1e-30}])
+def test_a_value_near_0_samples_as_strictly_as_0(dtype, settings):
+    # A large vocabulary, of which even the likeliest token is not likely.
+    flat = mx.zeros((1, 50_000)).at[0, 7].add(2)
+    row = (flat - mx.logsumexp(flat, axis=-1, keepdims=True)).astype(dtype)
+    sampler, _ = SamplingSettings(**{"temp": 1.0, **settings}).make()
+    assert sampler is None or {sample_at(sampler, 1, n, row).item() for n in range(5)} == {7}
 
 
 def test_the_sampler_is_mlx_lms_own_with_xtcs_special_tokens():
