@@ -42,6 +42,7 @@ class TextStream:
     A prompt that a chat template has rendered: mlx-lm's own text, which drops one leading blank.
 
     after_chat_template: which of the two; None: told by how the prompt ends (see `follows_chat_template`).
+    holds: whether text is held back now; of mlx-lm's text nobody knows, and it is True.
     """
 
     # Tokens in front of the new text: they shield it from what a tokenizer does to the beginning of a text.
@@ -51,7 +52,7 @@ class TextStream:
     _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
-        self._tokenizer, self._mlx_lm = tokenizer, None
+        self._tokenizer, self._mlx_lm, self.holds = tokenizer, None, True
         if follows_chat_template(tokenizer, prompt) if after_chat_template is None else after_chat_template:
             # A new one at each access.
             self._mlx_lm = tokenizer.detokenizer
@@ -67,10 +68,13 @@ class TextStream:
             self._mlx_lm.add_token(token)
             return self._mlx_lm.last_segment
         self._ids.append(token)
+        self.holds = True
         if self._is_byte(token):
             return ""
         text = self._decode()
-        return self._piece(text, text[: len(text) - self._unsure(text)])
+        certain = text[: len(text) - self._unsure(text)]
+        self.holds = certain != text
+        return self._piece(text, certain)
 
     def finish(self) -> str:
         """The rest of the text."""
@@ -134,16 +138,20 @@ def _template_ends(tokenizer: Any) -> list[list[int]]:
     template = getattr(tokenizer, "chat_template", None)
     known = _ends.get(tokenizer)
     if known is None or known[0] != template:
-        found = [_template_end(tokenizer, **setting) for setting in ({}, {"enable_thinking": True}, {"enable_thinking": False})]
+        settings = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+        # Some templates end otherwise where there is a system message.
+        systems = ([], [{"role": "system", "content": "y"}])
+        found = [_template_end(tokenizer, system, **setting) for system in systems for setting in settings]
         known = _ends[tokenizer] = (template, [end for end in found if end])
     return known[1]
 
 
-def _template_end(tokenizer: Any, **settings: Any) -> list[int]:
+def _template_end(tokenizer: Any, system: list[dict[str, str]], **settings: Any) -> list[int]:
     """The ids that two rendered messages share at their end; [] where they have no letter."""
     options = {"add_generation_prompt": True, "return_dict": False, **settings}
     try:
-        a, b = (list(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)) for text in ("x", "7"))
+        messages = ([*system, {"role": "user", "content": text}] for text in ("x", "7"))
+        a, b = (list(tokenizer.apply_chat_template(some, **options)) for some in messages)
         shared = _common(a[::-1], b[::-1])
         end = a[len(a) - shared :][-_LONGEST_END:]
         return end if end and tokenizer.decode(end).strip() else []

@@ -16,6 +16,7 @@ from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
 from ..sampling_settings import SamplingSettings, parse, setting
+from ..text import TextStream
 from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat
 from .prefix_cache import PrefixCache, PrefixRun, stream_from_prefix
@@ -231,6 +232,7 @@ class Conversation:
             logits_processors=processors,
             seed=settings.seed,
             block_size=settings.block_size if pair.drafter else None,
+            text_stream=TextStream(pair.tokenizer, prompt.ids, after_chat_template=not self.raw),
         )
 
     def _keep(self, texts: dict[str, str], tokens: list[int], prompt_tokens: int) -> None:

@@ -316,7 +316,9 @@ class _Text:
         start = self.letters + len(self.held.decode(errors="ignore"))
         self.held += (token_bytes(self.tokenizer, token) or b"") if token is not None else b""
         self.letters += len(piece)
-        if piece:
+        if not self.stream.holds:
+            self.held = b""
+        elif piece:
             known = self.held.decode(errors="ignore")
             rest = self.held[len(known[: len(piece)].encode()) :]
             # What is no character by itself cannot stay for long.

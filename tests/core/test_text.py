@@ -110,6 +110,14 @@ def test_after_a_chat_template_the_text_is_mlx_lms_without_one_leading_blank(tmp
     assert "".join([*map(text.feed, answer), text.finish()]) == "  so it is"
 
 
+def test_a_template_that_ends_otherwise_behind_a_system_message_is_told_too(tmp_path):
+    end = "{% if add_generation_prompt %}[assistant]{% if messages[0].role == 'system' %}!{% endif %}{% endif %}"
+    tokenizer = load(with_template(tmp_path, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + end))[1]
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        messages = [*system, {"role": "user", "content": "Why?"}]
+        assert follows_chat_template(tokenizer, tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
 @pytest.mark.parametrize(
     "template", ["{% for m in messages %}{{ m.content }}\n{% endfor %}", "{{ 1 / 0 }}", "{{ messages[0].content }}"]
 )

@@ -4,9 +4,10 @@ import itertools
 import re
 
 import pytest
-from kit import scripted
+from kit import scripted, with_template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dflash_mlx import load
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.pair import DFlashPair
@@ -54,6 +55,16 @@ def test_thinking_that_the_template_opened_is_kept_apart_from_the_answer():
     conversation.messages.append({"role": "user", "content": "go"})
     assert heard(conversation) == {"thinking": "hmm", "answer": "yes"}
     assert conversation.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
+
+
+def test_an_answer_drops_one_leading_blank_however_the_template_ends(tmp_path):
+    # An end that tells nothing: it changes with the messages.
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ messages[-1].content | length }}"
+    tokenizer = load(with_template(tmp_path, template))[1]
+    words = [*tokenizer.encode("  yes"), tokenizer.eos_token_id]
+    conversation = talk_with(scripted(words, vocab=1536), tokenizer)
+    conversation.messages += [{"role": "user", "content": "go"}]
+    assert heard(conversation)["answer"] == " yes"
 
 
 def test_letters_that_might_have_begun_a_mark_are_not_lost_where_an_answer_stops():

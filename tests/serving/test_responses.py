@@ -1,11 +1,16 @@
 """What goes back: texts, streams, log-probabilities, usage."""
 
+from types import SimpleNamespace
+
 import pytest
 from kit import Letters, scripted, text_of
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from serving_kit import MESSAGES, ask, expected, running
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx import stream_generate
+from dflash_mlx.serving.engine import Job, _Text
 from dflash_mlx.serving.responses import by_text
 from dflash_mlx.text import StopText, token_bytes
 
@@ -185,6 +190,21 @@ def test_text_offset_counts_characters_of_several_tokens_once(chatty):
     with running(scripted(line, vocab=1536), tokenizer) as server:
         choice = server.client.completions.create(model="served", prompt="y", max_tokens=len(line), logprobs=0).choices[0]
     assert choice.text == "🚀 x" and choice.logprobs.text_offset == [0, 0, 0, 0, 1]
+
+
+def test_text_offset_is_right_where_a_token_by_itself_has_another_text():
+    vocab = {"a": 0, "##b": 1, "s": 2, ".": 3}
+    core = Tokenizer(models.WordPiece(vocab, unk_token="a"))
+    core.decoder = decoders.WordPiece(cleanup=True)
+    text = _Text(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0]))
+    told = [
+        text.token(SimpleNamespace(token=i, finish_reason=None, logprobs=None, from_draft=False, stats=None))
+        for i in (1, 1, 0, 1, 3, 2)
+    ]
+    assert ([token.text for token in told], [token.offset for token in told]) == (
+        ["b", "b", " a", "b", ".", " s"],
+        [0, 1, 2, 4, 5, 6],
+    )
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
