@@ -177,12 +177,25 @@ def _read_call(call: Any) -> Call:
     return Call(name.strip(), text, given) if isinstance(given, str) else Call(name.strip(), text)
 
 
-def _tried(read: Callable[[], Any]) -> list[Call]:
-    """The calls, or none where they cannot be read: parsers raise what they like on what a target may write."""
+def _tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
+    """The calls, or none where they cannot be read: parsers raise what they like on what a target may write.
+
+    Others take anything for a call. So a name must be one that was offered or written.
+    """
     try:
-        return read_calls(read())
+        calls = read_calls(read())
     except Exception:  # noqa: BLE001 - KeyError, AttributeError, RecursionError and others of mlx-lm's parsers
         return []
+    known = [made.get("name") for tool in tools if isinstance(made := tool.get("function", tool), dict)]
+    names = [name for call in calls for name in {call.name, *_UNREAD.intersection(json.loads(call.arguments))}]
+    stand = all(name in known or name in written or json.dumps(name)[1:-1] in written for name in names)
+    return calls if stand and all(_NAME.fullmatch(call.name) for call in calls) else []
+
+
+# The argument under which mlx-lm's glm47 and laguna give what they could not read.
+_UNREAD = {"raw"}
+# Of a function: no blanks, and no letters of JSON, of marks or of Python calls.
+_NAME = re.compile(r"""[^\s{}\[\]()<>"'=|,]+""")
 
 
 class _Scanner:
@@ -219,8 +232,8 @@ class _Marked:
         if thinking and before.rfind(thinking[0]) > before.rfind(thinking[1]):
             self.state = "reasoning"
         self.state = tokenizer.response_initial_state or self.state
-        # Of a call on its way: the mark that opened it, and its text.
-        self.mark, self.call = "", ""
+        # Of a call on its way: the state before it, the mark that opened it, and its text.
+        self.before, self.mark, self.call = self.state, "", ""
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
         """state -> [(mark, next state)], as mlx-lm's `make_text_state_machine`; without tools no mark opens a call."""
@@ -250,22 +263,28 @@ class _Marked:
             part, mark = self.scanner.next(list(ways), last)
             if self.state == "tool":
                 self.call += part
-                if mark or last:
-                    pieces.append(self._closed(mark or ""))
+                if (mark or last) and not self._closed(mark or "", pieces):
+                    continue
             else:
-                pieces.append(Piece("reasoning" if self.state == "reasoning" else "answer", part))
+                pieces.append(self._text(part))
             if mark is None:
                 return pieces
+            if ways[mark] == "tool":
+                self.before, self.mark, self.call = self.state, mark, ""
             self.state = ways[mark]
-            if self.state == "tool":
-                self.mark, self.call = mark, ""
 
-    def _closed(self, end: str) -> Piece:
+    def _text(self, text: str) -> Piece:
+        return Piece("reasoning" if self.state == "reasoning" else "answer", text)
+
+    def _closed(self, end: str, pieces: list[Piece]) -> bool:
+        """Whether the call could be read. Else its mark is text where it stood, and what came behind it is read anew."""
         text, read = self.call, self.calls[2]
-        calls = _tried(lambda: read(text, self.tools))
-        written = self.mark + text + end
-        self.mark, self.call = "", ""
-        return Piece("call", calls=calls) if calls else Piece("answer", written)
+        if calls := _tried(lambda: read(text, self.tools), text, self.tools):
+            pieces.append(Piece("call", calls=calls))
+            return True
+        self.state, self.scanner.held = self.before, text + end + self.scanner.held
+        pieces.append(self._text(self.mark))
+        return False
 
 
 class _Harmony:
@@ -300,12 +319,13 @@ class _Harmony:
         if self.first and not self.header:
             start = self.scanner.held.lstrip()
             marks = ("to=", *self._STARTS, *self._ENDS, "<|message|>")
-            if start and not any(start.startswith(mark) or not last and mark.startswith(start) for mark in marks):
-                # Text without any header is an answer.
-                self.first, self.kind = False, "answer"
-                return True
-        if self.first and not last and not self.header and not self.scanner.held.strip():
-            return False
+            if not any(map(start.startswith, marks)):
+                if not last and any(mark.startswith(start) for mark in marks):
+                    return False
+                if start:
+                    # Text without any header is an answer.
+                    self.first, self.kind = False, "answer"
+                    return True
         part, mark = self.scanner.next((*self._STARTS, *self._ENDS, "<|message|>"), last)
         self.header += part
         if mark is None:
@@ -343,6 +363,6 @@ class _Harmony:
     def _closed(self, end: str) -> Piece:
         name = re.search(r"to=functions\.([^\s<]+)", self.header)[1]
         body = self.body
-        calls = _tried(lambda: {"name": name, "arguments": body}) if self.tools else []
+        calls = _tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
         written = f"{self.header}<|message|>{body}{end}"
         return Piece("call", calls=calls) if calls else Piece("answer", written)

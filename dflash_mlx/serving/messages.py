@@ -23,7 +23,8 @@ from .channels import has_reasoning, template_source
 _ROLES = ("system", "user", "assistant", "tool")
 # OpenAI's newer and older names for these.
 _SAME_ROLES = {"developer": "system", "function": "tool"}
-_TEXT_PARTS = ("text", "input_text", "output_text")
+# Kinds of parts that are text, and the key that holds it.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _Rendered = str | list[int]
 
@@ -68,6 +69,9 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str])
     read = {key: value for key, value in message.items() if value is not None and value != []}
     read["role"] = _role(message["role"], tokenizer, role_mapping)
     read["content"] = _text(message.get("content"))
+    if called := read.pop("function_call", None):
+        # OpenAI's older form of one call.
+        read.setdefault("tool_calls", [{"type": "function", "function": called}])
     if "tool_calls" in read:
         read["tool_calls"] = _read_calls(read["tool_calls"])
     thought = next((read[key] for key in _REASONING if isinstance(read.get(key), str)), None)
@@ -105,9 +109,9 @@ def _text(content: Any) -> str:
         raise DFlashError(f"content is {shown(content)}; it must be a text or a list of parts", "Send it as text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS or not isinstance(part.get(_TEXT_PARTS[kind]), str):
             raise DFlashError(f"a part of a message has type {shown(kind)}; this server reads text only", "Send text parts")
-    return "".join(part["text"] for part in content)
+    return "".join(part[_TEXT_PARTS[part["type"]]] for part in content)
 
 
 def _read_calls(calls: Any) -> list[dict[str, Any]]:

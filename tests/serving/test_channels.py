@@ -1,6 +1,7 @@
 """Answer, reasoning and tool calls told apart, whatever a target writes."""
 
 import copy
+import importlib
 import json
 
 import mlx_lm.server
@@ -167,6 +168,9 @@ ASKED = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a":
         (THOUGHT + FINAL, {}, [("reasoning", "hm"), ("answer", "Hi!")]),
         ("<|channel|>final<|message|>Hi!", {}, [("answer", "Hi!")]),
         ("Hi <b>", {}, [("answer", "Hi <b>")]),
+        # These begin as a header may.
+        ("to be or not", {}, [("answer", "to be or not")]),
+        (" <|x", {}, [("answer", " <|x")]),
         (
             f"{THOUGHT}<|start|>assistant{ASKED}<|call|>",
             {"tools": WEATHER},
@@ -276,6 +280,19 @@ def test_a_call_that_cannot_be_read_is_text_with_its_marks(written, step):
         assert told(Hermes(), f"Look: {text}", tools=WEATHER, step=step) == [("answer", f"Look: {text}")]
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("<think>a <tool_call> b</think>c", [("reasoning", "a <tool_call> b"), ("answer", "c")]),
+        ("<think>a<tool_call>3</tool_call>b</think>c", [("reasoning", "a<tool_call>3</tool_call>b"), ("answer", "c")]),
+        (f"Say <tool_call>: <tool_call>{GOOD}</tool_call>", [("answer", "Say <tool_call>: "), ("call", [("ls", "{}")])]),
+    ],
+)
+def test_what_stands_behind_a_call_that_cannot_be_read_is_read_anew(text, pieces, step):
+    assert told(Hermes(), text, tools=WEATHER, step=step) == pieces
+
+
 @pytest.mark.parametrize(
     ("written", "calls"),
     [
@@ -287,6 +304,7 @@ def test_a_call_that_cannot_be_read_is_text_with_its_marks(written, step):
         ('{"name": "ls", "parameters": {"a": "é"}}', [("ls", '{"a": "é"}')]),
         ('{"type": "function", "function": {"name": "ls", "arguments": {"a": 1}}}', [("ls", '{"a": 1}')]),
         (f"[{GOOD}, {GOOD}]", [("ls", "{}"), ("ls", "{}")]),
+        ('{"name": "caf\\u00e9", "arguments": {"\\u00e9": 1}}', [("café", '{"é": 1}')]),
     ],
 )
 def test_calls_of_odd_but_readable_shapes_are_calls(written, calls):
@@ -298,6 +316,17 @@ def test_a_parser_that_fails_in_any_way_leaves_text():
         tool_parser = staticmethod(lambda text, tools: text.no_such_method())
 
     assert told(Failing(), "<tool_call>x</tool_call>.", tools=WEATHER) == [("answer", "<tool_call>x</tool_call>.")]
+
+
+@pytest.mark.parametrize("written", ["", "{}", "[5]", "ls 5", '{"name": 5}', 'ls(a="x")', "<function=ls></function>"])
+@pytest.mark.parametrize("parser", ["glm47", "laguna", "minicpm5"])
+def test_what_a_lenient_parser_takes_for_a_call_is_text(parser, written):
+    class Lenient(Hermes):
+        tool_parser = staticmethod(importlib.import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call)
+
+    assert told(Lenient(), f"<tool_call>{written}</tool_call>", tools=WEATHER) == [
+        ("answer", f"<tool_call>{written}</tool_call>")
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

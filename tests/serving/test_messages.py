@@ -121,6 +121,8 @@ def test_parts_are_joined_and_null_is_empty_for_every_template_kind(written, pai
     messages = said(("user", parts), ("assistant", None), ("user", "c"))
     if template:
         assert written(template, messages) == "[user]ab[assistant][user]c"
+        refused = said(("user", "a"), ("assistant", [{"type": "refusal", "refusal": "No."}]))
+        assert written(template, refused) == "[user]a[assistant]No."
     else:
         tokenizer = pair[1]
         ids = render_chat(
@@ -175,6 +177,12 @@ def test_arguments_of_earlier_calls_reach_every_kind_of_template(written, templa
     elif template in (DUMPS, EITHER) and walked.startswith("arguments="):
         text = json.dumps({"arguments": text})
     assert prompt == f"[user]x[assistant]<f:{text}>[tool]4"
+
+
+def test_a_call_in_openais_older_form_reaches_the_template(written):
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [*said(("user", "x")), older, {"role": "function", "name": "f", "content": "4"}]
+    assert written(PRINTS, messages) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
 
 
 def test_arguments_are_an_object_with_a_text_of_their_own():
