@@ -227,7 +227,43 @@ def system_identity() -> tuple[str, ...]:
     """
     import platform
 
-    return (_chip(), str(os.cpu_count()), platform.system(), platform.mac_ver()[0], platform.release(), platform.version())
+    system = platform.system(), platform.mac_ver()[0], _build(), platform.release(), platform.version()
+    return (_chip(), str(os.cpu_count()), *system)
+
+
+def _build(path: str = "/System/Library/CoreServices/SystemVersion.plist") -> str:
+    """macOS's build, such as "24F74": an update may change it alone; "" elsewhere."""
+    import plistlib
+
+    with suppress(OSError, ValueError, plistlib.InvalidFileException):
+        return str(plistlib.loads(Path(path).read_bytes()).get("ProductBuildVersion", ""))
+    return ""
+
+
+def slowed_by() -> str:
+    """Why this machine may be slower than it can be, now: "battery", "heat", "battery and heat", or "". Only macOS tells."""
+    if sys.platform != "darwin":
+        return ""
+    found = (("battery", "Battery Power" in _pmset("batt")), ("heat", _under_pressure(_pmset("therm"))))
+    return " and ".join(name for name, is_so in found if is_so)
+
+
+def _pmset(what: str) -> str:
+    """What `pmset -g what` prints; "" where it does not run."""
+    import subprocess
+
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["/usr/bin/pmset", "-g", what], capture_output=True, text=True, timeout=5).stdout
+    return ""
+
+
+def _under_pressure(text: str) -> bool:
+    """Whether `pmset -g therm` tells of a limit below 100 % or of a warning. A Mac at ease notes that none was recorded."""
+    import re
+
+    limits = re.findall(r"(?:Speed|Scheduler)_Limit\s*=\s*(\d+)", text)
+    levels = re.findall(r"(?:thermal|performance) warning level\D*(\d+)", text, re.IGNORECASE)
+    return any(int(limit) < 100 for limit in limits) or any(int(level) > 0 for level in levels)
 
 
 @functools.cache
@@ -247,9 +283,29 @@ def _chip() -> str:
     return name or platform.machine()
 
 
+# Of generators that are open: those that raised MLX's wired-memory limit, and all.
 _limit_lock = threading.Lock()
 _limit_users = 0
 _limit_before: int | None = None
+_streams = 0
+
+
+@contextmanager
+def open_stream() -> Iterator[None]:
+    """Count a stream of tokens as open; see `open_streams`."""
+    global _streams
+    with _limit_lock:
+        _streams += 1
+    try:
+        yield
+    finally:
+        with _limit_lock:
+            _streams -= 1
+
+
+def open_streams() -> int:
+    """Streams of tokens that have begun in this process and have not ended: nothing that can wait is to hold them up."""
+    return _streams
 
 
 def on_metal() -> bool:
@@ -276,7 +332,7 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
     """Raise MLX's wired-memory limit to the recommended size until the last open generator ends; warn if models hardly fit.
 
     mlx-lm's own context manager restores what it found, so two generators that end in the order in which they began would
-    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this does nothing.
+    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this only counts the stream.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -284,7 +340,8 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
     global _limit_users, _limit_before
     limit = mx.device_info().get("max_recommended_working_set_size")
     if limit is None:
-        yield
+        with open_stream():
+            yield
         return
     size = sum({id(a): a.nbytes for m in models for _, a in tree_flatten(m.parameters())}.values())
     if size > 0.9 * limit:
@@ -297,7 +354,8 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
             _limit_before = mx.set_wired_limit(limit)
         _limit_users += 1
     try:
-        yield
+        with open_stream():
+            yield
     finally:
         mx.synchronize(stream)
         with _limit_lock:

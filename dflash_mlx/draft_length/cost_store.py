@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from ..machine import JsonCache, system_identity
+from ..machine import JsonCache, slowed_by, system_identity
 from ..version import __version__
 from .cost_model import CostModel
 
@@ -32,10 +32,13 @@ def pair_key(models: Sequence[Any], *others: object) -> str:
 
 
 def load_cost_model(key: str) -> CostModel | None:
-    """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right."""
+    """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right.
+
+    None too for what was measured on battery or in heat, once this machine is slowed by neither.
+    """
     try:
         entry = _records.read()[key]
-        if not 0 <= time.time() - entry["saved_at"] < _STALE_S:
+        if not 0 <= time.time() - entry["saved_at"] < _STALE_S or entry.get("slowed_by") and not slowed_by():
             return None
         verify_s = {int(width): float(seconds) for width, seconds in entry["verify_s"].items()}
         costs = CostModel(*(float(entry[name]) for name in _SECONDS), verify_s, float(entry["cut_s"]))
@@ -50,4 +53,5 @@ def load_cost_model(key: str) -> CostModel | None:
 def save_cost_model(key: str, costs: CostModel) -> None:
     """Keep costs beside the newest others. A file that cannot be written is not needed: the next run measures again."""
     costs.keep = partial(save_cost_model, key)
-    _records.put(key, {name: getattr(costs, name) for name in (*_SECONDS, "verify_s", "cut_s")} | {"saved_at": time.time()})
+    about = {"saved_at": time.time(), "slowed_by": slowed_by()}
+    _records.put(key, {name: getattr(costs, name) for name in (*_SECONDS, "verify_s", "cut_s")} | about)

@@ -191,3 +191,50 @@ def test_every_variable_of_ours_is_described_once_and_read_through_the_table():
 def test_the_machine_module_needs_no_mlx():
     code = "import sys, dflash_mlx.machine; sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+AT_EASE = """Note: No thermal warning level has been recorded
+Note: No performance warning level has been recorded
+Note: No CPU power status has been recorded
+"""
+LIMITED = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Available_CPUs \t= 8\n\tCPU_Speed_Limit \t= 62\n"
+
+
+@pytest.mark.parametrize("batt, therm, slowed", [
+    ("Now drawing from 'AC Power'\n -InternalBattery-0 (id=1)\t100%; charged", AT_EASE, ""),
+    ("Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t71%; discharging", AT_EASE, "battery"),
+    ("Now drawing from 'AC Power'", LIMITED, "heat"),
+    ("Now drawing from 'AC Power'", LIMITED.replace("62", "100"), ""),
+    ("Now drawing from 'AC Power'", "Note: Thermal warning level set to 5", "heat"),
+    ("Now drawing from 'Battery Power'", LIMITED, "battery and heat"),
+    ("", "", ""),
+])  # fmt: skip
+def test_what_pmset_prints_is_read(batt, therm, slowed, monkeypatch):
+    """Texts as pmset's manual and users show them; none was read on a Mac here."""
+    monkeypatch.setattr(machine, "_pmset", {"batt": batt, "therm": therm}.get)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert machine.slowed_by() == ""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert machine.slowed_by() == slowed
+
+
+def test_macos_build_is_read_from_its_own_file(tmp_path):
+    file = tmp_path / "SystemVersion.plist"
+    assert machine._build(str(file)) == ""
+    file.write_text('<plist version="1.0"><dict><key>ProductBuildVersion</key><string>24F74</string></dict></plist>')
+    assert machine._build(str(file)) == "24F74"
+    file.write_text("no plist")
+    assert machine._build(str(file)) == ""
+
+
+def test_costs_from_battery_or_heat_are_measured_again_on_power(monkeypatch, tmp_path):
+    from dflash_mlx.draft_length import cost_store
+    from dflash_mlx.draft_length.cost_model import CostModel
+
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    cases = [("", "", True), ("", "battery", True), ("battery", "battery", True), ("battery", "", False), ("heat", "", False)]
+    for saved, now, holds in cases:
+        monkeypatch.setattr(cost_store, "slowed_by", lambda saved=saved: saved)
+        cost_store.save_cost_model("a", CostModel(1.0, 1.0, 1.0, {1: 1.0}))
+        monkeypatch.setattr(cost_store, "slowed_by", lambda now=now: now)
+        assert bool(cost_store.load_cost_model("a")) is holds, (saved, now)
