@@ -13,7 +13,7 @@ import mlx.nn as nn
 from . import autotune
 from .block_qmm import MAX_ROWS
 from .head_argmax import head_argmax_plan
-from .routing import KernelRoute, attention_calls, kernel_calls
+from .routing import KernelRoute, PassState, attention_calls, kernel_calls
 from .small_batch import attention
 
 __all__ = ["LayerRoutes", "attention", "finite_bits", "is_finite"]
@@ -29,7 +29,7 @@ class LayerRoutes:
     """
 
     def __init__(self, model: nn.Module, own_class: Callable[[nn.Module], type]):
-        self.model, self._own_class = model, own_class
+        self.model, self._own_class, self._passes = model, own_class, PassState()
         # Layers that may be served, from the first pass of few rows on a GPU.
         self._calls: list[tuple[nn.Module, KernelRoute, str]] | None = None
         # Rows of a pass -> what the plans rested on, and which of those layers are routed.
@@ -40,27 +40,28 @@ class LayerRoutes:
         if rows > MAX_ROWS or not autotune.may_run():
             return []
         if self._calls is None:
-            self._calls = kernel_calls(self.model, self._own_class) + attention_calls(self.model, self._own_class)
+            about = (self.model, self._own_class, self._passes)
+            self._calls = kernel_calls(*about) + attention_calls(*about)
         plans = autotune.plans()
         if self._routed.get(rows, (None,))[0] is not plans:
             self._routed[rows] = (plans, self._calls)
         return self._routed[rows][1]
 
     def begin(self) -> None:
-        """A pass begins: none has served a layer in it."""
-        for _, handler, _ in self._calls or ():
-            handler.served = handler.left = False
+        """A pass of this thread begins: none has served a layer in it."""
+        self._passes.served.clear()
+        self._passes.left.clear()
 
     def ended(self, rows: int) -> None:
         """After a pass: layers that it left to MLX are not routed for as many rows, as long as what was planned holds."""
         plans, calls = self._routed.get(rows, (None, ()))
-        if plans is autotune.plans() and any(handler.left for _, handler, _ in calls):
-            self._routed[rows] = (plans, [call for call in calls if call[1].served or not call[1].left])
+        if (idle := self._passes.left - self._passes.served) and plans is autotune.plans():
+            self._routed[rows] = (plans, [call for call in calls if call[1] not in idle])
 
     @property
     def served(self) -> bool:
-        """Whether a layer of the last pass, or the head since, was served."""
-        return any(handler.served for _, handler, _ in self._calls or ())
+        """Whether a layer of this thread's last pass, or the head since, was served."""
+        return bool(self._passes.served)
 
     def may_choose(self, rows: int) -> bool:
         return rows <= MAX_ROWS and autotune.may_run()

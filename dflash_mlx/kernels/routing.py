@@ -8,6 +8,7 @@ Knows no family, and not how a call is intercepted: `models.intercept` does that
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -29,35 +30,43 @@ ATTENTION = scaled_dot_product_attention.__name__
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
-class KernelRoute:
-    """A handler of a module's call that a kernel may serve.
+class PassState(threading.local):
+    """What happened to the calls of a model's layers since this thread's last pass began.
 
-    Since the last pass began:
-    served: whether a kernel of ours did; left: whether a call was left to MLX as it is, as all will be at this number of rows.
+    served: routes whose module a kernel of ours served; left: those of which a call was left to MLX as it is, as all will be at
+      this number of rows.
     """
 
-    served = left = False
+    def __init__(self) -> None:
+        self.served: set[KernelRoute] = set()
+        self.left: set[KernelRoute] = set()
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+
+class KernelRoute:
+    """A handler of a module's call that a kernel may serve. passes: shared by the routes of one model."""
+
+    def __init__(self, module: nn.Module, passes: PassState):
+        self.module, self.passes = module, passes
 
 
-def attention_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, KernelRoute, str]]:
+def attention_calls(
+    model: nn.Module, class_of: Callable[[nn.Module], type] = type, passes: PassState | None = None
+) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
 
     Not those that attend in another way: with capped scores, or by MLX's own function.
 
     Args:
-      class_of: a module's own class, where something may stand in its place.
+      class_of: a module's own class, where something may stand in its place. passes: notes what happens to the calls.
     """
     found: list[tuple[nn.Module, KernelRoute, str]] = []
-    masks = PassMasks()
+    masks, passes = PassMasks(), passes or PassState()
     for _, module in model.named_modules():
         cls = class_of(module)
         call = cls.__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(ATTENTION) is scaled_dot_product_attention:
             if ATTENTION in call.__code__.co_names:
-                found.append((module, Attention(module, call, masks), "__call__"))
+                found.append((module, Attention(module, call, masks, passes), "__call__"))
     return found
 
 
@@ -72,8 +81,8 @@ def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
 class Attention(KernelRoute):
     """A handler of a module that attends: its call with the kernel in the place of mlx-lm's function."""
 
-    def __init__(self, module: nn.Module, call: FunctionType, masks: PassMasks):
-        super().__init__(module)
+    def __init__(self, module: nn.Module, call: FunctionType, masks: PassMasks, passes: PassState):
+        super().__init__(module, passes)
         self._masks = masks
         # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
         # kernel's.
@@ -94,13 +103,14 @@ class Attention(KernelRoute):
         if laid and said:
             k, v, start, window = laid
             if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
-                self.served = True
+                self.passes.served.add(self)
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if said and sinks is None and mask is not None and isinstance(keys, mx.array):
             out = small_batch.folded_or_none(queries, keys, values, scale, mask, buffer, self._masks.folded)
             if out is not None:
                 return out
-        self.left = laid is not None
+        if laid is not None:
+            self.passes.left.add(self)
         # MLX would make floats of it, and one of all heads, in each layer.
         mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
@@ -137,24 +147,27 @@ def _laid(
     return keys, values, cache.offset - s, cache.max_size
 
 
-def kernel_calls(model: nn.Module, class_of: Callable[[nn.Module], type] = type) -> list[tuple[nn.Module, KernelRoute, str]]:
+def kernel_calls(
+    model: nn.Module, class_of: Callable[[nn.Module], type] = type, passes: PassState | None = None
+) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(layer, handler, method) for each affine quantized layer, on CUDA for those not quantized too: its products of 1..16 rows.
 
-    Only layers of exactly the classes that the handlers were written for. `class_of`: as in `attention_calls`.
+    Only layers of exactly the classes that the handlers were written for. `class_of`, `passes`: as in `attention_calls`.
     """
     found: list[tuple[nn.Module, KernelRoute, str]] = []
+    passes = passes or PassState()
     dense = {nn.Linear: "__call__", nn.Embedding: "as_linear"} if small_batch.here() else {}
     for _, module in model.named_modules():
         if method := dense.get(class_of(module)):
-            found.append((module, Dense(module), method))
+            found.append((module, Dense(module, passes), method))
         if getattr(module, "mode", "affine") != "affine" or module.get("biases") is None:
             continue
         if (cls := class_of(module)) is nn.QuantizedLinear:
-            found.append((module, Linear(module), "__call__"))
+            found.append((module, Linear(module, passes), "__call__"))
         elif cls is nn.QuantizedEmbedding:
-            found.append((module, Linear(module), "as_linear"))
+            found.append((module, Linear(module, passes), "as_linear"))
         elif cls.__name__ == "QuantizedSwitchLinear":
-            found.append((module, Switch(module), "__call__"))
+            found.append((module, Switch(module, passes), "__call__"))
     return found
 
 
@@ -167,9 +180,9 @@ class Linear(KernelRoute):
         w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
         launch = block_qmm_plan(x, w, scales, biases, layer.group_size, layer.bits)
         if launch is None:
-            self.left = True
+            self.passes.left.add(self)
             return inner(x)
-        self.served = True
+        self.passes.served.add(self)
         y = launch(x, w, scales, biases)
         return y + layer["bias"] if "bias" in layer else y
 
@@ -182,7 +195,7 @@ class Dense(KernelRoute):
         layer = self.module
         launch = small_batch.matmul_as_gemv_plan(x, layer["weight"])
         if launch is None:
-            self.left = True
+            self.passes.left.add(self)
             return inner(x)
         y = launch(x, layer["weight"])
         return y + layer["bias"] if "bias" in layer else y
@@ -199,9 +212,9 @@ class Switch(KernelRoute):
         if _rows_fit(x.shape, indices.shape):
             launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
         if launch is None:
-            self.left = True
+            self.passes.left.add(self)
             return inner(*args, **kwargs)
-        self.served = True
+        self.passes.served.add(self)
         y = mx.expand_dims(launch(x, w, scales, biases, indices), -2)
         return y + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else y
 
