@@ -308,13 +308,12 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
 def _force(launches: dict[str, int], variants: list[str]) -> None:
     """No trials: what may run does, the text for matrix units before the other. Count launches, note what is compiled."""
 
-    def forced(kernel: Kernel, shape: str, trial: Callable) -> autotune.TuningResult:
+    def forced(question: autotune.Question, rows: int) -> autotune.Candidate | None:
         # Neither read from the cache directory nor kept there.
-        result = autotune.TuningResult(kernel.name, shape, True, "forced", 1.0 if "tiles" in kernel.name else 2.0, 3.0)
-        autotune._known[kernel, shape] = result
-        return result
+        may = [candidate for candidate in question.candidates if autotune.allowed(candidate.kernel)]
+        return max(may, key=lambda candidate: "tiles" in candidate.kernel.name, default=None)
 
-    autotune._result = forced
+    autotune.choose = forced
     prepared = Kernel.prepared
 
     def counted(kernel: Kernel, **given):

@@ -19,7 +19,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from .errors import GenerationError
 from .loop import Run, Step, generate_steps, make_run
-from .machine import wired_limit
+from .machine import open_stream, wired_limit
 from .models.drafter import Drafter
 from .options import RunOptions, check_draft_model
 from .pair import DFlashPair, check_window, make_pair_cache
@@ -172,7 +172,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
                 stats=stats,
             )
             if last:
-                return
+                return run.blocks.drafter.pair.after_answer()
     raise GenerationError(
         "this stream has given its prompt cache up to a later call, and cannot go on",
         "Give streams that are read by turns a prompt cache each",
@@ -182,7 +182,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
 def _respond_plainly(
     steps: Iterator[tuple[MlxLmResponse, str, int]], logprobs: bool
 ) -> Generator[GenerationResponse, None, None]:
-    with closing(steps):
+    with open_stream(), closing(steps):
         for response, piece, prompt_tokens in steps:
             if logprobs:
                 mx.eval(response.logprobs)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from .draft_length.measure import stored_cost_model
 from .draft_length.policy import DraftLengthHistory, DraftLengthPolicy
 from .errors import CacheError
+from .first_use import try_after_answer, try_before_answers
 from .models.drafter import Drafter
 from .models.target import Target, family
 from .prompt_cache import PairCache, is_pair_cache
@@ -40,6 +41,8 @@ class DFlashPair:
         self.target = Target(model, drafter.config.target_layer_ids)
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
+        # The target whose kernels were tried before its first answer.
+        self._tried: Target | None = None
 
     @staticmethod
     def of(drafter: Drafter) -> DFlashPair:
@@ -62,7 +65,13 @@ class DFlashPair:
             if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
                 self.target = Target(self.model, self.target.layer_ids)
             self.accelerator = self.target.accelerator = accelerate(self)
+            if self._tried is not self.target and try_before_answers(self.target):
+                self._tried = self.target
             return self.target
+
+    def after_answer(self) -> None:
+        """What can wait until a stream of this pair has given its last token."""
+        try_after_answer(own_streams=1)
 
     def draft_length_policy(self, stream: Any) -> DraftLengthPolicy:
         """The policy for one run. It knows what passes cost, and what earlier runs of this pair accepted."""

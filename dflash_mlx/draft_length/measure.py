@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..kernels.autotune import fingerprint
 from ..models.drafter import Drafter
 from ..models.target import Target
 from ..rollback import rollback, rollback_point
@@ -23,7 +24,7 @@ def stored_cost_model(target: Target, drafter: Drafter, stream: Any) -> CostMode
     """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
     info = mx.device_info()
     device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
-    key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting())
+    key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint())
     costs = load_cost_model(key)
     if costs is None:
         with mx.stream(stream):

@@ -9,12 +9,17 @@ Knows arrays only. The bytes are few; what is saved is launches between two pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from . import autotune
 from .launch import Kernel
+from .trials import lazy
+
+# Target rows at which it is tried: drafts and one.
+_ROWS = (2, 4, 8, 16)
 
 _SOURCE = """
     const int N = draft_shape[1];
@@ -95,14 +100,20 @@ def _plan(b: int, n: int, dtype: mx.Dtype, target_dtype: mx.Dtype) -> Callable[.
         b * n > 0  # an empty array has no buffer
         and dtype == target_dtype == mx.int32  # ids are compared as they are
     )
-    return prepare(b, n) if eligible and autotune.should_use(KERNEL, f"B {b} N {n}", lambda: trials(b, n)) else None
+    question = autotune.Question(f"drafts B {b}", (autotune.Candidate(KERNEL),), partial(trials, b), _ROWS, nbytes=8 * b)
+    return prepare(b, n) if eligible and autotune.choose(question, n + 1) else None
 
 
-def trials(b: int, n: int) -> list[autotune.Trial]:
-    """One comparison with MLX on made-up ids that often agree."""
-    keys = mx.random.split(mx.random.key(0), 2)
-    target = mx.random.randint(0, 100, (b, n + 1), dtype=mx.int32, key=keys[0])
-    draft = mx.where(mx.random.uniform(shape=(b, n), key=keys[1]) < 0.8, target[:, :n], target[:, 1:])
-    mx.eval(draft, target)
-    launch = prepare(b, n)
-    return [autotune.Trial(lambda: launch(draft, target), lambda: accept_ops(draft, target), autotune.same_ids)]
+def trials(b: int, ways: Sequence[autotune.Candidate]) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX on made-up ids that often agree, for a number of target rows."""
+
+    def one(rows: int) -> autotune.Trial:
+        keys, n = mx.random.split(mx.random.key(0), 2), rows - 1
+        target = mx.random.randint(0, 100, (b, rows), dtype=mx.int32, key=keys[0])
+        draft = mx.where(mx.random.uniform(shape=(b, n), key=keys[1]) < 0.8, target[:, :n], target[:, 1:])
+        mx.eval(draft, target)
+        launch = lazy(lambda: prepare(b, n))
+        stock = lambda draft: accept_ops(draft, target)  # noqa: E731
+        return autotune.Trial(draft, [lambda draft: launch(draft, target) for _ in ways], stock, autotune.same_ids)
+
+    return one

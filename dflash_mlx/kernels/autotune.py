@@ -1,59 +1,68 @@
 """Which kernels run: what the user said, and what this machine has shown.
 
-    DFLASH_MLX_KERNELS   unset     a kernel runs where a trial on this GPU found it right and faster; the result is kept. On CUDA
-                                   only the forms that need no compiling (see `small_batch`)
+    DFLASH_MLX_KERNELS   unset     a kernel serves those row counts of a shape at which a trial on this GPU found it right and
+                                   faster; the result is kept. On CUDA only the forms that need no compiling (see `small_batch`)
                          off       none
                          on        all that are eligible, faster or not
                          a,b       these, faster or not; no others
 
-Knows no kernel: each hands over a trial. A trial runs on its own stream, and a marker file stands beside the results, locked,
-while it runs. A trial in which a process died is found by its marker, which nobody locks: that shape is off for some starts.
+Knows no kernel: each asks a `Question`. Unset on Metal, no pass waits for a trial: what is not known yet runs on stock MLX, and
+`try_waiting` is called before the first answer and after answers. Where kernels were asked for, and on CUDA, the first pass that
+asks runs the trial. A trial in which a process died is found by its marker (`crash_marker`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import dataclasses
 import functools
 import hashlib
-import json
 import logging
-import os
-import signal
-import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..errors import DFlashError
 from ..machine import JsonCache, cache_directory, switch, system_identity
-from . import REGISTRY, names
+from . import REGISTRY, names, trials
+from .crash_marker import marked
 from .launch import Form, Kernel, maker
+from .trials import Trial, same_floats, same_ids
+from .verdicts import ROWS, Candidate, Measured, tried_rows, verdicts
+
+__all__ = ["ROWS", "Candidate", "KernelError", "NotFiniteError", "Question", "Trial", "TuningResult", "same_floats", "same_ids"]
 
 VARIABLE = "DFLASH_MLX_KERNELS"
 # Accepted for one release, with a line in the log.
 _OLD_NAMES = {"row_products": "matmul_as_gemv", "folded_attention": "gqa_folded_attention"}
 
-# Starts at which a shape is off after a process died in its trial, for each time that one did.
-OFF_STARTS = 5
+# Limits of time: of one trial, of all before the first answer, of all after an answer.
+TRIAL_S, FIRST_S, AFTER_S = 5.0, 20.0, 2.0
+# GPUs on which trials may come before the first answer, by how their architecture begins. A peer saw a stall of 105 s
+# on g17, and a newer one may have another.
+_TRIED_FIRST = ("applegpu_g13", "applegpu_g14", "applegpu_g15", "applegpu_g16")
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dflash_mlx.kernels")
-# This process's results, and kernels switched off in it by name, with the reason.
-_known: dict[tuple[Kernel | Form, str], TuningResult] = {}
+# What this process knows of each question, by row count; kernels switched off in it by name, with the reason.
+_known: dict[tuple[str, ...], dict[int, Measured]] = {}
 _off: dict[str, str] = {}
+# Questions with row counts that are not tried yet, and the bytes that their calls read in a pass; those whose trial took too long
+# once.
+_waiting: dict[tuple[str, ...], tuple[Question, int]] = {}
+_slow: set[str] = set()
+_survey: _Survey | None = None
+_trying = threading.Lock()
 # (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
 # being made meanwhile is kept in the old one, where nobody looks.
 _plans: dict[tuple, Any] = {}
 # What all plans rest on, as `may_run` saw it last.
 _ground: tuple | None = None
-_local = threading.local()
 
 
 class KernelError(DFlashError, RuntimeError):
@@ -66,7 +75,8 @@ class NotFiniteError(ArithmeticError):
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What one machine found about one kernel at one shape. Times are medians, None where the trial did not get there."""
+    """What one machine found about one kernel in one plan at one shape and row count. Times are medians, None where there are
+    none."""
 
     kernel: str
     shape: str
@@ -74,18 +84,41 @@ class TuningResult:
     reason: str
     kernel_s: float | None = None
     stock_s: float | None = None
+    rows: int = 1
+    plan: str = ""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One comparison: both callables return the same outputs from the same made-up inputs.
+class Question:
+    """One operation at one shape: who serves it?
 
-    `same(kernel_outputs, stock_outputs)` says whether the kernel is right: None, or what is wrong.
+    Args:
+      shape: what the time depends on besides the rows, e.g. "float16 4 bit group 64 N 4096 K 4096"; no other operation's.
+      candidates: who may, the plan that is likeliest first.
+      make: given candidates, makes the arrays of their trials once; what it returns gives the trial at a row count.
+      rows: counts that are tried, in this order.
+      nbytes: that one call reads: what takes the largest share of a pass is tried first.
     """
 
-    kernel: Callable[[], Sequence[mx.array]]
-    stock: Callable[[], Sequence[mx.array]]
-    same: Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]
+    shape: str
+    candidates: tuple[Candidate, ...]
+    make: Callable[[tuple[Candidate, ...]], Callable[[int], Trial]]
+    rows: tuple[int, ...] = ROWS
+    nbytes: int = 0
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """The key of what is known of it: another text or plan is another question."""
+        return (self.shape, *(f"{c.name} {_digest(c.kernel.text)}" for c in self.candidates))
+
+    @property
+    def families(self) -> dict[str, str]:
+        return {c.name: c.family for c in self.candidates}
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def setting() -> str | frozenset[str]:
@@ -154,27 +187,48 @@ def _gpu_for(wanted: str | frozenset[str]) -> bool:
     return False
 
 
-def should_use(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> bool:
-    """Whether an eligible kernel runs at this shape. The first call for a shape on a machine runs the trials.
+def choose(question: Question, rows: int) -> Candidate | None:
+    """Who serves an operation at a row count; None: stock MLX, which also serves what is not known yet.
 
-    Args:
-      shape: what the time depends on, e.g. "float16 4 bit group 64 N 4096 K 4096"; one result each.
-      trial: makes the trials; faster means a smaller sum of times over them.
     Raises:
-      KernelError: if the user asked for this kernel and it cannot run or is wrong.
+      KernelError: if the user asked for a kernel and it cannot run or is wrong.
     """
-    if not _wanted(kernel):
-        return False
-    wanted = setting()
-    result = None if kernel.name in _off else _result(kernel, shape, trial)
-    reason = _off.get(kernel.name)  # the trial may have put it there
-    if reason is None and result.kernel_s is None:
-        reason = f"{result.reason} ({shape})"
-    if reason:
-        if wanted == "auto":
-            return False
-        raise KernelError(f"{kernel.name} cannot run here as {VARIABLE} asks: {reason}", "Unset the variable")
-    return result.use or wanted != "auto"
+    asked = tuple(c for c in question.candidates if _wanted(c.kernel))
+    if not asked:
+        return None
+    question, forced = dataclasses.replace(question, candidates=asked), setting() != "auto"
+    if _surveyed():
+        _survey.note(question)
+        return None
+    table = _table(question)
+    # None is off, or forced ones are and that is told below.
+    trying = len(_on(question)) == len(asked) if forced else bool(_on(question))
+    if trying and (missing := [count for count in question.rows if count not in table]):
+        if forced or mx.cuda.is_available():
+            _try(question, missing)
+        else:
+            # The newest one: what an older one was to be tried on may be gone.
+            _, share = _waiting.get(question.about, (None, question.nbytes))
+            _waiting[question.about] = (question, share)
+    off = {c.name for c in asked} - {c.name for c in _on(question)}
+    found = verdicts(table, forced, off).get(tried_rows(rows, question.rows))
+    if forced and (off or found is None):
+        name, reason = _why_not(asked, table)
+        raise KernelError(f"{name} cannot run here as {VARIABLE} asks: {reason} ({question.shape})", "Unset the variable")
+    return next((c for c in asked if c.name == found), None)
+
+
+def _on(question: Question) -> tuple[Candidate, ...]:
+    return tuple(c for c in question.candidates if c.kernel.name not in _off)
+
+
+def _why_not(candidates: Collection[Candidate], table: dict[int, Measured]) -> tuple[str, str]:
+    """A kernel that was asked for and serves nothing, and why."""
+    for candidate in candidates:
+        if reason := _off.get(candidate.kernel.name):
+            return candidate.kernel.name, reason
+    first = next(iter(candidates))
+    return first.kernel.name, next((m.reason(first.name) for m in table.values() if first.name not in m.seconds), "not tried")
 
 
 def _wanted(kernel: Kernel | Form) -> bool:
@@ -190,17 +244,23 @@ def allowed(kernel: Kernel | Form) -> bool:
     return _wanted(kernel) and kernel.name not in _off
 
 
-def planned(decide: Callable[..., T], *about: Any) -> T:
-    """What `decide(*about)` answers, asked once: until a kernel is switched off, and until `may_run` sees other ground.
+def planned(decide: Callable[..., T], *about: Any, given: tuple = ()) -> T:
+    """What `decide(*about, *given)` answers, asked once: until a kernel is switched off, trials find something, or `may_run` sees
+    other ground.
 
     A pass asks at each of its products, hundreds of times. The answer may rest on `about` and on what is named above alone.
+
+    Args:
+      given: for trials only, such as a layer's own weights; not held.
     """
+    if _survey is not None and _surveyed():
+        return decide(*about, *given)
     plans, key = _plans, (decide, about)
     try:
         return plans[key]
     except KeyError:
         pass
-    plans[key] = plan = decide(*about)
+    plans[key] = plan = decide(*about, *given)
     return plan
 
 
@@ -212,12 +272,6 @@ def plans() -> object:
 def _forget() -> None:
     global _plans
     _plans = {}
-
-
-def fastest(candidates: dict[Kernel, Callable[[], Sequence[Trial]]], shape: str) -> Kernel | None:
-    """The quickest of several kernels for one operation among those that `should_use` lets run; None: stock MLX."""
-    used = [kernel for kernel, trial in candidates.items() if should_use(kernel, shape, trial)]
-    return min(used, key=lambda k: _known[k, shape].kernel_s, default=None) if len(used) > 1 else next(iter(used), None)
 
 
 def switch_off(name: str, reason: str) -> None:
@@ -241,8 +295,30 @@ def disable_all(reason: str) -> None:
 
 def results() -> list[TuningResult]:
     """All results kept for this machine, for `doctor`; those of this process included."""
-    kept = {k: TuningResult(**v) for k, v in _results.read().items() if k.startswith(_machine())}
-    return list({**kept, **{_key(*known): result for known, result in _known.items()}}.values())
+    tables: dict[tuple[str, ...], dict[int, Measured]] = {}
+    for key, entry in _results.read().items():
+        if key.startswith(_machine()):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                tables.setdefault(tuple(entry["about"]), {})[int(entry["rows"])] = Measured(**entry["measured"])
+    for about, table in _known.items():
+        tables.setdefault(about, {}).update(table)
+    found = []
+    for (shape, *_), table in tables.items():
+        serving = verdicts(table)
+        for rows, measured in sorted(table.items()):
+            for name in measured.families:
+                kernel, _, plan = name.partition(" ")
+                use, seconds = serving.get(rows) == name, measured.seconds.get(name)
+                found.append(TuningResult(kernel, shape, use, measured.reason(name), seconds, measured.stock_s, rows, plan))
+    return found
+
+
+def fingerprint() -> str:
+    """A name for who serves what, as far as this process knows: passes cost something else where it is another."""
+    serving = [(about, sorted(verdicts(table).items())) for about, table in _known.items()]
+    wanted = setting()
+    said = wanted if isinstance(wanted, str) else ",".join(sorted(wanted))
+    return _digest(repr((said, sorted(_off), sorted(entry for entry in serving if entry[1]))))
 
 
 @functools.cache
@@ -260,190 +336,157 @@ def _machine() -> str:
 _results = JsonCache("kernels/tuning.json")
 
 
-def _key(kernel: Kernel | Form, shape: str) -> str:
-    text = hashlib.sha256(kernel.text.encode()).hexdigest()[:12]
-    return f"{_machine()}{kernel.name} {text} {shape}"
+def _key(about: tuple[str, ...], rows: int) -> str:
+    return f"{_machine()}{about[0]} rows {rows} {_digest(repr(about))}"
 
 
-def _result(kernel: Kernel | Form, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:
-    """The result of this process, of an earlier one on this machine, or of a trial now."""
-    if known := _known.get((kernel, shape)):
-        return known
-    key = _key(kernel, shape)
-    if kept := _results.read().get(key):
-        result = TuningResult(**kept)
-    else:
-        with _marked(_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.trying") as marker:
-            if crash := marker.crash:
-                # Not kept, and of this shape alone: the marker counts the starts until the next trial.
-                _known[kernel, shape] = result = TuningResult(kernel.name, shape, False, crash)
-                _log.warning("kernel %s is off at %s: %s", kernel.name, shape, crash)
-                return result
-            result = _judge(kernel.name, shape, trial)
-            if marker.locked:
-                # A cache that cannot be written costs a new trial at the next start, nothing else.
-                _results.put(key, asdict(result))
-                marker.done = True
-    _known[kernel, shape] = result
-    if result.kernel_s is None:
-        switch_off(kernel.name, f"{result.reason} ({shape})")
-    return result
+def _table(question: Question) -> dict[int, Measured]:
+    """What this process or an earlier one on this machine knows, by row count."""
+    known = _known.setdefault(question.about, {})
+    if any(rows not in known for rows in question.rows):
+        kept = _results.read()
+        for rows in question.rows:
+            if rows not in known and (entry := kept.get(_key(question.about, rows))):
+                with contextlib.suppress(KeyError, TypeError):
+                    known[rows] = Measured(**entry["measured"])
+                    _switch_off_faulty(question, known[rows])
+    return known
 
 
-@dataclass
-class _Marker:
-    """What is known of processes that died in the trial of one kernel at one shape.
+# ---- trials: what is asked, and when it is tried
 
-    locked: whether this process may run the trial as its own. Where another one is at it, or there is no cache, the result is
-      this process's alone.
-    crash: why there is to be no trial; None: try. done: set when the trial's result is kept, so that nothing is left behind.
-    """
 
-    locked: bool = False
-    crash: str | None = None
-    done: bool = False
+class _Survey:
+    """Counts what the passes ask that one thread puts together."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.asked: dict[tuple[str, ...], tuple[Question, int]] = {}
+
+    def note(self, question: Question) -> None:
+        _, share = self.asked.get(question.about, (question, 0))
+        self.asked[question.about] = question, share + question.nbytes
+
+
+def _surveyed() -> bool:
+    return _survey is not None and _survey.thread == threading.get_ident()
 
 
 @contextlib.contextmanager
-def _marked(path: Path) -> Iterator[_Marker]:
-    """Round one trial: a locked file says "trying" for as long as it runs.
-
-        file         {"trying": true, "crashes": 0, "skipped": 0}
-        exit seen    an error, Ctrl-C, SIGTERM: the file is as it was before, and the next start tries again
-        exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
-
-    After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
-    """
-    with contextlib.ExitStack() as open_files:
-        file, marker = _locked(path, open_files), _Marker()
-        if file is None:
-            yield marker
-            return
-        marker.locked = True
-        before = _marker_state(file.read())
-        if before["trying"]:
-            before = {"trying": False, "crashes": before["crashes"] + 1, "skipped": 0}
-        if before["crashes"] and before["skipped"] < OFF_STARTS * before["crashes"]:
-            before["skipped"] += 1
-            left, times = OFF_STARTS * before["crashes"] - before["skipped"] + 1, before["crashes"]
-            marker.crash = f"a process ended in its trial ({times} times); tried again {left} starts later, or delete {path}"
-            _write_marker(path, file, before)
-            yield marker
-            return
-        try:
-            with _sigterm_first(lambda: _write_marker(path, file, before)):
-                _write_marker(path, file, {**before, "trying": True})
-                yield marker
-        finally:
-            _write_marker(path, file, None if marker.done else before)
-
-
-def _locked(path: Path, open_files: contextlib.ExitStack) -> IO[str] | None:
-    """The file at `path`, locked; the system lets go of the lock when the process ends, however it ends. None: it cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_files.enter_context(path.open("a+"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.seek(0)
-        return file
-    except OSError:
-        return None
-
-
-def _marker_state(text: str) -> dict[str, Any]:
-    """What a marker says; one that cannot be read was left by a crash."""
-    state = {"trying": bool(text), "crashes": 0, "skipped": 0}
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        state |= {name: type(state[name])(value) for name, value in json.loads(text).items() if name in state}
-    return state
-
-
-def _write_marker(path: Path, file: IO[str], state: dict[str, Any] | None) -> None:
-    """Write a locked marker. One that says nothing is removed: emptied too, for another process may have opened it already."""
-    with contextlib.suppress(OSError):
-        file.truncate(0)
-        if state and (state["trying"] or state["crashes"]):
-            file.write(json.dumps(state))
-            file.flush()
-        else:
-            path.unlink()
-
-
-@contextlib.contextmanager
-def _sigterm_first(then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` before SIGTERM ends the process, where nobody else handles it. Only the main thread may ask for that."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        then()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, handler)
+def survey() -> Iterator[None]:
+    """Note what is asked meanwhile in this thread, so that `try_waiting` knows it and its share of a pass. All runs on stock MLX;
+    nothing need be evaluated."""
+    global _survey
+    _survey = noted = _Survey()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _survey = None
+        _forget()
+    for about, (question, share) in noted.asked.items():
+        if any(rows not in _table(question) for rows in question.rows):
+            _waiting[about] = question, share
 
 
-def _judge(name: str, shape: str, trial: Callable[[], Sequence[Trial]]) -> TuningResult:
-    """Run the trials: right first, then faster."""
-    try:
-        with mx.stream(_stream()):
-            trials = trial()
-            for t in trials:
-                ours, theirs = t.kernel(), t.stock()
-                mx.eval(ours, theirs)
-                if wrong := t.same(ours, theirs):
-                    return TuningResult(name, shape, False, wrong)
-            kernel_s, stock_s = (sum(times) for times in zip(*(_medians_s(t.kernel, t.stock) for t in trials), strict=True))
-    except Exception as e:  # a text that does not compile or launch comes as any of several types
-        return TuningResult(name, shape, False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
-    faster = kernel_s < stock_s
-    reason = f"right, {stock_s / kernel_s:.2f} times as fast as stock MLX"
-    return TuningResult(name, shape, faster, reason, kernel_s, stock_s)
+def tries_first() -> bool:
+    """Whether trials may come before the first answer on this GPU."""
+    return str(mx.device_info().get("architecture", "")).startswith(_TRIED_FIRST)
 
 
-def _stream() -> mx.Stream:
-    """This thread's own stream for trials: a stream belongs to the thread that made it."""
-    if not hasattr(_local, "stream"):
-        _local.stream = mx.new_stream(mx.default_device())
-    return _local.stream
+def waiting() -> int:
+    """Questions that are not tried yet at some row count."""
+    return len(_waiting)
 
 
-def _medians_s(*runs: Callable[[], Sequence[mx.array]], samples: int = 7, calls: int = 8) -> list[float]:
-    """Seconds of one call of each: the median over samples of `calls` calls evaluated together.
+def try_waiting(budget_s: float, trial_s: float = TRIAL_S, stop: Callable[[], bool] = lambda: False) -> None:
+    """Run trials of what passes asked for: largest share of a pass first, one row first, until the time is over.
 
-    By turns, because a machine is now faster, now slower.
+    Args:
+      budget_s: of all; trial_s: of one; stop: asked before each trial, True ends this. What is left waits for the next call.
     """
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(samples):
-        for run, into in zip(runs, times, strict=True):
-            begin = time.perf_counter()
-            mx.eval([run() for _ in range(calls)])
-            into.append((time.perf_counter() - begin) / calls)
-    return [statistics.median(into) for into in times]
+    if not _waiting or not _trying.acquire(blocking=False):
+        return
+    until, tried = trials.clock() + budget_s, 0
+    try:
+        for about, (question, _) in sorted(_waiting.items(), key=lambda item: -item[1][1]):
+            table, make = _table(question), functools.cache(question.make)
+            for rows in [rows for rows in question.rows if rows not in table and _on(question)]:
+                limit_s = min(trial_s, until - trials.clock())
+                if limit_s <= 0 or stop():
+                    return
+                tried += 1
+                _measure(question, rows, make, limit_s, limit_s == trial_s)
+            if not _on(question) or all(rows in table for rows in question.rows):
+                _waiting.pop(about, None)
+    finally:
+        _trying.release()
+        if tried:
+            # What trials have made is not needed again.
+            mx.clear_cache()
+            _forget()
 
 
-def same_floats(tolerance: float) -> Callable[[Sequence[mx.array], Sequence[mx.array]], str | None]:
-    """A `same` for float outputs: finite where stock is, and within `tolerance` of the largest stock value of each output."""
-
-    def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
-        for a, b in zip(ours, theirs, strict=True):
-            a, b = a.astype(mx.float32), b.astype(mx.float32)
-            if not bool(mx.all(mx.isfinite(a) | ~mx.isfinite(b))):
-                return "a value is not finite where stock MLX's is"
-            off = float(mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-30))
-            if not off <= tolerance:
-                return f"differs from stock MLX by {off:.2g} of the largest value, {tolerance:.2g} allowed"
-        return None
-
-    return same
+def _try(question: Question, rows: list[int]) -> None:
+    """Run trials now, however long they take."""
+    make = functools.cache(question.make)
+    for count in rows:
+        if _on(question):
+            _measure(question, count, make, float("inf"), True)
+    mx.clear_cache()
 
 
-def same_ids(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> str | None:
-    """A `same` for integer outputs."""
-    return None if all(bool(mx.array_equal(a, b)) for a, b in zip(ours, theirs, strict=True)) else "ids differ from stock MLX's"
+def _measure(question: Question, rows: int, make: Callable, limit_s: float, whole: bool) -> None:
+    """Run one trial of the candidates that are not off, and keep what it found.
+
+    make: `question.make`, called once for each set of candidates; whole: whether it had all the time that a trial may have. One
+      that takes too long twice is not run again.
+    """
+    key, table, on = _key(question.about, rows), _known.setdefault(question.about, {}), _on(question)
+    # What is off for another reason than its trials here may run at the next start.
+    own = {kernel for measured in table.values() for kernel in _faults(question, measured)}
+    whole_table = all(c.kernel.name in own for c in question.candidates if c not in on)
+    with marked(_directory() / f"{_digest(key)}.trying") as marker:
+        if marker.crash:
+            # Not kept, and of this shape alone: the marker counts the starts until the next trial.
+            table[rows] = Measured(question.families, crash=marker.crash)
+            for kernel in dict.fromkeys(c.kernel.name for c in question.candidates):
+                _log.warning("kernel %s is off at %s, %d rows: %s", kernel, question.shape, rows, marker.crash)
+            return
+        try:
+            measured = trials.run_trial(on, lambda: make(on)(rows), limit_s)
+        except trials.TrialError as error:
+            # Nothing is said of the kernels: the next start tries again. Where a layer is gone, the next one that asks.
+            if not isinstance(error.__cause__, LookupError):
+                table[rows] = Measured(question.families, crash=str(error))
+            return
+        if measured is None:
+            if not whole or key not in _slow:
+                _slow.update([key] if whole else [])
+                return
+            measured = Measured(question.families)
+        measured = dataclasses.replace(measured, families=question.families)
+        if marker.locked and whole_table:
+            # A cache that cannot be written costs a new trial at the next start, nothing else.
+            entry = {"about": question.about, "rows": rows, "measured": dataclasses.asdict(measured)}
+            _results.put(key, entry)
+            marker.done = True
+    table[rows] = measured
+    _switch_off_faulty(question, measured)
+
+
+def _faults(question: Question, measured: Measured) -> dict[str, str]:
+    """Kernels that were wrong, or all of whose plans were refused, and why."""
+    found = {}
+    for kernel in dict.fromkeys(c.kernel.name for c in question.candidates):
+        of = [c.name for c in question.candidates if c.kernel.name == kernel]
+        faults = [measured.wrong[name] for name in of if name in measured.wrong]
+        if not faults and all(name in measured.refused for name in of):
+            faults = [measured.refused[of[0]]]
+        if faults:
+            found[kernel] = faults[0]
+    return found
+
+
+def _switch_off_faulty(question: Question, measured: Measured) -> None:
+    for kernel, fault in _faults(question, measured).items():
+        switch_off(kernel, f"{fault} ({question.shape})")

@@ -13,18 +13,19 @@ Knows arrays only; the keys and values may be slices of a longer cache and are n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from . import autotune
 from .block_qmm import MAX_ROWS, TYPES, row_tile
 from .launch import Kernel
+from .trials import lazy
 
 CHUNK_TILES = 8
 CHUNK = 32 * CHUNK_TILES
-# Keys of a trial. One tuning result for all lengths: a row takes the same text however long the text has become, and however many
-# rows go with it.
+# Keys of a trial. One tuning result for all lengths: a row takes the same text however long the text has become.
 TRIAL_KEYS = 4096
 # Outputs that a thread holds: 48 floats beside scores and weights stay in an Apple GPU's registers.
 MAX_HELD = 48
@@ -37,6 +38,8 @@ _SOURCE = """
     const int REP = HQ / HK, R = REP * M;
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
     const int thread_id = int(thread_index_in_threadgroup);
+    // More rows than a threadgroup holds are shared out among several, each of which reads the keys.
+    const int first_row = int(threadgroup_position_in_grid.z) * SIMDGROUPS * ROWS + part;
     const int group = int(threadgroup_position_in_grid.x), groups = int(threadgroups_per_grid.x);
     const int b = int(threadgroup_position_in_grid.y) / HK, hk = int(threadgroup_position_in_grid.y) % HK;
     // Positions in the text: key j stands at begin + j, block row m at own + m.
@@ -79,7 +82,7 @@ _SOURCE = """
                 for (int c = 0; c < 4; ++c) key[c] = float(tile[lane * STRIDE + d + c]);
                 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    const int r = part + SIMDGROUPS * i;
+                    const int r = first_row + SIMDGROUPS * i;
                     if (r < R) {
                         const int row = (b * HQ + hk * REP + r / M) * M + r % M;
                         const vec<T, 4> query = ((const device vec<T, 4>*)(queries + size_t(row) * D + d))[0];
@@ -90,7 +93,7 @@ _SOURCE = """
             }
             #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const int r = part + SIMDGROUPS * i;
+                const int r = first_row + SIMDGROUPS * i;
                 if (r < R) {
                     const int j = first + lane, position = own + r % M;
                     bool seen = j >= 0 && j < S;
@@ -128,7 +131,7 @@ _SOURCE = """
                 for (int t = 0; t < PARTS; ++t) value[t] = float(tile[j * STRIDE + 32 * t + lane]);
                 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (part + SIMDGROUPS * i < R) {
+                    if (first_row + SIMDGROUPS * i < R) {
                         const float p = simd_broadcast(weight[i], uint(j));
                         // A masked value may be anything; zero times it may not.
                         if (p != 0.0f) {
@@ -144,7 +147,7 @@ _SOURCE = """
 
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const int r = part + SIMDGROUPS * i;
+        const int r = first_row + SIMDGROUPS * i;
         if (r < R) {
             const size_t at = (size_t(b * HQ + hk * REP + r / M) * M + r % M) * groups + group;
             #pragma unroll
@@ -221,13 +224,16 @@ def block_attention_ops(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def layout(rows: int, head_dim: int) -> tuple[int, int]:
-    """(simd groups of a threadgroup, rows of each) for `rows` = query heads a KV head x block rows. Bits do not depend on it."""
-    for simdgroups in (4, 8, 16, 32):
-        each = -(-rows // simdgroups)
-        if each * (head_dim // 32) <= MAX_HELD:
-            return simdgroups, each
-    return 0, 0
+def layout(rows: int, head_dim: int, simdgroups: int | None = None) -> tuple[int, int, int]:
+    """(simd groups of a threadgroup, rows of each, threadgroups that share the rows) for `rows` = query heads a KV head x block
+    rows. Bits do not depend on it. On CUDA one threadgroup takes all rows, or none does: 0."""
+    most = MAX_HELD // (head_dim // 32)
+    for few in (simdgroups,) if simdgroups else (4, 8, 16, 32) if mx.cuda.is_available() else (4, 8):
+        each = -(-rows // few)
+        if each <= most:
+            return few, each, 1
+    # Not 512 threads or more: at head size 256 an M1 or M2 refuses to launch so many of this text.
+    return (0, 0, 0) if mx.cuda.is_available() else (few, most, -(-rows // (few * most)))
 
 
 def block_attention_kernel(
@@ -252,11 +258,18 @@ def block_attention_kernel(
 
 
 def prepare(
-    shape: tuple[int, ...], dtype: mx.Dtype, hk: int, scale: float, causal: bool, window: int, has_sinks: bool
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    hk: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    has_sinks: bool,
+    simdgroups: int | None = None,
 ) -> Callable[..., mx.array]:
     """`block_attention_kernel` for queries of a shape, any number of keys, taking (queries, keys, values, sinks, start, held)."""
     b, hq, m, d = shape
-    simdgroups, each = layout(hq // hk * row_tile(m), d)
+    simdgroups, each, slices = layout(hq // hk * row_tile(m), d, simdgroups)
     launch = KERNEL.prepared(
         template=[
             ("T", dtype),
@@ -296,7 +309,7 @@ def prepare(
         first_chunk = mx.array([first], dtype=mx.int32) if first else zero
         out, top, total = launch(
             inputs=[mx.contiguous(queries), keys, values, scaled, begin, first_chunk, zero if held is None else held],
-            grid=(chunks * simdgroups * 32, b * hk, 1),
+            grid=(chunks * simdgroups * 32, b * hk, slices),
             output_shapes=[(b, hq, m, chunks, d), (b, hq, m, chunks), (b, hq, m, chunks)],
         )
         return reduce(inputs=[out, top, total, no_sinks if sinks is None else sinks])[0]
@@ -346,7 +359,7 @@ def block_attention_plan(
 ) -> Callable[..., mx.array] | None:
     """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start, held) to; None: MLX.
 
-    For callers with a way of their own. Whether it is None is one answer for all row counts and lengths.
+    For callers with a way of their own. Whether it is None is one answer for all lengths.
     """
     _, hk, s, _ = k_shape = keys.shape
     if s < queries.shape[2] or values.shape != k_shape:  # all rows are among the keys
@@ -384,10 +397,19 @@ def _plan(
     )
     length = min(TRIAL_KEYS, window + MAX_ROWS) if window else TRIAL_KEYS
     about = f"{dtype} HQ {hq} HK {hk} D {d}{'' if causal else ' full'}{f' window {window}' if window else ''}"
-    about += " sinks" if has_sinks else ""
-    if eligible and autotune.should_use(KERNEL, about, lambda: trials(hq, hk, d, length, dtype, causal, window, has_sinks)):
-        return prepare(shape, dtype, hk, scale, causal, window, has_sinks)
-    return None
+    about = f"attention {about}{' sinks' if has_sinks else ''}"
+    if not eligible:
+        return None
+    made = partial(trials, hq, hk, d, length, dtype, causal, window, has_sinks)
+    question = autotune.Question(about, candidates(), made, nbytes=2 * hk * length * d * dtype.size)
+    chosen = autotune.choose(question, m)
+    return prepare(shape, dtype, hk, scale, causal, window, has_sinks, **dict(chosen.options)) if chosen else None
+
+
+def candidates() -> tuple[autotune.Candidate, ...]:
+    """The plans that a Mac may find quickest; on CUDA the one that there is."""
+    sizes = () if mx.cuda.is_available() else (8, 4)
+    return tuple(autotune.Candidate(KERNEL, (("simdgroups", size),)) for size in sizes) or (autotune.Candidate(KERNEL),)
 
 
 def trials(
@@ -398,22 +420,28 @@ def trials(
     dtype: mx.Dtype,
     causal: bool,
     window: int,
-    has_sinks: bool = False,
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16),
-) -> list[autotune.Trial]:
-    """Comparisons with MLX on made-up values, at row counts that compile all forms of the text."""
+    has_sinks: bool,
+    ways: Sequence[autotune.Candidate],
+) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX on made-up values, for a row count."""
     keys = mx.random.split(mx.random.key(0), 4)
-    s = max(s, max(rows))
-    q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=keys[0])
+    s = max(s, MAX_ROWS)
+    q = mx.random.normal((1, hq, MAX_ROWS, d), dtype=dtype, key=keys[0])
     k, v = (mx.random.normal((1, hk, s, d), dtype=dtype, key=key) for key in keys[1:3])
     sinks = mx.random.normal((hq,), dtype=dtype, key=keys[3]) if has_sinks else None
     mx.eval(q, k, v, sinks)
     same = autotune.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype])
 
     def one(m: int) -> autotune.Trial:
-        some, scale = q[:, :, :m], d**-0.5
-        launch = prepare(some.shape, dtype, hk, scale, causal, window, has_sinks)
-        stock = lambda: [block_attention_ops(some, k, v, scale, causal, window, sinks)]  # noqa: E731
-        return autotune.Trial(lambda: [launch(some, k, v, sinks, 0)], stock, same)
+        some, about = q[:, :, :m], (dtype, hk, d**-0.5, causal, window, has_sinks)
 
-    return [one(m) for m in rows]
+        def ours(way: autotune.Candidate) -> Callable[[mx.array], list[mx.array]]:
+            launch = lazy(lambda: prepare(some.shape, *about, **dict(way.options)))
+            return lambda q: [launch(q, k, v, sinks, 0)]
+
+        def stock(q: mx.array) -> list[mx.array]:
+            return [block_attention_ops(q, k, v, d**-0.5, causal, window, sinks)]
+
+        return autotune.Trial(some, [ours(way) for way in ways], stock, same)
+
+    return one

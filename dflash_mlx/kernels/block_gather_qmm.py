@@ -10,17 +10,23 @@ the same expert. Knows arrays only.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from . import autotune
-from .block_qmm import MAX_ROWS, SIMDGROUPS, TOLERANCE, TYPES
+from .block_qmm import SIMDGROUPS, TOLERANCE, TYPES
 from .launch import Kernel
+from .trials import lazy
 
 MAX_PAIRS = 256
 COLUMNS = 4
+# Rows of a layer behind the gate, one for each pair.
+_PAIRS = (1, 8, 32, 128)
 
 _SOURCE = """
     constexpr int PER_WORD = 32 / BITS;
@@ -146,18 +152,23 @@ def prepare(
     indices_shape: tuple[int, ...],
     group_size: int,
     bits: int,
+    columns: int = COLUMNS,
+    tile: int | None = None,
 ) -> Callable[..., mx.array]:
-    """`block_gather_qmm_kernel` for arrays of these shapes: what takes (x, w, scales, biases, indices), as often as one likes."""
+    """`block_gather_qmm_kernel` for arrays of these shapes: what takes (x, w, scales, biases, indices), as often as one likes.
+
+    columns: of a simd group; tile: rows of one expert in one pass over its weights. Results depend on neither.
+    """
     pairs, (e, n), flat = math.prod(indices_shape), w_shape[:2], (math.prod(shape[:-1]), shape[-1])
-    groups = -(-n // (COLUMNS * SIMDGROUPS))
+    groups = -(-n // (columns * SIMDGROUPS))
     launch = KERNEL.prepared(
         template=[
             ("T", dtype),
             ("BITS", bits),
             ("GROUP", group_size),
-            # Rows of one expert in one pass over its weights: more where more are to be expected.
-            ("ROWS", 4 if 2 * pairs <= e else 8),
-            ("COLS", COLUMNS),
+            # More where more are to be expected.
+            ("ROWS", tile or (4 if 2 * pairs <= e else 8)),
+            ("COLS", columns),
             ("SIMDGROUPS", SIMDGROUPS),
         ],
         grid=(groups * SIMDGROUPS * 32, pairs, 1),
@@ -199,7 +210,8 @@ def block_gather_qmm_plan(
     """What `block_gather_qmm` of the same arguments hands (x, w, scales, biases, indices) to; None: MLX."""
     if biases is None:  # not affine
         return None
-    return autotune.planned(_plan, x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
+    about = (x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
+    return autotune.planned(_plan, *about, given=(w, scales, biases))
 
 
 def _plan(
@@ -210,8 +222,9 @@ def _plan(
     indices_shape: tuple[int, ...],
     group_size: int,
     bits: int,
+    *weights: mx.array,
 ) -> Callable[..., mx.array] | None:
-    """`block_gather_qmm_plan` for arrays of these shapes and types."""
+    """`block_gather_qmm_plan` for arrays of these shapes and types; a trial runs on these weights of a loaded layer."""
     pairs, (e, n), k = math.prod(indices_shape), w_shape[:2], shape[-1]
     if not 0 < pairs <= MAX_PAIRS:  # each pair looks through all of them
         return None
@@ -223,26 +236,59 @@ def _plan(
         and scales_dtype == dtype  # MLX would promote
         and e * n * k // group_size >= 8  # the scales, so all weights, are in device memory
     )
-    about = f"{dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
-    if eligible and autotune.should_use(KERNEL, about, lambda: trials(e, n, k, share, group_size, bits, dtype)):
-        return prepare(shape, dtype, w_shape, indices_shape, group_size, bits)
-    return None
+    if not eligible:
+        return None
+    about = f"experts {dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
+    counts = autotune.ROWS if share > 1 else _PAIRS
+    # A question that waits for its trial keeps no layer in memory.
+    made = partial(trials, share, group_size, bits, dtype, [weakref.ref(a) for a in weights])
+    question = autotune.Question(about, candidates(), made, counts, nbytes=min(e, 8) * n * k * bits // 8)
+    chosen = autotune.choose(question, math.prod(shape[:-1]))
+    return prepare(shape, dtype, w_shape, indices_shape, group_size, bits, **dict(chosen.options)) if chosen else None
 
 
-def trials(e: int, n: int, k: int, share: int, group_size: int, bits: int, dtype: mx.Dtype) -> list[autotune.Trial]:
-    """Comparisons with MLX on made-up values, experts chosen at random."""
-    keys = mx.random.split(mx.random.key(0), 3)
-    w = mx.random.normal((e * n, k), dtype=dtype, key=keys[0])
-    weights = [a.reshape(e, n, -1) for a in mx.quantize(w, group_size=group_size, bits=bits)]
-    most = MAX_ROWS if share > 1 else MAX_PAIRS
-    x = mx.random.normal((most, k), dtype=dtype, key=keys[1])
-    indices = mx.random.randint(0, e, (most * share,), key=keys[2]).astype(mx.uint32)
-    mx.eval(weights, x, indices)
+def candidates() -> tuple[autotune.Candidate, ...]:
+    """The plans that a Mac may find quickest; on CUDA the one that is made without a word."""
+    if mx.cuda.is_available():
+        return (autotune.Candidate(KERNEL),)
+    return tuple(autotune.Candidate(KERNEL, (("columns", c), ("tile", r))) for c, r in ((4, 4), (4, 8), (2, 4), (2, 8)))
+
+
+def trials(
+    share: int,
+    group_size: int,
+    bits: int,
+    dtype: mx.Dtype,
+    weights: Sequence[Callable[[], mx.array | None]],
+    ways: Sequence[autotune.Candidate],
+) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX on a layer's own weights, experts chosen at random; for a row count.
+
+    Args:
+      share: pairs of a row; weights: w, scales and biases, each by what gives it, None where the layer is gone.
+    Raises:
+      LookupError: the layer is gone.
+    """
+    arrays = [given() for given in weights]
+    if any(a is None for a in arrays):
+        raise LookupError("its layer is gone")
+    (e, n), k = arrays[0].shape[:2], arrays[1].shape[2] * group_size
 
     def one(rows: int) -> autotune.Trial:
-        a = (x[:rows], *weights, indices[: rows * share])
-        launch = prepare((rows, k), dtype, (e, n), (rows * share,), group_size, bits)
-        same = autotune.same_floats(TOLERANCE[dtype])
-        return autotune.Trial(lambda: [launch(*a)], lambda: [block_gather_qmm_ops(*a, group_size, bits)], same)
+        keys = mx.random.split(mx.random.key(rows), 9)
+        x = mx.random.normal((rows, k), dtype=dtype, key=keys[0])
+        # Other experts at each call, or a cache would hold them; the first call of each side has the same.
+        some = [mx.random.randint(0, e, (rows * share,), key=key).astype(mx.uint32) for key in keys[1:]]
+        mx.eval(x, some)
 
-    return [one(rows) for rows in (1, 4, 8, 16)]
+        def ours(way: autotune.Candidate) -> Callable[[mx.array], list[mx.array]]:
+            about = ((rows, k), dtype, (e, n), (rows * share,), group_size, bits)
+            launch = lazy(lambda: prepare(*about, **dict(way.options)))
+            turn = itertools.cycle(some)
+            return lambda x: [launch(x, *arrays, next(turn))]
+
+        turn = itertools.cycle(some)
+        stock = lambda x: [block_gather_qmm_ops(x, *arrays, next(turn), group_size, bits)]  # noqa: E731
+        return autotune.Trial(x, [ours(way) for way in ways], stock, autotune.same_floats(TOLERANCE[dtype]))
+
+    return one

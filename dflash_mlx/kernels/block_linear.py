@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,9 +25,12 @@ from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, ti
 from .launch import Kernel
 from .small_batch import matmul_as_gemv_plan
 from .tile_product import tile_product
+from .trials import lazy
 
 # The form of nothing but a product, for what all forms have in common.
 KERNEL = tile_product("block_linear", quantized=True)
+# Row counts at which it is tried: traced passes are filled up to at least 4.
+_ROWS = (4, MAX_ROWS)
 # A norm before and a gate behind, each of which rounds.
 _ROUNDINGS = 2
 
@@ -142,7 +145,7 @@ def _kernel(bits: int, norm: bool, residual: bool, gated: bool) -> Kernel:
 
 
 def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool) -> Launch | None:
-    """What to hand (x, weights, norm's weight, residual) to; None: MLX's operations. One answer for 1..16 rows of a matrix."""
+    """What to hand (x, weights, norm's weight, residual) to; None: MLX's operations."""
     scales = None if weights.scales is None else weights.scales.dtype
     if weights.scales is not None and weights.biases is None:  # not affine
         return None
@@ -173,9 +176,11 @@ def _plan(
     )
     if not eligible:
         return None
-    about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
-    trial = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
-    if not autotune.should_use(_kernel(bits, eps is not None, residual, gated), about, trial):
+    kernel = _kernel(bits, eps is not None, residual, gated)
+    about = f"product{kernel.form.replace('_', ' ')} {dtype} {bits} bit group {group_size} N {n} K {k}"
+    made = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
+    question = autotune.Question(about, (autotune.Candidate(kernel),), made, _ROWS, nbytes=n * k * bits // 8)
+    if not autotune.choose(question, math.prod(shape[:-1])):
         return None
     return prepare(shape, dtype, n, group_size, bits, eps, residual, gated)
 
@@ -202,22 +207,22 @@ def trials(
     eps: float | None,
     residual: bool,
     gated: bool,
-    rows: tuple[int, ...] = (4, 16),
-) -> list[autotune.Trial]:
-    """Comparisons with MLX's operations on made-up values of the real shape."""
+    ways: Sequence[autotune.Candidate],
+) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX's operations on made-up values of the real shape, for a row count."""
     norm = eps is not None
-    x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated, max(rows))
+    x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated)
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first.arrays))
     weights = [first, *(first.copied() for _ in range(copies - 1))]
     mx.eval(x, scale, r, [w.arrays for w in weights])
 
     def one(m: int) -> autotune.Trial:
         some, rest, turn = x[None, :m], None if r is None else r[None, :m], itertools.cycle(weights)
-        launch = prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated)
+        launch = lazy(lambda: prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated))
         product = matmul_as_gemv_plan(some, first.w) if bits == 16 else None
-        ours = lambda: [launch(some, next(turn), scale, rest)]  # noqa: E731
+        ours = lambda x: [launch(x, next(turn), scale, rest)]  # noqa: E731
         around = (scale, eps) if norm else None
-        stock = lambda: [block_linear_ops(some, next(turn), around, rest, gated, product)]  # noqa: E731
-        return autotune.Trial(ours, stock, autotune.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
+        stock = lambda x: [block_linear_ops(x, next(turn), around, rest, gated, product)]  # noqa: E731
+        return autotune.Trial(some, [ours for _ in ways], stock, autotune.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
 
-    return [one(m) for m in rows]
+    return one

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ import mlx.core as mx
 from . import autotune
 from .launch import Kernel
 from .tile_product import tile_product
+from .trials import lazy
 
 MAX_ROWS = 16
 SIMDGROUPS = 4
@@ -263,7 +264,7 @@ def block_qmm_plan(
 ) -> Callable[..., mx.array] | None:
     """What `block_qmm` of the same arguments hands (x, w, scales, biases) to; None: MLX. For callers with a way of their own.
 
-    For one weight matrix the choice, text included, is the same for all of 1..16 rows, so that rows agree bit for bit.
+    Of one weight matrix all row counts that a text of ours serves agree bit for bit; MLX may serve the others.
     """
     if biases is None:  # not affine
         return None
@@ -291,33 +292,59 @@ def _plan(
     )
     if not eligible:
         return None
-    ways = {KERNEL: prepare} | ({TILES: prepare_tiles} if dtype in TILE_TYPES else {})
+    chosen = candidate(math.prod(shape[:-1]), dtype, n, k, group_size, bits)
+    return prepare_as(chosen, shape, dtype, n, group_size, bits) if chosen else None
+
+
+def candidate(rows: int, dtype: mx.Dtype, n: int, k: int, group_size: int, bits: int) -> autotune.Candidate | None:
+    """Which text serves an eligible product, in which plan; None: stock MLX."""
     made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, dtype)
-    about = f"{dtype} {bits} bit group {group_size} N {n} K {k}"
-    kernel = autotune.fastest({kernel: partial(made, way) for kernel, way in ways.items()}, about)
-    return ways[kernel](shape, dtype, n, group_size, bits) if kernel else None
+    about = f"product {dtype} {bits} bit group {group_size} N {n} K {k}"
+    ways = candidates(dtype, n, group_size, bits)
+    return autotune.choose(autotune.Question(about, ways, made, nbytes=n * k * bits // 8), rows)
+
+
+def candidates(dtype: mx.Dtype, n: int, group_size: int, bits: int) -> tuple[autotune.Candidate, ...]:
+    """The texts for a matrix, each in the plans that a Mac may find quickest; on CUDA, where a compile takes 2 s, in one."""
+    plain = [autotune.Candidate(KERNEL, (("columns", columns),)) for columns in (4, 2)]
+    if dtype not in TILE_TYPES:
+        tiles = []
+    else:
+        columns, threads, _ = tile_sizes(1, dtype, n, group_size, bits)
+        sizes = [(columns, threads // 32), *((other, TILE_SIMDGROUPS) for other in (16, 32) if other != columns), (columns, 4)]
+        options = [(("columns", columns), ("simdgroups", simdgroups)) for columns, simdgroups in sizes]
+        tiles = [autotune.Candidate(TILES, option, order=("simdgroups",)) for option in options]
+    return tuple([*plain[:1], *tiles[:1]] if mx.cuda.is_available() else [*plain, *tiles])
+
+
+def prepare_as(
+    candidate: autotune.Candidate, shape: tuple[int, ...], dtype: mx.Dtype, n: int, group_size: int, bits: int
+) -> Callable[..., mx.array]:
+    """`prepare` or `prepare_tiles`, in a candidate's plan."""
+    way = prepare if candidate.kernel is KERNEL else prepare_tiles
+    return way(shape, dtype, n, group_size, bits, **dict(candidate.options))
 
 
 def trials(
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    dtype: mx.Dtype,
-    way: Callable[..., Callable[..., mx.array]] = prepare,
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16),
-) -> list[autotune.Trial]:
-    """Comparisons of a text with MLX on made-up values of the real shape, at row counts that compile all of its forms."""
+    n: int, k: int, group_size: int, bits: int, dtype: mx.Dtype, ways: Sequence[autotune.Candidate]
+) -> Callable[[int], autotune.Trial]:
+    """Comparisons of texts with MLX on made-up values of the real shape, for a row count."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.quantize(mx.random.normal((n, k), dtype=dtype, key=keys[0]), group_size=group_size, bits=bits)
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first))
     weights = [first, *([a + 0 for a in first] for _ in range(copies - 1))]
-    x = mx.random.normal((max(rows), k), dtype=dtype, key=keys[1])
+    x = mx.random.normal((MAX_ROWS, k), dtype=dtype, key=keys[1])
     mx.eval(weights, x)
+    turn = itertools.cycle(weights)
 
     def one(m: int) -> autotune.Trial:
-        some, turn, launch = x[:m], itertools.cycle(weights), way((m, k), dtype, n, group_size, bits)
-        ours, stock = lambda: [launch(some, *next(turn))], lambda: [block_qmm_ops(some, *next(turn), group_size, bits)]
-        return autotune.Trial(ours, stock, autotune.same_floats(TOLERANCE[dtype]))
+        def ours(way: autotune.Candidate) -> Callable[[mx.array], list[mx.array]]:
+            launch = lazy(lambda: prepare_as(way, (m, k), dtype, n, group_size, bits))
+            return lambda x: [launch(x, *next(turn))]
 
-    return [one(m) for m in rows]
+        def stock(x: mx.array) -> list[mx.array]:
+            return [block_qmm_ops(x, *next(turn), group_size, bits)]
+
+        return autotune.Trial(x[:m], [ours(way) for way in ways], stock, autotune.same_floats(TOLERANCE[dtype]))
+
+    return one

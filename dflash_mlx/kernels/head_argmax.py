@@ -15,17 +15,18 @@ values of traffic where the head is V H / 2 bytes. `norm=` runs MLX's own before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
-from . import autotune
-from .block_qmm import MAX_ROWS, TRIAL_COLUMNS, TYPES, block_qmm, row_tile
+from . import autotune, block_qmm
+from .block_qmm import MAX_ROWS, TRIAL_COLUMNS, TYPES, row_tile
 from .launch import Kernel
+from .trials import lazy
 
 SIMDGROUPS = 4
-COLUMNS = 4  # of one simd group at a time
-STEPS = 8  # times that, one after the other: a stripe is 4 * 4 * 8 = 128 ids
+STRIPE = 128  # ids of a threadgroup: its simd groups take COLS columns at a time, as often as that needs
 
 _SOURCE = """
     constexpr int PER_WORD = 32 / BITS;
@@ -246,16 +247,19 @@ def prepare(
     quantized: tuple[int, int] | None,
     softcap: float | None = None,
     biased: bool = False,
+    columns: int | None = None,
 ) -> Callable[..., tuple[mx.array, mx.array]]:
     """`head_argmax_kernel` for x [..., H] of a shape, ids and margins as its leading axes.
 
     Args:
-      quantized: (group size, bits), None where w is not.
+      quantized: (group size, bits), None where w is not. columns: of a simd group at a time, 2 to the n up to 32.
     Returns: what takes (x, w, scales, biases, logit_bias), None for those that it has not, as often as one likes.
     """
     flat = m, _ = math.prod(shape[:-1]), shape[-1]
     group_size, bits = quantized or (64, 8)  # not quantized: two vectors of 4, as two words of 8 bit
-    stripes = -(-v // (COLUMNS * SIMDGROUPS * STEPS))
+    # At 16 rows, sums, weights and x of 4 columns are more than an Apple GPU's 128 registers a thread. Results do not change.
+    columns = columns or (2 if m > 8 and not mx.cuda.is_available() else 4)
+    stripes = -(-v // STRIPE)
     launch = KERNEL.prepared(
         template=[
             ("T", dtype),
@@ -263,8 +267,8 @@ def prepare(
             ("BITS", bits),
             ("GROUP", group_size),
             ("ROWS", row_tile(m)),
-            ("COLS", COLUMNS),
-            ("STEPS", STEPS),
+            ("COLS", columns),
+            ("STEPS", STRIPE // SIMDGROUPS // columns),
             ("SIMDGROUPS", SIMDGROUPS),
             ("CAPPED", softcap is not None),
             ("BIASED", biased),
@@ -364,31 +368,52 @@ def _plan(
         and v >= 8
     )
     kind = "dense" if quantized is None else f"{quantized[1]} bit group {quantized[0]}"
-    about = f"{dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if biased else ''}"
-    if eligible and autotune.should_use(KERNEL, about, lambda: trials(min(v, TRIAL_COLUMNS), h, dtype, quantized)):
-        return prepare(shape, dtype, v, quantized, softcap, biased)
-    return None
+    about = f"head {dtype} {kind} V {v} H {h}{' cap' if softcap is not None else ''}{' bias' if biased else ''}"
+    if not eligible:
+        return None
+    made = partial(trials, v, h, dtype, quantized)
+    nbytes = v * h * (quantized[1] if quantized else 8 * dtype.size) // 8
+    chosen = autotune.choose(autotune.Question(about, candidates(), made, nbytes=nbytes), math.prod(shape[:-1]))
+    return prepare(shape, dtype, v, quantized, softcap, biased, **dict(chosen.options)) if chosen else None
 
 
-def trials(v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, rows=(1, 2, 4, 8, 16)) -> list[autotune.Trial]:
-    """Comparisons with MLX on made-up values, at row counts that compile all forms of the text; ids may differ where the margin
-    is a rounding's."""
-    keys = mx.random.split(mx.random.key(0), 2)
+def candidates() -> tuple[autotune.Candidate, ...]:
+    """The plans that a Mac may find quickest; on CUDA one."""
+    return tuple(autotune.Candidate(KERNEL, (("columns", n),)) for n in ((4,) if mx.cuda.is_available() else (4, 2)))
+
+
+def trials(
+    v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, ways: Sequence[autotune.Candidate]
+) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX on made-up values, for a row count; ids may differ where the margin is a rounding's."""
+    keys, whole, v = mx.random.split(mx.random.key(0), 2), v, min(v, TRIAL_COLUMNS)
     w = mx.random.normal((v, h), dtype=dtype, key=keys[0])
-    x = mx.random.normal((max(rows), h), dtype=dtype, key=keys[1])
+    x = mx.random.normal((MAX_ROWS, h), dtype=dtype, key=keys[1])
     weights = (w,) if quantized is None else (*mx.quantize(w, group_size=quantized[0], bits=quantized[1]), *quantized)
     mx.eval(weights[:3], x)
 
-    def stock(x: mx.array) -> list[mx.array]:
-        """What a loop does without this kernel: our products count there."""
-        logits = x @ w.T if quantized is None else block_qmm(x, *weights)
-        return [mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1).astype(mx.int32)]
+    def product(m: int) -> Callable[..., mx.array]:
+        """What a loop does without this kernel: a text of ours, where one serves the head's product."""
+        way = quantized and block_qmm.candidate(m, dtype, whole, h, *quantized)
+        if not way:
+            return lambda x: x @ w.T if quantized is None else block_qmm.block_qmm_ops(x, *weights)
+        launch = block_qmm.prepare_as(way, (m, h), dtype, v, *quantized)
+        return lambda x: launch(x, *weights[:3])
 
     def one(m: int) -> autotune.Trial:
-        some, launch = x[:m], prepare((m, h), dtype, v, quantized)
-        return autotune.Trial(lambda: launch(some, *weights[:3]), lambda: stock(some), same_choices(dtype, h))
+        def ours(way: autotune.Candidate) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+            launch = lazy(lambda: prepare((m, h), dtype, v, quantized, **dict(way.options)))
+            return lambda x: launch(x, *weights[:3])
 
-    return [one(m) for m in rows]
+        logits_of = product(m)
+
+        def stock(x: mx.array) -> list[mx.array]:
+            logits = logits_of(x)
+            return [mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1).astype(mx.int32)]
+
+        return autotune.Trial(x[:m], [ours(way) for way in ways], stock, same_choices(dtype, h))
+
+    return one
 
 
 def same_choices(dtype: mx.Dtype, h: int):

@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -103,7 +103,7 @@ def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
 
 
 def matmul_as_gemv_plan(x: mx.array, w: mx.array) -> Launch | None:
-    """What to hand (x, w) to: `matmul_as_gemv`; None: MLX's product. One answer for 2..16 rows of a matrix, one for more."""
+    """What to hand (x, w) to: `matmul_as_gemv`; None: MLX's product."""
     return autotune.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
 
 
@@ -113,25 +113,26 @@ def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...],
         return None
     n, k = w_shape
     block = shape[1] <= MAX_ROWS
-    about = f"{dtype} N {n} K {k}" + ("" if block else " for a drafter's keys")
-    trial = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype, (2, 8, 16) if block else (24, 32))
-    return matmul_as_gemv if autotune.should_use(PRODUCTS, about, trial) else None
+    about = f"float product {dtype} N {n} K {k}" + ("" if block else " for a drafter's keys")
+    made = functools.partial(product_trials, min(n, TRIAL_COLUMNS), k, dtype)
+    rows = (2, 8, MAX_ROWS) if block else (24, MOST_PRODUCT_ROWS)
+    question = autotune.Question(about, (autotune.Candidate(PRODUCTS),), made, rows, nbytes=n * k * dtype.size)
+    return matmul_as_gemv if autotune.choose(question, shape[1]) else None
 
 
-def product_trials(n: int, k: int, dtype: mx.Dtype, rows: tuple[int, ...] = (2, 8, 16)) -> list[autotune.Trial]:
-    """Comparisons with MLX's product, over as many matrices as a cache does not hold."""
+def product_trials(n: int, k: int, dtype: mx.Dtype, ways: Sequence[autotune.Candidate]) -> Callable[[int], autotune.Trial]:
+    """Comparisons with MLX's product, over as many matrices as a cache does not hold; for a row count."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
     weights = [first, *(first + 0 for _ in range(min(15, TRIAL_BYTES // first.nbytes)))]
-    x = mx.random.normal((1, max(rows), k), dtype=dtype, key=keys[1])
+    x, turn = mx.random.normal((1, MOST_PRODUCT_ROWS, k), dtype=dtype, key=keys[1]), itertools.cycle(weights)
     mx.eval(weights, x)
 
     def one(m: int) -> autotune.Trial:
-        some, turn = x[:, :m], itertools.cycle(weights)
-        ours, stock = lambda: [matmul_as_gemv(some, next(turn))], lambda: [some @ next(turn).T]
-        return autotune.Trial(ours, stock, autotune.same_floats(TOLERANCE[dtype]))
+        ours, stock = lambda x: [matmul_as_gemv(x, next(turn))], lambda x: [x @ next(turn).T]
+        return autotune.Trial(x[:, :m], [ours for _ in ways], stock, autotune.same_floats(TOLERANCE[dtype]))
 
-    return [one(m) for m in rows]
+    return one
 
 
 def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dtype) -> mx.array:
@@ -221,25 +222,28 @@ def _attention(
         # Known without a trial: a plan is dearer than anything that is done instead, and one operation is cheapest where few
         # lengths occur (16-row pass, H100: 6.3 ms, folded 6.8; 4 rows: 4.6, 5.4).
         return functools.partial(gqa_folded_attention, scale=scale) if not buffer and autotune.allowed(FOLDED) else None
-    about = f"{types[0]} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}"
-    if not autotune.should_use(FOLDED, about, functools.partial(attention_trials, hq, hk, d, e, types[0])):
-        return None
-    return functools.partial(gqa_folded_attention, scale=scale)
+    about = f"attention {types[0]} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}"
+    made = functools.partial(attention_trials, hq, hk, d, e, types[0])
+    question = autotune.Question(about, (autotune.Candidate(FOLDED),), made, (LEAST_ATTENTION_ROWS, MAX_ROWS))
+    return functools.partial(gqa_folded_attention, scale=scale) if autotune.choose(question, m) else None
 
 
-def attention_trials(hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, rows: tuple[int, ...] = (4, 16)) -> list[autotune.Trial]:
+def attention_trials(
+    hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, ways: Sequence[autotune.Candidate]
+) -> Callable[[int], autotune.Trial]:
     """Comparisons with MLX's attention, causal, 512 keys; the mask is made beforehand, as a pass makes it once for its layers."""
     key = mx.random.split(mx.random.key(0), 3)
-    q = mx.random.normal((1, hq, max(rows), d), dtype=dtype, key=key[0])
+    q = mx.random.normal((1, hq, MAX_ROWS, d), dtype=dtype, key=key[0])
     k = mx.random.normal((1, hk, TRIAL_KEYS, d), dtype=dtype, key=key[1])
     v = mx.random.normal((1, hk, TRIAL_KEYS, e), dtype=dtype, key=key[2])
     mx.eval(q, k, v)
     same, scale = autotune.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]), d**-0.5
 
     def one(m: int) -> autotune.Trial:
-        some, mask = q[:, :, :m], folded_mask("causal", m, TRIAL_KEYS, hq // hk, dtype)
+        mask = folded_mask("causal", m, TRIAL_KEYS, hq // hk, dtype)
         mx.eval(mask)
-        stock = lambda: [mx.fast.scaled_dot_product_attention(some, k, v, scale=scale, mask="causal")]  # noqa: E731
-        return autotune.Trial(lambda: [gqa_folded_attention(some, k, v, mask, scale)], stock, same)
+        ours = lambda q: [gqa_folded_attention(q, k, v, mask, scale)]  # noqa: E731
+        stock = lambda q: [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")]  # noqa: E731
+        return autotune.Trial(q[:, :, :m], [ours for _ in ways], stock, same)
 
-    return [one(m) for m in rows]
+    return one

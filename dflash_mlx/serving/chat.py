@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import DFlashError
+from ..first_use import try_after_answer
 from ..generation import GenerationResponse
 from .commands import run_command
 from .conversation import Conversation, Pair
@@ -99,6 +100,8 @@ class Chat:
                         break
                 else:
                     self.say(text[1:] if text.startswith("//") else text)
+                    # While the answer is read.
+                    try_after_answer()
             except KeyboardInterrupt:
                 self.note("Interrupted.")
             except BrokenPipeError:

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
+from ..first_use import try_after_answer
 from ..models.target import Target
 from ..sampling import SamplingSettings
 from ..text import StopText, TextStream, token_bytes
@@ -210,13 +211,17 @@ class Engine:
                 self.fault = error
             finally:
                 self.ready.set()
-            stream = mx.default_stream(mx.default_device())
+            stream, answered = mx.default_stream(mx.default_device()), False
             while self.fault is None and not self._closing.is_set():
                 try:
                     generation = self._queue.get(timeout=0.1)
                 except queue.Empty:
+                    if answered:
+                        answered = False
+                        try_after_answer(stop=lambda: not self._queue.empty() or self._closing.is_set())
                     continue
                 self._serve(generation, stream)
+                answered = True
         finally:
             self._closing.set()
             while not self._queue.empty():

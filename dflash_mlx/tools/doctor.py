@@ -377,10 +377,14 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
     if not kernels["gpu"]:
         return ["kernels     none without a GPU that MLX sees"]
     lines = [
-        f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{v['kernel']} {v['shape']}: {v['reason']}"
-        for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"]))
+        f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{_plan_name(v)}, {v['shape']}, {v['rows']} rows: {v['reason']}"
+        for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"], v["rows"], v["plan"]))
     ]
-    return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} shapes tried on this machine", *lines]
+    return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} trials on this machine", *lines]
+
+
+def _plan_name(verdict: Mapping[str, Any]) -> str:
+    return f"{verdict['kernel']} {verdict['plan']}".rstrip()
 
 
 def _traced_lines(report: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,7 @@ ORDER = (
     "models.recurrent",
     "models.target",
     "traced",
+    "first_use",
     "verify",
     "accept",
     "draft_length.acceptance",

@@ -40,12 +40,16 @@ def wide(name, **changes):
     return model
 
 
+def serve(monkeypatch, does):
+    """`does(question, rows)` says whether a question's first candidate serves it."""
+    monkeypatch.setattr(autotune, "choose", lambda question, rows: question.candidates[0] if does(question, rows) else None)
+
+
 @pytest.fixture
 def everywhere(monkeypatch):
     """Our kernel runs wherever it can, no other does; a list of (rows, window, sinks, start, keys) of each launch."""
     monkeypatch.setattr(autotune, "may_run", lambda: True)
-    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: kernel.name == "block_attention")
-    monkeypatch.setattr(autotune, "fastest", lambda candidates, shape: None)
+    serve(monkeypatch, lambda question, rows: question.candidates[0].kernel.name == "block_attention")
     monkeypatch.setattr(autotune, "_plans", {})
     return noting(monkeypatch, block_attention.prepare)
 
@@ -53,7 +57,7 @@ def everywhere(monkeypatch):
 def noting(monkeypatch, prepare):
     launched = []
 
-    def noted(shape, dtype, hk, scale, causal, window, has_sinks):
+    def noted(shape, dtype, hk, scale, causal, window, has_sinks, simdgroups=None):
         launch = prepare(shape, dtype, hk, scale, causal, window, has_sinks)
 
         def run(q, k, v, sinks, start, held=None):
@@ -291,7 +295,7 @@ def test_quantized_caches_switch_to_mlx_in_the_middle_of_a_text(stand_in):
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_pass_is_flagged_only_if_a_kernel_ran_in_it(faster, stand_in, monkeypatch):
-    monkeypatch.setattr(autotune, "should_use", lambda *args: faster)
+    serve(monkeypatch, lambda question, rows: faster and question.candidates[0].kernel.name == "block_attention")
     model = wide("llama")
     target = Target(model)
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True)
@@ -321,25 +325,25 @@ def test_layers_are_found_while_another_pass_holds_them(monkeypatch):
         assert len(Target(model).routes.calls(1)) == 2 * len(model.layers)
 
 
-def test_one_verdict_serves_all_lengths_and_row_counts(monkeypatch):
+def test_one_verdict_serves_all_lengths(monkeypatch):
     asked = []
     monkeypatch.setattr(autotune, "_plans", {})
-    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: asked.append(shape) or False)
+    serve(monkeypatch, lambda question, rows: asked.append((question.shape, rows)))
     for m, s in ((1, 20), (16, 300), (1, 5000)):
         q, k = mx.zeros((1, 4, m, 32)), mx.zeros((1, 2, s, 32))
         assert not block_attention.block_attention_plan(q, k, k, 0.2)
-    assert asked == ["mlx.core.float32 HQ 4 HK 2 D 32"] * 2  # for one row and for 16
+    assert asked == [("attention mlx.core.float32 HQ 4 HK 2 D 32", rows) for rows in (1, 16)]
 
 
 def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):
     tried = []
     monkeypatch.setattr(autotune, "_plans", {})
-    monkeypatch.setattr(autotune, "should_use", lambda kernel, shape, trial: tried.append((shape, trial())) or False)
-    monkeypatch.setattr(block_attention, "trials", lambda *about: about[-1])
+    serve(monkeypatch, lambda question, rows: tried.append((question.shape, question.make(question.candidates))))
+    monkeypatch.setattr(block_attention, "trials", lambda *about: about[-2])
     q, k = mx.zeros((1, 4, 1, 32)), mx.zeros((1, 2, 20, 32))
     for sinks in (None, mx.zeros((4,))):
         block_attention.block_attention_plan(q, k, k, 0.2, True, 16, sinks)
-    about = "mlx.core.float32 HQ 4 HK 2 D 32 window 16"
+    about = "attention mlx.core.float32 HQ 4 HK 2 D 32 window 16"
     assert tried == [(about, False), (f"{about} sinks", True)]
 
 

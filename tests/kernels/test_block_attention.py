@@ -1,5 +1,6 @@
 """block_attention's texts against float64, and every row count against one row, in the emulator."""
 
+import itertools
 import math
 
 import emulator
@@ -191,7 +192,7 @@ def test_the_dispatcher_takes_mlx_without_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("change", ["17 rows", "D 40", "narrow values", "more queries than keys", "float32 D 256"])
 def test_what_is_not_eligible_goes_to_mlx(change, monkeypatch):
-    monkeypatch.setattr(module.autotune, "should_use", lambda *a: pytest.fail("asked for a choice"))
+    monkeypatch.setattr(module.autotune, "choose", lambda *a: pytest.fail("asked for a choice"))
     monkeypatch.setattr(module.autotune, "_plans", {})
     rows = {"17 rows": 17, "more queries than keys": 5}.get(change, 3)
     q, k, v = made(4 if rows == 5 else 40, m=rows, d={"D 40": 40, "float32 D 256": 256}.get(change, 32))
@@ -205,7 +206,15 @@ def test_a_window_without_order_is_refused():
 
 
 def test_the_layout_keeps_outputs_in_registers():
-    assert layout(4 * 16, 128) == (8, 8) and layout(6 * 16, 256) == (16, 6) and layout(4, 128) == (4, 1)
-    for rows in range(1, 129):
-        simdgroups, each = layout(rows, 128)
-        assert simdgroups * each >= rows and each * 4 <= module.MAX_HELD
+    assert layout(4 * 16, 128) == (8, 8, 1) and layout(6 * 16, 256) == (8, 6, 2) and layout(4, 128) == (4, 1, 1)
+    for rows, simdgroups in itertools.product(range(1, 129), (None, 4, 8)):
+        few, each, slices = layout(rows, 128, simdgroups)
+        assert few * each * slices >= rows and each * 4 <= module.MAX_HELD and few in ((simdgroups,) if simdgroups else (4, 8))
+
+
+def test_no_launch_on_metal_has_more_than_256_threads_and_cuda_keeps_one_threadgroup_for_all_rows(monkeypatch):
+    """At head size 256 an M1 or M2 refuses 512 threads and more of this text."""
+    most = max(layout(heads * m, d)[0] for heads in range(1, 17) for m in (1, 2, 4, 8, 16) for d in (32, 64, 128, 256))
+    assert most * 32 == 256
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    assert layout(6 * 16, 256) == (16, 6, 1) and layout(16 * 16, 256) == (0, 0, 0)

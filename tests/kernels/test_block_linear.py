@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checks import f64, ulp
 
-from dflash_mlx.kernels import autotune
+from dflash_mlx.kernels import autotune, trials
 from dflash_mlx.kernels import block_linear as module
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel, block_linear_ops, block_linear_plan
 from dflash_mlx.kernels.block_qmm import TILES, block_qmm_tiles_kernel
@@ -314,7 +314,7 @@ CHANGES = ["float32", "dense float32", "17 rows", "18 rows in two axes", "no row
 def asked(monkeypatch):
     """Which choices were asked for: (kernel, what about). The answer is no."""
     calls = []
-    monkeypatch.setattr(autotune, "should_use", lambda kernel, about, trial: calls.append((kernel, about)))
+    monkeypatch.setattr(autotune, "choose", lambda question, rows: calls.append((question.candidates[0].kernel, question.shape)))
     monkeypatch.setattr(autotune, "_plans", {})
     return calls
 
@@ -336,7 +336,10 @@ def test_what_is_eligible_is_chosen_by_its_form_and_size_for_all_row_counts(bits
     for m in (1, rows):
         assert block_linear_plan(mx.zeros((1, m, K), dtype=dtype), w, EPS, False, gated) is None
     assert {kernel.form for kernel, _ in asked} == {("_dense" if bits == 16 else "") + "_norm" + ("_gated" if gated else "")}
-    assert {about for _, about in asked} == {f"{dtype} {bits} bit group {group} N {n} K {K}"}
+    (kernel,) = {kernel for kernel, _ in asked}
+    assert {about for _, about in asked} == {
+        f"product{kernel.form.replace('_', ' ')} {dtype} {bits} bit group {group} N {n} K {K}"
+    }
 
 
 def test_every_form_is_a_kernel_of_its_own_under_one_name():
@@ -361,9 +364,10 @@ TRIED = [("", 16, 64), ("residual", 8, 32), ("norm residual", 4, 128), ("norm ga
 def test_a_trial_finds_the_text_right(form, bits, group):
     forms = EPS if "norm" in form else None, "residual" in form, "gated" in form
     with emulator.emulated():
-        trials = module.trials(32, 4 * group, group, bits, mx.float16, *forms)
-        assert [t.kernel()[0].shape for t in trials] == [(1, m, 16 if forms[2] else 32) for m in (4, 16)]
-        assert [t.same(t.kernel(), t.stock()) for t in trials] == [None, None]
+        ways = (autotune.Candidate(module._kernel(bits, bool(forms[0]), *forms[1:])),)
+        tried = [module.trials(32, 4 * group, group, bits, mx.float16, *forms, ways)(m) for m in (4, 16)]
+        assert [t.ours[0](t.x)[0].shape for t in tried] == [(1, m, 16 if forms[2] else 32) for m in (4, 16)]
+        assert [t.check() for t in tried] == [[None], [None]]
 
 
 @needs_compiler
@@ -373,8 +377,8 @@ def test_a_trial_finds_a_wrong_text_wrong(monkeypatch):
     assert wrong != right
     monkeypatch.setattr(module, "_kernel", lambda *given: wrong)
     with emulator.emulated():
-        (some,) = module.trials(32, 256, 64, 4, mx.float16, EPS, False, True, rows=(4,))
-        assert "differs from stock MLX" in some.same(some.kernel(), some.stock())
+        some = module.trials(32, 256, 64, 4, mx.float16, EPS, False, True, (autotune.Candidate(wrong),))(4)
+        assert "differs from stock MLX" in some.check()[0]
 
 
 @needs_compiler
@@ -385,15 +389,16 @@ def test_a_plan_that_was_tried_launches_the_kernel(monkeypatch, tmp_path):
     for name in ("_known", "_off", "_plans"):
         monkeypatch.setattr(autotune, name, {})
     monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    monkeypatch.setattr(autotune, "_medians_s", lambda kernel, stock: [1.0, 2.0])
+    monkeypatch.setattr(trials, "medians_s", lambda kernel, stock, **_: [1.0, 2.0])
     x, w, given = made("norm gated", 32, 256, mx.float16, 64, 4)
     x = x.reshape(2, 8, 256)
     with emulator.emulated():
         launch = block_linear_plan(x, w, EPS, False, True)
         assert mx.array_equal(launch(x, w, given["norm"][0]), block_linear_kernel(x, w, given["norm"], gated=True))
         assert launch(x, w, given["norm"][0]).shape == (2, 8, 16)
-        (verdict,) = autotune.results()
-        assert (verdict.kernel, verdict.shape) == ("block_linear", f"{mx.float16} 4 bit group 64 N 32 K 256")
+        verdict, more = autotune.results()
+        about = f"product norm gated {mx.float16} 4 bit group 64 N 32 K 256"
+        assert (verdict.kernel, verdict.shape, verdict.rows, more.rows) == ("block_linear", about, 4, 16)
         assert verdict.reason == "right, 2.00 times as fast as stock MLX"
         # Another form of this size is another verdict.
         assert block_linear_plan(x[:, :1], w, None, False, True) and len(autotune._known) == 2

@@ -147,7 +147,7 @@ def test_without_a_gpu_the_dispatcher_is_stock_mlx(monkeypatch):
 
 @pytest.mark.parametrize("change", ["17 rows", "3 bit", "float32 x with float16 scales", "tiny"])
 def test_what_is_not_eligible_goes_to_mlx(change, monkeypatch):
-    monkeypatch.setattr(module.autotune, "should_use", lambda *a: pytest.fail("asked for a choice"))
+    monkeypatch.setattr(module.autotune, "choose", lambda *a: pytest.fail("asked for a choice"))
     monkeypatch.setattr(module.autotune, "_plans", {})
     x, q = weights(40, 256, mx.float32, 64, 4)
     bits = 4
@@ -163,7 +163,7 @@ def test_what_is_not_eligible_goes_to_mlx(change, monkeypatch):
 
 
 def test_weights_that_are_not_affine_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(module.autotune, "should_use", lambda *a: pytest.fail("asked for a choice"))
+    monkeypatch.setattr(module.autotune, "choose", lambda *a: pytest.fail("asked for a choice"))
     monkeypatch.setattr(module.autotune, "_plans", {})
     x, q = weights(40, 256, mx.float32, 64, 4)
     assert module.block_qmm_plan(x, *q[:2], None, 64, 4) is None

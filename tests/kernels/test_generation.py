@@ -10,7 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from rows import same_ids
 
 from dflash_mlx import load, load_drafter, stream_generate
-from dflash_mlx.kernels import accept, autotune, block_attention, block_qmm, head_argmax
+from dflash_mlx.first_use import try_before_answers
+from dflash_mlx.kernels import accept, autotune, block_attention, block_qmm, head_argmax, trials
 from dflash_mlx.kernels.autotune import KernelError
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
@@ -28,15 +29,15 @@ def quantized():
     return model, tokenizer, load_drafter("tiny", model)
 
 
-def prepare_qmm(shape, dtype, n, group_size, bits):
+def prepare_qmm(shape, dtype, n, group_size, bits, columns=None):
     return lambda x, *weights: block_qmm_ops(x, *weights, group_size, bits)
 
 
-def prepare_head(shape, dtype, v, quantized, softcap=None, biased=False):
+def prepare_head(shape, dtype, v, quantized, softcap=None, biased=False, columns=None):
     return lambda x, w, scales, biases, bias=None: head_argmax.head_argmax_ops(x, w, scales, biases, *quantized, softcap, bias)
 
 
-def prepare_attention(shape, dtype, hk, scale, causal, window, has_sinks):
+def prepare_attention(shape, dtype, hk, scale, causal, window, has_sinks, simdgroups=None):
     return lambda q, k, v, sinks=None, start=0, held=None: block_attention_ops(q, k, v, scale, causal, window, sinks, start)
 
 
@@ -45,19 +46,19 @@ def gpu(monkeypatch, tmp_path):
     """As if there were a GPU where our kernels are right and faster; a list of the rows of each product."""
     launched = []
 
-    def prepare(*about):
+    def prepare(*about, **plan):
         launch = prepare_qmm(*about)
         return lambda x, *weights: launched.append(x.size // x.shape[-1]) or launch(x, *weights)
 
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
-    monkeypatch.setattr(autotune, "_known", {})
-    monkeypatch.setattr(autotune, "_off", {})
-    monkeypatch.setattr(autotune, "_plans", {})
+    for name in ("_known", "_off", "_plans", "_waiting"):
+        monkeypatch.setattr(autotune, name, {})
     monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    times = iter(range(10**6))
+    monkeypatch.setattr(autotune, "tries_first", lambda: True)
+    times = iter(range(1, 10**6))
     monkeypatch.setattr(
-        autotune, "_medians_s", lambda *runs: [next(times) for _ in runs]
+        trials, "medians_s", lambda *calls, **_: [next(times) for _ in calls]
     )  # stock is timed after ours: it takes longer
     monkeypatch.setattr(block_qmm, "prepare", prepare)
     monkeypatch.setattr(accept, "prepare", lambda b, n: accept.accept_ops)
@@ -69,6 +70,8 @@ def gpu(monkeypatch, tmp_path):
 
 def ids(quantized, n, block_size=8, **options):
     model, tokenizer, drafter = quantized
+    # As a new process.
+    drafter.pair = None
     # A fixed width: choosing one would measure passes first, which nobody reads.
     steps = stream_generate(model, tokenizer, PROMPT, max_tokens=n, draft_model=drafter, block_size=block_size, **options)
     return [r.token for r in steps]
@@ -83,6 +86,18 @@ def plain(quantized, n):
         if token in tokenizer.eos_token_ids:
             break
     return out
+
+
+def tried(model):
+    """The target, its kernels tried as before a first answer."""
+    target = Target(model)
+    try_before_answers(target)
+    return target
+
+
+def said(caplog):
+    """What the log says besides that trials are run."""
+    return [line for line in caplog.messages if not line.startswith("trying kernels")]
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(2000, marks=pytest.mark.full)])
@@ -114,8 +129,8 @@ def test_off_and_a_cpu_launch_nothing(quantized, gpu, monkeypatch):
 def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(quantized, gpu, monkeypatch, faster):
     model = quantized[0]
     if not faster:
-        monkeypatch.setattr(autotune, "_medians_s", lambda *runs: [1.0, 1.0])
-    target = Target(model)
+        monkeypatch.setattr(trials, "medians_s", lambda *calls, **_: [1.1] * (len(calls) - 1) + [1.0])
+    target = tried(model)
     found = len(target.routes.calls(5))
 
     def run():
@@ -145,19 +160,19 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_answer_is_right(quanti
     def broken(*arrays):
         raise RuntimeError("Failed to compile kernel: a line\nand more")
 
-    monkeypatch.setattr(block_qmm, "prepare", lambda *about: broken)
+    monkeypatch.setattr(block_qmm, "prepare", lambda *about, **plan: broken)
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 30) == plain(quantized, 30)
-    (record,) = caplog.records
-    assert "kernel block_qmm is off: RuntimeError: Failed to compile kernel: a line (" in record.getMessage()
+    (line,) = said(caplog)
+    assert "kernel block_qmm is off: RuntimeError: Failed to compile kernel: a line (" in line
 
 
 def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
     """Launches n to `last` after the trials spoil their outputs, of those that were prepared for `which`; what is left of n."""
-    prepare, left, in_trial, judge = module.prepare, [n], [0], autotune._judge
+    prepare, left, in_trial, run_trial = module.prepare, [n], [0], trials.run_trial
 
-    def spoiling(*about):
-        sound = prepare(*about)
+    def spoiling(*about, **plan):
+        sound = prepare(*about, **plan)
 
         def run(*arrays):
             out = sound(*arrays)
@@ -171,11 +186,11 @@ def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
     def judged(*args):
         in_trial[0] += 1
         try:
-            return judge(*args)
+            return run_trial(*args)
         finally:
             in_trial[0] -= 1
 
-    monkeypatch.setattr(autotune, "_judge", judged)
+    monkeypatch.setattr(trials, "run_trial", judged)
     monkeypatch.setattr(module, "prepare", spoiling)
     return left
 
@@ -190,7 +205,7 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
     left = spoil(monkeypatch, module, n, lambda out: out * mx.array(float(value)))
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 40, block_size) == plain(quantized, 40)
-    assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
+    assert said(caplog) == ["all kernels are off: a pass gave a value that is not finite"]
     assert left[0] <= 0
 
 
@@ -206,12 +221,12 @@ def test_one_logit_that_is_not_finite_is_seen_where_the_head_is_a_product(
     left = spoil(monkeypatch, block_qmm, 6, lambda out: mx.where(mx.arange(v) == 7, mx.array(float(value)), out), heads, 1000)
     with caplog.at_level(logging.WARNING):
         assert ids(quantized, 40, block_size, **options) == plain(quantized, 40)
-    assert [r.getMessage() for r in caplog.records] == ["all kernels are off: a pass gave a value that is not finite"]
+    assert said(caplog) == ["all kernels are off: a pass gave a value that is not finite"]
     assert left[0] <= 0
 
 
 def test_a_pass_with_kernels_is_flagged_also_where_they_were_switched_off_behind_it(quantized, gpu):
-    target = Target(quantized[0])
+    target = tried(quantized[0])
     hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
     autotune.disable_all("another thread")
     assert target.finite_flag(hidden)
@@ -221,7 +236,7 @@ def test_a_pass_with_kernels_is_flagged_also_where_they_were_switched_off_behind
 
 def test_the_head_alone_goes_through_its_kernel_and_calls_no_other_layer(quantized, gpu, monkeypatch):
     model = quantized[0]
-    target, rows = Target(model), mx.random.normal((1, 17, model.args.hidden_size))
+    target, rows = tried(model), mx.random.normal((1, 17, model.args.hidden_size))
     target.head(rows[:, :5])
     gpu.clear()
     with monkeypatch.context() as patch:
@@ -233,7 +248,7 @@ def test_the_head_alone_goes_through_its_kernel_and_calls_no_other_layer(quantiz
 def test_choices_are_the_heads_and_none_where_a_model_does_more_to_its_logits(quantized, gpu):
     model = quantized[0]
     hidden = mx.random.normal((1, 5, model.args.hidden_size))
-    target = Target(model)
+    target = tried(model)
     ids, margin = target.choices(hidden)
     logits = target.head(hidden)
     assert mx.array_equal(ids, mx.argmax(logits, axis=-1)) and margin.shape == (1, 5)

@@ -53,15 +53,17 @@ def test_the_text_says_what_the_report_holds(sound):
 
 
 def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
-    right = autotune.TuningResult("block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5)
+    right = autotune.TuningResult(
+        "block_qmm", "float16 N 8", True, "right, 1.50 times as fast as stock MLX", 1.0, 1.5, 4, "columns 2"
+    )
     wrong = autotune.TuningResult("accept", "B 1", False, "ids differ from stock MLX's")
     monkeypatch.setattr(autotune, "has_gpu", lambda: True)
     monkeypatch.setattr(autotune, "results", lambda: [right, wrong])
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
     text = render({**sound, "kernels": doctor._kernels()})
-    assert "kernels     DFLASH_MLX_KERNELS on; 2 shapes tried on this machine" in text
-    assert "  not used  accept B 1: ids differ from stock MLX's" in text
-    assert "  used      block_qmm float16 N 8: right, 1.50 times as fast as stock MLX" in text
+    assert "kernels     DFLASH_MLX_KERNELS on; 2 trials on this machine" in text
+    assert "  not used  accept, B 1, 1 rows: ids differ from stock MLX's" in text
+    assert "  used      block_qmm columns 2, float16 N 8, 4 rows: right, 1.50 times as fast as stock MLX" in text
 
 
 def test_what_was_traced_is_shown(monkeypatch, sound):

@@ -1,0 +1,119 @@
+"""Which trials processes died in: a marker file beside the results, locked while a trial runs. Knows no kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+# Starts at which a trial is left out after a process died in it, for each time that one did.
+OFF_STARTS = 5
+
+
+@dataclass
+class Marker:
+    """What is known of processes that died in one trial.
+
+    locked: whether this process may run the trial as its own. Where another one is at it, or there is no cache, the result is
+      this process's alone.
+    crash: why there is to be no trial; None: try. done: set when the trial's result is kept, so that nothing is left behind.
+    """
+
+    locked: bool = False
+    crash: str | None = None
+    done: bool = False
+
+
+@contextlib.contextmanager
+def marked(path: Path) -> Iterator[Marker]:
+    """Round one trial: a locked file says "trying" for as long as it runs.
+
+        file         {"trying": true, "crashes": 0, "skipped": 0}
+        exit seen    an error, Ctrl-C, SIGTERM, SIGHUP: the file is as it was before, and the next start tries again
+        exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
+
+    After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
+    """
+    with contextlib.ExitStack() as open_files:
+        file, marker = _locked(path, open_files), Marker()
+        if file is None:
+            yield marker
+            return
+        marker.locked = True
+        before = _marker_state(file.read())
+        if before["trying"]:
+            before = {"trying": False, "crashes": before["crashes"] + 1, "skipped": 0}
+        if before["crashes"] and before["skipped"] < OFF_STARTS * before["crashes"]:
+            before["skipped"] += 1
+            left, times = OFF_STARTS * before["crashes"] - before["skipped"] + 1, before["crashes"]
+            marker.crash = f"a process ended in its trial ({times} times); tried again {left} starts later, or delete {path}"
+            _write_marker(path, file, before)
+            yield marker
+            return
+        try:
+            with _signals_first(lambda: _write_marker(path, file, before)):
+                _write_marker(path, file, {**before, "trying": True})
+                yield marker
+        finally:
+            _write_marker(path, file, None if marker.done else before)
+
+
+def _locked(path: Path, open_files: contextlib.ExitStack) -> IO[str] | None:
+    """The file at `path`, locked; the system lets go of the lock when the process ends, however it ends. None: it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_files.enter_context(path.open("a+"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        return file
+    except OSError:
+        return None
+
+
+def _marker_state(text: str) -> dict[str, Any]:
+    """What a marker says; one that cannot be read was left by a crash."""
+    state = {"trying": bool(text), "crashes": 0, "skipped": 0}
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        state |= {name: type(state[name])(value) for name, value in json.loads(text).items() if name in state}
+    return state
+
+
+def _write_marker(path: Path, file: IO[str], state: dict[str, Any] | None) -> None:
+    """Write a locked marker. One that says nothing is removed: emptied too, for another process may have opened it already."""
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        if state and (state["trying"] or state["crashes"]):
+            file.write(json.dumps(state))
+            file.flush()
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _signals_first(then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` before SIGTERM, or SIGHUP of a terminal that is closed, ends the process, where nobody else handles it.
+
+    Only the main thread may ask for that.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(number) == signal.SIG_DFL]
+
+    def handler(number: int, frame: Any) -> None:
+        then()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

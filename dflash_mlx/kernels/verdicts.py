@@ -1,0 +1,102 @@
+"""From what trials measured to who serves each row count. Pure: knows no device, no file and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .launch import Form, Kernel
+
+# Row counts at which an operation is tried, the one-row check first. A count between two of them takes the larger one's verdict.
+ROWS = (1, 2, 4, 8, 16)
+# One row may take so much longer than stock MLX's, for then it has the bits that it has among others. Else stock MLX serves it.
+ONE_ROW_SLACK = 1.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to serve an operation: a text in one of its plans.
+
+    options: of the launch, by name, such as columns; order: those that change the order of a row's sums. Candidates of one
+      `family` give a row the same bits.
+    """
+
+    kernel: Kernel | Form
+    options: tuple[tuple[str, int], ...] = ()
+    order: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self._with(dict(self.options))
+
+    @property
+    def family(self) -> str:
+        return self._with({name: value for name, value in self.options if name in self.order})
+
+    def _with(self, options: Mapping[str, int]) -> str:
+        return " ".join([self.kernel.name, *(f"{name} {value}" for name, value in options.items())])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the trial of an operation at one row count found, by candidates' names.
+
+    families: of all candidates; seconds: of one call; wrong: whose values differ, and how; refused: what did not compile or
+      launch, and why. Who is in none of the three was not reached within the trial's time.
+    crash: why there was no trial.
+    """
+
+    families: dict[str, str]
+    stock_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    crash: str | None = None
+
+    def reason(self, name: str) -> str:
+        """A sentence about a candidate."""
+        if said := self.crash or self.wrong.get(name) or self.refused.get(name):
+            return said
+        if name not in self.seconds:
+            return "not timed: its trial took too long, or it was off"
+        # A made-up clock may stand still.
+        return f"right, {self.stock_s / max(self.seconds[name], 1e-12):.2f} times as fast as stock MLX"
+
+
+def tried_rows(rows: int, tried: Sequence[int]) -> int:
+    """The row count whose verdict holds for `rows`: the next larger one that is tried, or the largest."""
+    return next((t for t in tried if rows <= t), tried[-1])
+
+
+def verdicts(table: Mapping[int, Measured], forced: bool = False, off: Collection[str] = ()) -> dict[int, str]:
+    """Who serves each row count: candidates' names. Stock MLX serves the counts that are left out.
+
+                     A, 2 columns   A, 4 columns    B      stock      verdict
+          1 row         10.4           10.2         9         10      A, 4 columns: within 3 %
+          4 rows        12             11          10.5       20      A, 4 columns
+         16 rows        15             30          21         20      A, 2 columns
+
+    One family serves all counts that are not stock MLX's, that which saves most in sum, so that these rows agree bit for bit;
+    at each count by its quickest plan. A candidate that was wrong or refused at one count serves none.
+
+    Args:
+      table: by row count. forced: faster than stock MLX or not. off: candidates that are to serve none.
+    """
+    families = {name: family for measured in table.values() for name, family in measured.families.items()}
+    out = {*off, *(name for measured in table.values() for name in (*measured.wrong, *measured.refused))}
+    best: dict[int, str] = {}
+    most = float("-inf") if forced else 0.0
+    for family in dict.fromkeys(families.values()):
+        found, saved = {}, 0.0
+        for rows, measured in table.items():
+            of = [name for name in measured.seconds if families[name] == family and name not in out]
+            if not of:
+                continue
+            name = min(of, key=measured.seconds.__getitem__)
+            took, stock_s = measured.seconds[name], measured.stock_s
+            if forced or took < stock_s or rows == 1 and took <= ONE_ROW_SLACK * stock_s:
+                found[rows] = name
+                saved += stock_s - took
+        if found and saved > most:
+            best, most = found, saved
+    return best
