@@ -173,7 +173,7 @@ SAME = {
     ("block_attention", "if without first < S #1"): SAVES_WORK,
     ("block_attention", "if without !before #1"): SAVES_WORK,
     ("block_attention", "if (r < R) -> true #2"): SAVES_WORK,
-    ("block_attention", "if (part + SIMDGROUPS * i < R) -> true #1"): SAVES_WORK,
+    ("block_attention", "if (first_row + SIMDGROUPS * i < R) -> true #1"): SAVES_WORK,
     ("block_attention_reduce", "if (part != 0.0f) -> true #1"): "adds zero times a finite number: only -0.0 could tell",
 }
 # Of the text in tile_product.py, whose conditions on a form are constants.
