@@ -27,6 +27,20 @@ def pytest_runtest_setup(item):
             pytest.skip(f"{mark}: {reason}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`@pytest.mark.quick(n)`: of a test's cases n, evenly spread, are in the quick tier; the others are in the slow one."""
+    cases = {}
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            cases.setdefault((item.path, item.originalname, mark.args[0]), []).append(item)
+    for (_, _, n), found in cases.items():
+        kept = {i * len(found) // n for i in range(n)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(scope="session")
 def pair():
     """The built-in trained pair: (model, tokenizer, drafter), float32."""

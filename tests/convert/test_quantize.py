@@ -52,6 +52,7 @@ def lengths_of(model, drafter, prompts, tokens):
 
 
 @pytest.mark.parametrize("target_bits, drafter_bits", list(itertools.product((0, 4, 8), repeat=2))[1:])
+@pytest.mark.quick(2)
 def test_every_combination_generates_what_mlx_lm_does_on_the_same_model(quantized, target_bits, drafter_bits):
     model, _ = load(quantized("target", target_bits), dtype=mx.float32)
     drafter = load_drafter(quantized("drafter", drafter_bits), model)

@@ -27,6 +27,7 @@ def best_fixed_of(machine, process, **how):
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("process", ["hopeless", "fair", "good"])
+@pytest.mark.quick(3)
 def test_whatever_the_drafter_says_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
     rising = machine not in ("flat", "every row costs one") and process != "hopeless"
     machine, process = MACHINES[machine], PROCESSES[process]

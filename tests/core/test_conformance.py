@@ -41,6 +41,7 @@ def check_variant(pair, path, prompts):
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (DATA / "variants").glob("*.json")))
+@pytest.mark.quick(2)
 def test_variants_draft_what_the_authors_layers_draft(pair, name):
     check_variant(pair, DATA / "variants" / f"{name}.json", SOME_PROMPTS)
 

@@ -318,6 +318,7 @@ def test_probabilities_that_the_walk_did_not_draw_with_are_caught(rule):
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.quick(1)
 def test_a_dflash2_drafter_runs_with_rejection_and_keeps_as_much(pair, acceptance):
     model, tokenizer, _ = pair
     drafter, prompts = dflash2_pair(model)
@@ -450,6 +451,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.quick(3)
 def test_a_planted_dflash2_fault_changes_the_drafted_ids(pair, monkeypatch, fault):
     for owner, name, old, new in FAULTS[fault]:
         plant(monkeypatch, owner, name, old, new)

@@ -11,6 +11,7 @@ from dflash_mlx.draft_length.prompt_lookup import PromptLookup
 
 
 @pytest.mark.parametrize("machine,process", SETTINGS)
+@pytest.mark.quick(5)
 def test_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
     machine, process = MACHINES[machine], PROCESSES[process]
     runs = [Simulation(machine, process, rule_for(machine), seed) for seed in range(11, 16)]
@@ -110,6 +111,7 @@ def test_plain_decoding_is_timed_again_while_drafting_gains_little():
 
 @pytest.mark.parametrize("caller", [0.1, 0.3, 0.6, 0.9, 1.5])
 @pytest.mark.parametrize("process", ["hopeless", "fair", "good"])
+@pytest.mark.quick(4)
 def test_what_the_caller_does_with_a_token_is_weighed(process, caller):
     # Plain decoding runs beside the caller and drafting does not: with a slow enough one the better of the two is another.
     machine, process = MACHINES["quantized"], PROCESSES[process]
@@ -147,6 +149,7 @@ def test_wrong_measurements_are_found_out(off, plain_off):
 
 @pytest.mark.parametrize("off,plain_off", WRONG)
 @pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.quick(6)
 def test_wrong_measurements_cost_less_than_one_percent_where_the_drafter_is_hopeless(machine, off, plain_off):
     machine = MACHINES[machine]
     run = Simulation(machine, PROCESSES["hopeless"], rule_for(machine, off, plain_off), 3, tokens=20000)
@@ -272,6 +275,7 @@ def copying(machine, process, rule, text):
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("process", ["hopeless", "fair"])
+@pytest.mark.quick(8)
 def test_with_copying_the_rule_is_within_3_percent_of_the_best_fixed_widths(machine, process, copies):
     machine, process, text = MACHINES[machine], PROCESSES[process], repeating(COPIES[copies], 1, tokens=3000)
     run = copying(machine, process, rule_for(machine), text)

@@ -100,6 +100,7 @@ def check_cell(lines, cell, against_mlx_lm=False):
         assert all(mx.allclose(a.logprobs, b.logprobs, atol=tolerance()).item() for a, b in zip(theirs, got, strict=True))
 
 
+@pytest.mark.quick(1)
 def test_300_cells_of_the_grid_equal_plain_decoding(lines):
     for i, cell in enumerate(QUICK):
         try:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -18,6 +20,7 @@ def test_the_script_with_its_import_changed_runs():
     assert re.search(r"\n48 tokens, tau (None|\d\.\d+); .+\n$", run("change_the_import.py"))
 
 
+@pytest.mark.full
 def test_the_script_with_a_prompt_cache_runs():
     assert "def main(" in run("prompt_cache.py")
 

@@ -45,6 +45,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(9)
 def test_a_family_gives_plain_decodings_ids_and_logits(name):
     model, prompt = family(name), some_line(19)
     line = greedy_line(model, prompt, 40)
@@ -57,6 +58,7 @@ def test_a_family_gives_plain_decodings_ids_and_logits(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(9)
 def test_drafted_ids_are_those_of_a_drafter_without_caches(name):
     """At every round: features of the whole text from one plain pass, and a drafter that has never seen any of it."""
     model, prompt = family(name), some_line(19)
@@ -74,6 +76,7 @@ def test_drafted_ids_are_those_of_a_drafter_without_caches(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(9)
 def test_a_row_too_many_is_seen_in_a_family(monkeypatch, name):
     model, line = family(name), some_line(50)
     expected = one_at_a_time(model, line, 19)

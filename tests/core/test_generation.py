@@ -635,6 +635,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("place,nth,after", MOMENTS)
+@pytest.mark.quick(8)
 def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8, copy=False):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
@@ -667,6 +668,7 @@ PLAIN_PLACES = ("target pass", "verify", "match", "reading", "end of round")
 
 
 @pytest.mark.parametrize("place", [*PLAIN_PLACES, "commit of a row"])
+@pytest.mark.quick(2)
 def test_an_interruption_while_plain_passes_overlap_leaves_both_caches_consistent(sliding, monkeypatch, place):
     for nth in range(4, 7):
         for after in (False, True):
@@ -676,6 +678,7 @@ def test_an_interruption_while_plain_passes_overlap_leaves_both_caches_consisten
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("place", [*PLAIN_PLACES, "commit"])
+@pytest.mark.quick(4)
 def test_an_interruption_while_drafts_are_copied_leaves_both_caches_consistent(sliding, monkeypatch, place, after):
     copied, draft = [], copying.PromptLookup.draft
     # Wherever one id stood before.

@@ -124,6 +124,7 @@ def test_without_a_fault_the_rounds_are_the_references(pair, name):
 
 
 @pytest.mark.parametrize("fault,name", [(fault, name) for fault, (_, names) in FAULTS.items() for name in names])
+@pytest.mark.quick(8)
 def test_a_planted_fault_changes_the_rounds(pair, monkeypatch, fault, name):
     owner, function, old, new = FAULTS[fault][0]
     # It reads a tap of its own, which a shifted one may not have.

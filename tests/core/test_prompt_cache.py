@@ -139,6 +139,7 @@ def test_a_fresh_list_of_mlx_lms_own_is_completed_in_place(sliding):
 
 # Block 8 drafts in every round, 1 in none, None as the width rule says.
 @pytest.mark.parametrize("taken,block", [*((n, 8) for n in range(1, 31)), *((n, b) for n in (1, 2, 3, 9) for b in (1, None))])
+@pytest.mark.quick(10)
 def test_a_generator_closed_at_any_token_leaves_both_caches_at_that_token(sliding, taken, block):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)

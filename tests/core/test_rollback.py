@@ -81,6 +81,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault,kind", [(fault, kind) for fault, (_, kinds) in FAULTS.items() for kind in kinds])
+@pytest.mark.quick(12)
 def test_a_planted_rollback_fault_changes_the_logits(monkeypatch, fault, kind):
     plant(monkeypatch, cache_module, *FAULTS[fault][0])
     monkeypatch.setitem(cache_module._CUT, RotatingKVCache, cache_module._cut_rotating)

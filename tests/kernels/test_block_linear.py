@@ -120,6 +120,7 @@ def check(form, dtype, bits, group, shapes, rows, launch=block_linear_kernel):
 
 @needs_compiler
 @pytest.mark.parametrize("form, dtype, bits, group", QUICK)
+@pytest.mark.quick(3)
 def test_forms_are_right_and_rows_do_not_know_how_many_they_are(form, dtype, bits, group):
     # Columns of y around the 16 of a threadgroup, or 8 if they are gated; groups: one, fewer than the simd groups, one more.
     shapes = [(8, group), (17, 3 * group), (33, 9 * group)]

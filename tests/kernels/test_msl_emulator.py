@@ -141,6 +141,7 @@ def test_a_matrix_product_that_not_all_reach_is_a_fault():
     ("shuffle from no lane", "y[TID] = simd_shuffle(1.0f, 32);", "line 1: simd shuffle from lane 32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.quick(12)
 def test_a_fault_is_reported_with_its_line(name, source, message, order):
     with pytest.raises(KernelFault, match=message):
         run(source, order=order)

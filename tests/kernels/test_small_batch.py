@@ -198,6 +198,7 @@ def test_ids_are_plain_decodings(name, cuda):
     assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
 
 
+@pytest.mark.full
 def test_compiled_passes_are_made_of_them_and_call_none(cuda, pair, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "on")
     model, tokenizer, drafter = pair

@@ -165,6 +165,7 @@ def test_curl_drives_the_server(served, chatty, tmp_path):
     assert curl("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.full
 def test_a_drafter_that_cannot_be_loaded_ends_the_command_with_one_line():
     done = subprocess.run(
         [*COMMAND, "--model", "tiny", "--draft-model", "no/such/folder", "--port", "0"],

@@ -99,6 +99,7 @@ def test_models_change_and_a_failing_change_keeps_the_old_one(home):
     assert ["tau" in line for line in figures] == [True, False, True]
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_ends_the_chat(home):
     process = subprocess.Popen(
         [*COMMAND, *PAIR, "-m", "200"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=home
@@ -126,12 +127,14 @@ def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text
     assert messages[0] == {"role": "user", "content": "first\n\nsecond 👩‍🚀"} and len(messages) == 2
 
 
+@pytest.mark.full
 def test_a_block_that_is_never_closed_is_an_error_and_not_lost_in_silence(home):
     done = piped(['"""', "line one", "line two"], home)
     assert done.returncode == 1 and done.stdout == ""
     assert "the input ended after 2 lines of a message that three double quotes began" in done.stderr
 
 
+@pytest.mark.full
 def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_path):
     kept = tmp_path / "dflash-mlx" / "sessions" / "s1.json"
     kept.parent.mkdir(parents=True)
@@ -149,6 +152,7 @@ def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_pat
     assert kept.read_text() == '{"version": 1, "settings": {"temp": "hot"}}'
 
 
+@pytest.mark.full
 def test_what_was_cleared_does_not_stay_in_a_named_session(home, tmp_path):
     piped(["def a"], home, "-m", "4", "--session", "s1")
     kept = tmp_path / "dflash-mlx" / "sessions" / "s1.json"

@@ -298,6 +298,7 @@ def test_a_seeds_text_is_the_same_where_entries_do_not_know_their_rows(name):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.full
 def test_a_seeds_text_is_the_same_with_any_drafter_block_and_cache(pair):
     _check(random.Random(5).sample(CELLS, 18), pair)
 

@@ -45,6 +45,7 @@ def test_the_mean_over_kinds_weighs_kinds_alike_and_loops_stand_apart():
     }
 
 
+@pytest.mark.full
 def test_walking_replays_the_real_rounds_of_the_built_in_pair(tmp_path, monkeypatch, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
     texts = ["def add(a, b):", "import os\n"]
@@ -70,6 +71,7 @@ def test_walking_replays_the_real_rounds_of_the_built_in_pair(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["smollm2-acceptance", "smollm2-acceptance-blocks"])
+@pytest.mark.quick(1)
 def test_the_table_in_docs_is_the_recorded_one(name):
     root = PATH.parents[1]
     result = json.loads((root / "bench" / "results" / f"{name}.json").read_text())

@@ -73,6 +73,7 @@ def test_a_difference_is_taken_text_by_text(rules):
     assert got["over"] == round(10 / 6, 4) and got["over_low"] == 1.0 and got["over_high"] == 2.0
 
 
+@pytest.mark.full
 def test_every_method_is_measured_on_the_built_in_pair(rules, tmp_path, monkeypatch, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
     lines = [{"kind": "code", "prompt": text} for text in ("def add(a, b):", "import os\n", "not asked")]

@@ -130,6 +130,7 @@ def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, 
     assert bench.faults(record) == 0
 
 
+@pytest.mark.full
 def test_ctrl_c_keeps_what_is_measured(pair, monkeypatch):
     real, pairs, kept = Bench._pair, [], []
 
@@ -159,6 +160,7 @@ def test_chosen_widths_are_shown_with_their_reason(pair):
     assert sum(ours["widths"].values()) == ours["rounds"] and record["runs"][0]["differs_at"] is None
 
 
+@pytest.mark.full
 def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apart():
     from dflash_mlx import load, load_drafter
 
@@ -370,6 +372,7 @@ def test_long_contexts_are_for_gpus_unless_asked_for(monkeypatch, capsys, tmp_pa
     assert f"Stop: {contexts}" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_dense_writes_the_quantized_layers_of_both_models_out(monkeypatch, capsys, tmp_path):
     from dflash_mlx import convert
 

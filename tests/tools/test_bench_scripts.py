@@ -48,6 +48,7 @@ def small_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "bits"), [("small", 16), ("small", 4), ("hybrid", 16)])
+@pytest.mark.full
 def test_the_planned_text_comes_out_at_the_set_acceptance(shape, bits):
     record = shapes.measure(options(shape, bits=bits))
     summary = record["summary"]

@@ -116,6 +116,7 @@ def test_only_what_stands_between_the_markers_is_replaced():
     assert table.put(text, "new") == f"head\n{table.BEGIN}\nnew\n{table.END}\ntail"
 
 
+@pytest.mark.full
 def test_a_record_is_repeated_here_with_its_own_settings(pair, tmp_path):
     plan = Plan(kinds=("data",), temps=(0.0,), contexts=(0,), max_tokens=8, trials=1, block_size=3)
     there = Bench(*pair, plan, names=("tiny", "tiny")).go()

@@ -158,6 +158,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.quick(5)
 def test_the_fault_of_a_broken_drafter_is_named(tmp_path, name):
     path = copy(tmp_path)
     breaks, message = BROKEN[name]

@@ -184,6 +184,7 @@ def test_capacities_are_few_and_little_too_large():
 
 
 @pytest.mark.parametrize("block_size", [5, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_generation_that_outgrows_its_buffers_says_what_plain_decoding_says(forced, pair, block_size):
     model, tokenizer, drafter = pair
     prompt = tokenizer.encode("def test_") * 320

@@ -215,6 +215,7 @@ def test_a_label_outside_the_candidates_moves_nothing_in_the_selector():
     assert all(mx.abs(g).max() == 0 for _, g in tree_flatten(slopes))
 
 
+@pytest.mark.full
 def test_a_fresh_dflash2_drafter_drafts_what_the_dflash_drafter_that_it_starts_from_does(model, docs, first, tmp_path):
     train(model, docs, tmp_path / "one", first, config(steps=30))
     train(model, docs, tmp_path / "two", as_dflash2(first), config(steps=1, lr=1e-12), init=tmp_path / "one")
@@ -247,6 +248,7 @@ def test_replayed_rounds_equal_the_served_ones_at_temperature_0(model, docs, tra
 
 
 @pytest.mark.parametrize("temp", [0.7, 1.0])
+@pytest.mark.quick(1)
 def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, docs, trained, temp):
     sampler = Distribution(temp)
     drafter = load_drafter(str(trained[0]), model)
