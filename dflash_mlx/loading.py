@@ -10,16 +10,18 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoint import Checkpoint, inspect_checkpoint, require_drafter
+from . import memory
+from .checkpoint import Checkpoint, inspect_checkpoint
 from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
-from .machine import machine_bytes, on_metal, size_text
+from .machine import limit_bytes, machine_bytes, on_metal, size_text
+from .memory import Needs, Run, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
 from .models.architectures import ARCHITECTURES, build_drafter, not_computed
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
@@ -111,6 +113,7 @@ def load(
     # Without a word everything is float32 on a CPU; a type that was asked for spares what the family's class keeps.
     loaded.cast(due, spare=dtype is not None)
     if not lazy:
+        check_weights(checkpoint.source, model_bytes(model))
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
@@ -147,41 +150,91 @@ def keep_positions(model: nn.Module, config: dict[str, Any]) -> None:
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 2}
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None, bits: int | None = None) -> int:
-    """Bytes of a checkpoint's weights once loaded, from the files' headers alone.
+def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> int:
+    """Bytes of a target's weights once loaded, from the files' headers alone: of packed ones, as they are packed.
 
     Args:
       dtype: what float tensors are cast to; None: they keep their types.
-      bits: what a drafter's float matrices are held in; None: floats.
     """
-    from .conversion.drafters import group_for, is_matrix
-
     sizes = {name: dtype.size if dtype else own for name, own in _FLOAT_BYTES.items()}
-    total = 0
-    for t in checkpoint.tensors.values():
-        size, group = sizes.get(t.dtype), group_for(t.shape[-1]) if bits and is_matrix(t.name, t.shape) else None
-        # A scale and a bias for each group.
-        each = size if size is None or not group else bits / 8 + 2 * size / group
-        total += t.nbytes if each is None else math.prod(t.shape) * each
-    return int(total)
+    return sum(math.prod(t.shape) * sizes[t.dtype] if t.dtype in sizes else t.nbytes for t in checkpoint.tensors.values())
 
 
-def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, held_bytes: int = 0, bits: int | None = None) -> None:
-    """Compare what the weights will take with this machine's memory, before any of them is read.
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> None:
+    """Refuse a target that is larger than this machine's memory, before anything of it is read; `load` then compares exactly.
+
+    A GGUF file's tensors are read as the model is built, so it must fit where models may be.
 
     Args:
       dtype: as in `weight_bytes`.
-      held_bytes: what is loaded already, for a drafter its target.
     Raises:
-      CheckpointError: they do not fit. A warning, where they hardly do.
+      CheckpointError: it does not fit.
     """
-    own, have = weight_bytes(checkpoint, dtype, bits), machine_bytes()
-    needed, beside = own + held_bytes, f" beside the target's {held_bytes / 1e9:.1f} GB" if held_bytes else ""
-    sizes = f"the weights of {checkpoint.source} take {own / 1e9:.1f} GB{beside} and this machine has {have / 1e9:.1f} GB"
-    if needed > have:
-        raise CheckpointError(f"the model does not fit: {sizes}", "Use a smaller or a quantized one, or another dtype")
-    if needed > 0.9 * have:
-        warnings.warn(f"{sizes}: this can be slow", stacklevel=3)
+    limit = limit_bytes() if checkpoint.kind == "gguf" else machine_bytes()
+    check_weights(checkpoint.source, weight_bytes(checkpoint, dtype), limit=limit)
+
+
+def drafter_bytes(weights: Mapping[str, mx.array], dtype: mx.Dtype | None, bits: int | None) -> int:
+    """Bytes of a drafter's tensors once it is loaded; nothing is evaluated.
+
+    Args:
+      weights: by bare name, as `read_drafter` gives them; dtype: the target's activation type, None: the files'; bits: as of
+        `held_bits`.
+    """
+    from .conversion.drafters import TARGET_COPIES, group_for, is_matrix
+
+    total = 0.0
+    for name, value in weights.items():
+        if name in TARGET_COPIES:
+            continue
+        each = dtype.size if dtype and mx.issubdtype(value.dtype, mx.floating) else value.itemsize
+        if bits and is_matrix(name, value.shape) and (group := group_for(value.shape[-1])):
+            # A scale and a bias for each group.
+            each = bits / 8 + 2 * each / group
+        total += value.size * each
+    return int(total)
+
+
+def check_run(
+    model: nn.Module, draft_model: str | None, run: Run, *, revision: str | None = None, bits: int | str | None = None
+) -> None:
+    """Compare what a pair and a run with it need with what models may take here, before any weight is read.
+
+    Args:
+      model: what `load` returned with lazy=True; draft_model, revision, bits: as in `load_drafter`; None: there is no drafter.
+    Raises:
+      CheckpointError: both models do not fit; names what would. A warning, where the run may not.
+    """
+    from .conversion.drafters import read_drafter
+
+    drafter, own, smaller, dtype = None, 0, None, activation_dtype(model)
+    if draft_model is not None:
+        checkpoint = inspect_checkpoint(builtin_path(str(draft_model), "drafter") or draft_model, revision=revision)
+        read = read_drafter(checkpoint)
+        _check_architecture(read.config)
+        held = held_bits(read.weights, checkpoint.source, bits)
+        own = drafter_bytes(read.weights, dtype, held)
+        smaller = _smaller(read.weights, dtype, held, own)
+        drafter = build_drafter(read.config, {name: value.shape for name, value in read.weights.items()})
+        drafter.set_dtype(dtype)
+    entries: dict[tuple[bool, int | None], list[Any]] = {}
+
+    def caches(run: Run, with_drafter: bool) -> int:
+        key = with_drafter, run.max_kv_size
+        if key not in entries:
+            entries[key] = entries_after_rows(model, drafter if with_drafter else None, run.max_kv_size)
+        return cache_bytes(entries[key], run)
+
+    may_window = not hasattr(model, "make_cache")
+    memory.check_run(Needs(model_bytes(model), own, smaller, trial_bytes(model), caches, may_window), run)
+
+
+def _smaller(weights: Mapping[str, mx.array], dtype: mx.Dtype, held: int | None, own: int) -> int | None:
+    """Bytes of a drafter in 4 bits where it takes more; None: its files are quantized, or it is to be held so."""
+    if held == DRAFT_BITS[0] or any(name.endswith(".scales") for name in weights):
+        return None
+    least = drafter_bytes(weights, dtype, DRAFT_BITS[0])
+    return least if least < own else None
 
 
 def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int | None:
@@ -189,8 +242,7 @@ def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int 
 
     Args:
       names: of its tensors; source: what the user called it.
-      bits: 4 or 8 (also as text): so many, where the files hold floats; "none": never; None: 4 on Metal, else "none". A float
-        drafter beside a 4-bit target would take as much memory, and as long a pass, as a target three times its size.
+      bits: 4 or 8 (also as text): so many, where the files hold floats; "none": never; None: 4 on Metal, else "none".
     Raises:
       ConfigError: another value, or bits for a drafter whose files are quantized already.
     """
@@ -226,32 +278,41 @@ def load_drafter(
     from .conversion.drafters import hold_in_bits, read_drafter
 
     _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
-    require_drafter(checkpoint)
     read = read_drafter(checkpoint)
     prepare(model, read.config.windows)
     held = held_bits(read.weights, checkpoint.source, bits)
-    check_memory(checkpoint, activation_dtype(model), sum(value.nbytes for _, value in _flat(model)), held)
+    dtype = activation_dtype(model)
+    own, floats = drafter_bytes(read.weights, dtype, held), drafter_bytes(read.weights, dtype, None)
+    check_weights(checkpoint.source, own, model_bytes(model), _smaller(read.weights, dtype, held, own))
     left_float = hold_in_bits(read, held) if held else []
-    drafter = make_drafter(read.config, read.weights, model)
     if held and (bits is None or left_float):
-        _log.warning("%s", _held_sentence(checkpoint, drafter, held, left_float))
+        _log.warning("%s", _held_sentence(held, own, floats, left_float))
+    drafter = make_drafter(read.config, read.weights, model)
     drafter.digest = checkpoint.digest
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
     DFlashPair.of(drafter)
     return drafter
 
 
-def _held_sentence(checkpoint: Checkpoint, drafter: Drafter, bits: int, left_float: list[str]) -> str:
-    """What was done to a float drafter, and how to have it otherwise."""
+def _held_sentence(bits: int, own: int, floats: int, left_float: list[str]) -> str:
+    """What was done to a float drafter, which takes `own` bytes instead of `floats`, and how to have it otherwise."""
     layers = sorted({re.sub(r"\d+", "*", name.removesuffix(".weight")) for name in left_float})
     named = f"{', '.join(layers)} stay float, because no group size divides their inputs"
-    if drafter.config.quantization is None:
+    if own == floats:
         return f"the drafter cannot be held in {bits} bits: {named}"
-    now, before = sum(value.nbytes for _, value in _flat(drafter)), weight_bytes(checkpoint, drafter.norm.weight.dtype)
     return (
-        f"the drafter is held in {bits} bits: {size_text(now)} instead of {size_text(before)}{'; ' + named if layers else ''} "
+        f"the drafter is held in {bits} bits: {size_text(own)} instead of {size_text(floats)}{'; ' + named if layers else ''} "
         "(--draft-bits none, or bits='none', leaves it as it is)"
     )
+
+
+def _check_architecture(config: DrafterConfig) -> None:
+    if what := not_computed(config):
+        known = ", ".join(name for name in ARCHITECTURES if name)
+        raise ConfigError(
+            f"the drafter has {', '.join(what)}, which this version does not run; it runs {known} without extensions",
+            "Use another drafter for this target",
+        )
 
 
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:
@@ -259,12 +320,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     from .conversion import quantize_to_match
     from .conversion.drafters import TARGET_COPIES
 
-    if what := not_computed(config):
-        known = ", ".join(name for name in ARCHITECTURES if name)
-        raise ConfigError(
-            f"the drafter has {', '.join(what)}, which this version does not run; it runs {known} without extensions",
-            "Use another drafter for this target",
-        )
+    _check_architecture(config)
     weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     target = Target(model)
     drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})

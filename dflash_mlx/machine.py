@@ -322,6 +322,20 @@ def machine_bytes() -> int:
     return mx.device_info().get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def limit_bytes() -> int:
+    """What models, caches and all else that MLX holds may take here: on a Mac's GPU less than the machine has."""
+    import mlx.core as mx
+
+    return (mx.device_info().get("max_recommended_working_set_size") if on_metal() else None) or machine_bytes()
+
+
+def limit_text() -> str:
+    """`limit_bytes` as a clause."""
+    if (limit := limit_bytes()) == (have := machine_bytes()):
+        return f"this machine has {have / 1e9:.1f} GB"
+    return f"the GPU may hold {limit / 1e9:.1f} GB of this machine's {have / 1e9:.1f} GB"
+
+
 def size_text(size_bytes: float) -> str:
     """Bytes in the unit that suits them: "1.28 GB", and below 0.1 GB "5.3 MB"."""
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

@@ -87,7 +87,7 @@ def generate(
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
             raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
-        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code)
+        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, lambda t: _run(asked, t))
         for note in notes:
             say(note)
         result = _answer(asked, settings, pair, stdout)
@@ -145,6 +145,15 @@ def _default_prompt(model: str | None) -> str:
         raise refuse("--prompt", "give -p TEXT, or -p - to read standard input")
     say(f"No prompt given; using {pair.prompt!r}.")
     return pair.prompt
+
+
+def _run(asked: SimpleNamespace, tokenizer: Any) -> Any:
+    """What this answer will ask of the caches: the prompt, without what a chat template adds, and the most that is written."""
+    from ..memory import Run
+
+    answer = inputs.CONTEXT if asked.max_tokens == -1 else asked.max_tokens
+    tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer
+    return Run(tokens, asked.max_kv_size, asked.kv_bits, asked.kv_group_size, asked.quantized_kv_start)
 
 
 def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, Any, Any, Any], stdout: Any) -> dict[str, Any]:

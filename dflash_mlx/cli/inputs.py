@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..chat_template import without_effect
 from ..errors import DFlashError
 from .options import DraftBits, Dtype
 from .output import say, status
+
+if TYPE_CHECKING:
+    from ..memory import Run
+
+# Tokens of context that a chat, a server and a benchmark are checked for, whose texts are not known yet.
+CONTEXT = 4096
 
 
 def standard_input() -> str:
@@ -77,10 +84,19 @@ def load_pair(
     draft_bits: DraftBits | None,
     revision: str | None,
     trust_remote_code: bool,
+    run: Callable[[Any], Run] | None = None,
 ) -> tuple[str, str | None, Any, Any, Any]:
-    """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding)."""
+    """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
+
+    Args:
+      run: what will be asked of the caches, told the tokenizer; compared with this machine's memory before the weights are read.
+        None: `CONTEXT` tokens.
+    """
+    import mlx.core as mx
+
     from .. import loading, traced
     from ..kernels import autotune
+    from ..memory import Run
     from ..pairs import builtin
 
     # What the environment asks for and is not known is said before anything is loaded.
@@ -91,8 +107,11 @@ def load_pair(
     builtin.builtin_path(target, "target", say=say)
     with status(f"Loading {target} ..."):
         lm, tokenizer = loading.load(
-            target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code
+            target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code, lazy=True
         )
+        asked = run(tokenizer) if run else Run(CONTEXT)
+        loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
+        mx.eval(lm.parameters())
         draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")

@@ -21,8 +21,9 @@ from ..checkpoint import inspect_checkpoint
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
-from ..loading import check_memory, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
-from ..machine import size_text
+from ..loading import check_memory, drafter_bytes, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
+from ..machine import limit_bytes, limit_text, size_text
+from ..memory import Run, cache_bytes, entries_after_rows, model_bytes
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
@@ -155,7 +156,7 @@ def _read_drafter(
         "unsupported": list(config.unsupported),
         "unread": list(config.unread),
         "trained_with_thinking": None if stated is None else {"setting": stated[0], "stated_by": stated[1]},
-        "weights_gb": weight_bytes(checkpoint, loaded_dtype(checkpoint, dtype), held) / 1e9,
+        "weights_gb": drafter_bytes(weights, loaded_dtype(checkpoint, dtype), held) / 1e9,
         "positions": config.max_position_embeddings,
     }
 
@@ -245,35 +246,14 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
 
 
 def _memory(report: dict[str, Any], lm: Any, draft: Any, contexts: Sequence[int]) -> dict[str, Any]:
-    """GB at given context lengths, from what each entry takes after a few real rows."""
-    rows, drafters = 8, []
-    cache = make_target_cache(lm)
-    lm(mx.zeros((1, rows), dtype=mx.int32), cache=cache)
-    if draft is not None:
-        drafters = draft.make_cache()
-        width = len(draft.config.target_layer_ids) * draft.config.target_hidden_size
-        draft.inject(mx.zeros((1, rows, width), dtype=draft.norm.weight.dtype), drafters, 0)
-    entries = list(leaves([*cache, *drafters]))
-    mx.eval([entry.state for entry in entries])
-    weights = report["target"]["weights_gb"] + ((report.get("drafter") or {}).get("weights_gb", 0.0) if draft else 0.0)
-
-    def at(context: int) -> float:
-        total = 0
-        for entry in entries:
-            if type(entry) is ArraysCache:
-                total += entry.nbytes
-            elif entry.keys is not None:
-                held = entry.keys.shape[-2] if isinstance(entry.keys, mx.array) else entry.keys[0].shape[-2]
-                most = getattr(entry, "max_size", None) or getattr(entry, "chunk_size", None) or context
-                total += entry.nbytes / held * min(context, most)
-        return total / 1e9
-
-    have = report["machine"]["memory_gb"]
-    table = {context: weights + at(context) for context in contexts}
+    """GB at given context lengths, from what each entry takes after a few rows."""
+    entries = entries_after_rows(lm, draft)
+    weights = (model_bytes(lm) + (model_bytes(draft) if draft is not None else 0)) / 1e9
+    table = {context: weights + cache_bytes(entries, Run(context)) / 1e9 for context in contexts}
     report["suspicions"] += [
-        f"{needed:.1f} GB at {context} tokens is more than this machine's {have:.1f} GB"
+        f"{needed:.1f} GB at {context} tokens is more than fits: {limit_text()}"
         for context, needed in table.items()
-        if needed > have and context <= (report["target"]["positions"] or context)
+        if needed * 1e9 > limit_bytes() and context <= (report["target"]["positions"] or context)
     ]
     return {"weights_gb": weights, "total_gb": {str(context): needed for context, needed in table.items()}}
 

@@ -206,6 +206,7 @@ def outcome(monkeypatch, tmp_path, pair):
     tokenizer = Tokenizer()
     stand_in("loading.load", (model, tokenizer))
     stand_in("loading.load_drafter", drafter)
+    stand_in("loading.check_run")
 
     class Response(SimpleNamespace):
         pass

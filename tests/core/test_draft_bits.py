@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from convert_kit import write_checkpoint
-from dflash_mlx.conversion.drafters import LoadedDrafter, hold_in_bits
+from dflash_mlx.conversion.drafters import LoadedDrafter, hold_in_bits, read_drafter
 from kit import DATA, TINY, flat, greedy_ids, grow, ids_of, raw_config, run, tiny_target
 from typer.testing import CliRunner
 
@@ -16,7 +16,8 @@ from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.cli.app import app
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading import held_bits, weight_bytes
+from dflash_mlx.loading import drafter_bytes, held_bits
+from dflash_mlx.memory import model_bytes
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.tools.bench import bits_of
 
@@ -25,6 +26,11 @@ def write_drafter(path, raw):
     """A random drafter's directory."""
     mx.random.seed(1)
     return write_checkpoint(path, raw, flat(grow(Drafter(DrafterConfig.from_dict(raw)))))
+
+
+def told_bytes(path, bits):
+    """What is told of a drafter's size before it is loaded."""
+    return drafter_bytes(read_drafter(inspect_checkpoint(path)).weights, mx.float32, bits)
 
 
 def test_on_metal_a_float_drafter_is_held_in_4_bits_and_one_line_says_so(pair, metal, caplog):
@@ -74,8 +80,7 @@ def test_layers_that_no_group_size_divides_stay_float_and_are_named(tmp_path, ca
     assert isinstance(layer.mlp.down_proj, nn.Linear) and drafter.fc.bits == bits
     (record,) = caplog.records
     assert "; layers.*.mlp.down_proj stay float, because no group size divides their inputs (--draft" in record.getMessage()
-    checkpoint = inspect_checkpoint(tmp_path / "d")
-    assert weight_bytes(checkpoint, mx.float32, bits) == sum(value.nbytes for value in flat(drafter).values())
+    assert told_bytes(tmp_path / "d", bits) == model_bytes(drafter)
     ids = run(model, drafter, [5, 9, 33], 12)
     assert ids_of(ids) == greedy_ids(model, [5, 9, 33], 12)
 
@@ -84,7 +89,7 @@ def test_a_drafter_with_no_layer_that_divides_stays_float(tmp_path, caplog):
     model, raw = tiny_target(), raw_config(head_dim=10)
     drafter = load_drafter(str(write_drafter(tmp_path / "d", raw)), model, bits=4)
     assert bits_of(drafter) == [] and "cannot be held in 4 bits: fc, layers.*.mlp.down_proj, " in caplog.text
-    assert weight_bytes(inspect_checkpoint(tmp_path / "d"), mx.float32, 4) == sum(v.nbytes for v in flat(drafter).values())
+    assert told_bytes(tmp_path / "d", 4) == model_bytes(drafter)
 
 
 def test_the_matrices_held_are_those_that_conversion_makes(tmp_path, pair):
@@ -119,7 +124,7 @@ def test_a_dflash_2_drafter_and_one_with_a_head_of_its_own_are_held_in_4_bits(tm
     path = write_checkpoint(tmp_path / "dflash2", config, weights | extra)
     selecting = load_drafter(str(path), pair[0], bits=4)
     assert bits_of(selecting) == [4] and isinstance(flat(selecting)["candidate_selector.predecessor_codebook"], mx.array)
-    assert weight_bytes(inspect_checkpoint(path), mx.float32, 4) == sum(value.nbytes for value in flat(selecting).values())
+    assert told_bytes(path, 4) == model_bytes(selecting)
     for drafter in (headed, selecting):
         assert len(run(pair[0], drafter, [5, 9, 33], 4)) == 4
 

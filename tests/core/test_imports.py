@@ -52,6 +52,7 @@ ORDER = (
     "draft_length.prompt_lookup",
     "draft_length.measure",
     "pair",
+    "memory",
     "loading",
     "drafter_checks",
     "options",

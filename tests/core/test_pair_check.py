@@ -10,7 +10,7 @@ import pytest
 from families import BASE, family, known_drafter
 from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_qwen3, tiny_target, with_template
 
-from dflash_mlx import load, load_drafter, loading
+from dflash_mlx import load, load_drafter, loading, machine
 from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, GenerationError, PairError
@@ -59,8 +59,8 @@ def test_memory_is_compared_before_any_weight_is_read(monkeypatch):
     model, _ = load("tiny", dtype=mx.float32)
     held = sum(value.nbytes for value in flat(model).values())
     assert abs(needed - held) < 0.01 * held
-    monkeypatch.setattr(loading, "machine_bytes", lambda: needed - 1)
-    monkeypatch.setattr(mx, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(machine, "machine_bytes", lambda: needed - 1)
+    monkeypatch.setattr(mx, "eval", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(
         CheckpointError, match=r"the model does not fit: the weights of .* take 0\.0 GB and this machine has 0\.0 GB"
     ):
@@ -69,7 +69,7 @@ def test_memory_is_compared_before_any_weight_is_read(monkeypatch):
 
 def test_a_model_that_hardly_fits_is_a_warning(monkeypatch):
     needed = weight_bytes(inspect_checkpoint(TINY / "target"), mx.float32)
-    monkeypatch.setattr(loading, "machine_bytes", lambda: int(needed * 1.05))
+    monkeypatch.setattr(machine, "machine_bytes", lambda: int(needed * 1.05))
     with pytest.warns(UserWarning, match="this can be slow"):
         load("tiny", dtype=mx.float32)
 
@@ -106,10 +106,10 @@ def test_a_drafter_is_compared_with_the_memory_that_its_target_leaves(monkeypatc
     model, _ = load("tiny", dtype=mx.float32)
     held = sum(value.nbytes for value in flat(model).values())
     needed = held + weight_bytes(inspect_checkpoint(TINY / "drafter"), mx.float32)
-    monkeypatch.setattr(loading, "machine_bytes", lambda: needed - 1)
+    monkeypatch.setattr(machine, "machine_bytes", lambda: needed - 1)
     with pytest.raises(CheckpointError, match=r"drafter take 0.0 GB beside the target's 0.0 GB and this machine has 0.0 GB"):
         load_drafter("tiny", model)
-    monkeypatch.setattr(loading, "machine_bytes", lambda: needed + 1)
+    monkeypatch.setattr(machine, "machine_bytes", lambda: needed + 1)
     with pytest.warns(UserWarning, match="this can be slow"):
         load_drafter("tiny", model)
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from kit import TINY, plant
 
+from dflash_mlx import loading
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.kernels import autotune
 from dflash_mlx.tools import doctor
@@ -192,8 +193,6 @@ def test_a_rollback_that_is_wrong_fails_its_self_test(monkeypatch):
 
 
 def test_memory_that_is_not_there_is_said_before_the_weights_are_read(monkeypatch):
-    from dflash_mlx import loading
-
     monkeypatch.setattr(loading, "machine_bytes", lambda: 1000)
     report = diagnose("tiny", None, mx.float32)
     assert "the model does not fit" in report["faults"][0] and "target" not in report
