@@ -75,7 +75,9 @@ def figures(result: dict[str, Any]) -> str:
         if (copied := result["sources"]["prompt_lookup"])["rounds"]:
             lines.append(f"Copied from the text: {copied['accepted']} tokens in {copied['rounds']} of these rounds.")
     elif result["widths"]:
-        lines.append("Acceptance: no draft was verified, so there is no tau.")
+        lines.append(
+            "Acceptance: no draft was verified, so there is no tau; each token took a pass of its own, as without a drafter."
+        )
     if result["width_reason"]:
         lines.append(f"Widths: {result['width_reason']}.")
     if result["seed"] is not None:

@@ -37,6 +37,7 @@ class PromptLookup:
     them: to know what copying is worth, nothing needs to be tried.
     """
 
+    # What older counts keep at each new one; how many sights START is worth.
     FADE, LEAN = 0.97, 4.0
     # By length of the match, on greedy answers of smollm2.
     START = {2: 0.49, 3: 0.58, 4: 0.74, 8: 0.88, 16: 0.95, 32: 0.97}
