@@ -7,6 +7,7 @@ to `suspicions`. Nothing is printed here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from .. import traced
 from ..checkpoint import inspect_checkpoint
+from ..conversion.targets import LoadedTarget
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels import autotune
@@ -38,6 +40,8 @@ _EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
 _RANDOM_TAU = 1.1
 _TOKENS = 32
 _PROBE_ROWS = 12
+# The first Apple GPU that computes bfloat16 itself (M3); rows on which values must stay finite before float16 is advised.
+_OWN_BFLOAT16, _FLOAT16_ROWS = 15, 256
 
 
 def diagnose(
@@ -50,8 +54,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, traced, faults,
-    suspicions.
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, traced, advice,
+    faults, suspicions.
     """
     report: dict[str, Any] = {
         "versions": _versions(),
@@ -87,7 +91,37 @@ def diagnose(
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)
     report["traced"] = _attempt(faults, lambda: _traced(draft))
+    if dtype is None and report.get("self_tests") and not faults:
+        # The very last: it changes the target's number type.
+        report["advice"] = _float16_advice(report, lm, draft_model, revision, draft_bits)
     return report
+
+
+def _float16_advice(
+    report: Mapping[str, Any], lm: Any, draft_model: str | None, revision: str | None, draft_bits: int | str | None
+) -> str | None:
+    """Whether --dtype float16 suits a Mac whose GPU has no bfloat16 of its own: only where this model's values stay finite in it.
+
+    Casts the target in place.
+    """
+    generation = re.search(r"applegpu_g(\d+)", report["machine"]["architecture"] or "")
+    if not generation or int(generation.group(1)) >= _OWN_BFLOAT16 or report["target"]["activations"] != "bfloat16":
+        return None
+    LoadedTarget(lm, {}, None, "").cast(mx.float16)
+    target = Target(lm)
+    ids = [(i * 37 + 11) % target.vocabulary for i in range(_FLOAT16_ROWS)]
+    hidden, _ = target(mx.array([ids]), make_target_cache(lm))
+    found = "the target's own logits hold NaN or infinity" if not mx.isfinite(target.head(hidden)).all().item() else None
+    if found is None and draft_model:
+        try:
+            load_drafter(draft_model, lm, revision=revision, bits=draft_bits)
+        except DFlashError as error:
+            found = " ".join(str(error).split())
+    if found:
+        return f"this GPU computes bfloat16 by way of float32, but float16 is not for this model: {found}"
+    return (
+        "this GPU computes bfloat16 by way of float32 and this model's values stay finite in float16: --dtype float16 is faster"
+    )
 
 
 def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
@@ -347,6 +381,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines += _kernel_lines(kernels)
     if found := report.get("traced"):
         lines += _traced_lines(found)
+    if report.get("advice"):
+        lines.append(f"advice      {report['advice']}")
     lines += [f"suspicion   {text}" for text in report["suspicions"]]
     lines += [f"fault       {text}" for text in report["faults"]]
     return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()

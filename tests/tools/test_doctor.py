@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from kit import TINY, plant
 
-from dflash_mlx import loading
+from dflash_mlx import load, loading
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.kernels import autotune
 from dflash_mlx.tools import doctor
@@ -284,3 +284,36 @@ def test_a_mask_row_of_zeros_is_suspected(tmp_path):
     with pytest.warns(UserWarning, match="mask token 3 is zero"):
         report = diagnose(str(target), "tiny", mx.float32)
     assert any("mask token 3 is zero" in text for text in report["suspicions"])
+
+
+@pytest.mark.parametrize("generation, advised", [(13, True), (14, True), (15, False), (16, False)])
+def test_float16_is_advised_on_m1_and_m2_alone(generation, advised, monkeypatch):
+    facts = doctor.system.facts() | {"architecture": f"applegpu_g{generation}s"}
+    model, _ = load("tiny", dtype="bfloat16")
+    report = {"machine": facts, "target": {"activations": "bfloat16"}}
+    advice = doctor._float16_advice(report, model, "tiny", None, None)
+    assert bool(advice) == advised and (not advised or advice.endswith("stay finite in float16: try --dtype float16"))
+    assert doctor._float16_advice(report | {"target": {"activations": "float16"}}, model, None, None, None) is None
+
+
+@pytest.mark.parametrize("where", ["target", "drafter"])
+def test_float16_is_advised_only_after_the_values_of_this_model_stayed_finite(where, tmp_path):
+    model, _ = load("tiny", dtype="bfloat16")
+    path = copy(tmp_path)
+    if where == "target":
+        model.model.layers[1].mlp.down_proj.weight = model.model.layers[1].mlp.down_proj.weight * 1e6
+    else:
+        weights = dict(mx.load(str(path / "model.safetensors")))
+        mx.save_safetensors(str(path / "model.safetensors"), weights | {"fc.weight": weights["fc.weight"] * 1e6})
+    report = {"machine": {"architecture": "applegpu_g13g"}, "target": {"activations": "bfloat16"}}
+    advice = doctor._float16_advice(report, model, str(path), None, None)
+    assert "but float16 is not for this model" in advice and "NaN or infinity" in advice
+
+
+def test_advice_is_given_by_the_whole_report(monkeypatch):
+    facts = doctor.system.facts()
+    monkeypatch.setattr(doctor.system, "facts", lambda: facts | {"architecture": "applegpu_g14s"})
+    own = doctor.loaded_dtype
+    monkeypatch.setattr(loading, "loaded_dtype", lambda checkpoint, dtype: own(checkpoint, dtype or "auto"))
+    report = diagnose("tiny", None)
+    assert report["faults"] == [] and "advice      this GPU computes bfloat16" in render(report)
