@@ -119,9 +119,7 @@ def _float16_advice(
             found = " ".join(str(error).split())
     if found:
         return f"this GPU computes bfloat16 by way of float32, but float16 is not for this model: {found}"
-    return (
-        "this GPU computes bfloat16 by way of float32 and this model's values stay finite in float16: --dtype float16 is faster"
-    )
+    return "this GPU computes bfloat16 by way of float32, and this model's values stay finite in float16: try --dtype float16"
 
 
 def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
