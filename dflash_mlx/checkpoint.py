@@ -33,7 +33,7 @@ _SHARD = re.compile(r"^(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safe
 _DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja", "README.md"]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.npy", "*.gguf")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.npy", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 _NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$")
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")

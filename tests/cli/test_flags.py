@@ -122,6 +122,7 @@ VALUES = {
         "--kernels": ["off"],
         "--hopeless": [],
     },
+    "doctor": {"--report": ["R.json"]},
     "convert": {
         "--hf-path": ["N"],
         "--mlx-path": ["OTHER"],
