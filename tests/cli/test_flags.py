@@ -9,9 +9,11 @@ from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
+from kit import with_template
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from dflash_mlx import load
 from dflash_mlx.chat_template import template_variables, without_effect
 from dflash_mlx.cli.app import app
 from dflash_mlx.sampling_settings import SamplingSettings
@@ -339,6 +341,17 @@ def test_every_flag_changes_something(outcome, command, flag):
 def test_what_has_no_effect_is_said_in_the_run(outcome, words, message):
     code, output, *_ = outcome(words)
     assert message in output and code in (0, 2), output
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thinking_is_said_to_have_no_effect_where_the_template_does_not_read_it(tmp_path, capsys, thinking):
+    from dflash_mlx.cli.inputs import encode_prompt
+
+    for template, silent in ((TEMPLATE, True), (TEMPLATE.partition("{% if enable")[0], False)):
+        tokenizer = load(with_template(tmp_path, template))[1]
+        encode_prompt(tokenizer, "x", None, False, thinking)
+        flag = "--thinking" if thinking else "--no-thinking"
+        assert (f"{flag} has no effect" in capsys.readouterr().err) is not silent
 
 
 def test_what_came_to_nothing_is_said_below_the_text():
