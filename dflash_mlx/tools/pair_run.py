@@ -1,6 +1,6 @@
 """A built-in pair in this process, with kernels as DFLASH_MLX_KERNELS says: ids, tokens/s and the parts of a round.
 
-    python -m dflash_mlx.tools.pair_run tiny out.json 40
+    python -m dflash_mlx.tools.pair_run tiny out.json $(($(date +%s) + 40))
 
 Sides: `mlx_lm` alone; `width_0`, our loop without drafts; `drafting`, the drafter's own block in every round; `policy`, what a
 user gets. They take turns; a side's figures are medians of its runs. A target without a quantized layer is quantized to 4 bits
@@ -102,10 +102,10 @@ def _side(runs: Sequence[dict[str, Any]], ids: list[int], plain: list[int]) -> d
 
 
 def main() -> None:
-    """`pair_run PAIR OUT SECONDS`."""
-    pair, out, seconds = sys.argv[1:]
+    """`pair_run PAIR OUT UNTIL`, seconds of the epoch."""
+    pair, out, until = sys.argv[1:]
     path = Path(out)
-    record = run(pair, float(seconds), lambda so_far: write_record(so_far, path))
+    record = run(pair, float(until) - time.time(), lambda so_far: write_record(so_far, path))
     record["device"] = str(mx.default_device())
     write_record(record, path)
 

@@ -49,7 +49,7 @@ _WORDS = ("chip", "cpu", "gpu", "device", "architecture", "kernel", "plan", "wha
 
 @dataclass(frozen=True)
 class Part:
-    """A process: `module` with `arguments`, then the file that it writes and its seconds.
+    """A process: `module` with `arguments`, then the file that it writes and the time (of the epoch) at which it is to end.
 
     group: of the record, "kernels" or "pairs". about: what is known of its result beforehand. most_s: of its time.
     """
@@ -108,9 +108,10 @@ def make_report(
             left = budget_s - _RESERVE_S - (time.monotonic() - began)
             if left < _LEAST_S:
                 break
-            part = parts[0]
-            say(f"{part.name} (at most {min(part.most_s, left):.0f} s; {left:.0f} s are left)")
-            _do(part, runner, min(part.most_s, left), record)
+            # More than its own where there is more than all need.
+            part, seconds = parts[0], min(left, max(parts[0].most_s, left / len(parts)))
+            say(f"{part.name} (at most {seconds:.0f} s; {left:.0f} s are left)")
+            _do(part, runner, seconds, record)
             parts.pop(0)
             keep()
         record["ended"] = "out of time" if parts else "complete"
@@ -132,7 +133,8 @@ def _do(part: Part, runner: Runner, seconds: float, record: dict[str, Any]) -> N
         raise KeyboardInterrupt from None
     finally:
         record["parts"].append({"name": part.name, "seconds": round(time.monotonic() - begin, 1), "ended": ended or "complete"})
-        record["cut"] += [f"{part.name}: {what}" for what in found.get("cut", [])]
+        stopped = [ended] if ended.startswith("stopped") or found.get("ended") == "out of time" else []
+        record["cut"] += [f"{part.name}: {what or 'fewer runs than planned'}" for what in [*stopped, *found.get("cut", [])]]
         if ended or found:
             record[part.group].append(dict(part.about) | found | {"process": ended or "complete"})
 
@@ -153,9 +155,9 @@ def run_part(part: Part, seconds: float) -> tuple[dict[str, Any], str]:
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"
-        # It ends by itself, and is ended where it does not.
-        own = max(seconds - _GRACE_S, seconds / 2)
-        command = [sys.executable, "-m", part.module, *part.arguments, str(out), str(own)]
+        # It ends by itself, its imports included, and is ended where it does not.
+        until = time.time() + max(seconds - _GRACE_S, seconds / 2)
+        command = [sys.executable, "-m", part.module, *part.arguments, str(out), str(until)]
 
         def found() -> dict[str, Any]:
             try:
