@@ -10,11 +10,10 @@ import pytest
 from kit import TINY, TINY_DRAFTER_SHA256
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-import emulator
 import kernels
 import kernels_generate
 
-from dflash_mlx.kernels import autotune, block_linear
+from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.accept import accept_ops
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.block_qmm import block_qmm_ops
@@ -226,25 +225,3 @@ def test_a_trace_names_the_operation_that_fails(gpu, monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="misaligned"):
         run(monkeypatch, tmp_path, "accept", trace=True)
     assert json.loads((tmp_path / "accept.json").read_text())["last"][-1].startswith("accept ['mlx.core.int32 (1, 4)'")
-
-
-@pytest.mark.emulator
-def test_what_stands_around_products_is_checked_and_timed_in_all_forms(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(kernels, "AROUND", [("gate and up", 32, 64, "norm gated"), ("down", 24, 64, "residual")])
-    monkeypatch.setattr(kernels, "SPREAD_BYTES", 0)
-    out = tmp_path / "record.json"
-
-    def entries():
-        bench = kernels.Bench({"entries": []}, out, mx.float16, 1, True)
-        with emulator.emulated():
-            bench.block_linear()
-            bench.finish()
-        return json.loads(out.read_text())["entries"]
-
-    found = entries()
-    assert [(e["what"].split()[0], e["rows"]) for e in found[:3]] == [("4", 1), ("4", 4), ("4", 16)] and len(found) == 12
-    assert all(e["wrong"] is None and e["rows_bit_equal"] and e["stock_us"] > 0 for e in found)
-    ops = block_linear.block_linear_ops
-    monkeypatch.setattr(block_linear, "block_linear_ops", lambda x, w, norm, *rest: ops(x, w, None, *rest))
-    wrong = [e["what"].split()[-1] for e in entries() if e["wrong"]]
-    assert set(wrong) == {"gated"} and "WRONG: differs" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import kernels_generate
 
 from dflash_mlx.kernels import REGISTRY, Registered, autotune, names, table
 from dflash_mlx.kernels.launch import Form, Kernel
+from dflash_mlx.tools import kernel_shapes
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 TEXTS = names(text=True)
@@ -38,7 +39,7 @@ def missing(name):
         "test_cuda_text.py": hasattr(CUDA, f"test_{name}"),
         "metal_text.py": name in metal_text.EXAMPLES,
         "on_gpu.py": name in on_gpu.CHECKS,
-        "bench/kernels.py": hasattr(bench.Bench, name),
+        "kernel_shapes.py": name in kernel_shapes.SHAPES,
     }
     return [file for file, there in has.items() if not there]
 
@@ -74,7 +75,7 @@ def test_a_kernel_that_is_added_appears_in_names_tests_bench_and_docs(monkeypatc
     monkeypatch.setitem(REGISTRY, "made_up", Registered("made_up", "accept", "nothing"))
     autotune.parse_setting.cache_clear()
     assert autotune.parse_setting("made_up") == {"made_up"} and "made_up" in names(on="metal", text=True)
-    assert missing("made_up") == ["test_cuda_text.py", "metal_text.py", "on_gpu.py", "bench/kernels.py"]
+    assert missing("made_up") == ["test_cuda_text.py", "metal_text.py", "on_gpu.py", "kernel_shapes.py"]
     with pytest.raises(KeyError, match="made_up"):
         metal_text.collect()
     assert bench.parser().parse_args(["--only", "made_up"]).only == ["made_up"]
