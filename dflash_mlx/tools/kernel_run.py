@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..kernels import block_qmm, trials
 from ..kernels.verdicts import Candidate
-from ..machine import machine_bytes
+from ..machine import machine_bytes, size_text
 from .bench import write_record
 
 ROWS = (1, 2, 4, 8, 16)
@@ -152,7 +152,7 @@ class Bench:
         """Whether a shape's arrays leave room; if not, it is named."""
         most = SHARE * (mx.device_info().get("max_recommended_working_set_size") or machine_bytes())
         if nbytes > most:
-            self._cut(f"{what}: it needs {nbytes / 1e9:.1f} GB and {most / 1e9:.1f} GB are taken for this")
+            self._cut(f"{what}: it needs {size_text(nbytes)} and {size_text(most)} are taken for this")
         return nbytes <= most
 
     def plans(self, candidates: Sequence[Candidate]) -> list[tuple[str, dict[str, int]]]:

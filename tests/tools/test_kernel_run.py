@@ -98,10 +98,10 @@ def test_what_there_is_no_time_or_no_memory_for_is_named(device, monkeypatch):
     record = entries(until=4)
     assert any(text.endswith("no time was left") for text in record["cut"])
     monkeypatch.setattr(trials, "clock", lambda: 0.0)
-    monkeypatch.setattr(kernel_run, "machine_bytes", lambda: 10_000)
+    monkeypatch.setattr(kernel_run, "machine_bytes", lambda: 14_000)
     monkeypatch.setattr(mx, "device_info", lambda *device: {})
     record = entries()
-    assert record["cut"][0].startswith("4 bit 8B head N 96 K 64: it needs 0.0 GB and") and len(record["cut"]) == 1
+    assert record["cut"][0].startswith("4 bit 8B head N 96 K 64: it needs 0.0 MB and") and len(record["cut"]) == 1
 
 
 def test_columns_that_are_given_are_the_plans(device):
