@@ -750,9 +750,7 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding, bl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_step_size": 0}, "prefill_step_size is 0; it must be at least 1"),
-        ({"prefill_step_size": -3}, "prefill_step_size is -3; it must be at least 1"),
-        ({"prefill_step_size": 1.5}, "prefill_step_size is 1.5; it must be at least 1"),
+        *(({"prefill_step_size": n}, f"prefill_step_size is {n}; it must be at least 1") for n in (0, -3, 1.5)),
         ({"max_kv_size": 0}, "max_kv_size is 0; it must be at least 1"),
         ({"quantized_kv_start": -5, "kv_bits": 8}, "quantized_kv_start is -5; it must be at least 0"),
         ({"kv_group_size": 32}, "kv_group_size is 32 without kv_bits"),
