@@ -26,6 +26,10 @@ _SAME_ROLES = {"developer": "system", "function": "tool"}
 # Kinds of parts that are text, and the key that holds it.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_ASKS_FOR_NULL = re.compile(
+    r"""(?P<content>\w+(?:\[\w+\])?(?:\[\s*["']content["']\s*\]|\.content))\s+is\s+(?P<negated>(?:not\b)?)\s*none\b""",
+    re.IGNORECASE,
+)
 _Rendered = str | list[int]
 
 
@@ -180,6 +184,8 @@ def render_chat(
         variables.setdefault("enable_thinking", True)
 
     def write(some: Sequence[dict[str, Any]], **more: Any) -> _Rendered:
+        if any(message["content"] is None for message in some):
+            more |= _template_for_null(tokenizer)
         return tokenizer.apply_chat_template([*some], tokenize=False, **{**variables, **more})
 
     written, rendered = _first_that_keeps_all(messages, lambda some: write(some, add_generation_prompt=True))
@@ -188,6 +194,18 @@ def render_chat(
     before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered
     shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
     return Prompt(ids, shared, before if isinstance(before, str) else tokenizer.decode(ids))
+
+
+def _template_for_null(tokenizer: Any) -> dict[str, str]:
+    """A chat template that takes content without a value as null: transformers leaves such keys out of a message."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str) or not _ASKS_FOR_NULL.search(template):
+        return {}
+    said = {
+        "": r"(\g<content> is none or \g<content> is undefined)",
+        "not": r"(\g<content> is not none and \g<content> is defined)",
+    }
+    return {"chat_template": _ASKS_FOR_NULL.sub(lambda found: found.expand(said[found["negated"] or ""]), template)}
 
 
 def _first_that_keeps_all(
@@ -239,6 +257,7 @@ def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, An
         yield [_changed(message, null=True) for message in order]
         yield [_changed(message, text=True, null=True) for message in order]
         yield [_changed(message, thought_only=True) for message in order]
+        yield [_changed(part, text=True, null=True) for message in order for part in _calls_apart(message)]
     for order in orders[:1]:
         yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in order]
 
@@ -274,6 +293,13 @@ def _changed(message: dict[str, Any], text: bool = False, null: bool = False, th
     if thought_only and any(name in message for name in _REASONING):
         changed["content"] = ""
     return changed
+
+
+def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was said and what was called as two messages, for DeepSeek-R1's template, which writes the one or the other."""
+    if "tool_calls" not in message or not message["content"]:
+        return [message]
+    return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:

@@ -185,6 +185,22 @@ def test_a_call_in_openais_older_form_reaches_the_template(written):
     assert written(PRINTS, messages) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
 
 
+# As DeepSeek-R1's: calls are written where content is null, and content where it is not.
+NULL_OR_TEXT = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for c in m.tool_calls %}{{ '<' + c.function.name + ':' + c.function.arguments + '>' }}{% endfor %}{% endif %}"
+    "{% if m['role'] != 'assistant' or m['content'] is not none %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("spelled", [NULL_OR_TEXT, NULL_OR_TEXT.replace("m['content']", "m.content")], ids=["item", "attribute"])
+def test_calls_reach_a_template_that_writes_them_where_content_is_null(written, spelled):
+    assert written(spelled, called('{"a": 1}')) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
+    assert written(spelled, called('{"a": 1}', content="")) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
+    said_too = written(spelled, called('{"a": 1}', content="Look."))
+    assert said_too == '[user]x[assistant]Look.[assistant]<f:{"a": 1}>[tool]4'
+
+
 def test_arguments_are_an_object_with_a_text_of_their_own():
     arguments = read_arguments('{"b":2}')
     assert arguments == {"b": 2} and arguments.text == '{"b":2}'
