@@ -137,7 +137,7 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     if path.is_file():
         return _inspect_gguf(path, source)
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
         if len(ggufs) == 1:
             _check_link(path, ggufs[0].name, source)
             return _inspect_gguf(ggufs[0], source)
@@ -169,7 +169,7 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
 def _locate(path_or_repo: str | Path, revision: str | None) -> Path:
     path = Path(path_or_repo).expanduser()
     if path.exists():
-        if path.is_dir() or path.suffix == ".gguf":
+        if path.is_dir() or path.suffix.lower() == ".gguf":
             return path
         raise CheckpointError(
             f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
@@ -183,7 +183,9 @@ def _locate(path_or_repo: str | Path, revision: str | None) -> Path:
 
 
 def _is_repo_id(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text)) and not text.endswith((".gguf", ".safetensors"))
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text)) and not text.lower().endswith(
+        (".gguf", ".safetensors")
+    )
 
 
 def _download(repo: str, revision: str | None) -> Path:

@@ -60,8 +60,8 @@ class GGUFFile:
     def is_drafter(self) -> bool:
         """Whether it holds a DFlash drafter: by its architecture, or by two tensors that only a drafter has."""
         names = {tensor.name.removeprefix("model.") for tensor in self.reader.tensors}
-        # llama.cpp writes "dflash", its forks "dflash-draft"
-        return self.architecture.startswith("dflash") or {"fc.weight", "hidden_norm.weight"} <= names
+        # llama.cpp writes "dflash", its forks "dflash-draft" and others
+        return "dflash" in self.architecture.lower() or {"fc.weight", "hidden_norm.weight"} <= names
 
 
 _opened: WeakValueDictionary[tuple, GGUFFile] = WeakValueDictionary()

@@ -225,8 +225,6 @@ _MIXTRAL = _Architecture(
 # Architectures for which there is more to say than that they are not in the table.
 _REFUSED = {
     "clip": "the image encoder of a multimodal model",
-    "dflash": "a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)",
-    "dflash-draft": "a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)",
 }
 
 _GLOBAL = {
@@ -316,6 +314,8 @@ def read_gguf(path: str | Path) -> GGUFSource:
     """
     path = Path(path)
     opened = open_gguf(path)
+    if opened.is_drafter:
+        raise _conversion_error(path, ["it is a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)"])
     reader, metadata = opened.reader, opened.metadata
     arch = metadata.get("general.architecture")
     architecture = _MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else _ARCHITECTURES.get(arch)

@@ -127,19 +127,23 @@ def drafter_file(path, architecture, leave_out=()):
 @pytest.mark.parametrize("architecture", ["dflash", "dflash-draft", "llama"])
 @pytest.mark.parametrize("leave_out", [(), ("hidden_norm.weight",)], ids=["whole", "no hidden_norm"])
 def test_a_drafter_is_named_as_a_gguf_drafter_whatever_it_lacks(tmp_path, architecture, leave_out):
+    (tmp_path / "other").mkdir()
     path = drafter_file(tmp_path / "d.gguf", architecture, leave_out)
     known = architecture != "llama" or not leave_out
     assert open_gguf(path).is_drafter == known
     model, _ = load("tiny")
-    for given in (path, path.parent):
+    upper = drafter_file(tmp_path / "other" / "D.GGUF", architecture, leave_out)
+    for given in (path, path.parent, upper, upper.parent):
         with pytest.raises(CheckpointError) as caught:
             load_drafter(str(given), model)
         assert ("is a DFlash drafter in a GGUF file" in str(caught.value)) == known
         assert "safetensors" in caught.value.remedy or not known
 
 
-def test_a_gguf_drafter_given_as_a_target_is_named_as_a_drafter(tmp_path):
-    path = drafter_file(tmp_path / "d.gguf", "dflash")
+@pytest.mark.parametrize("architecture", ["dflash", "dflash2", "qwen3-DFlash", "eagle3"])
+@pytest.mark.parametrize("name", ["d.gguf", "D.GGUF", "d-00001-of-00002.gguf"])
+def test_a_gguf_drafter_given_as_a_target_is_named_as_a_drafter(tmp_path, name, architecture):
+    path = drafter_file(tmp_path / name, architecture)
     for use in (lambda: load(str(path)), lambda: convert(str(path), str(tmp_path / "out"))):
         with pytest.raises(ConversionError, match="a DFlash drafter in GGUF"):
             use()
