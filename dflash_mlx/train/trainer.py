@@ -210,8 +210,14 @@ class Trainer:
             total = tree_map(lambda g: g / len(passes), total)
         keep = min(c.ema, (1 + self.step) / (10 + self.step))
         rate = mx.array(learning_rate(c, share))
-        self.params, self.ema, norm = self._update(self.params, self.ema, total, rate, mx.array(keep))
-        self.step += 1
+        before = self.params, self.ema, self.step, tree_map(lambda value: value, self.optimizer.state)
+        try:
+            self.params, self.ema, norm = self._update(self.params, self.ema, total, rate, mx.array(keep))
+            self.step += 1
+        except KeyboardInterrupt:
+            # A step is taken whole or not at all: what is saved next must resume exactly.
+            self.params, self.ema, self.step, self.optimizer.state = before
+            raise
         return loss, metrics, norm
 
     def use(self, params: dict, dtype: mx.Dtype | None = None) -> Drafter:
@@ -371,12 +377,12 @@ class _Run:
                         mx.eval(last)  # one step ahead of the device, no more
                     last = loss
                     self._look_up()
+                if self.held_out is not None:
+                    self.line = {**self.line, **self.evaluate()}
             except KeyboardInterrupt:
                 trainer.save(self.out)
                 self.report(f"stopped at step {trainer.step}; {self.out} is saved, and the same command goes on from there")
                 raise
-            if self.held_out is not None:
-                self.line = {**self.line, **self.evaluate()}
         trainer.save(self.out)
         self._write_card()
         trainer.use(trainer.kept)

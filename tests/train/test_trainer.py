@@ -1,8 +1,11 @@
 """Training: eight sequences learned by heart are drafted whole in the real loop, and a resumed run is the same run."""
 
 import json
+import os
+import signal
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from kit import run
@@ -12,6 +15,7 @@ from dflash_mlx import convert
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.target import Target
+from dflash_mlx.train import trainer as loop
 from dflash_mlx.train.data import batches, choose_anchors
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import default_taps, drafter_config
@@ -65,8 +69,6 @@ def test_eight_sequences_are_learned_and_then_accepted_whole_in_the_real_loop(mo
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
-    import dflash_mlx.train.trainer as loop
-
     train(model, docs, tmp_path / "whole", raw, config(steps=12, batch=4, accumulate=2, noise=0.05))
 
     class Stop(Exception):
@@ -90,9 +92,48 @@ def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
     assert [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
 
 
-def test_weights_and_steps_follow_from_the_seed_whatever_the_order_of_names(model, docs, raw, tmp_path):
-    import dflash_mlx.train.trainer as loop
+@pytest.mark.parametrize("place", ["a step's report", "an update", "the last evaluation"])
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(model, docs, raw, tmp_path, monkeypatch, place):
+    settings = config(steps=4, log_every=1)
+    train(model, docs, tmp_path / "whole", raw, settings)
+    due, said = [True], []
 
+    def ctrl_c(now=True):
+        if now and due:
+            due.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def then(name, owner, now):
+        old = getattr(owner, name)
+
+        def done(self, *given):
+            made = old(self, *given)
+            ctrl_c(now(self))
+            return made
+
+        monkeypatch.setattr(owner, name, done)
+
+    if place == "an update":
+        then("apply_gradients", optim.MultiOptimizer, lambda self: int(self.optimizers[0].step) == 3)
+    elif place == "the last evaluation":
+        then("evaluate", loop._Run, lambda self: True)
+    held_out = docs if place == "the last evaluation" else None
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            report = lambda text: (said.append(text), ctrl_c(place == "a step's report" and text.startswith("step 2")))  # noqa: E731
+            train(model, docs, tmp_path / "cut", raw, settings, held_out, report=report)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    step = 4 if held_out else 2
+    assert said[-1].startswith(f"stopped at step {step};")
+    train(model, docs, tmp_path / "cut", raw, settings, held_out, report=said.append)
+    assert f"going on at step {step}" in said
+    whole, cut = (mx.load(str(tmp_path / name / STATE)) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
+
+
+def test_weights_and_steps_follow_from_the_seed_whatever_the_order_of_names(model, docs, raw, tmp_path):
     # MLX lists a module's parameters in another order in each process (they pass through a set).
     for name, order in (("a", 1), ("b", -1)):
         with pytest.MonkeyPatch.context() as patch:
