@@ -17,6 +17,7 @@ from ..errors import DFlashError
 from ..machine import switch
 from ..version import __version__
 from . import generate, serving, tools, train
+from .options import NamingWhatIsMissing
 from .output import say
 
 app = typer.Typer(
@@ -27,7 +28,9 @@ app = typer.Typer(
     help="Run language models faster and exactly: DFlash block-diffusion speculative decoding on MLX.",
     epilog="DFLASH_TRACEBACK=1 shows where an error came from.",
 )
-for command in (generate.generate, tools.convert, serving.chat, serving.serve, tools.doctor, tools.bench, tools.models):
+app.command()(generate.generate)
+app.command(cls=NamingWhatIsMissing, epilog="dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q")(tools.convert)
+for command in (serving.chat, serving.serve, tools.doctor, tools.bench, tools.models):
     app.command()(command)
 app.add_typer(train.train_app, name="train")
 

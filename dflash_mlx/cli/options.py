@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import sampling_settings
 from ..errors import GenerationError
@@ -63,6 +64,26 @@ TrustRemoteCode = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 Dense = Annotated[bool | None, typer.Option(help="Turn quantized layers into plain ones first. Default: on an NVIDIA GPU only.")]
+
+
+class NamingWhatIsMissing(TyperCommand):
+    """A command that names all options that it lacks, and an example with them: its epilog. Typer names the first alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(args))
+        except _UsageError as error:
+            given, *_ = self.make_parser(ctx).parse_args(args=list(args))
+            missing = [one.opts[0] for one in self.get_params(ctx) if one.required and one.name not in given]
+            if not missing or type(error).__name__ != "MissingParameter":
+                raise
+            *others, last = missing
+            named = f"{', '.join(others)} and {last}" if others else last
+            raise _UsageError(f"Give {named}, as in: {self.epilog}", ctx) from None
+
+
+# In a package of typer's own or in click, by its version.
+_UsageError = typer.BadParameter.__base__
 
 
 def flag(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from . import inputs
-from .options import AsJson, Dense, DraftBitsOption, Dtype, DtypeOption, flag, refuse
+from .options import AsJson, Dense, DraftBitsOption, Dtype, DtypeOption, NamingWhatIsMissing, flag, refuse
 from .output import only_ours_on_stdout, say
 
 train_app = typer.Typer(
@@ -36,11 +36,17 @@ class Predecessor(StrEnum):
     own = "own"
 
 
+_EXAMPLES = {
+    "data": "dflash-mlx train data --model smollm2 --out DATA --minutes 30",
+    "run": "dflash-mlx train run --model smollm2 --data DATA --out DRAFTER --minutes 60",
+    "eval": "dflash-mlx train eval --model smollm2 --draft-model DRAFTER --data DATA",
+}
+
 Target = Annotated[str, typer.Option(help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name.")]
 Data = Annotated[list[str], typer.Option(help="Folder that `train data` wrote; may be given again.")]
 
 
-@train_app.command("data")
+@train_app.command("data", cls=NamingWhatIsMissing, epilog=_EXAMPLES["data"])
 def train_data(
     model: Target,
     out: Annotated[str, typer.Option(help="Folder for the text; a folder made with the same settings is continued.")],
@@ -147,7 +153,7 @@ def _layer_numbers(text: str | None) -> list[int] | None:
         raise refuse("--taps", f"it is {text!r}; give layer numbers such as 1,8,14") from None
 
 
-@train_app.command("run")
+@train_app.command("run", cls=NamingWhatIsMissing, epilog=_EXAMPLES["run"])
 def train_run(
     model: Target,
     data: Data,
@@ -217,7 +223,7 @@ def train_run(
     say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
 
 
-@train_app.command("eval")
+@train_app.command("eval", cls=NamingWhatIsMissing, epilog=_EXAMPLES["eval"])
 def train_eval(
     model: Target,
     draft_model: Annotated[str, typer.Option(help="Drafter trained for it.")],

@@ -8,8 +8,10 @@ import time
 from importlib import metadata
 
 import pytest
+from typer.testing import CliRunner
 
 from dflash_mlx import requirements
+from dflash_mlx.cli.app import app
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
 
@@ -86,6 +88,22 @@ def test_training_without_a_limit_names_the_commands_own_flags(tmp_path, command
     done = run("train", *command.split(), "--model", "tiny", "--out", str(tmp_path / "out"), COLUMNS="200")
     assert done.returncode == 2 and not done.stdout
     assert all(flag in done.stderr for flag in flags) and "seconds" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("train data", "--model and --out"),
+        ("train run", "--model, --data and --out"),
+        ("train run --model tiny --steps 3", "--data and --out"),
+        ("train eval --data d", "--model and --draft-model"),
+        ("convert", "--hf-path"),
+    ],
+)
+def test_a_command_without_its_options_names_all_of_them_and_gives_an_example(command, missing):
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and not done.stdout
+    assert f"Give {missing}, as in: dflash-mlx {' '.join(command.split(' --')[0].split())} --" in done.stderr, done.stderr
 
 
 def test_convert_takes_a_built_in_name(tmp_path):
