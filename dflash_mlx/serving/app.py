@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     def _guard(self, act: Callable[[], None]) -> None:
         """Every request ends with an answer or with a client that has left; none takes the thread's neighbours along."""
         # No address here has a meaning for what follows a question mark; /v1 may be left out.
-        self.path = self.path.partition("?")[0]
+        self.path = self.path.partition("?")[0].rstrip("/") or "/"
         self.route = self.path.removeprefix("/v1")
         try:
             self._admit()

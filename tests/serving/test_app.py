@@ -215,7 +215,8 @@ def test_every_address_is_there_with_and_without_v1(served, prefix):
     assert json.loads(served.get(f"{prefix}/models")[1])["data"][0]["id"] == "served"
     assert json.loads(served.get(f"{prefix}/models/served")[1])["id"] == "served"
     assert served.post(f"{prefix}/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
-    assert served.post(f"{prefix}/chat/completions", {"messages": MESSAGES, "max_tokens": 1})[0] == 200
+    for path in (f"{prefix}/chat/completions", f"{prefix}/chat/completions/"):
+        assert served.post(path, {"messages": MESSAGES, "max_tokens": 1})[0] == 200
     assert served.post(f"{prefix}/models", {})[0] == 404 and served.get(f"{prefix}/completions")[0] == 404
 
 
