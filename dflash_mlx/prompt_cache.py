@@ -131,7 +131,7 @@ class PairCache:
         if moved:
             raise CacheError(
                 f"{type(moved[0]).__name__} holds {moved[0].offset} rows; this prompt cache has {rows}",
-                "Only dflash_mlx may generate with or trim this cache: start a new one",
+                "Start a new one. Only dflash_mlx may generate with it or trim it; close its stream before you copy or save it",
             )
         return pair
 
