@@ -298,8 +298,8 @@ class _Reader:
         ropes = self._ropes(got, kinds, head_dim)
         if self.faults:
             raise ConfigError(
-                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}. "
-                "Fix these keys or use the config.json that came with the weights."
+                f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}",
+                "Fix these keys or use the config.json that came with the weights",
             )
         unsupported = [
             f"{self.read_from[name]} = {got[name]!r}"

@@ -80,7 +80,9 @@ def _help(chat: Chat, rest: str) -> None:
 def _system(chat: Chat, rest: str) -> None:
     talk = chat.conversation
     if rest and talk.raw:
-        raise DFlashError("this tokenizer has no chat template, so there is no place for a system message")
+        raise DFlashError(
+            "this tokenizer has no chat template, so there is no place for a system message", "Write it in a message"
+        )
     if rest:
         talk.system = None if rest == "off" else rest
     chat.note(f"System message: {talk.system}" if talk.system else "No system message.")
@@ -103,7 +105,7 @@ def _retry(chat: Chat, rest: str) -> None:
     talk = chat.conversation
     text = talk.undo()
     if text is None:
-        raise DFlashError("there is no message to answer again")
+        raise DFlashError("there is no message to answer again", "Write one")
     if talk.settings.greedy:
         chat.note("Temperature 0 gives the same answer again; /set temp 0.7 for another.")
     elif talk.settings.seed is not None:

@@ -237,7 +237,7 @@ def _first_that_keeps_all(
             return form, rendered
         taken = taken or (form, rendered)
     if taken is None:
-        raise DFlashError(f"the chat template refused these messages: {fault}") from fault
+        raise DFlashError(f"the chat template refused these messages: {fault}", "Send messages that it takes") from fault
     return taken
 
 
