@@ -8,7 +8,7 @@ meaning is not stated is refused: read as numbers, it gives a model of noise.
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import ConversionError
 
+from .families import special
 from .layouts import Weights, unused_reason
 from .packings import FLOAT_CHECKPOINT, PARTS, Packed, read_matrix
 
@@ -27,13 +28,23 @@ _SCALES = (".weight_scale", ".scales")
 _HALF = {"F16": mx.float16, "BF16": mx.bfloat16}
 # methods of checkpoints that mlx-lm's own `sanitize` unpacks (gpt-oss's experts) -> the mode, and a tensor that shows it
 _UNPACKED_BY_MLX_LM = {"mxfp4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "_blocks")}
+# projections of stacked experts -> the modules of one expert that they hold, rows after rows
+_STACKED = {name: (name,) for name in ("gate_proj", "up_proj", "down_proj")} | {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13_weight": ("gate_proj", "up_proj"),
+    "w2_weight": ("down_proj",),
+}
+_JOINED = re.compile(rf"^(?P<module>.*\.experts\.({'|'.join(_STACKED)}))_(?P<part>weight_\w+|qweight|qzeros|g_idx)$")
 # calibrated for activations and caches, which stay float here
 _CALIBRATION = re.compile(r"\.(((input|output)_(scale|zero_point|global_scale))|[qkv]_(scale|zero_point)|kv_scale)$")
+# what stays beside a weight that somebody wrote out in floats
+_LEFT_OVER = PARTS - {"weight", "weight_packed", "scale", "scales", "meta", "qweight"}
 # whole numbers that are no quantized weights: maps between vocabularies, positions, counters
 _INDEX = re.compile(r"(^|\.)(t2d|d2t|\w*position_ids|num_batches_tracked|tid2eid)$")
 # parts of matrices in packings that nothing here reads
 _UNREAD = re.compile(
     r"\.(weight_packed|qweight|qzeros|B|W_q|SCB|bitmask|compressed|absmax|quant_map|nested_\w+|quant_state\.\w+)$"
+    r"|_weight_(packed|scale|scale_2)$"
 )
 
 
@@ -105,15 +116,22 @@ def _matches(target: str, name: str) -> bool:
         return False
 
 
-def decode_quantized(weights: Weights, config: Mapping, checkpoint: Checkpoint) -> tuple[Weights, dict, list[str]]:
+def decode_quantized(
+    weights: Weights, config: Mapping, checkpoint: Checkpoint, *, keep_packed: bool = True
+) -> tuple[Weights, dict, list[str]]:
     """Bring weights that another tool quantized to MLX's modes where those hold them exactly, to floats where not.
 
+    Args:
+      keep_packed: False: to floats always, for a family whose class in mlx-lm computes with its matrices while it loads.
     Returns: (weights, config with mlx-lm's `quantization` where weights stay packed, sentences for the user).
     Raises:
       ConversionError: a method or a tensor that is not understood, named.
     """
     config, record = dict(config), Record.of(config)
-    weights, packed, hows = _decode_packed(weights, record, checkpoint)
+    inner = config.get("text_config")
+    own = inner.get("model_type") if isinstance(inner, Mapping) else None
+    alternating = special(own, config.get("model_type")).fused_experts.interleaved
+    weights, packed, hows = _decode_packed(weights, record, checkpoint, keep_packed, alternating)
     weights, fp8 = _decode_fp8(weights, checkpoint, declared=record.method in ("fp8", "compressed-tensors"))
     notes = [f"{count} {'matrices' if count > 1 else 'matrix'}, {how}" for how, count in hows.items()] + fp8
     mode, shows = _UNPACKED_BY_MLX_LM.get(record.method, (None, ""))
@@ -124,11 +142,11 @@ def decode_quantized(weights: Weights, config: Mapping, checkpoint: Checkpoint) 
         config["quantization"] = _quantization(packed)
     if record.method is not None:
         _refuse_unread(weights, record, checkpoint, decoded=bool(notes))
-        weights, note = _without_calibration(weights)
-        notes += note
+    weights, note = _without_calibration(weights)
+    notes += note
+    if record.method is not None:
         if not notes:
             notes.append(f"config.json says {record.name}, the weights are float: read as they are")
-        inner = config.get("text_config")
         if isinstance(inner, Mapping):
             config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
         config.pop("quantization_config", None)
@@ -136,28 +154,72 @@ def decode_quantized(weights: Weights, config: Mapping, checkpoint: Checkpoint) 
     return weights, config, notes
 
 
-def _decode_packed(weights: Weights, record: Record, checkpoint: Checkpoint) -> tuple[Weights, dict[str, Mapping], Counter[str]]:
+def _decode_packed(
+    weights: Weights, record: Record, checkpoint: Checkpoint, keep_packed: bool, alternating: bool
+) -> tuple[Weights, dict[str, Mapping], Counter[str]]:
     """-> (weights, module -> options of those that stay packed, what was done -> number of matrices)."""
-    modules: dict[str, dict[str, mx.array]] = {}
+    modules: dict[str, dict[str, tuple[str, mx.array]]] = {}
     for name, value in weights.items():
-        module, _, part = name.rpartition(".")
+        module, part = _module_and_part(name)
         if part in PARTS:
-            modules.setdefault(module, {})[part] = value
+            modules.setdefault(module, {})[part] = (name, value)
     out, packed, hows = dict(weights), {}, Counter()
-    for module, tensors in modules.items():
-        if len(tensors) == 1 and not tensors.keys() & {"weight_packed", "qweight"}:
+    for module, filed in modules.items():
+        if len(filed) == 1 and not filed.keys() & {"weight_packed", "qweight"}:
             continue
-        types = {part: checkpoint.tensors[f"{module}.{part}"].dtype for part in tensors}
-        matrix = read_matrix(Packed(module, checkpoint.source, tensors, types, record.of_module(module)))
-        if matrix is None:
+        tensors = {part: value for part, (_, value) in filed.items()}
+        types = {part: checkpoint.tensors[name].dtype for part, (name, _) in filed.items()}
+        whole = Packed(module, checkpoint.source, tensors, types, record.of_module(module))
+        read = [(names, read_matrix(one, keep_packed)) for names, one in _experts_of(whole)]
+        if any(matrix is None for _, matrix in read):
             continue
-        for part in tensors:
-            del out[f"{module}.{part}"]
-        out |= {f"{module}.{part}": value for part, value in matrix.tensors.items()}
-        hows[matrix.how] += 1
-        if matrix.options is not None:
-            packed[module] = matrix.options
+        for name, _ in filed.values():
+            del out[name]
+        for names, matrix in read:
+            for place, name in enumerate(names):
+                for part, value in matrix.tensors.items():
+                    # gate and up are halves of the rows, or every other row
+                    out[f"{name}.{part}"] = value[place :: len(names)] if alternating else mx.split(value, len(names))[place]
+                hows[matrix.how] += 1
+                if matrix.options is not None:
+                    packed[name] = matrix.options
     return out, packed, hows
+
+
+def _module_and_part(name: str) -> tuple[str, str]:
+    """ "a.up_proj.weight_packed" -> ("a.up_proj", "weight_packed"); stacked experts' parts may be joined by "_"."""
+    if joined := _JOINED.search(name):
+        return joined["module"], joined["part"]
+    module, _, part = name.rpartition(".")
+    return module, part
+
+
+def _experts_of(whole: Packed) -> list[tuple[tuple[str, ...], Packed]]:
+    """One matrix as it is, or stacked experts one by one; each with the modules that its rows belong to.
+
+    Shapes:
+      - of stacked experts: [E, ...] where one expert has [...]; a global scale [E] or []; weight_shape [E, 2], [3] or [2]
+    Raises:
+      ConversionError: three axes that are no experts' projection.
+    """
+    main = next((whole.tensors[part] for part in ("weight_packed", "qweight") if part in whole.tensors), None)
+    if main is None or main.ndim != 3:
+        return [((whole.name,), whole)]
+    base, _, projection = whole.name.rpartition(".")
+    if projection not in _STACKED or not base.endswith("experts"):
+        raise whole.refuse(f"is packed with the shape {list(main.shape)}; two axes, or stacked experts' three, are read")
+    experts = main.shape[0]
+
+    def of(expert: int) -> dict[str, mx.array]:
+        parts = {part: value[expert] if value.shape[:1] == (experts,) else value for part, value in whole.tensors.items()}
+        if (shape := whole.tensors.get("weight_shape")) is not None:
+            parts["weight_shape"] = shape[expert] if shape.ndim == 2 else shape[-2:]
+        return parts
+
+    return [
+        (tuple(f"{base}.{expert}.{name}" for name in _STACKED[projection]), replace(whole, tensors=of(expert)))
+        for expert in range(experts)
+    ]
 
 
 def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dtype]:
@@ -185,7 +247,7 @@ def _without_calibration(weights: Weights) -> tuple[Weights, list[str]]:
     for name in weights:
         module, _, part = name.rpartition(".")
         weight = weights.get(f"{module}.weight")
-        if part in ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"):
+        if part in _LEFT_OVER:
             if weight is not None and mx.issubdtype(weight.dtype, mx.floating):
                 leftover.append(name)
     if not leftover:
@@ -221,7 +283,7 @@ def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> 
     if declared:
         fp8 += [n for n, dtype in headers.items() if dtype == "U8" and n.endswith(".weight") and _scale_of(n, weights)]
     # packed again by now: another type than the file's
-    fp8 = [name for name in fp8 if weights[name].dtype == mx.uint8]
+    fp8 = [name for name in fp8 if weights[name].dtype == mx.uint8 and not name.endswith("_scale")]
     if not fp8:
         return weights, []
     unscaled = [n for n in fp8 if not _scale_of(n, weights)]

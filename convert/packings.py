@@ -62,8 +62,8 @@ class Matrix:
     how: str
 
 
-def read_matrix(parts: Packed) -> Matrix | None:
-    """The matrix of one module, None where its tensors are in no packing of `PACKINGS`.
+def read_matrix(parts: Packed, keep_packed: bool = True) -> Matrix | None:
+    """The matrix of one module, in floats unless `keep_packed`; None where its tensors are in no packing of `PACKINGS`.
 
     Raises:
       ConversionError: the packing is known and its tensors contradict one another or the record, or cannot be expressed.
@@ -71,7 +71,7 @@ def read_matrix(parts: Packed) -> Matrix | None:
     main = next((parts.tensors[name] for name in ("weight_packed", "qweight", "weight") if name in parts.tensors), None)
     reader = next((read for fits, read in PACKINGS if fits(parts)), None) if main is not None and main.ndim == 2 else None
     matrix = reader(parts) if reader else None
-    if matrix is None or matrix.options is None or not parts.name.endswith(_TAKEN_APART):
+    if matrix is None or matrix.options is None or (keep_packed and not parts.name.endswith(_TAKEN_APART)):
         return matrix
     scales = matrix.tensors["scales"]
     floats = mx.bfloat16 if scales.dtype == mx.uint8 else scales.dtype

@@ -101,7 +101,14 @@ def read_target(checkpoint: Checkpoint) -> LoadedTarget:
     require_target(checkpoint)
     config = checkpoint.config
     weights, config, notes = decode_quantized(checkpoint.load(), config, checkpoint)
-    loaded = build_target(config, weights, checkpoint.source, checkpoint)
+    try:
+        loaded = build_target(config, weights, checkpoint.source, checkpoint)
+    except CheckpointError:
+        if "quantization" in checkpoint.config or "quantization" not in config:
+            raise
+        # Falcon-H1's class, for one, multiplies its matrices: it takes floats.
+        weights, config, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint, keep_packed=False)
+        loaded = build_target(config, weights, checkpoint.source, checkpoint)
     loaded.notes = notes + loaded.notes
     loaded.types |= types_of_scales(loaded.model, checkpoint)
     return loaded
@@ -153,7 +160,8 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
 
     faults: list[str] | None = None
     for layout in layouts(target.text["model_type"], weights):
-        model, ready, found = _try_layout(target, weights, layout, where)
+        tried = _handles(weights)
+        model, ready, found = _try_layout(target, tried, layout, where)
         if not found:
             break
         if faults is None or len(found) < len(faults):
@@ -163,7 +171,8 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
 
     _refuse_lost(weights, ready, target, where)
     _refuse_types(model, ready, where)
-    fates = _fates(weights, ready, layout.name)
+    _refuse_changed(tried, ready, where)
+    fates = _fates(tried, ready, layout.name)
     notes = list(target.notes)
     if any(target.windows):
         add_windows(model, target.windows)
@@ -298,7 +307,7 @@ def _types_of_files(target: TargetConfig, weights: Weights, layout: Layout) -> d
     """Parameter -> the type that mlx-lm's own loading gives it. Nothing is computed."""
     if not any(value.ndim == 1 and value.dtype in _HALF for value in weights.values()):
         return {}
-    ready, model = layout.apply(weights), _construct(target)
+    ready, model = layout.apply(_handles(weights)), _construct(target)
     ready = model.sanitize(dict(ready)) if hasattr(model, "sanitize") else ready
     return {name: value.dtype for name, value in ready.items() if value.ndim == 1}
 
@@ -319,6 +328,11 @@ def _vectors_back(weights: Weights, types: dict[str, mx.Dtype]) -> tuple[Weights
                 wider[name] = due
         out[name] = value
     return out, wider
+
+
+def _handles(weights: Weights) -> Weights:
+    """The same arrays as objects of their own: Falcon-H1's `sanitize` multiplies in place, and here it runs more than once."""
+    return {name: mx.stop_gradient(value) for name, value in weights.items()}
 
 
 def _try_layout(target: TargetConfig, weights: Weights, layout: Layout, where: str) -> tuple[nn.Module, Weights, list[str]]:
@@ -397,6 +411,16 @@ def _refuse_types(model: nn.Module, weights: Weights, where: str) -> None:
         raise CheckpointError(
             f"{where} has other number types than mlx-lm's model: {each}", "Use the float checkpoint that it was made from"
         )
+
+
+def _refuse_changed(source: Weights, ready: Weights, where: str) -> None:
+    """Refuse when `sanitize` computed with the words of a packed matrix as if they were numbers."""
+    for name, value in ready.items():
+        packed = name in source and f"{name.rpartition('.')[0]}.scales" in source and source[name].dtype == mx.uint32
+        if packed and value is not source[name] and not mx.array_equal(value, source[name]).item():
+            raise CheckpointError(
+                f"mlx-lm computes with {name} of {where}, which is packed", "Use the float checkpoint that it was made from"
+            )
 
 
 def _and_more(count: int) -> str:

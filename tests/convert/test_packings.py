@@ -12,7 +12,21 @@ import packers
 import pytest
 from dflash_mlx.conversion import load_target
 from kit import TINY, greedy_ids, ids_of, rounds_of, run
-from packers import as_type, awq, bf16, gptq, int_quantized, mxfp4, mxfp8, nvfp4, pack_quantized, write_safetensors
+from mlx.utils import tree_flatten
+from mlx_lm.models import falcon_h1, qwen3_moe
+from packers import (
+    as_type,
+    awq,
+    bf16,
+    gptq,
+    int_quantized,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    pack_quantized,
+    read_safetensors,
+    write_safetensors,
+)
 
 from dflash_mlx import convert, load, load_drafter
 from dflash_mlx.errors import ConversionError
@@ -336,12 +350,20 @@ def test_float_weights_under_a_left_over_record_are_read_as_they_are(tmp_path, r
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_scales_left_beside_weights_that_are_float_are_not_used(tmp_path):
+@pytest.mark.parametrize(
+    ("part", "record"),
+    [
+        ("weight_scale", compressed(group_of(8, form="dense"), form="dense")),
+        ("weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("weight_scale_inv", None),
+    ],
+)
+def test_scales_left_beside_weights_that_are_float_are_not_used(tmp_path, part, record):
     def frozen(weight):
         tensors, values = int_quantized(weight)
-        return {"weight": ("F32", values), "weight_scale": tensors["weight_scale"]}, values
+        return {"weight": ("F32", values), part: tensors["weight_scale"]}, values
 
-    path, values = write(tmp_path / "left", lambda module: frozen, compressed(group_of(8, form="dense"), form="dense"))
+    path, values = write(tmp_path / "left", lambda module: frozen, record)
     assert differing(load(str(path), dtype=mx.float32)[0], values) == []
 
 
@@ -495,3 +517,105 @@ def test_packed_experts_are_stacked(tmp_path, case, block):
             assert getattr(module, "mode", None) == mode
             wanted = np.stack([values[f"{block}.experts.{e}.{name}"] for e in range(4)])
             assert np.array_equal(weight_of(module), wanted)
+
+
+def stack_experts(path, names):
+    """Stack the experts of `experts_checkpoint` in its file. names: (of gate and up in one, of down), "{}" for the part."""
+    tensors = read_safetensors(path / "model.safetensors")
+    base, experts = "model.layers.0.mlp.experts", {}
+    for name in [name for name in tensors if name.startswith(f"{base}.")]:
+        _, module, part = name.removeprefix(f"{base}.").split(".")
+        experts.setdefault(part, {}).setdefault(module, []).append(tensors.pop(name))
+    for part, modules in experts.items():
+        (kind, _), *_ = modules["up_proj"]
+        gate, up, down = (np.stack([array for _, array in modules[f"{name}_proj"]]) for name in ("gate", "up", "down"))
+        if part == "weight_shape":
+            both = gate * (2, 1)
+        else:
+            both = gate if part == "weight_global_scale" else np.concatenate([gate, up], 1)
+        tensors |= {f"{base}.{name.format(part)}": (kind, value) for name, value in zip(names, (both, down), strict=True)}
+    write_safetensors(path / "model.safetensors", tensors)
+
+
+@pytest.mark.parametrize(
+    "names", [("gate_up_proj.{}", "down_proj.{}"), ("w13_weight.{}", "w2_weight.{}"), ("gate_up_proj_{}", "down_proj_{}")]
+)
+@pytest.mark.parametrize("case", ["int4, a zero point a group", "MXFP4", "NVFP4"])
+def test_experts_that_are_filed_stacked_are_read(tmp_path, case, names):
+    packer, record, mode = CASES[case]
+    values = experts_checkpoint(tmp_path / "packed", packer, record, "mlp", ("gate_proj", "down_proj", "up_proj"))
+    stack_experts(tmp_path / "packed", names)
+    model, _ = load_target(tmp_path / "packed")
+    model.set_dtype(mx.float32)
+    for name in ("gate_proj", "down_proj", "up_proj"):
+        module = model.layers[0].mlp.switch_mlp[name]
+        assert getattr(module, "mode", None) == mode
+        assert np.array_equal(weight_of(module), np.stack([values[f"mlp.experts.{e}.{name}"] for e in range(4)]))
+
+
+@pytest.mark.parametrize("names", [("odd.{}", "down_proj.{}"), ("gate_up_proj__{}", "down_proj__{}")])
+def test_stacked_experts_of_another_spelling_are_refused_by_name(tmp_path, names):
+    packer, record, _ = CASES["NVFP4"]
+    experts_checkpoint(tmp_path / "packed", packer, record, "mlp", ("gate_proj", "down_proj", "up_proj"))
+    stack_experts(tmp_path / "packed", names)
+    with pytest.raises(ConversionError, match=r"experts\.(odd in .* packed with the shape|down_proj__weight_packed \(U8\))"):
+        load_target(tmp_path / "packed")
+
+
+FALCON = {
+    "model_type": "falcon_h1", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "max_position_embeddings": 512, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16,
+    "mamba_n_groups": 1, "mamba_n_heads": 4, "attention_in_multiplier": 0.5, "attention_out_multiplier": 2.0,
+    "embedding_multiplier": 3.0, "key_multiplier": 0.7, "lm_head_multiplier": 0.2, "mlp_multipliers": [0.6, 1.7],
+    "ssm_in_multiplier": 1.3, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_out_multiplier": 0.4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def falcon(directory, packer=None):
+    """A Falcon-H1 as published, in bfloat16 or with its projections packed. -> the model that mlx-lm makes of the values."""
+    own = falcon_h1.Model(falcon_h1.ModelArgs.from_dict(FALCON))
+    rng, entries, values = np.random.default_rng(2), {}, {}
+    for name, value in tree_flatten(own.parameters()):
+        shape = [value.shape[i] for i in (0, 2, 1)] if "conv1d.weight" in name else value.shape
+        made = 0.3 * rng.standard_normal(shape).astype(np.float32)
+        if packer and name.endswith("_proj.weight"):
+            parts, values[name] = packer(made)
+            entries |= {f"{name.removesuffix('.weight')}.{part}": entry for part, entry in parts.items()}
+        else:
+            *entries[name], values[name] = as_type(made, "BF16")
+    directory.mkdir()
+    record = {"quantization_config": compressed(group_of(4, group_size=32))} if packer else {}
+    (directory / "config.json").write_text(json.dumps(FALCON | record))
+    write_safetensors(directory / "model.safetensors", entries)
+    own.load_weights(list(own.sanitize({name: mx.array(value) for name, value in values.items()}).items()))
+    return own
+
+
+@pytest.mark.parametrize("packer", [None, partial(INT4, group=32)], ids=["bfloat16", "int4"])
+def test_matrices_that_mlx_lm_multiplies_while_it_loads_are_multiplied_once(tmp_path, packer):
+    own = falcon(tmp_path / "source", packer)
+    model, _ = load_target(tmp_path / "source")
+    for path, module in modules_of(own).items():
+        # three factors in bfloat16
+        np.testing.assert_allclose(weight_of(modules_of(model)[path]), weight_of(module), rtol=2**-6, err_msg=path)
+
+
+def test_a_packed_head_that_mlx_lm_computes_with_is_dequantized(tmp_path, monkeypatch):
+    """As bailing_moe's class, which scales the rows of its head."""
+    ordinary = qwen3_moe.Model.sanitize
+
+    def doubling(self, weights):
+        ready = ordinary(self, weights)
+        head = ready["lm_head.weight"]
+        return ready | {"lm_head.weight": (head * 2).astype(head.dtype)}
+
+    monkeypatch.setattr(qwen3_moe.Model, "sanitize", doubling)
+    packer, record, _ = CASES["int4, group 64"]
+    experts_checkpoint(tmp_path / "packed", packer, record, "mlp", ("gate_proj", "down_proj", "up_proj"))
+    tensors = read_safetensors(tmp_path / "packed" / "model.safetensors")
+    parts, wanted = packer(tensors.pop("lm_head.weight")[1])
+    write_safetensors(tmp_path / "packed" / "model.safetensors", tensors | {f"lm_head.{part}": p for part, p in parts.items()})
+    model, _ = load_target(tmp_path / "packed")
+    np.testing.assert_allclose(weight_of(model.lm_head), 2 * wanted, rtol=2**-7)

@@ -46,6 +46,20 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) ->
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def read_safetensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """What `write_safetensors` wrote."""
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    kinds = {"I32": "i4", "I64": "i8", "I8": "i1", "F32": "f4", "F16": "f2", "BF16": "u2"}
+    found = {}
+    for name, entry in json.loads(raw[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            array = np.frombuffer(raw[begin:end], kinds.get(entry["dtype"], "u1")).reshape(entry["shape"])
+            found[name] = entry["dtype"], array
+    return found
+
+
 def bit_string(values, bits):
     """[rows, n] -> [rows, ceil(n * bits / 32)] int32: value i in bits i * bits and up; the last word is filled with zeros."""
     one_a_bit = ((values[..., None].astype(np.int64) >> np.arange(bits)) & 1).reshape(len(values), -1).astype(np.uint8)
