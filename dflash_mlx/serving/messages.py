@@ -9,6 +9,7 @@ said is taken.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ _ASKS_FOR_NULL = re.compile(
     r"""(?P<content>\w+(?:\[\w+\])?(?:\[\s*["']content["']\s*\]|\.content))\s+is\s+(?P<negated>(?:not\b)?)\s*none\b""",
     re.IGNORECASE,
 )
+_WANTS_SHORT_IDS = re.compile(r"\blength\s*!=\s*9\b")
 _Rendered = str | list[int]
 
 
@@ -78,12 +80,25 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str])
         read.setdefault("tool_calls", [{"type": "function", "function": called}])
     if "tool_calls" in read:
         read["tool_calls"] = _read_calls(read["tool_calls"])
+    if _WANTS_SHORT_IDS.search(template_source(tokenizer)):
+        _shorten_ids(read)
     thought = next((read[key] for key in _REASONING if isinstance(read.get(key), str)), None)
     for key in _REASONING:
         read.pop(key, None)
     if thought is not None:
         read |= dict.fromkeys(_reasoning_names(tokenizer), thought)
     return read
+
+
+def _shorten_ids(message: dict[str, Any]) -> None:
+    """Ids of calls as Mistral's templates want them, nine letters or digits; the same one for a call and for its result."""
+    holders = [(call, "id") for call in message.get("tool_calls", ())]
+    if message["role"] == "tool":
+        holders.append((message, "tool_call_id"))
+    for holder, key in holders:
+        given = str(holder.get(key) or "")
+        if not re.fullmatch("[A-Za-z0-9]{9}", given):
+            holder[key] = hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def _role(role: str, tokenizer: Any, role_mapping: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """From messages to a prompt, for every kind of chat template."""
 
 import json
+import re
 
 import mlx.core as mx
 import pytest
@@ -199,6 +200,21 @@ def test_calls_reach_a_template_that_writes_them_where_content_is_null(written, 
     assert written(spelled, called('{"a": 1}', content="")) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
     said_too = written(spelled, called('{"a": 1}', content="Look."))
     assert said_too == '[user]x[assistant]Look.[assistant]<f:{"a": 1}>[tool]4'
+
+
+# As Mistral's.
+NINE = CALLS.replace(
+    ":ARGS>", ":{{ c.id }}>{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('not 9 characters') }}{% endif %}"
+).replace("[{{ m.role }}]", "[{{ m.role }}{{ ':' + m.tool_call_id if m.role == 'tool' }}]")
+
+
+@pytest.mark.parametrize("given", ["abcDEF123", "call_0123456789", "1", None])
+def test_ids_of_calls_are_shortened_for_a_template_that_wants_nine_characters(written, given):
+    messages = called("{}")
+    for holder, key in ((messages[1]["tool_calls"][0], "id"), (messages[2], "tool_call_id")):
+        holder[key] = given
+    call, result = re.fullmatch(r"\[user\]x\[assistant\]<f:(\w{9})>\[tool:(\w{9})\]4", written(NINE, messages)).groups()
+    assert call == result and (given != "abcDEF123" or call == given)
 
 
 def test_arguments_are_an_object_with_a_text_of_their_own():

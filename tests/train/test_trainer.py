@@ -92,9 +92,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
     assert [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
 
 
-@pytest.mark.parametrize("place", ["a step's report", "an update", "the last evaluation"])
+@pytest.mark.parametrize(
+    "place", ["an update", *(pytest.param(place, marks=pytest.mark.full) for place in ("a step's report", "the last evaluation"))]
+)
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(model, docs, raw, tmp_path, monkeypatch, place):
-    settings = config(steps=4, log_every=1)
+    settings = config(steps=4, log_every=1, batch=2, anchors=4)
     train(model, docs, tmp_path / "whole", raw, settings)
     due, said = [True], []
 
