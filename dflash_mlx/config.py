@@ -8,6 +8,7 @@ Facts: DFlash (arXiv 2602.06036) and the published z-lab checkpoints.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,7 @@ _ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # The architecture that a model type says where `architectures` is missing. A stock drafter's sliding layers would be causal.
 _ARCHITECTURE_OF = {"muse_glimmer_assistant": "MuseGlimmerAssistantModel"}
+_OF_A_DRAFTER = re.compile(r"block_size|^dflash_|num_(speculative|draft)_tokens")
 # Their authors' class rotates like Qwen3's: whole heads, whatever `partial_rotary_factor` says. Configs inherit that
 # key (0.25, say) from their targets, and the weights were trained without it.
 _WHOLE_HEADS = ("", "DFlashDraftModel", "DFlash2DraftModel")
@@ -340,8 +342,10 @@ class _Reader:
         known = {path for paths in (*_SPELLINGS.values(), *_CAUSAL_KEYS) for path in paths}
         nested = [key for key in self.raw.get("dflash_config") or {} if f"dflash_config.{key}" not in known]
         # Of the top level, which repeats much of a target's config, those that can only concern the drafter.
-        top = [key for key in self.raw if key not in known and ("block_size" in str(key) or str(key).startswith("dflash_"))]
-        return tuple(dict.fromkeys([*nested, *(key for key in top if key != "dflash_config"), *self.ignored]))
+        top = [
+            key for key, value in self.raw.items() if key not in known and value is not None and _OF_A_DRAFTER.search(str(key))
+        ]
+        return tuple(dict.fromkeys([*nested, *(key for key in sorted(top) if key != "dflash_config"), *self.ignored]))
 
     def _check_block(self, got: dict[str, Any]) -> None:
         block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]

@@ -521,7 +521,9 @@ def test_keys_of_dflash_config_that_nothing_reads_are_listed():
 def test_keys_that_concern_a_drafter_and_that_nothing_reads_are_named_wherever_they_stand():
     assert read(changed(runtime_block_size=4)).unread == ("runtime_block_size",)
     assert read(changed(dflash_config__runtime_block_size=4)).unread == ("runtime_block_size",)
+    assert read(changed(num_speculative_tokens=4)).unread == ("num_speculative_tokens",)
     assert read(changed(dflash_version=3, attention_dropout=0.0)).unread == ("dflash_version",)
+    assert read(changed(runtime_block_size=None)).unread == ()
     assert read(changed(runtime_block_size=4)).block_size == read(raw_config()).block_size and read(raw_config()).unread == ()
 
 
