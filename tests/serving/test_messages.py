@@ -236,10 +236,14 @@ def test_calls_that_are_none_are_refused(written, calls):
 
 @pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_comes_back_under_the_name_that_the_template_reads(written, sent, read):
+def test_reasoning_comes_back_under_the_name_that_the_template_reads(tmp_path, written, sent, read):
     for spelled in (f"m.{read}", f"m['{read}']", f"m.get('{read}')"):
         template = EACH.replace("{{ m.content }}", "{% if " + spelled + " %}<{{ " + spelled + " }}>{% endif %}{{ m.content }}")
-        assert written(template, [{"role": "assistant", "content": "y", sent: "hm"}]) == "[assistant]<hm>y"
+        messages = [{"role": "assistant", "content": "y", sent: "hm"}]
+        assert written(template, messages) == "[assistant]<hm>y"
+        # Newer transformers copy it to the other names by themselves, 5.7 does not.
+        tokenizer = load_tokenizer(with_template(tmp_path, template) and tmp_path)
+        assert {key for key in read_messages(messages, tokenizer)[0] if key not in ("role", "content")} == {read}
 
 
 # The parts of gpt-oss's template that refuse and drop.
