@@ -380,6 +380,8 @@ OTHERS = {
         },
     ),
     "gemma": ("gemma", {}),
+    "olmo2": ("olmo2", {}),
+    "internlm3": ("internlm3", {}),
     "exaone4": ("exaone4", {"rope_scaling": {"rope_type": "default"}, "sliding_window": WINDOW, "sliding_window_pattern": "LG"}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-05}),
     "plamo": ("plamo", {"n_shared_head": 2}),
