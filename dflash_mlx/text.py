@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, StreamingDetokenizer, TokenizerWrapper
 
 from .errors import GenerationError
 
@@ -42,31 +43,97 @@ class TextStream:
     A prompt that a chat template has rendered: mlx-lm's own text, which drops one leading blank.
 
     after_chat_template: which of the two; None: told by how the prompt ends (see `follows_chat_template`).
-    holds: whether text is held back now; of mlx-lm's text nobody knows, and it is True.
     """
 
-    # Tokens in front of the new text: they shield it from what a tokenizer does to the beginning of a text.
-    _SHIELD, _LONGEST = 8, 32
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
+        # A new one at each access.
+        mlx_lms = getattr(tokenizer, "detokenizer", None)
+        cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        if follows_chat_template(tokenizer, prompt) if after_chat_template is None else after_chat_template:
+            self._way: _ByMlxLm | _ByBytes | _ByWindow = _ByMlxLm(mlx_lms)
+        elif isinstance(mlx_lms, BPEStreamingDetokenizer) and not cleans:
+            self._way = _ByBytes(tokenizer, prompt)
+        else:
+            self._way = _ByWindow(tokenizer, prompt, cleans)
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        return self._way.feed(token)
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        return self._way.finish()
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back now; of mlx-lm's text nobody knows, and it is True."""
+        return self._way.holds
+
+
+# Tokens at the end of a prompt, or of a window, that settle how the next ones are read.
+_SHIELD = 8
+
+
+class _ByMlxLm:
+    """mlx-lm's own text."""
+
+    holds = True
+
+    def __init__(self, detokenizer: StreamingDetokenizer):
+        self._detokenizer = detokenizer
+
+    def feed(self, token: int) -> str:
+        self._detokenizer.add_token(token)
+        return self._detokenizer.last_segment
+
+    def finish(self) -> str:
+        self._detokenizer.finalize()
+        return self._detokenizer.last_segment
+
+
+class _ByBytes:
+    """Byte-level BPE: a text is its tokens' bytes, one behind the other. So only those of the new token are decoded."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
+        self._name, self._begun = tokenizer.convert_ids_to_tokens, False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-_SHIELD:]:
+            self.feed(token)
+        # Whether the prompt ends inside a character: its own text then ends with U+FFFD.
+        self._begun = self.holds
+
+    def feed(self, token: int) -> str:
+        return self._piece(self._decoder.decode(_letters_bytes(self._name(token) or "")))
+
+    def finish(self) -> str:
+        return self._piece(self._decoder.decode(b"", final=True))
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def _piece(self, text: str) -> str:
+        if self._begun and text:
+            self._begun = False
+            return text.removeprefix("\ufffd")
+        return text
+
+
+class _ByWindow:
+    """Any other tokenizer: the last tokens are decoded together, and what that adds is given out."""
+
+    _LONGEST = 32
     _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
     # What `clean_up_tokenization_spaces` writes without the blank.
     _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
-        self._tokenizer, self._mlx_lm, self.holds = tokenizer, None, True
-        if follows_chat_template(tokenizer, prompt) if after_chat_template is None else after_chat_template:
-            # A new one at each access.
-            self._mlx_lm = tokenizer.detokenizer
-            return
-        self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], cleans: bool):
+        self._tokenizer, self._cleans, self.holds = tokenizer, cleans, True
         # _ids: the window that is decoded; _before: the text in front of the next piece, as the window has it.
         self._ids = self._tail(prompt)
         self._before = self._decode()
 
     def feed(self, token: int) -> str:
-        """The text that is certain now and was not before."""
-        if self._mlx_lm is not None:
-            self._mlx_lm.add_token(token)
-            return self._mlx_lm.last_segment
         self._ids.append(token)
         self.holds = True
         if self._is_byte(token):
@@ -77,15 +144,12 @@ class TextStream:
         return self._piece(text, certain)
 
     def finish(self) -> str:
-        """The rest of the text."""
-        if self._mlx_lm is not None:
-            self._mlx_lm.finalize()
-            return self._mlx_lm.last_segment
         text = self._decode()
         return self._piece(text, text)
 
     def _piece(self, text: str, certain: str) -> str:
-        piece = certain[_common(self._before, certain) :]
+        start = len(self._before) if certain.startswith(self._before) else _common(self._before, certain)
+        piece = certain[start:]
         if piece:
             self._before = certain
         if len(self._ids) > self._LONGEST and text == certain:
@@ -102,7 +166,7 @@ class TextStream:
 
     def _tail(self, ids: Sequence[int]) -> list[int]:
         """The last ids, none of a run of bytes without those before it: a run decodes as a whole."""
-        start = max(len(ids) - self._SHIELD, 0)
+        start = max(len(ids) - _SHIELD, 0)
         while start and self._is_byte(ids[start]):
             start -= 1
         return list(ids[start:])
@@ -221,8 +285,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     if isinstance(name, str) and isinstance(way, SPMStreamingDetokenizer):
         return bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("\u2581", " ").encode()
     if isinstance(name, str) and isinstance(way, BPEStreamingDetokenizer):
-        known = all(letter in _BYTES for letter in name)
-        return bytes(_BYTES[letter] for letter in name) if known else name.encode()
+        return _letters_bytes(name)
     text = tokenizer.decode([token])
     return None if "\ufffd" in text else text.encode()
 
@@ -235,3 +298,11 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTES = _byte_letters()
+
+
+def _letters_bytes(name: str) -> bytes:
+    """The bytes that the name of a byte-level token stands for; an added token may have letters that stand for none."""
+    try:
+        return bytes(map(_BYTES.__getitem__, name))
+    except KeyError:
+        return name.encode()

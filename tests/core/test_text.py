@@ -90,6 +90,13 @@ def test_text_is_given_out_with_the_token_that_completes_it(kind):
     assert pieces(tokenizer, prompt, ids) == [" a", "b", " =", ""]
 
 
+def test_of_byte_level_tokens_only_the_new_one_is_decoded(monkeypatch):
+    tokenizer = byte_level()
+    ids = [tokenizer.convert_tokens_to_ids(name) for name in ("a", "\u0120=", "\u0120a", "b")]
+    monkeypatch.setattr(type(tokenizer._tokenizer), "decode", lambda *_: pytest.fail("a window was decoded"))
+    assert pieces(tokenizer, ids[:1], ids[1:]) == [" =", " a", "b", ""]
+
+
 def test_a_prompt_that_ends_inside_a_character_gets_the_whole_character():
     smile = "\U0001f600".encode()
     by_letter = {byte: letter for letter, byte in letter_bytes().items()}
