@@ -90,8 +90,9 @@ class Job:
 class Token:
     """One generated token on its way from the generating thread to its client's.
 
-    text: what is now surely before any stop string. offset: letters of the answer before this token's own.
-    logprob, top: only when asked for; top is (id, logprob), the likeliest first.
+    text: what is now surely before any stop string.
+    offset, logprob, top: only when log-probabilities are asked for: letters of the answer before this token's own; its
+      log-probability; (id, logprob), the likeliest first.
     verified: drafted tokens that were verified in this run so far.
     """
 
@@ -302,13 +303,12 @@ class _Text:
         reason = response.finish_reason
         piece = "" if reason == "stop" else self.stream.feed(response.token)
         piece += self.stream.finish() if reason else ""
-        offset = self._place(None if reason == "stop" else response.token, piece)
         text, found = self.stop.feed(piece, last=reason is not None)
         row = response.logprobs if self.top is not None else None
         return Token(
             text,
             response.token,
-            offset,
+            0 if row is None else self._place(None if reason == "stop" else response.token, piece),
             "stop" if found else reason,
             response.from_draft,
             None if row is None else row[response.token].item(),

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from kit import Letters, scripted, text_of
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx import stream_generate
+from dflash_mlx.serving import engine
 from dflash_mlx.serving.engine import Job, _Text
 from dflash_mlx.serving.responses import by_text
 from dflash_mlx.text import StopText, token_bytes
@@ -183,6 +185,14 @@ def test_text_offset_tells_where_a_tokens_text_stands_while_text_is_held_back(se
             assert "".join(chunk.choices[0].text for chunk in chunks) == free.text
 
 
+def test_bytes_of_tokens_are_looked_up_only_where_log_probabilities_are_asked_for(served, monkeypatch):
+    looked = []
+    monkeypatch.setattr(engine, "token_bytes", lambda *about: looked.append(about[1]) or token_bytes(*about))
+    asked = {"model": "served", "prompt": "def f(", "max_tokens": 6, "temperature": 0}
+    assert served.client.completions.create(**asked).choices[0].text and not looked
+    assert served.client.completions.create(**asked, logprobs=1).choices[0].text and len(looked) == 6
+
+
 def test_text_offset_counts_characters_of_several_tokens_once(chatty):
     tokenizer = chatty[1]
     # Four tokens of one byte each, then a letter.
@@ -196,9 +206,9 @@ def test_text_offset_is_right_where_a_token_by_itself_has_another_text():
     vocab = {"a": 0, "##b": 1, "s": 2, ".": 3}
     core = Tokenizer(models.WordPiece(vocab, unk_token="a"))
     core.decoder = decoders.WordPiece(cleanup=True)
-    text = _Text(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0]))
+    text = _Text(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0], top=0))
     told = [
-        text.token(SimpleNamespace(token=i, finish_reason=None, logprobs=None, from_draft=False, stats=None))
+        text.token(SimpleNamespace(token=i, finish_reason=None, logprobs=mx.zeros(4), from_draft=False, stats=None))
         for i in (1, 1, 0, 1, 3, 2)
     ]
     assert ([token.text for token in told], [token.offset for token in told]) == (
