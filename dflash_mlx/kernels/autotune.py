@@ -171,11 +171,12 @@ def may_run() -> bool:
       KernelError: if kernels were named and there is no GPU.
     """
     global _ground
-    wanted, ground = setting(), (switch(VARIABLE), has_gpu(), maker())
+    said, gpu, _ = ground = (switch(VARIABLE), has_gpu(), maker())
     if ground != _ground:
         _forget()
         _ground = ground
-    return wanted != "off" and _gpu_for(wanted) and any(name not in _off for name in REGISTRY)
+    wanted = parse_setting(said)
+    return wanted != "off" and (gpu or _gpu_for(wanted)) and not _off.keys() >= REGISTRY.keys()
 
 
 def _gpu_for(wanted: str | frozenset[str]) -> bool:
