@@ -280,10 +280,11 @@ def test_widths_that_change_change_no_token_with_a_quantized_cache(tiny, shuffle
     assert ids_of(run(drafter.target, drafter, PROMPT, 90, block_size=None, **options)) == expected
 
 
-def test_a_seed_gives_the_same_text_whatever_the_widths(tiny, shuffled):
+@pytest.mark.parametrize("make", [make_sampler, sampling.Distribution])
+def test_a_seed_gives_the_same_text_whatever_the_widths(tiny, shuffled, make):
     model, *_ = tiny
     drafter = tiny_drafter(model)
-    options = {"sampler": make_sampler(temp=0.9, top_p=0.95), "seed": 11}
+    options = {"sampler": make(temp=0.9, top_p=0.95), "seed": 11}
     expected = ids_of(run(model, None, PROMPT, 60, **options))
     for seed in range(3):
         shuffled(seed)

@@ -9,7 +9,16 @@ from rows import tolerance
 
 from dflash_mlx import make_prompt_cache
 from dflash_mlx.errors import GenerationError
-from dflash_mlx.sampling import Distribution, KeyedSampler, choose_seed, noise_at, process, sample_at, sample_rows
+from dflash_mlx.sampling import (
+    Distribution,
+    KeyedSampler,
+    SamplingSettings,
+    choose_seed,
+    noise_at,
+    process,
+    sample_at,
+    sample_rows,
+)
 
 PROMPT = [5, 9, 33, 7, 20]
 SAMPLERS = {
@@ -33,8 +42,10 @@ def knowing(model, line, cls=Noisy):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_text_for_a_seed_is_the_same_for_any_drafter_block_and_none(tiny, name):
-    sampler = make_sampler(**SAMPLERS[name])
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_text_for_a_seed_is_the_same_for_any_drafter_block_and_none(tiny, name, ours):
+    sampler = SamplingSettings(**SAMPLERS[name]).make()[0] if ours else make_sampler(**SAMPLERS[name])
+    assert isinstance(sampler, Distribution) == (ours and name != "xtc")
     options = {"max_tokens": 24, "sampler": sampler, "seed": 7}
     without = ids_of(run(tiny, None, PROMPT, **options))
     assert without != greedy_ids(tiny, PROMPT, 24)
@@ -46,8 +57,9 @@ def test_the_text_for_a_seed_is_the_same_for_any_drafter_block_and_none(tiny, na
     assert got[-1].stats.acceptance_lengths[:2] == [9, 9], "drafts that the sampled text contains are accepted"
 
 
-def test_the_text_for_a_seed_goes_on_the_same_over_turns(tiny):
-    sampler = make_sampler(temp=0.8)
+@pytest.mark.parametrize("make", [make_sampler, Distribution])
+def test_the_text_for_a_seed_goes_on_the_same_over_turns(tiny, make):
+    sampler = make(temp=0.8)
     texts = []
     for drafter in (None, tiny_drafter(tiny)):
         cache = make_prompt_cache(tiny, drafter)

@@ -9,16 +9,15 @@ import mlx.core as mx
 import pytest
 from families import BASE, FAMILIES, varied
 from kit import scripted, text_of
-from mlx_lm.sample_utils import make_sampler
 from serving_kit import MESSAGES, ask, expected, read, running
 
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.sampling import SamplingSettings
+from dflash_mlx.sampling import Distribution, SamplingSettings
 
 
 def test_a_seed_gives_the_text_of_the_api_with_any_number_of_drafts(served, chatty):
-    sampler = make_sampler(0.9, top_p=0.95, top_k=50)
+    sampler = Distribution(0.9, top_p=0.95, top_k=50)
     plain = text_of(expected(chatty, max_tokens=10, sampler=sampler, seed=7))
     for drafts in (0, 7):
         extra = {"top_k": 50, "num_draft_tokens": drafts}
