@@ -4,6 +4,7 @@
 """
 
 import gc
+import sys
 import time
 
 import mlx.core as mx
@@ -39,6 +40,7 @@ from dflash_mlx.draft_length import measure as timing
 from dflash_mlx.draft_length.cost_model import CostModel
 from dflash_mlx.draft_length.policy import DraftLengthHistory, FixedDraftLength
 from dflash_mlx.models import drafter as drafter_module
+from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache
@@ -458,6 +460,45 @@ def test_no_round_walks_through_the_modules(tiny, monkeypatch, options):
 
     walks_of(5)
     assert walks_of(10) == walks_of(60) > 0
+
+
+@pytest.mark.parametrize(
+    "options,most,most_between",
+    [({"block_size": 8}, 745, 121), ({"block_size": 1}, 430, 90), ({"block_size": 8, "prompt_lookup": True}, 730, 153)],
+    ids=str,
+)
+def test_python_calls_of_a_round_and_between_its_read_and_the_next_pass_are_few(pair, monkeypatch, options, most, most_between):
+    """On a GPU the host's time is a small model's time, and the device rests from a read to the next pass. Calls are counted and
+    not timed, so other work on this machine does not matter. A tenth more than there were is allowed."""
+    model, tokenizer, drafter = pair
+    tolist, passes, counts = mx.array.tolist, (Drafter.slots.__code__, Target.__call__.__code__), {"all": 0, "between": 0}
+    waiting = False
+
+    def read(array):
+        nonlocal waiting
+        waiting = True
+        return tolist(array)
+
+    def count(frame, event, arg):
+        nonlocal waiting
+        if event == "call" and frame.f_code is not read.__code__:
+            waiting = waiting and frame.f_code not in passes
+            counts["all"] += 1
+            counts["between"] += waiting
+
+    monkeypatch.setattr(mx.array, "tolist", read)
+    responses = dflash_mlx.stream_generate(model, tokenizer, "def test_", 45, drafter, **options)
+    for _ in range(15):
+        stats = next(responses).stats
+    rounds = stats.n_rounds
+    sys.setprofile(count)
+    try:
+        for _ in responses:
+            pass
+    finally:
+        sys.setprofile(None)
+    rounds = stats.n_rounds - rounds
+    assert counts["all"] / rounds < most and counts["between"] / rounds < most_between
 
 
 def test_a_plain_stretch_leaves_the_drafters_cache_alone(tiny, monkeypatch):
