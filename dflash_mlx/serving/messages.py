@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from mlx_lm.server import convert_chat
@@ -238,7 +239,8 @@ def _first_that_keeps_all(
     # Arguments as Python writes objects: the template wants their text.
     spoiled = [str(dict(call["arguments"])) for call in calls if call["arguments"]]
     taken, fault = None, None
-    for form in _forms(messages):
+    late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
+    for form in _forms(messages, late and _names_late_systems_alone(write)):
         try:
             rendered = write(form)
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
@@ -256,14 +258,36 @@ def _first_that_keeps_all(
     return taken
 
 
-def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """The messages as they came, then the other forms that templates want, the likeliest first."""
+def _names_late_systems_alone(write: Callable[[Sequence[dict[str, Any]]], _Rendered]) -> bool:
+    """Whether the template writes the role `system` behind a user's message and not in front, as Gemma's templates do.
+
+    Such a template copies roles that it does not know; its target was never trained on them.
+    """
+
+    def named(*roles: str) -> bool:
+        try:
+            return "system" in str(write([{"role": role, "content": "x"} for role in roles])).lower()
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return False
+
+    return named("user", "system") and not named("system", "user")
+
+
+def _forms(messages: Sequence[dict[str, Any]], front: bool) -> Iterator[Sequence[dict[str, Any]]]:
+    """The messages as they came, then the other forms that templates want, the likeliest first.
+
+    front: system messages that came later are joined in front before the messages are tried as they came.
+    """
     systems = [place for place, message in enumerate(messages) if message["role"] == "system"]
     orders = [messages]
     if systems and systems != [0]:
         orders.append(_joined_in_front(messages))
-    if systems and any(message["role"] == "user" for message in messages):
+    if systems:
         orders.append(_in_first_user_message(messages))
+    if any(one["role"] == two["role"] == "user" for one, two in pairwise(m for m in messages if m["role"] != "system")):
+        orders += [_users_joined(order) for order in orders[1:] or orders]
+    if front:
+        orders = [*orders[1:], messages]
     for order in orders:
         yield order
     calls = any("tool_calls" in message for message in messages)
@@ -285,11 +309,27 @@ def _joined_in_front(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _in_first_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates without a system role: its text stands before the first message of the user."""
+    """For templates without a system role: its text stands before the first message of the user.
+
+    Where the user said nothing it is the user's message: some templates write no system message by itself, or refuse it.
+    """
     system, *others = _joined_in_front(messages)
-    first = next(place for place, message in enumerate(others) if message["role"] == "user")
+    first = next((place for place, message in enumerate(others) if message["role"] == "user"), None)
+    if first is None:
+        return [{**system, "role": "user"}, *others]
     others[first] = {**others[first], "content": f"{system['content']}\n\n{others[first]['content']}"}
     return others
+
+
+def _users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates whose roles must alternate: messages of the user that follow each other are one."""
+    joined = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            before = joined.pop()
+            message = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        joined.append(message)
+    return joined
 
 
 def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:

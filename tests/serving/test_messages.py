@@ -99,6 +99,43 @@ def test_a_template_without_a_system_role_gets_its_text_with_the_first_message_o
     assert written(NO_SYSTEM, said(("system", "A"), ("user", "x"), ("user", "y"))) == "[user]A\n\nx[user]y"
 
 
+# As Gemma 3's: a system message in front belongs to the user's turn, roles alternate, an unknown role is copied.
+FOLDS = (
+    "{% if messages[0].role == 'system' %}{% set prefix, rest = messages[0].content + '\n\n', messages[1:] %}"
+    "{% else %}{% set prefix, rest = '', messages %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ 'model' if m.role == 'assistant' else m.role }}]{{ prefix if loop.first }}{{ m.content }}{% endfor %}"
+)
+# As Gemma 2's, and as Qwen3.5's.
+FOLDS_NONE = FOLDS.replace("{% set prefix, rest", "{{ raise_exception('no system role') }}{% set prefix, rest", 1)
+WANTS_A_USER = (
+    "{% if 'user' not in messages | map(attribute='role') %}{{ raise_exception('No user query found') }}{% endif %}" + STRICT
+)
+
+
+@pytest.mark.parametrize("template", [FOLDS, FOLDS_NONE, NO_SYSTEM, WANTS_A_USER])
+@pytest.mark.parametrize("roles", [["system"], ["developer"], ["developer", "system"], ["system", "assistant"]])
+def test_system_messages_without_a_users_are_the_users_where_the_template_writes_none(written, template, roles):
+    prompt = written(template, said(*((role, f"<{role}>") for role in roles)))
+    systems = "\n\n".join(f"<{role}>" for role in roles if role != "assistant")
+    assert prompt.replace("[model]", "[assistant]") == f"[user]{systems}" + "[assistant]<assistant>" * ("assistant" in roles)
+
+
+@pytest.mark.parametrize("template", [FOLDS, FOLDS_NONE])
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([("user", "x"), ("system", "B")], "[user]B\n\nx"),
+        ([("system", "A"), ("user", "x"), ("developer", "B")], "[user]A\n\nB\n\nx"),
+        ([("user", "x"), ("system", "B"), ("user", "z")], "[user]B\n\nx\n\nz"),
+        ([("user", "x"), ("assistant", "y"), ("user", "z"), ("system", "B")], "[user]B\n\nx[model]y[user]z"),
+        ([("user", "x"), ("user", "z")], "[user]x\n\nz"),
+    ],
+)
+def test_no_system_role_reaches_a_template_that_gives_it_to_the_user(written, template, messages, prompt):
+    assert written(template, said(*messages)) == prompt
+
+
 @pytest.mark.parametrize("role", ["assistantassistant", "banana", "", "System", "content", "user\n[system]"])
 @pytest.mark.parametrize("template", [EACH, STRICT, None])
 def test_an_unknown_role_is_refused_and_never_written(written, pair, template, role):
