@@ -53,6 +53,7 @@ def test_version_is_the_packages():
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 @pytest.mark.parametrize("variable", ["DFLASH_MLX_COMPILE", "DFLASH_MLX_KERNELS"])
+@pytest.mark.quick(2)
 def test_a_switch_that_is_not_known_is_said_before_anything_is_loaded(command, variable):
     more = ["-p", "Hi"] if command == "generate" else []
     done = run(command, "--model", "/nowhere", *more, stdin="", env={variable: "perhaps"})
@@ -299,6 +300,7 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "--seed", "-1", "--temp", "1", "-p", "x"], 2, "seed"),
     ],
 )
+@pytest.mark.quick(12)
 def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, message):
     done = run(*args, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == code, done.stderr

@@ -214,6 +214,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick(12)
 def test_a_packed_target_has_exactly_the_values_that_were_packed(tmp_path, case):
     packer, record, mode = CASES[case]
     path, values = write(tmp_path / "packed", lambda module: packer, record)
@@ -339,6 +340,7 @@ def test_calibration_of_activations_and_caches_is_dropped_and_said(tmp_path):
     ],
     ids=lambda record: record["quant_method"] + record.get("format", ""),
 )
+@pytest.mark.quick(6)
 def test_float_weights_under_a_left_over_record_are_read_as_they_are(tmp_path, record, role):
     path, _ = write(tmp_path / "left", lambda module: None, record, role=role)
     target, _ = load("tiny", dtype=mx.float32)

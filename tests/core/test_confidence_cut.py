@@ -49,6 +49,7 @@ def test_confidences_are_worth_a_tenth_where_rows_cost_and_the_drafter_knows():
 
 
 @pytest.mark.parametrize("process", ["bad, then good", "good, then bad"])
+@pytest.mark.quick(1)
 def test_a_drafter_that_changes_is_followed_while_cutting(process):
     machine = MACHINES["quantized"]
     seconds, _ = cutting(machine, PROCESSES[process], "of the truth", tokens=6000)

@@ -318,7 +318,7 @@ def test_probabilities_that_the_walk_did_not_draw_with_are_caught(rule):
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-@pytest.mark.quick(1)
+@pytest.mark.full
 def test_a_dflash2_drafter_runs_with_rejection_and_keeps_as_much(pair, acceptance):
     model, tokenizer, _ = pair
     drafter, prompts = dflash2_pair(model)

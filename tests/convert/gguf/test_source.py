@@ -347,13 +347,15 @@ def test_an_architecture_without_a_table_is_said_with_those_that_have_one(tmp_pa
         read_gguf(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize(("arch", "message"), [("dflash", "a DFlash drafter in GGUF"), ("clip", "the image encoder")])
+@pytest.mark.parametrize(
+    ("arch", "message"), [("dflash", "it is a DFlash drafter in GGUF"), ("clip", "architecture 'clip', the image encoder")]
+)
 def test_files_that_hold_no_target_are_told_apart(tmp_path, arch, message):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConversionError, match=f"architecture '{arch}', {message}"):
+    with pytest.raises(ConversionError, match=message):
         read_gguf(tmp_path / "m.gguf")
 
 
