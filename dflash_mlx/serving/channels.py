@@ -110,6 +110,20 @@ def _deepseek_calls(text: str, tools: Any) -> Any:
     return calls
 
 
+_CALL_ID = re.compile(r"\[CALL_ID\]\s*(\w+)\s*(?=\[ARGS\])")
+
+
+def _mistral_calls(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """mlx-lm's parser of `name[ARGS]{...}`, for `name[CALL_ID]id[ARGS]{...}` too: it takes the id for the name."""
+
+    def read_with_ids(text: str, tools: Any) -> Any:
+        ids, parsed = _CALL_ID.findall(text), read(_CALL_ID.sub("", text), tools)
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        return [{**call, "id": id} for call, id in zip(calls, ids, strict=True)] if len(ids) == len(calls) else parsed
+
+    return read_with_ids
+
+
 # (start, end, reader) of tool calls that mlx-lm's wrapper does not know; "" ends with the answer.
 _CALLS: tuple[tuple[str, str, Callable[[str, Any], Any]], ...] = (
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),
@@ -143,7 +157,8 @@ def _thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
 
 def _call_grammar(tokenizer: Any) -> tuple[str, str, Callable[[str, Any], Any]] | None:
     if tokenizer.has_tool_calling:
-        return tokenizer.tool_call_start, tokenizer.tool_call_end or "", tokenizer.tool_parser
+        start, read = tokenizer.tool_call_start, tokenizer.tool_parser
+        return start, tokenizer.tool_call_end or "", _mistral_calls(read) if start == "[TOOL_CALLS]" else read
     spelled = _spelled(tokenizer)
     return next(((start, end, read) for start, end, read in _CALLS if spelled(start) and (not end or spelled(end))), None)
 
@@ -194,8 +209,29 @@ def _tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]
 
 # The argument under which mlx-lm's glm47 and laguna give what they could not read.
 _UNREAD = {"raw"}
-# Of a function: no blanks, and no letters of JSON, of marks or of Python calls.
-_NAME = re.compile(r"""[^\s{}\[\]()<>"'=|,]+""")
+# Of a function: no blanks, and no letters of JSON, of marks or of Python calls; no end tag.
+_NAME = re.compile(r"""(?!/)[^\s{}\[\]()<>"'=|,]+""")
+
+
+# A value in a call: between tags, between marks as Gemma's, or quoted.
+_VALUE = re.compile(
+    r"""<((?:\w+:)?param(?:eter)?|\w*arg_value)\b[^>]*>.*?(?:</\1>|(?=<\1\b)|\Z)"""
+    r"""|(<\|"\|>|<escape>).*?(?:\2|\Z)|(["'])(?:\\.|(?!\3)[^\\])*(?:\3|\Z)""",
+    re.DOTALL,
+)
+
+
+def _open_value(text: str, end: str) -> str:
+    """The value within which this text of a call ends, from its opening on; "" where none is open.
+
+    A value that runs over the end of a call into the tags of the next one is open too: it was never closed.
+    """
+    behind = "\0"
+    for found in _VALUE.finditer(text + behind):
+        torn = found[1] and end and end in found[0] and not found[0].endswith(f"</{found[1]}>")
+        if torn or found[0].endswith(behind):
+            return found[0]
+    return ""
 
 
 class _Scanner:
@@ -277,11 +313,20 @@ class _Marked:
         return Piece("reasoning" if self.state == "reasoning" else "answer", text)
 
     def _closed(self, end: str, pieces: list[Piece]) -> bool:
-        """Whether the call could be read. Else its mark is text where it stood, and what came behind it is read anew."""
-        text, read = self.call, self.calls[2]
-        if calls := _tried(lambda: read(text, self.tools), text, self.tools):
+        """Whether the call could be read.
+
+        Else it goes on where its end stands within a value. If not, its mark is text, and what came behind it is read anew.
+        """
+        text, (_, mark, read) = self.call, self.calls
+        value = _open_value(text, mark)
+        # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
+        whole = not value or value[0] != "<" and not (mark and mark in text)
+        if whole and (calls := _tried(lambda: read(text, self.tools), text, self.tools)):
             pieces.append(Piece("call", calls=calls))
             return True
+        if end and value:
+            self.call += end
+            return False
         self.state, self.scanner.held = self.before, text + end + self.scanner.held
         pieces.append(self._text(self.mark))
         return False

@@ -280,6 +280,81 @@ def test_a_call_that_cannot_be_read_is_text_with_its_marks(written, step):
         assert told(Hermes(), f"Look: {text}", tools=WEATHER, step=step) == [("answer", f"Look: {text}")]
 
 
+def marked(parser):
+    """A tokenizer of a family that calls as this parser of mlx-lm's reads."""
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+
+    class Family(Hermes):
+        tool_parser = staticmethod(module.parse_tool_call)
+        tool_call_start, tool_call_end = module.tool_call_start, module.tool_call_end
+
+    return Family()
+
+
+# What stands between the marks, with VALUE for a text, by mlx-lm's parser.
+VALUES = {
+    "json_tools": '{"name": "ls", "arguments": {"a": "VALUE", "b": "c"}}',
+    "kimi_k2": 'functions.ls:0<|tool_call_argument_begin|>{"a": "VALUE", "b": "c"}',
+    "pythonic": '[ls(a="VALUE", b="c")]',
+    "gemma4": 'call:ls{a:<|"|>VALUE<|"|>,b:<|"|>c<|"|>}',
+    "qwen3_coder": "<function=ls><parameter=a>VALUE</parameter><parameter=b>c</parameter></function>",
+    "minimax_m2": '<invoke name="ls"><parameter name="a">VALUE</parameter><parameter name="b">c</parameter></invoke>',
+    "glm47": "ls<arg_key>a</arg_key><arg_value>VALUE</arg_value><arg_key>b</arg_key><arg_value>c</arg_value>",
+    "muse_spark": '<atem:invoke name="ls"><atem:parameter name="a">VALUE</atem:parameter>'
+    '<atem:parameter name="b">c</atem:parameter></atem:invoke>',
+}
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("value", ["END", "x END y", "x STARTq END END"])
+@pytest.mark.parametrize("parser", VALUES)
+def test_the_end_of_a_call_within_a_value_is_the_values(parser, value, step):
+    family = marked(parser)
+    start, end = family.tool_call_start, family.tool_call_end
+    value = value.replace("START", start).replace("END", end)
+    text = f"{start}{VALUES[parser].replace('VALUE', value)}{end}"
+    call = ("call", [("ls", json.dumps({"a": value, "b": "c"}))])
+    assert told(family, f"Look: {text}It's {text}.", tools=WEATHER, step=step) == [
+        *(("answer", "Look: "), call, ("answer", "It's "), call, ("answer", "."))
+    ]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("parser", VALUES)
+def test_a_value_that_is_never_closed_is_text_and_costs_no_other_call(parser, step):
+    family = marked(parser)
+    start, end = family.tool_call_start, family.tool_call_end
+    torn = f"{start}{VALUES[parser].partition('VALUE')[0]}x{end}"
+    good = f"{start}{VALUES[parser].replace('VALUE', 'y')}{end}"
+    assert told(family, torn, tools=WEATHER, step=step) == [("answer", torn)]
+    assert told(family, f"{torn} and {good}.", tools=WEATHER, step=step) == [
+        *(("answer", f"{torn} and "), ("call", [("ls", '{"a": "y", "b": "c"}')]), ("answer", "."))
+    ]
+
+
+def test_an_end_tag_is_no_name_of_a_function():
+    text = '<function name="ls"><param name="a">x</function></param><param name="b">1</param></function>'
+    assert told(marked("minicpm5"), text, tools=WEATHER) == [("answer", text)]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[TOOL_CALLS]ls[ARGS]{"a": 1}', [("ls", '{"a": 1}', None)]),
+        ('[TOOL_CALLS]ls[CALL_ID]9[ARGS]{"a": 1}', [("ls", '{"a": 1}', "9")]),
+        ("[TOOL_CALLS]ls[CALL_ID]a1B2c3[ARGS]{}[TOOL_CALLS]rm[CALL_ID]9[ARGS]{}", [("ls", "{}", "a1B2c3"), ("rm", "{}", "9")]),
+        ('[TOOL_CALLS][{"name": "ls", "arguments": {}, "id": "9"}]', [("ls", "{}", "9")]),
+    ],
+)
+def test_the_id_of_a_mistral_call_is_its_id_and_not_its_name(text, calls, step):
+    channels = Channels(marked("mistral"), tools=WEATHER)
+    pieces = [piece for at in range(0, len(text), step) for piece in channels.feed(text[at : at + step])]
+    read = [call for piece in pieces + channels.feed("", last=True) for call in piece.calls]
+    assert [(call.name, call.arguments) for call in read] == [(name, arguments) for name, arguments, _ in calls]
+    assert all(call.id == given or given is None for call, (_, _, given) in zip(read, calls, strict=True))
+
+
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "pieces"),
