@@ -130,6 +130,7 @@ class SamplingSettings:
         Returns: the sampler, None where the likeliest token is taken always: a `sampling.Distribution`, or mlx-lm's where XTC
           throws its own coin; the processors, [] where none is needed.
         """
+        import mlx.core as mx
         from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
         from .distribution import Distribution
@@ -159,7 +160,8 @@ class SamplingSettings:
             xtc_threshold=self.xtc_threshold,
             xtc_special_tokens=special,
         )
-        return sampler, processors
+        # float16 does not hold log-probabilities divided by a low temperature.
+        return lambda logprobs: sampler(logprobs.astype(mx.float32)), processors
 
 
 def check(one: Field, value: Any) -> None:

@@ -71,11 +71,12 @@ def test_a_distribution_takes_the_likeliest_token_at_top_p_0():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("settings", [{"temp": 1e-5}, {"temp": 2.1e-4}, {"top_p": 1e-50}, {"top_p": 1e-30}])
-def test_a_value_near_0_samples_as_strictly_as_0(dtype, settings):
+@pytest.mark.parametrize("more", [{}, {"xtc_probability": 0.5}, {"xtc_probability": 0.5, "top_k": 9, "min_p": 0.01}])
+def test_a_value_near_0_samples_as_strictly_as_0(dtype, settings, more):
     # A large vocabulary, of which even the likeliest token is not likely.
     flat = mx.zeros((1, 50_000)).at[0, 7].add(2)
     row = (flat - mx.logsumexp(flat, axis=-1, keepdims=True)).astype(dtype)
-    sampler, _ = SamplingSettings(**{"temp": 1.0, **settings}).make()
+    sampler, _ = SamplingSettings(**{"temp": 1.0, **settings, **more}).make()
     assert sampler is None or {sample_at(sampler, 1, n, row).item() for n in range(5)} == {7}
 
 
