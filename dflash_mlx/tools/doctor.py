@@ -69,7 +69,7 @@ def diagnose(
     if draft_model:
         report["drafter"] = _attempt(faults, lambda: _read_drafter(draft_model, dtype, revision, draft_bits))
         if unread := (report["drafter"] or {}).get("unread"):
-            suspicions.append(f"dflash_config has keys that nothing here reads: {', '.join(unread)}")
+            suspicions.append(f"the drafter's config has keys that nothing here reads: {', '.join(unread)}")
     if model:
         weights = _attempt(faults, lambda: _read_weights(model, dtype, revision))
         if weights:

@@ -245,11 +245,11 @@ def test_the_command_prints_one_object_and_its_status_says_whether_all_is_well(t
 
 def test_what_a_card_states_and_what_nothing_reads_is_shown(tmp_path):
     path = copy(tmp_path)
-    rewrite(path, dflash_config={"conv_activation": "silu"})
+    rewrite(path, dflash_config={"conv_activation": "silu"}, runtime_block_size=4)
     (path / "README.md").write_text("Trained without thinking.")
     report = diagnose("tiny", str(path), mx.float32)
     assert report["faults"] == []
-    assert report["suspicions"] == ["dflash_config has keys that nothing here reads: conv_activation"]
+    assert report["suspicions"] == ["the drafter's config has keys that nothing here reads: conv_activation, runtime_block_size"]
     assert "            trained without thinking, says its card\n" in render(report)
 
 
