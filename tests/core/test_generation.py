@@ -612,7 +612,7 @@ def interrupt(monkeypatch, owner, name, nth, after):
 
 
 PLACES = {
-    "drafter.draft": (drafter_module.Drafter, "draft", (1, 3)),
+    "drafter's slots": (drafter_module.Drafter, "slots", (1, 3)),
     "drafter attention": (drafter_module.Attention, "__call__", (1, 2, 3, 7)),
     "drafter injection": (drafter_module.Drafter, "inject", (1, 2)),
     "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
@@ -635,7 +635,6 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("place,nth,after", MOMENTS)
-@pytest.mark.quick(8)
 def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8, copy=False):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)

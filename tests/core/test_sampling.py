@@ -348,7 +348,6 @@ def test_the_first_tokens_of_the_loop_have_the_targets_law(runs):
 
 @pytest.mark.parametrize("runs", [400, pytest.param(4000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-@pytest.mark.quick(1)
 def test_rejection_and_block_acceptance_keep_the_targets_law(acceptance, runs):
     model = tiny_target(seed=6, layers=3, hidden=12, vocab=5)
     model.lm_head.weight = model.lm_head.weight * 0.3
