@@ -9,7 +9,7 @@ import pytest
 from metal_device import MetalDevice
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import stream_generate
 from dflash_mlx.first_use import try_after_answer, try_before_answers
 from dflash_mlx.kernels import autotune, block_attention, block_qmm, crash_marker, head_argmax, trials
 from dflash_mlx.kernels.routing import kernel_calls
@@ -18,14 +18,6 @@ from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
 
 PROMPT = "def fibonacci(n):"
-
-
-@pytest.fixture(scope="module")
-def quantized():
-    """The built-in pair, its target in 4 bit: (model, tokenizer, drafter)."""
-    model, tokenizer = load("tiny", dtype=mx.float32)
-    nn.quantize(model, 32, 4)
-    return model, tokenizer, load_drafter("tiny", model)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from rows import same_ids
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import stream_generate
 from dflash_mlx.first_use import try_before_answers
 from dflash_mlx.kernels import accept, autotune, block_attention, block_qmm, head_argmax, trials
 from dflash_mlx.kernels.autotune import KernelError
@@ -19,14 +19,6 @@ from dflash_mlx.models import target as taps
 from dflash_mlx.models.target import Target
 
 PROMPT = "def fibonacci(n):"
-
-
-@pytest.fixture(scope="module")
-def quantized():
-    """The built-in pair, its target in 4 bit: (model, tokenizer, drafter)."""
-    model, tokenizer = load("tiny", dtype=mx.float32)
-    nn.quantize(model, 32, 4)
-    return model, tokenizer, load_drafter("tiny", model)
 
 
 def prepare_qmm(shape, dtype, n, group_size, bits, columns=None):
