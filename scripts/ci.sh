@@ -42,9 +42,12 @@ quick "$work/env" "$repo/tests"
 [ "${ONLY:-}" != quick ] || exit 0
 
 echo "== editable, slow tests"
+# Two processes on two cores: more threads in each are in each other's way. The quick tests have run with as many as there are.
+export OMP_NUM_THREADS=1
 pip uninstall -q -y dflash-mlx
 pip install -q -e ".[cpu,train,dev]"
 pytest -m full
+unset OMP_NUM_THREADS
 
 echo "== readers of converted models"
 PYTHON="$python" bash scripts/check_versions.sh "$work/readers" oldest

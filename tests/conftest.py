@@ -29,7 +29,11 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`@pytest.mark.quick(n)`: of a test's cases n, evenly spread, are in the quick tier; the others are in the slow one."""
+    """`@pytest.mark.quick(n)`: of a test's cases n, evenly spread, are in the quick tier; the others are in the slow one.
+
+    `@pytest.mark.long`: minutes, so it begins before all others, and no process is left alone with it at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     cases = {}
     for item in items:
         if mark := item.get_closest_marker("quick"):

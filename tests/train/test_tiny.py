@@ -37,6 +37,7 @@ def questions(path, words, n, seed):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_few_cpu_minutes_train_a_drafter_that_beats_a_bigram_table(pair, tmp_path):
     model, tokenizer, _ = pair
     config = DataConfig(rows=128, max_len=80, greedy=1.0, held_out_per_kind=1)
