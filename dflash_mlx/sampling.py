@@ -22,8 +22,8 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _LIMIT = 1 << 32
 
 __all__ = [
-    "Distribution", "History", "KeyedSampler", "SamplingSettings", "choose_seed", "noise_at", "process", "sample_at",
-    "sample_rows",
+    "Distribution", "History", "KeyedNoise", "KeyedSampler", "SamplingSettings", "choose_seed", "noise_at", "process",
+    "sample_at", "sample_rows",
 ]  # fmt: skip
 
 
@@ -63,12 +63,26 @@ def noise_at(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) ->
     return mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=mx.random.split(key)[1]))(keys)
 
 
-def sample_rows(sampler: Sampler, seed: int, position: int, rows: mx.array) -> mx.array:
-    """[N, V] log-probabilities to ids [N], row i under the noise of (seed, position + i); at once where the sampler can."""
-    positions = range(position, position + len(rows))
+class KeyedNoise:
+    """The noise of one seed. A round's drafts and their verifying ask for the same rows, which are made once."""
+
+    def __init__(self, seed: int):
+        self.seed, self._last = seed, (-1, mx.zeros((0, 0)))
+
+    def rows(self, position: int, n: int, vocabulary: int) -> mx.array:
+        """[n, V] from an absolute position on."""
+        first, rows = self._last
+        if first != position or len(rows) < n or rows.shape[1] != vocabulary:
+            rows = noise_at([self.seed] * n, range(position, position + n), vocabulary)
+            self._last = position, rows
+        return rows[:n]
+
+
+def sample_rows(sampler: Sampler, noise: KeyedNoise, position: int, rows: mx.array) -> mx.array:
+    """[N, V] log-probabilities to ids [N], row i under the noise at position + i; at once where the sampler can."""
     if isinstance(sampler, Distribution):
-        return sampler.draw(rows, noise_at([seed] * len(rows), positions, rows.shape[-1]))
-    return mx.concatenate([sample_at(sampler, seed, at, rows[i : i + 1]) for i, at in enumerate(positions)])
+        return sampler.draw(rows, noise.rows(position, *rows.shape))
+    return mx.concatenate([sample_at(sampler, noise.seed, position + i, rows[i : i + 1]) for i in range(len(rows))])
 
 
 class KeyedSampler:

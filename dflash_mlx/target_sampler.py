@@ -15,7 +15,7 @@ from .accept import accept_match
 from .kernels.autotune import NotFiniteError
 from .models.drafter import Drafter
 from .models.target import Target
-from .sampling import Distribution, History, LogitsProcessor, Sampler, choose_seed, noise_at, process, sample_rows
+from .sampling import Distribution, History, KeyedNoise, LogitsProcessor, Sampler, choose_seed, process, sample_rows
 from .verify import logprobs
 
 # Ids and probabilities travel in one array of int32.
@@ -59,10 +59,11 @@ class TargetSampler:
     ):
         self.sampler, self.processors, self.history = sampler, processors, History(prompt)
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
+        self._noise = KeyedNoise(self.seed)
 
     def _choose(self, rows: mx.array, position: int) -> mx.array:
         """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
-        chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self.seed, position, rows)
+        chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self._noise, position, rows)
         return chosen.astype(mx.int32)
 
     def draft(
@@ -70,10 +71,11 @@ class TargetSampler:
     ) -> tuple[mx.array, mx.array | None]:
         """`Drafter.draft_with_confidence`. A `Distribution` has the drafts drawn under the noise that its own draws there will
         have: they match more often than the drafter's likeliest tokens do."""
-        noise, first, n = (), start + features.shape[1] + 1, block_size - 1
+        noise = ()
         if isinstance(self.sampler, Distribution):
-            rows = noise_at([self.seed] * n, range(first, first + n), drafter.pair.target.vocabulary)
-            noise = (self.sampler.draw, rows[None])
+            # The last row is the bonus token's.
+            rows = self._noise.rows(start + features.shape[1] + 1, block_size, drafter.pair.target.vocabulary)
+            noise = (self.sampler.draw, rows[None, :-1])
         return drafter.draft_with_confidence(anchor, features, cache, start, block_size, *noise)
 
     def start(

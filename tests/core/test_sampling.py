@@ -7,10 +7,11 @@ from kit import Noisy, Oracle, greedy_ids, ids_of, letters, plain, run, tiny_dra
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from rows import tolerance
 
-from dflash_mlx import make_prompt_cache
+from dflash_mlx import make_prompt_cache, sampling
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.sampling import (
     Distribution,
+    KeyedNoise,
     KeyedSampler,
     SamplingSettings,
     choose_seed,
@@ -272,9 +273,18 @@ def test_rows_drawn_at_once_are_those_drawn_one_by_one(numbers):
     sampler, last = Distribution(**numbers), (1 << 32) - 5
     for seed, position in ((3, 0), ((1 << 32) - 1, last)):
         one_by_one = [sample_at(sampler, seed, position + i, rows[i : i + 1]).item() for i in range(5)]
-        assert sample_rows(sampler, seed, position, rows).tolist() == one_by_one
-        assert sample_rows(lambda row: sampler(row), seed, position, rows).tolist() == one_by_one
+        assert sample_rows(sampler, KeyedNoise(seed), position, rows).tolist() == one_by_one
+        assert sample_rows(lambda row: sampler(row), KeyedNoise(seed), position, rows).tolist() == one_by_one
     assert len({tuple(row) for row in noise_at([3, 3, 4], [7, 8, 7], 9).tolist()}) == 3
+
+
+def test_noise_is_made_once_for_a_rounds_drafts_and_their_verifying(tiny, monkeypatch):
+    made, noise_at = [], sampling.noise_at
+    monkeypatch.setattr(sampling, "noise_at", lambda seeds, at, v: made.append([*at]) or noise_at(seeds, at, v))
+    got = run(tiny, tiny_drafter(tiny), PROMPT, 20, sampler=Distribution(0.9), seed=7, block_size=4, prompt_lookup=False)
+    rounds = got[-1].stats.rounds
+    # The first token has a pass of its own; the last round may be cut short.
+    assert len(made) == len(rounds) + 1 and all(len(at) == 4 for at in made[1:-1])
 
 
 def test_drafts_share_the_noise_of_the_targets_draws(tiny):
