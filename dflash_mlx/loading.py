@@ -21,7 +21,7 @@ from .checkpoint import Checkpoint, inspect_checkpoint
 from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .machine import limit_bytes, machine_bytes, on_metal, size_text
-from .memory import Needs, Run, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
+from .memory import Needs, RunSize, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
 from .models.architectures import ARCHITECTURES, build_drafter, not_computed
 from .models.drafter import Drafter, finish_head
 from .models.target import Target
@@ -196,7 +196,7 @@ def drafter_bytes(weights: Mapping[str, mx.array], dtype: mx.Dtype | None, bits:
 
 
 def check_run(
-    model: nn.Module, draft_model: str | None, run: Run, *, revision: str | None = None, bits: int | str | None = None
+    model: nn.Module, draft_model: str | None, run: RunSize, *, revision: str | None = None, bits: int | str | None = None
 ) -> None:
     """Compare what a pair and a run with it need with what models may take here, before any weight is read.
 
@@ -219,7 +219,7 @@ def check_run(
         drafter.set_dtype(dtype)
     entries: dict[tuple[bool, int | None], list[Any]] = {}
 
-    def caches(run: Run, with_drafter: bool) -> int:
+    def caches(run: RunSize, with_drafter: bool) -> int:
         key = with_drafter, run.max_kv_size
         if key not in entries:
             entries[key] = entries_after_rows(model, drafter if with_drafter else None, run.max_kv_size)

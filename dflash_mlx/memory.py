@@ -7,7 +7,7 @@ would put into a model's own caches, whatever their kinds. Knows no files. What 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 from .errors import CheckpointError
 from .kernels import autotune
 from .kernels.block_qmm import TRIAL_BYTES, TRIAL_COLUMNS
-from .machine import limit_bytes, limit_text, machine_bytes, on_metal, size_text
+from .machine import array_bytes, limit_bytes, limit_text, machine_bytes, on_metal, size_text
 from .models.drafter import Drafter
 from .rollback import leaves
 
@@ -35,7 +35,7 @@ _LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSize:
     """What a run asks of the caches.
 
     - tokens: rows at its end, prompt and answer
@@ -47,11 +47,6 @@ class Run:
     kv_bits: int | None = None
     kv_group_size: int | None = None
     quantized_kv_start: int | None = None
-
-
-def array_bytes(arrays: Iterable[mx.array]) -> int:
-    """Bytes of arrays, each counted once; nothing is evaluated."""
-    return sum({id(a): a.nbytes for a in arrays}.values())
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -70,7 +65,7 @@ def entries_after_rows(model: nn.Module, drafter: Drafter | None = None, max_kv_
     return [*leaves(cache), *leaves(own)]
 
 
-def cache_bytes(entries: Sequence[Any], run: Run) -> int:
+def cache_bytes(entries: Sequence[Any], run: RunSize) -> int:
     """Bytes of such entries at the end of a run.
 
     A recurrent state counts twice: a round keeps the one in front of it until it knows what was accepted. A window holds the
@@ -128,22 +123,22 @@ class Needs:
     drafter: int
     drafter_in_4_bits: int | None
     trials: int
-    caches: Callable[[Run, bool], int]
+    caches: Callable[[RunSize, bool], int]
     may_window: bool
 
-    def total(self, run: Run, drafter: int | None = None) -> int:
+    def total(self, run: RunSize, drafter: int | None = None) -> int:
         """All of it, with a drafter of so many bytes; None: the one that is meant."""
         held = self.drafter if drafter is None else drafter
         return self.target + held + self.trials + self.caches(run, held > 0)
 
-    def text(self, run: Run) -> str:
+    def text(self, run: RunSize) -> str:
         parts = [f"target {size_text(self.target)}"]
         parts += [f"drafter {size_text(self.drafter)}"] if self.drafter else []
         parts += [f"caches at {run.tokens} tokens {size_text(self.caches(run, self.drafter > 0))}"]
         parts += [f"trials of kernels {size_text(self.trials)}"] if self.trials else []
         return f"{', '.join(parts)}: {size_text(self.total(run))} in all, and {limit_text()}"
 
-    def fitting(self, run: Run, limit: int) -> list[str]:
+    def fitting(self, run: RunSize, limit: int) -> list[str]:
         """What of this pair would fit into so many bytes, in words, the least change first."""
         found, drafter, prefix = [], None, ""
         if self.drafter_in_4_bits is not None:
@@ -170,7 +165,7 @@ def _most(fits: Callable[[int], bool], below: int) -> int:
     return low * _LEAST_TOKENS
 
 
-def check_run(needs: Needs, run: Run) -> None:
+def check_run(needs: Needs, run: RunSize) -> None:
     """Compare what a run needs with what models may take here.
 
     Raises:

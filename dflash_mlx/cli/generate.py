@@ -149,11 +149,11 @@ def _default_prompt(model: str | None) -> str:
 
 def _run(asked: SimpleNamespace, tokenizer: Any) -> Any:
     """What this answer will ask of the caches: the prompt, without what a chat template adds, and the most that is written."""
-    from ..memory import Run
+    from ..memory import RunSize
 
     answer = inputs.CONTEXT if asked.max_tokens == -1 else asked.max_tokens
     tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer
-    return Run(tokens, asked.max_kv_size, asked.kv_bits, asked.kv_group_size, asked.quantized_kv_start)
+    return RunSize(tokens, asked.max_kv_size, asked.kv_bits, asked.kv_group_size, asked.quantized_kv_start)
 
 
 def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, Any, Any, Any], stdout: Any) -> dict[str, Any]:

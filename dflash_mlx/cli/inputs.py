@@ -13,7 +13,7 @@ from .options import DraftBits, Dtype
 from .output import say, status
 
 if TYPE_CHECKING:
-    from ..memory import Run
+    from ..memory import RunSize
 
 # Tokens of context that a chat, a server and a benchmark are checked for, whose texts are not known yet.
 CONTEXT = 4096
@@ -84,7 +84,7 @@ def load_pair(
     draft_bits: DraftBits | None,
     revision: str | None,
     trust_remote_code: bool,
-    run: Callable[[Any], Run] | None = None,
+    run: Callable[[Any], RunSize] | None = None,
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
@@ -96,7 +96,7 @@ def load_pair(
 
     from .. import loading, traced
     from ..kernels import autotune
-    from ..memory import Run
+    from ..memory import RunSize
     from ..pairs import builtin
 
     # What the environment asks for and is not known is said before anything is loaded.
@@ -109,7 +109,7 @@ def load_pair(
         lm, tokenizer = loading.load(
             target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code, lazy=True
         )
-        asked = run(tokenizer) if run else Run(CONTEXT)
+        asked = run(tokenizer) if run else RunSize(CONTEXT)
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
         mx.eval(lm.parameters())
         draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None

@@ -225,9 +225,9 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     """Load the pair and run the plan; the record."""
     if asked.kernels:
         _ask_for_kernels(asked.kernels)
-    from ..memory import Run
+    from ..memory import RunSize
 
-    run = lambda tokenizer: Run(max(asked.context or [0]) + inputs.CONTEXT)  # noqa: E731
+    run = lambda tokenizer: RunSize(max(asked.context or [0]) + inputs.CONTEXT)  # noqa: E731
     bits = DraftBits.none if asked.dense else asked.draft_bits
     target, drafter, lm, tokenizer, draft = inputs.load_pair(
         asked.model, asked.draft_model, asked.dtype, bits, asked.revision, asked.trust_remote_code, run

@@ -25,7 +25,7 @@ from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import check_memory, drafter_bytes, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
 from ..machine import limit_bytes, limit_text, size_text
-from ..memory import Run, cache_bytes, entries_after_rows, model_bytes
+from ..memory import RunSize, cache_bytes, entries_after_rows, model_bytes
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
@@ -281,7 +281,7 @@ def _memory(report: dict[str, Any], lm: Any, draft: Any, contexts: Sequence[int]
     """GB at given context lengths, from what each entry takes after a few rows."""
     entries = entries_after_rows(lm, draft)
     weights = (model_bytes(lm) + (model_bytes(draft) if draft is not None else 0)) / 1e9
-    table = {context: weights + cache_bytes(entries, Run(context)) / 1e9 for context in contexts}
+    table = {context: weights + cache_bytes(entries, RunSize(context)) / 1e9 for context in contexts}
     report["suspicions"] += [
         f"{needed:.1f} GB at {context} tokens is more than fits: {limit_text()}"
         for context, needed in table.items()

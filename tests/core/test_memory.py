@@ -18,7 +18,7 @@ from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.block_qmm import TRIAL_BYTES, TRIAL_COLUMNS
 from dflash_mlx.loading import check_run, weight_bytes
 from dflash_mlx.machine import limit_bytes, limit_text
-from dflash_mlx.memory import Needs, Run, cache_bytes, entries_after_rows, model_bytes, trial_bytes
+from dflash_mlx.memory import Needs, RunSize, cache_bytes, entries_after_rows, model_bytes, trial_bytes
 from dflash_mlx.prompt_cache import KVQuantization
 from dflash_mlx.rollback import leaves
 
@@ -43,7 +43,7 @@ def test_caches_are_told_of_without_a_weight_being_read(name, monkeypatch):
     with monkeypatch.context() as unread:
         unread.setattr(mx, "eval", lambda *_: pytest.fail("evaluated"))
         entries = entries_after_rows(model)
-        told = cache_bytes(entries, Run(ROWS))
+        told = cache_bytes(entries, RunSize(ROWS))
     cache = make_prompt_cache(model)
     model(mx.zeros((1, ROWS), dtype=mx.int32), cache=cache)
     mx.eval([entry.state for entry in cache])
@@ -53,7 +53,7 @@ def test_caches_are_told_of_without_a_weight_being_read(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama, mixed windows", "recurrent_gemma"])
 def test_a_window_bounds_what_is_told_of_and_full_layers_grow(name):
     entries = entries_after_rows(family(name))
-    near, far, farther = (cache_bytes(entries, Run(n)) for n in (4096, 8192, 12288))
+    near, far, farther = (cache_bytes(entries, RunSize(n)) for n in (4096, 8192, 12288))
     full = sum(e.nbytes / e.keys.shape[-2] for e in entries if hasattr(e, "keys") and not hasattr(e, "max_size"))
     assert far - near == farther - far == 4096 * full
 
@@ -64,11 +64,11 @@ def test_a_window_that_is_asked_for_and_the_drafters_caches_count():
     alone, both = (entries_after_rows(model, *more) for more in ((), (drafter,)))
     # Of its two layers one has a window.
     a_row = 2 * 2 * 8 * 4
-    assert cache_bytes(both, Run(256)) - cache_bytes(alone, Run(256)) == 2 * 256 * a_row
-    assert cache_bytes(both, Run(8192)) - cache_bytes(alone, Run(8192)) == (8192 + 10 + 2048) * a_row
+    assert cache_bytes(both, RunSize(256)) - cache_bytes(alone, RunSize(256)) == 2 * 256 * a_row
+    assert cache_bytes(both, RunSize(8192)) - cache_bytes(alone, RunSize(8192)) == (8192 + 10 + 2048) * a_row
     # A target that makes no caches of its own.
     plain = tiny_qwen3(layers=3)
-    full, windowed = (cache_bytes(entries_after_rows(plain, None, size), Run(8192)) for size in (None, 512))
+    full, windowed = (cache_bytes(entries_after_rows(plain, None, size), RunSize(8192)) for size in (None, 512))
     assert windowed * 8192 == full * (512 + 2048)
 
 
@@ -80,9 +80,9 @@ def test_a_quantized_cache_is_told_of_as_mlx_lm_keeps_it(bits):
     model(mx.zeros((1, ROWS), dtype=mx.int32), cache=cache)
     KVQuantization(bits, 64, 0).convert(cache, 0)
     mx.eval([entry.state for entry in cache])
-    assert cache_bytes(entries, Run(ROWS, kv_bits=bits, quantized_kv_start=0)) == held(cache)
+    assert cache_bytes(entries, RunSize(ROWS, kv_bits=bits, quantized_kv_start=0)) == held(cache)
     # Until it begins they are floats.
-    assert cache_bytes(entries, Run(ROWS, kv_bits=bits)) == cache_bytes(entries, Run(ROWS))
+    assert cache_bytes(entries, RunSize(ROWS, kv_bits=bits)) == cache_bytes(entries, RunSize(ROWS))
 
 
 def test_trials_count_where_kernels_may_run(monkeypatch):
@@ -115,7 +115,7 @@ BIG = Needs(
 
 def test_a_pair_that_does_not_fit_is_refused_with_what_would(metal):
     with pytest.raises(CheckpointError) as caught:
-        memory.check_run(BIG, Run(4096))
+        memory.check_run(BIG, RunSize(4096))
     text = str(caught.value)
     assert "target 15.20 GB, drafter 3.50 GB, caches at 4096 tokens 0.33 GB, trials of kernels 0.20 GB: 19.23 GB in all" in text
     assert "the GPU may hold 17.2 GB of this machine's 25.8 GB" in text
@@ -126,27 +126,27 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_would(metal):
 def test_a_context_that_does_not_fit_is_warned_of_with_the_one_that_does(metal):
     small = Needs(BIG.target, GB, None, BIG.trials, BIG.caches, True)
     with pytest.warns(UserWarning) as caught:
-        memory.check_run(small, Run(20_000))
+        memory.check_run(small, RunSize(20_000))
     text = str(caught[0].message)
     assert text.startswith("the run may not fit to its end: target 15.20 GB, drafter 1.00 GB, caches at 20000 tokens 1.60 GB")
     # (17.18 - 16.4) GB / 80,000 = 9,748.
     assert "What would fit: a context of 9728 tokens (a shorter prompt, a smaller --max-tokens); or --max-kv-size 9728" in text
     both = Needs(int(15.9 * GB), GB, int(0.9 * GB), 0, BIG.caches, False)
     with pytest.warns(UserWarning, match=r"fit: --draft-bits 4 and a context of 4608 tokens"):
-        memory.check_run(both, Run(20_000))
+        memory.check_run(both, RunSize(20_000))
 
 
 def test_what_hardly_fits_is_slow_and_what_fits_is_not_spoken_of(metal):
     with pytest.warns(UserWarning, match="caches at 256 tokens .* in all, and the GPU may hold .*: this can be slow"):
-        memory.check_run(Needs(int(15.9 * GB), 0, None, 0, BIG.caches, True), Run(256))
+        memory.check_run(Needs(int(15.9 * GB), 0, None, 0, BIG.caches, True), RunSize(256))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        memory.check_run(Needs(int(13 * GB), GB, None, 0, BIG.caches, True), Run(256))
+        memory.check_run(Needs(int(13 * GB), GB, None, 0, BIG.caches, True), RunSize(256))
 
 
 def test_nothing_that_fits_is_said_too(metal):
     with pytest.raises(CheckpointError, match="Use a smaller target, or one in fewer bits$|fewer bits\\.$"):
-        memory.check_run(Needs(30 * GB, 0, None, 0, BIG.caches, True), Run(4096))
+        memory.check_run(Needs(30 * GB, 0, None, 0, BIG.caches, True), RunSize(4096))
 
 
 @pytest.fixture
@@ -166,11 +166,11 @@ def test_a_pair_is_compared_before_its_weights_are_read(little, monkeypatch):
     monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("evaluated"))
     little(target + 1_500_000)
     with pytest.warns(UserWarning, match="this can be slow"):
-        check_run(model, "tiny", Run(64))
+        check_run(model, "tiny", RunSize(64))
     with pytest.raises(CheckpointError, match=r"target 5\.3 MB, drafter 2\.6 MB, .* fit: --draft-bits 4 \("):
-        check_run(model, "tiny", Run(64), bits="none")
+        check_run(model, "tiny", RunSize(64), bits="none")
     with pytest.warns(UserWarning, match=r"fit: a context of \d+ tokens"):
-        check_run(model, "tiny", Run(100_000))
+        check_run(model, "tiny", RunSize(100_000))
 
 
 def test_the_command_line_checks_before_it_reads(little, monkeypatch):
