@@ -120,10 +120,7 @@ def main() -> None:
     drafter = load_drafter(args.draft_model or args.model, model)
     drafter = dense(drafter, dtype) if args.dense else drafter
     text = args.prompt or (BUILTIN_PAIRS[args.model].prompt if args.model in BUILTIN_PAIRS else "Explain why the sky is blue.")
-    prompt = list(tokenizer.encode(text))
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": text}]
-        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    prompt = bench.chat_ids(tokenizer, text)
     K = args.block_size or drafter.config.block_size
     result = measure(model, tokenizer, drafter, prompt, K, args.tokens, args.repeats)
     record = {"what": "bench/host.py", "model": args.model, "machine": bench.machine(), "versions": bench.versions()}

@@ -140,7 +140,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
     options, stats = run.options, run.stats
     eos, prompt_tokens = options.tokenizer.eos_token_ids, len(options.prompt_ids)
     text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *options.prompt_ids])
-    with wired_limit([options.model, options.draft_model], options.stream), ExitStack() as at_end, closing(steps):
+    with open_stream(), wired_limit([options.model, options.draft_model], options.stream), ExitStack() as at_end, closing(steps):
         at_end.callback(lambda: options.warn_of_unused_kv_bits(len(run.cache.ids)))
         began = time.perf_counter()
         for n, (token, row, from_draft) in enumerate(steps, start=1):
@@ -172,7 +172,8 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
                 stats=stats,
             )
             if last:
-                return run.blocks.drafter.pair.after_answer()
+                run.blocks.drafter.pair.after_answer()
+                return
     raise GenerationError(
         "this stream has given its prompt cache up to a later call, and cannot go on",
         "Give streams that are read by turns a prompt cache each",

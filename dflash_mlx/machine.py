@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +228,7 @@ def system_identity() -> tuple[str, ...]:
     import platform
 
     system = platform.system(), platform.mac_ver()[0], _build(), platform.release(), platform.version()
-    return (_chip(), str(os.cpu_count()), *system)
+    return (chip(), str(os.cpu_count()), *system)
 
 
 def _build(path: str = "/System/Library/CoreServices/SystemVersion.plist") -> str:
@@ -249,12 +249,21 @@ def slowed_by() -> str:
 
 
 def _pmset(what: str) -> str:
-    """What `pmset -g what` prints; "" where it does not run."""
+    return mac_says("/usr/bin/pmset", "-g", what)
+
+
+def mac_says(*command: str) -> str:
+    """What a command of macOS prints, blanks at its ends left out; "" elsewhere, and where it fails or takes 5 s."""
     import subprocess
 
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["/usr/bin/pmset", "-g", what], capture_output=True, text=True, timeout=5).stdout
-    return ""
+    if sys.platform != "darwin":
+        return ""
+    try:
+        # Else the system tells an older program an older version.
+        environment = {**os.environ, "SYSTEM_VERSION_COMPAT": "0"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, env=environment).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _under_pressure(text: str) -> bool:
@@ -267,17 +276,13 @@ def _under_pressure(text: str) -> bool:
 
 
 @functools.cache
-def _chip() -> str:
+def chip() -> str:
     """The processor's own name, such as "Apple M4 Pro"; what the system calls its kind where it does not tell."""
     import platform
-    import subprocess
 
-    name = ""
-    with suppress(OSError, subprocess.SubprocessError):
-        if sys.platform == "darwin":
-            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-            name = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
-        else:
+    name = mac_says("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+    if not name:
+        with suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
             name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return name or platform.machine()
@@ -336,6 +341,11 @@ def limit_text() -> str:
     return f"the GPU may hold {limit / 1e9:.1f} GB of this machine's {have / 1e9:.1f} GB"
 
 
+def array_bytes(arrays: Iterable[mx.array]) -> int:
+    """Bytes of arrays, each counted once; nothing is evaluated."""
+    return sum({id(a): a.nbytes for a in arrays}.values())
+
+
 def size_text(size_bytes: float) -> str:
     """Bytes in the unit that suits them: "1.28 GB", and below 0.1 GB "5.3 MB"."""
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
@@ -346,7 +356,7 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
     """Raise MLX's wired-memory limit to the recommended size until the last open generator ends; warn if models hardly fit.
 
     mlx-lm's own context manager restores what it found, so two generators that end in the order in which they began would
-    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this only counts the stream.
+    leave the limit raised; and it prints its warning to stdout. On a device without such a limit this does nothing.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -354,10 +364,9 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
     global _limit_users, _limit_before
     limit = mx.device_info().get("max_recommended_working_set_size")
     if limit is None:
-        with open_stream():
-            yield
+        yield
         return
-    size = sum({id(a): a.nbytes for m in models for _, a in tree_flatten(m.parameters())}.values())
+    size = array_bytes(a for m in models for _, a in tree_flatten(m.parameters()))
     if size > 0.9 * limit:
         warnings.warn(
             f"the models take {size / 1e9:.1f} GB, close to the {limit / 1e9:.1f} GB that the GPU may hold; this can be slow",
@@ -368,8 +377,7 @@ def wired_limit(models: Sequence[nn.Module], stream: mx.Stream) -> Iterator[None
             _limit_before = mx.set_wired_limit(limit)
         _limit_users += 1
     try:
-        with open_stream():
-            yield
+        yield
     finally:
         mx.synchronize(stream)
         with _limit_lock:

@@ -24,7 +24,6 @@ import platform
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from mlx.utils import tree_flatten
 from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels.autotune import try_waiting
-from ..machine import machine_bytes, switches_set, write_atomically
+from ..machine import chip, machine_bytes, switches_set, write_atomically
 from ..models.target import Target
 from ..sampling import KeyedSampler, SamplingSettings
 
@@ -243,10 +242,7 @@ class Bench:
                 filler = self.prompts.filler(context, lambda line: len(self.tokenizer.encode(line)), self.plan.seed + trial)
                 self._fillers[context, trial] = filler
             text = self._fillers[context, trial] + text
-        if not self.tokenizer.has_chat_template:
-            return list(self.tokenizer.encode(text))
-        messages = [{"role": "user", "content": text}]
-        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return chat_ids(self.tokenizer, text)
 
     def _responses(self, side: str, ids: list[int], temp: float, seed: int, max_tokens: int) -> Iterator[Any]:
         sampler, processors = SamplingSettings(temp=temp, **self.plan.sampling).make(self.tokenizer)
@@ -378,27 +374,14 @@ def machine() -> dict[str, Any]:
     """Chip, memory, system, and how busy the machine is with other things."""
     gpu = mx.default_device() != mx.cpu
     return {
-        "chip": (mx.device_info().get("device_name") if gpu else None) or _cpu(),
+        "chip": (mx.device_info().get("device_name") if gpu else None) or chip(),
         "device": "gpu" if gpu else "cpu",
         "memory_gb": round(machine_bytes() / 1e9, 1),
-        "cpu": _cpu(),
+        "cpu": chip(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load": [round(x, 2) for x in os.getloadavg()],
     }
-
-
-def _cpu() -> str:
-    """The processor's own name."""
-    if sys.platform == "darwin":
-        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return done.stdout.strip() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def versions() -> dict[str, str]:
@@ -416,6 +399,14 @@ def versions() -> dict[str, str]:
         if commit:
             found["commit"] = commit[:12] + (" and changes" if changed else "")
     return found
+
+
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """A user's message as a prompt, through the chat template where there is one."""
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def bits_of(model: nn.Module) -> list[int]:

@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..kernels import block_qmm, trials
 from ..kernels.verdicts import Candidate
-from ..machine import machine_bytes, size_text
+from ..machine import limit_bytes, size_text
 from .bench import write_record
 
 ROWS = (1, 2, 4, 8, 16)
@@ -150,7 +150,7 @@ class Bench:
 
     def fits(self, what: str, nbytes: float) -> bool:
         """Whether a shape's arrays leave room; if not, it is named."""
-        most = SHARE * (mx.device_info().get("max_recommended_working_set_size") or machine_bytes())
+        most = SHARE * limit_bytes()
         if nbytes > most:
             self._cut(f"{what}: it needs {size_text(nbytes)} and {size_text(most)} are taken for this")
         return nbytes <= most

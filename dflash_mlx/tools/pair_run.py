@@ -25,7 +25,7 @@ from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import load, load_drafter
 from ..pairs.builtin import BUILTIN_PAIRS
-from .bench import first_difference, margin, timed, weights_of, write_record
+from .bench import chat_ids, first_difference, margin, timed, weights_of, write_record
 
 TOKENS, TRIALS, WARM_UP = 128, 3, 8
 GROUP, BITS = 32, 4
@@ -47,7 +47,7 @@ def run(pair: str, seconds: float, keep: Callable[[dict], None], tokens: int = T
         record["quantized_here"] = True
     drafter = load_drafter(pair, model)
     record |= {"weights": weights_of(model), "drafter_sha256": drafter.digest(), "block_size": drafter.config.block_size}
-    prompt = _prompt(tokenizer, BUILTIN_PAIRS[pair].prompt)
+    prompt = chat_ids(tokenizer, BUILTIN_PAIRS[pair].prompt)
 
     def responses(side: str, most: int) -> Iterator[Any]:
         if side == "mlx_lm":
@@ -80,13 +80,6 @@ def run(pair: str, seconds: float, keep: Callable[[dict], None], tokens: int = T
             keep(record)
     record["ended"] = "complete"
     return record
-
-
-def _prompt(tokenizer: Any, text: str) -> list[int]:
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text))
-    messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def _side(runs: Sequence[dict[str, Any]], ids: list[int], plain: list[int]) -> dict[str, Any]:

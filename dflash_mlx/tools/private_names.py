@@ -7,13 +7,14 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ..machine import mac_says
 
 # Names that many machines have, and that say nothing of anyone.
 _ANYBODYS = set(
@@ -96,7 +97,5 @@ def _hosts() -> Iterator[str]:
     for name in (socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")):
         yield name
         yield name.partition(".")[0]
-    for kind in ("ComputerName", "LocalHostName") if sys.platform == "darwin" else ():
-        with suppress(OSError, subprocess.SubprocessError):
-            command = ["/usr/sbin/scutil", "--get", kind]
-            yield subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    for kind in ("ComputerName", "LocalHostName"):
+        yield mac_says("/usr/sbin/scutil", "--get", kind)

@@ -193,7 +193,7 @@ def planned_parts() -> Iterator[Part]:
 
 
 def _kernel_parts(model: str) -> Iterator[Part]:
-    if not _gpu():
+    if not autotune.has_gpu():
         return
     on = "metal" if mx.metal.is_available() else "cuda"
     for name in names(on=on, text=True):
@@ -203,7 +203,7 @@ def _kernel_parts(model: str) -> Iterator[Part]:
 
 
 def _pair_parts() -> Iterator[Part]:
-    settings = ("off", "on") if _gpu() else ("off",)
+    settings = ("off", "on") if autotune.has_gpu() else ("off",)
     for pair in sorted(BUILTIN_PAIRS, key=lambda name: name != "tiny"):
         if at_hand(pair):
             for setting in settings:
@@ -214,14 +214,10 @@ def _pair_parts() -> Iterator[Part]:
 
 def without_a_gpu() -> list[dict[str, Any]]:
     """Why texts do not run here: one entry each, [] where there is a GPU."""
-    if _gpu():
+    if autotune.has_gpu():
         return []
     why = "MLX sees no GPU here" if mx.default_device() == mx.cpu else "kernels need a GPU"
     return [{"kernel": name, "model": None, "process": f"not run: {why}", "entries": []} for name in names(text=True)]
-
-
-def _gpu() -> bool:
-    return autotune.has_gpu()
 
 
 def send_line() -> str:

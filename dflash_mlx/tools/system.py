@@ -5,17 +5,15 @@ Asks the system's own commands, each with a limit; what is not told is None. Pri
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import subprocess
-import sys
 import sysconfig
 from importlib import metadata
 from typing import Any
 
 import mlx.core as mx
 
+from ..machine import mac_says
 from ..requirements import machine_fault
 from .bench import machine
 
@@ -72,7 +70,7 @@ def python() -> dict[str, Any]:
 
 def power() -> dict[str, Any]:
     """What `pmset` says of power and heat, without the battery's number."""
-    battery, heat, settings = (_told("/usr/bin/pmset", "-g", *more) for more in (["batt"], ["therm"], []))
+    battery, heat, settings = (mac_says("/usr/bin/pmset", "-g", *more) for more in (["batt"], ["therm"], []))
     source = re.search(r"drawing from '([^']+)'", battery)
     percent = re.search(r"(\d+)%;\s*([\w ]+)", battery)
     low = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE)
@@ -84,27 +82,15 @@ def power() -> dict[str, Any]:
     }
 
 
-def _told(*command: str) -> str:
-    """What a command of macOS prints; "" elsewhere, and where it fails."""
-    if sys.platform != "darwin":
-        return ""
-    try:
-        # Else the system tells an older program an older version.
-        environment = {**os.environ, "SYSTEM_VERSION_COMPAT": "0"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, env=environment).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def _macos() -> str | None:
     """The system's own version and build, "26.1 (25B78)"."""
-    version, build = (_told("/usr/bin/sw_vers", name) for name in ("-productVersion", "-buildVersion"))
+    version, build = (mac_says("/usr/bin/sw_vers", name) for name in ("-productVersion", "-buildVersion"))
     return f"{version} ({build})" if version else None
 
 
 def _cores_by_kind() -> dict[str, int] | None:
     """{"performance": 8, "efficiency": 4} of a Mac."""
-    counts = (_told("/usr/sbin/sysctl", "-n", f"hw.perflevel{level}.physicalcpu") for level in (0, 1))
+    counts = (mac_says("/usr/sbin/sysctl", "-n", f"hw.perflevel{level}.physicalcpu") for level in (0, 1))
     found = {kind: int(n) for kind, n in zip(("performance", "efficiency"), counts, strict=True) if n.isdigit()}
     return found or None
 

@@ -267,7 +267,7 @@ def test_costs_hold_for_the_chip_and_the_systems_build_and_not_for_a_hosts_name(
     assert cost_store.pair_key([model], "mlx 1") == before
     changed = [cost_store.pair_key([model], "mlx 2"), cost_store.pair_key([nn.Linear(3, 6)], "mlx 1")]
     for owner, name, value in (
-        (machine, "_chip", "Apple M4 Pro"),
+        (machine, "chip", "Apple M4 Pro"),
         (platform, "version", "Darwin Kernel Version 25.0.0: xnu-12377"),
         (platform, "release", "25.0.0"),
         (platform, "mac_ver", ("26.0", ("", "", ""), "arm64")),

@@ -98,8 +98,7 @@ def test_what_there_is_no_time_or_no_memory_for_is_named(device, monkeypatch):
     monkeypatch.setattr(trials, "clock", lambda: next(now))
     record = entries(until=4)
     assert any(text.endswith("no time was left") for text in record["cut"])
-    monkeypatch.setattr(kernel_run, "machine_bytes", lambda: 14_000)
-    monkeypatch.setattr(mx, "device_info", lambda *device: {})
+    monkeypatch.setattr(kernel_run, "limit_bytes", lambda: 14_000)
     record = entries()
     assert record["cut"][0].startswith("4 bit 8B head N 96 K 64: it needs 0.0 MB and") and len(record["cut"]) == 1
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,8 +32,8 @@ def mac(monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout=TOLD[name])
 
     info = {"device_name": "Apple M5", "architecture": "applegpu_g17s", "max_recommended_working_set_size": 26_800_000_000}
-    monkeypatch.setattr(system.sys, "platform", "darwin")
-    monkeypatch.setattr(system.subprocess, "run", run)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(system, "machine", lambda: {"chip": "Apple M5", "memory_gb": 34.4, "cores": 12, "system": "Darwin"})
     monkeypatch.setattr(system, "machine_fault", lambda: None)
     monkeypatch.setattr(system.platform, "mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
