@@ -14,10 +14,17 @@ from .conversation import VERSION, Settings
 
 
 def session_path(name: str) -> Path:
-    """A session's file: a path if `name` looks like one, else a name among the kept sessions."""
-    return (
-        Path(name).expanduser() if os.sep in name or name.endswith(".json") else state_directory() / "sessions" / f"{name}.json"
-    )
+    """A session's file: always one in the folder of kept sessions. A name may be written with its .json.
+
+    Raises:
+      DFlashError: the name is no plain file name, such as "../x".
+    """
+    stem = name.removesuffix(".json")
+    if not stem or not stem.isprintable() or set(stem) & set("/\\:") or stem.startswith(".") or len(os.fsencode(stem)) > 200:
+        raise DFlashError(
+            f"{name[:60]!r} is no name of a session", "Give a name without slashes, colons and a leading dot, such as work"
+        )
+    return state_directory() / "sessions" / f"{stem}.json"
 
 
 def read_session(name: str) -> dict[str, Any]:

@@ -8,9 +8,18 @@ import stat
 import pytest
 
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.serving.sessions import history_file, read_session, write_session
+from dflash_mlx.serving.sessions import history_file, read_session, session_path, write_session
 
 SESSION = {"version": 2, "model": "m", "draft_model": None, "system": None, "settings": {}, "messages": []}
+
+
+@pytest.fixture
+def sessions(tmp_path, monkeypatch):
+    """The folder of kept sessions, empty."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "dflash-mlx" / "sessions"
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -41,23 +50,36 @@ SESSION = {"version": 2, "model": "m", "draft_model": None, "system": None, "set
         ({"messages": [{"role": "user", "content": "x", "ids": "1"}]}, "message 0 has ids that are no tokens"),
     ],
 )
-def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(tmp_path, content, message):
-    file = tmp_path / "x.json"
+def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(sessions, content, message):
+    file = sessions / "x.json"
     text = content if isinstance(content, str) else json.dumps({**SESSION, **content})
     file.write_text(text)
     with pytest.raises(DFlashError, match=re.escape("x.json is no session of this version: ") + ".*" + re.escape(message)):
-        read_session(str(file))
+        read_session("x")
     assert file.read_text() == text
     with pytest.raises(DFlashError, match="there is no kept session .*absent.json"):
-        read_session(str(tmp_path / "absent.json"))
+        read_session("absent")
 
 
-def test_a_session_of_version_1_keeps_its_meaning_of_top_p_0(tmp_path):
-    file = tmp_path / "x.json"
+@pytest.mark.parametrize("name", ["../x", "/nowhere/x", "a/b", "..", ".hidden", "", ".json", "a\\b", "C:x", "a\nb", "a" * 201])
+def test_a_session_stays_in_the_folder_of_sessions(sessions, name):
+    for use in (session_path, read_session, lambda name: write_session(name, SESSION)):
+        with pytest.raises(DFlashError, match="is no name of a session"):
+            use(name)
+    assert not [*sessions.parent.parent.rglob("*.json")]
+
+
+def test_a_session_may_be_named_with_its_ending(sessions):
+    assert write_session("work.json", SESSION) == write_session("work", SESSION) == sessions / "work.json"
+    assert session_path("für später 2").parent == sessions
+
+
+def test_a_session_of_version_1_keeps_its_meaning_of_top_p_0(sessions):
+    file = sessions / "x.json"
     file.write_text(json.dumps({**SESSION, "version": 1, "settings": {"temp": 0.7, "top_p": 0.0}}))
-    assert read_session(str(file))["settings"] == {"temp": 0.7}
+    assert read_session("x")["settings"] == {"temp": 0.7}
     file.write_text(json.dumps({**SESSION, "settings": {"temp": 0.7, "top_p": 0.0}}))
-    assert read_session(str(file))["settings"] == {"temp": 0.7, "top_p": 0.0}
+    assert read_session("x")["settings"] == {"temp": 0.7, "top_p": 0.0}
 
 
 def test_sessions_and_the_history_of_lines_are_readable_by_their_owner_alone(tmp_path, monkeypatch):
