@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -89,6 +90,7 @@ def load(
         of a built-in pair.
       dtype: type of the float weights (of quantized layers: scales and biases) that the family's `cast_predicate` lets be
         cast. "auto": every weight keeps the type of its file, as in mlx_lm.load. None: "auto" on a GPU, float32 on a CPU.
+      adapter_path: the directory of what mlx-lm trained for this model; it is put over it. Taps see the adapted model.
       The others are mlx-lm's; `model_config`, which changes what a checkpoint says of itself, is refused.
     Returns: the mlx-lm model and its TokenizerWrapper, and the config with `return_config`.
     """
@@ -106,10 +108,7 @@ def load(
     model, config = loaded.model, loaded.config
     keep_positions(model, config)
     if adapter_path is not None:
-        from mlx_lm.utils import load_adapters
-
-        model = load_adapters(model, adapter_path)
-        model.eval()
+        _put_adapter(model, adapter_path, path_or_hf_repo)
     # Without a word everything is float32 on a CPU; a type that was asked for spares what the family's class keeps.
     loaded.cast(due, spare=dtype is not None)
     if not lazy:
@@ -117,6 +116,33 @@ def load(
         mx.eval(model.parameters())
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _put_adapter(model: nn.Module, adapter_path: str, name: str) -> None:
+    """Put what mlx-lm trained for a model over it, by mlx-lm's own loader.
+
+    Raises:
+      CheckpointError: it is not mlx-lm's, or was trained for another model.
+    """
+    from mlx_lm.utils import load_adapters
+
+    folder = Path(adapter_path).expanduser()
+    try:
+        load_adapters(model, str(folder))
+    except FileNotFoundError as error:
+        found = f"{error.filename} is not there" if error.filename else "there is no such directory"
+        if (folder / "adapter_model.safetensors").exists():
+            found = "its files are those of PEFT"
+        raise CheckpointError(
+            f"the adapter {adapter_path} cannot be read: {found}", "Give the directory that mlx_lm.lora wrote"
+        ) from None
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the adapter {adapter_path} does not fit {name}: {said[:300]}",
+            "Give the one that mlx_lm.lora trained for this model",
+        ) from None
+    model.eval()
 
 
 def _find(name: str, part: str, revision: str | None) -> tuple[Any, Checkpoint]:

@@ -17,7 +17,7 @@ from ..errors import DFlashError
 from ..machine import switch
 from ..version import __version__
 from . import generate, serving, tools, train
-from .options import NamingWhatIsMissing
+from .options import NamingWhatIsMissing, example
 from .output import say
 
 app = typer.Typer(
@@ -28,10 +28,18 @@ app = typer.Typer(
     help="Run language models faster and exactly: DFlash block-diffusion speculative decoding on MLX.",
     epilog="DFLASH_TRACEBACK=1 shows where an error came from.",
 )
-app.command()(generate.generate)
-app.command(cls=NamingWhatIsMissing, epilog="dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q")(tools.convert)
-for command in (serving.chat, serving.serve, tools.doctor, tools.bench, tools.models):
-    app.command()(command)
+# Each command, and the example that ends its --help.
+_COMMANDS = (
+    (generate.generate, 'dflash-mlx generate -p "Write a haiku about tides." --temp 0.7'),
+    (tools.convert, "dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q"),
+    (serving.chat, "dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
+    (serving.serve, "dflash-mlx serve --model mlx-community/Qwen3-8B-4bit --draft-model auto --port 8080"),
+    (tools.doctor, "dflash-mlx doctor --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
+    (tools.bench, "dflash-mlx bench --kinds code,chat --max-tokens 64"),
+    (tools.models, "dflash-mlx models"),
+)
+for command, shown in _COMMANDS:
+    app.command(cls=NamingWhatIsMissing, epilog=example(shown))(command)
 app.add_typer(train.train_app, name="train")
 
 

@@ -16,63 +16,98 @@ from ..errors import DFlashError
 from ..serving.interrupt import at_ctrl_c
 from . import inputs, output
 from .options import (
+    DRAFTING,
+    OUTPUT,
+    PROMPT,
+    AdapterPath,
     AsJson,
     BlockSize,
+    ChatTemplateArgs,
     DraftBitsOption,
     DraftModel,
     DtypeOption,
+    KvBits,
+    KvGroupSize,
+    MaxKvSize,
     MaxTokens,
     Model,
     PrefillStepSize,
+    QuantizedKvStart,
     Revision,
     System,
     Thinking,
     TrustRemoteCode,
     checked_max_tokens,
+    flag,
+    mlx_lm_names,
+    option,
     refuse,
     refuse_lonely_drafter,
+    refuse_lonely_kv_options,
     refuse_without_effect,
     sampling_options,
+    template_args,
 )
 from .output import only_ours_on_stdout, say
 
+Prompt = Annotated[
+    str | None,
+    option(
+        PROMPT,
+        "--prompt",
+        "-p",
+        help="The prompt. '-' reads it from standard input, as does leaving it out where that is no terminal.",
+    ),
+]
+PromptFile = Annotated[str | None, option(PROMPT, help="A file that holds the prompt.")]
+Raw = Annotated[bool, option(PROMPT, "--raw", help="Use the prompt as it is, without the chat template.")]
+PromptLookup = Annotated[
+    bool | None,
+    option(
+        DRAFTING,
+        "--prompt-lookup/--no-prompt-lookup",
+        help="Also draft what the text said before. Default: where it is faster; with --block-size not.",
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    option(OUTPUT, help="End the text before this string; may be given again."),
+]
+ShowDrafts = Annotated[
+    bool,
+    option(OUTPUT, "--show-drafts", help="Mark accepted, rejected and bonus tokens in the text."),
+]
 
+
+@mlx_lm_names
 @sampling_options()
 def generate(
     model: Model = None,
-    draft_model: DraftModel = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads it from standard input.")] = None,
-    prompt_file: Annotated[str | None, typer.Option(help="A file that holds the prompt.")] = None,
-    max_tokens: MaxTokens = 256,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
-    thinking: Thinking = None,
-    system: System = None,
-    sampling: Any = None,
-    block_size: BlockSize = None,
-    prompt_lookup: Annotated[
-        bool | None,
-        typer.Option(
-            "--prompt-lookup/--no-prompt-lookup",
-            help="Also draft what the text said before. Default: where it is faster; with --block-size not.",
-        ),
-    ] = None,
-    copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
-    draft_bits: DraftBitsOption = None,
-    prefill_step_size: PrefillStepSize = None,
-    max_kv_size: Annotated[int | None, typer.Option(min=1, help="Keep only this many rows of the KV cache.")] = None,
-    kv_bits: Annotated[int | None, typer.Option(min=2, max=8, help="Hold the KV cache in this many bits.")] = None,
-    kv_group_size: Annotated[int | None, typer.Option(min=1, help="Values that share a scale in it. Default: 64.")] = None,
-    quantized_kv_start: Annotated[
-        int | None, typer.Option(min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000.")
-    ] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    system: System = None,
+    thinking: Thinking = None,
+    chat_template_args: ChatTemplateArgs = None,
+    raw: Raw = False,
+    sampling: Any = None,
+    draft_model: DraftModel = None,
+    draft_bits: DraftBitsOption = None,
+    block_size: BlockSize = None,
+    prompt_lookup: PromptLookup = None,
+    copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
+    prefill_step_size: PrefillStepSize = None,
+    max_kv_size: MaxKvSize = None,
+    kv_bits: KvBits = None,
+    kv_group_size: KvGroupSize = None,
+    quantized_kv_start: QuantizedKvStart = None,
+    max_tokens: MaxTokens = 256,
+    stop: Stop = None,
     as_json: AsJson = False,
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Mark accepted, rejected and bonus tokens in the text.")
-    ] = False,
+    show_drafts: ShowDrafts = False,
 ) -> None:
     """Generate text from a prompt and show how much of the drafts was accepted."""
     asked = SimpleNamespace(**locals())
@@ -87,7 +122,9 @@ def generate(
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
             raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
-        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, lambda t: _run(asked, t))
+        pair = inputs.load_pair(
+            model, draft_model, dtype, draft_bits, revision, trust_remote_code, lambda t: _run(asked, t), adapter_path
+        )
         for note in notes:
             say(note)
         result = _answer(asked, settings, pair, stdout)
@@ -108,12 +145,13 @@ def _check_usage(asked: SimpleNamespace) -> None:
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")
-    for name in ("system", "thinking"):
+    for name in ("system", "thinking", "chat_template_args"):
         if getattr(asked, name) is not None and asked.raw:
-            raise refuse(f"--{name}", "--raw uses no chat template, so there is no place for it")
-    for name in ("kv_group_size", "quantized_kv_start"):
-        if getattr(asked, name) is not None and not asked.kv_bits:
-            raise refuse(f"--{name.replace('_', '-')}", "it has no effect without --kv-bits")
+            raise refuse(flag(name), "--raw uses no chat template, so there is no place for it")
+    asked.template_args = template_args(asked.chat_template_args)
+    if asked.thinking is not None and "enable_thinking" in asked.template_args:
+        raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
+    refuse_lonely_kv_options(asked)
     if asked.stop and "" in asked.stop:
         raise refuse("--stop", "it needs a text")
     if asked.stop and asked.show_drafts:
@@ -126,12 +164,15 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     """Take the prompt's text from where it lies; all texts are checked to be UTF-8."""
     if asked.prompt_file is not None:
         asked.prompt = inputs.file_text(asked.prompt_file)
-    elif asked.prompt is not None and asked.prompt != "-":
+    elif asked.prompt == "-":
+        asked.prompt = inputs.standard_input()
+    elif asked.prompt is not None:
         asked.prompt = inputs.utf8(os.fsencode(asked.prompt), "of --prompt")
+    elif inputs.is_piped():
+        # Nothing there, as of a program that is started by another: as if there were no pipe.
+        asked.prompt = inputs.standard_input() or None
     if asked.system is not None:
         asked.system = inputs.utf8(os.fsencode(asked.system), "of --system")
-    if asked.prompt == "-" and asked.prompt_file is None:
-        asked.prompt = inputs.standard_input()
     if asked.prompt == "":
         raise refuse("--prompt", "it is empty; give some text")
 
@@ -142,7 +183,7 @@ def _default_prompt(model: str | None) -> str:
 
     pair = builtin.BUILTIN_PAIRS.get(model or builtin.DEFAULT_PAIR)
     if pair is None:
-        raise refuse("--prompt", "give -p TEXT, or -p - to read standard input")
+        raise refuse("--prompt", "give -p TEXT, or pipe the prompt in")
     say(f"No prompt given; using {pair.prompt!r}.")
     return pair.prompt
 
@@ -168,7 +209,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     block_size = asked.block_size
     if draft and block_size and block_size > draft.config.block_size:
         say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
-    prompt = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking)
+    prompt = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking, asked.template_args)
     # Text that no chat template has rendered is continued: a leading blank of the answer stays.
     ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str)
     if asked.prompt_lookup is False and (draft is None or block_size):

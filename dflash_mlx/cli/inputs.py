@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..chat_template import without_effect
@@ -19,13 +20,24 @@ if TYPE_CHECKING:
 CONTEXT = 4096
 
 
+def is_piped() -> bool:
+    """Whether standard input is something else than a terminal."""
+    return sys.stdin is not None and not sys.stdin.isatty()
+
+
 def standard_input() -> str:
-    """All of standard input, unchanged.
+    """All of standard input, unchanged. Says that it waits for it, where that takes longer than two seconds.
 
     Raises:
       DFlashError: if it is not UTF-8.
     """
-    return utf8(sys.stdin.buffer.read(), "on standard input")
+    waiting = threading.Timer(2, say, ["Reading the prompt from standard input; Ctrl-D ends it ..."])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        return utf8(sys.stdin.buffer.read(), "on standard input")
+    finally:
+        waiting.cancel()
 
 
 def file_text(name: str) -> str:
@@ -85,12 +97,14 @@ def load_pair(
     revision: str | None,
     trust_remote_code: bool,
     run: Callable[[Any], RunSize] | None = None,
+    adapter_path: str | None = None,
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
     Args:
       run: what will be asked of the caches, told the tokenizer; compared with this machine's memory before the weights are read.
         None: `CONTEXT` tokens.
+      adapter_path: what mlx-lm trained for the target, put over it.
     """
     import mlx.core as mx
 
@@ -107,7 +121,12 @@ def load_pair(
     builtin.builtin_path(target, "target", say=say)
     with status(f"Loading {target} ..."):
         lm, tokenizer = loading.load(
-            target, dtype=dtype.value if dtype else None, revision=revision, trust_remote_code=trust_remote_code, lazy=True
+            target,
+            adapter_path=adapter_path,
+            lazy=True,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype.value if dtype else None,
         )
         asked = run(tokenizer) if run else RunSize(CONTEXT)
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
@@ -126,18 +145,25 @@ def _brings_code(tokenizer: Any) -> bool:
     return "auto_map" in getattr(inner, "init_kwargs", {}) or type(inner).__module__.startswith("transformers_modules")
 
 
-def encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, thinking: bool | None = None) -> list[int] | str:
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str,
+    system: str | None,
+    raw: bool,
+    thinking: bool | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int] | str:
     """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so.
 
     Raises:
-      DFlashError: --system or --thinking without a chat template, or what the template refuses.
+      DFlashError: an option of the chat template without one, or what the template refuses.
     """
     if raw:
         if not tokenizer.has_chat_template:
             say("--raw has no effect: this tokenizer has no chat template.")
         return prompt
     if not tokenizer.has_chat_template:
-        for name, value in (("--system", system), ("--thinking", thinking)):
+        for name, value in (("--system", system), ("--thinking", thinking), ("--chat-template-args", template_args or None)):
             if value is not None:
                 raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
         say("This tokenizer has no chat template: the prompt is used as it is.")
@@ -149,7 +175,8 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None, raw: bool, th
     extra = {} if thinking is None else {"enable_thinking": thinking}
     if without_effect(tokenizer, extra):
         say(f"--{'' if thinking else 'no-'}thinking has no effect: this chat template does not read enable_thinking.")
-    return render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra).ids
+    say_unread_template_args(tokenizer, template_args or {})
+    return render_chat(tokenizer, read_messages(messages, tokenizer), template_args={**extra, **(template_args or {})}).ids
 
 
 def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
@@ -162,7 +189,7 @@ def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
     return default if dense is None else dense
 
 
-def say_unread_template_args(tokenizer: Any, arguments: dict[str, Any]) -> None:
+def say_unread_template_args(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """Say of --chat-template-args what the chat template does not read."""
     for name in without_effect(tokenizer, arguments):
         why = "this chat template does not read it" if tokenizer.has_chat_template else "this tokenizer has no chat template"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from enum import StrEnum
@@ -30,44 +31,78 @@ class Dtype(StrEnum):
 # 4, 8 and none.
 DraftBits = StrEnum("DraftBits", {"four": "4", "eight": "8", "none": "none"})
 
+# Groups of --help. A command shows those that it has options of, in the order in which it declares them.
+MODEL, PROMPT, SAMPLING, DRAFTING, MEMORY, OUTPUT = "Model", "Prompt", "Sampling", "Drafting", "Memory", "Output"
+
+
+def option(panel: str, *names: str, **more: Any) -> Any:
+    """An option of one group; the rest as in `typer.Option`."""
+    return typer.Option(*names, rich_help_panel=panel, **more)
+
+
 Model = Annotated[
     str | None,
-    typer.Option(help="The model to run: a directory, a hub repo or a built-in pair's name. Default: the built-in pair."),
+    option(MODEL, help="The model to run: a directory, a hub repo or a built-in pair's name. Default: the built-in pair."),
+]
+AdapterPath = Annotated[
+    str | None,
+    option(MODEL, help="LoRA, DoRA or full weights that mlx_lm.lora trained for the model: the directory that it wrote."),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    option(MODEL, "--dtype", help="Number type to compute in. Default: float32 on a CPU, the files' own on a GPU (auto)."),
+]
+Revision = Annotated[str | None, option(MODEL, help="Branch, tag or commit of the hub repos.")]
+TrustRemoteCode = Annotated[
+    bool,
+    option(MODEL, "--trust-remote-code", help="Let Python code run that comes with the model's files."),
+]
+Dense = Annotated[
+    bool | None,
+    option(MODEL, help="Turn quantized layers into plain ones first. Default: on an NVIDIA GPU only."),
+]
+System = Annotated[str | None, option(PROMPT, help="System message of the chat template.")]
+Thinking = Annotated[
+    bool | None,
+    option(PROMPT, "--thinking/--no-thinking", help="Ask the model to think first, or not (enable_thinking)."),
+]
+ChatTemplateArgs = Annotated[
+    str | None,
+    option(PROMPT, help="Variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'."),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding."),
-]
-System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-m", help="Most tokens of one answer; -1: no limit.")]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Tokens drafted and verified a round, the last known one included. Default: what is fastest here, also none."
-    ),
-]
-Thinking = Annotated[
-    bool | None, typer.Option("--thinking/--no-thinking", help="Ask the model to think first, or not (enable_thinking).")
-]
-PrefillStepSize = Annotated[int | None, typer.Option(min=1, help="Prompt tokens that go through the model at once.")]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Number type to compute in. Default: float32 on a CPU, the files' own on a GPU (auto)."),
+    option(DRAFTING, help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding."),
 ]
 DraftBitsOption = Annotated[
     DraftBits | None,
-    typer.Option("--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
+    option(DRAFTING, "--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
 ]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub repos.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Let Python code run that comes with the model's files.")
+BlockSize = Annotated[
+    int | None,
+    option(
+        DRAFTING,
+        min=1,
+        help="Tokens drafted and verified a round, the last known one included. Default: what is fastest here, also none.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-Dense = Annotated[bool | None, typer.Option(help="Turn quantized layers into plain ones first. Default: on an NVIDIA GPU only.")]
+PrefillStepSize = Annotated[int | None, option(MEMORY, min=1, help="Prompt tokens that go through the model at once.")]
+MaxKvSize = Annotated[int | None, option(MEMORY, min=1, help="Keep only this many rows of the KV cache.")]
+KvBits = Annotated[int | None, option(MEMORY, min=2, max=8, help="Hold the KV cache in this many bits.")]
+KvGroupSize = Annotated[int | None, option(MEMORY, min=1, help="Values that share a scale in it. Default: 64.")]
+QuantizedKvStart = Annotated[
+    int | None,
+    option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
+]
+MaxTokens = Annotated[
+    int | None,
+    option(OUTPUT, "--max-tokens", "-m", help="Most tokens of one answer; -1: no limit."),
+]
+AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object and nothing else on stdout.")]
 
 
 class NamingWhatIsMissing(TyperCommand):
-    """A command that names all options that it lacks, and an example with them: its epilog. Typer names the first alone."""
+    """A command that names all options that it lacks, and its example. Typer names the first alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -79,7 +114,15 @@ class NamingWhatIsMissing(TyperCommand):
                 raise
             *others, last = missing
             named = f"{', '.join(others)} and {last}" if others else last
-            raise _UsageError(f"Give {named}, as in: {self.epilog}", ctx) from None
+            raise _UsageError(f"Give {named}, as in: {self.epilog.removeprefix(_EXAMPLE)}", ctx) from None
+
+
+_EXAMPLE = "Example: "
+
+
+def example(command: str) -> str:
+    """The last line of a command's --help."""
+    return _EXAMPLE + command
 
 
 # In a package of typer's own or in click, by its version.
@@ -115,21 +158,59 @@ def sampling_options(*, leave_out: tuple[str, ...] = ()) -> Callable:
         parameters = [
             new for name, old in own.items() for new in (map(_parameter, made.values()) if name == "sampling" else [old])
         ]
-        run.__signature__ = inspect.Signature(parameters)
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        del run.__wrapped__
-        return run
+        return _with_parameters(run, parameters)
 
     return add
+
+
+# What mlx-lm calls an option of ours: the parameter it stands for, its type, and the value that is meant.
+_MLX_LM_NAMES: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    "system_prompt": ("system", str | None, lambda text: text),
+    "ignore_chat_template": ("raw", bool | None, lambda given: given),
+    "num_draft_tokens": ("block_size", int | None, lambda drafts: drafts + 1),
+    "chat_template_config": ("chat_template_args", str | None, lambda text: text),
+}
+
+
+def mlx_lm_names(command: Callable) -> Callable:
+    """Let a command take mlx-lm's names of its options too. They are not shown in --help."""
+    own = inspect.signature(command, eval_str=True).parameters
+    taken = {name: entry for name, entry in _MLX_LM_NAMES.items() if entry[0] in own}
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        for name, (meant, _, value_of) in taken.items():
+            if (value := values.pop(name)) is None:
+                continue
+            if values[meant] not in (None, False):
+                raise refuse(flag(name), f"it is mlx-lm's name of {flag(meant)}; give one of the two")
+            values[meant] = value_of(value)
+        return command(**values)
+
+    parameters = [*own.values()]
+    for name, (_, kind, _) in taken.items():
+        least = 0 if kind == int | None else None
+        hidden = typer.Option(flag(name), hidden=True, min=least)
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[kind, hidden])
+        )
+    return _with_parameters(run, parameters)
+
+
+def _with_parameters(run: Callable, parameters: list[inspect.Parameter]) -> Callable:
+    """A wrapped command that shows typer these parameters."""
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    del run.__wrapped__
+    return run
 
 
 def _parameter(one: Field) -> inspect.Parameter:
     """The option of one sampling setting."""
     zero = f" 0: {one.metadata['zero']}." if one.metadata["zero"] not in ("refused", "") else ""
     default = f" Default: {one.default:g}." if one.default is not None else ""
-    option = typer.Option(help=f"{one.metadata['help']}{default}{zero}", rich_help_panel="Sampling")
     kind = one.metadata["kind"]
-    annotation = Annotated[kind | None, option]
+    annotation = Annotated[kind | None, option(SAMPLING, help=f"{one.metadata['help']}{default}{zero}")]
     return inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 
 
@@ -160,6 +241,24 @@ def refuse_without_effect(settings: sampling_settings.SamplingSettings, given: M
             raise refuse(flag(name), f"it has no effect {why}{more}".replace("without ", "without --").replace("_", "-"))
         notes.append(f"--seed has no effect {why}.")
     return notes
+
+
+def template_args(text: str | None) -> dict[str, Any]:
+    """What --chat-template-args says; a usage error unless it is a JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise refuse("--chat-template-args", "give a JSON object")
+    return value
+
+
+def refuse_lonely_kv_options(asked: Any) -> None:
+    """Usage errors of options that say how --kv-bits works, where it is not given."""
+    for name in ("kv_group_size", "quantized_kv_start"):
+        if getattr(asked, name) is not None and not asked.kv_bits:
+            raise refuse(flag(name), "it has no effect without --kv-bits")
 
 
 def refuse_lonely_drafter(model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
-import typer
-
 from . import inputs, output
 from .options import (
+    MEMORY,
+    OUTPUT,
+    AdapterPath,
     BlockSize,
+    ChatTemplateArgs,
     DraftBitsOption,
     DraftModel,
     DtypeOption,
@@ -22,11 +23,16 @@ from .options import (
     Thinking,
     TrustRemoteCode,
     checked_max_tokens,
+    mlx_lm_names,
+    option,
     refuse,
     refuse_lonely_drafter,
     sampling_options,
+    template_args,
 )
 from .output import only_ours_on_stdout, say
+
+SERVER = "Server"
 
 
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
@@ -34,23 +40,26 @@ def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model:
         raise refuse("--block-size", "it needs a drafter")
 
 
+@mlx_lm_names
 @sampling_options()
 def chat(
     model: Model = None,
-    draft_model: DraftModel = None,
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    sampling: Any = None,
-    block_size: BlockSize = None,
-    thinking: Thinking = None,
-    session: Annotated[
-        str | None, typer.Option(help="Continue and keep the session of this name; 'last' is where the last chat was left.")
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Answers as they are, not drawn as Markdown.")] = False,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
-    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    system: System = None,
+    thinking: Thinking = None,
+    sampling: Any = None,
+    draft_model: DraftModel = None,
+    draft_bits: DraftBitsOption = None,
+    block_size: BlockSize = None,
+    max_tokens: MaxTokens = None,
+    session: Annotated[
+        str | None,
+        option(OUTPUT, help="Continue and keep the session of this name; 'last' is where the last chat was left."),
+    ] = None,
+    plain: Annotated[bool, option(OUTPUT, "--plain", help="Answers as they are, not drawn as Markdown.")] = False,
 ) -> None:
     """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
     refuse_lonely_drafter(model, draft_model, draft_bits)
@@ -61,8 +70,12 @@ def chat(
     from ..serving.sessions import read_session, session_path
 
     def load(name: str | None, drafter: str | None) -> Pair:
+        # Trained for the first model; /model may name another.
+        over = adapter_path if name == model else None
+        if adapter_path and not over:
+            say(f"--adapter-path belongs to {model}: {name} runs without it.")
         with only_ours_on_stdout():
-            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code))
+            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, None, over))
 
     given = {**sampling, "max_tokens": max_tokens, "block_size": block_size, "thinking": thinking}
     given = {name: value for name, value in given.items() if value is not None}
@@ -89,33 +102,47 @@ def chat(
         raise SystemExit(1)
 
 
+PromptCacheSize = Annotated[
+    int,
+    option(MEMORY, min=1, help="How many earlier prompts are kept, so as not to read them again."),
+]
+PromptCacheGb = Annotated[
+    float | None,
+    option(MEMORY, min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none."),
+]
+Host = Annotated[str, option(SERVER, help="Address to listen at.")]
+Port = Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")]
+ApiKey = Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")]
+MaxBodyMb = Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")]
+AllowedOrigins = Annotated[
+    str,
+    option(SERVER, help="Web pages that may send requests, comma-separated; '*': all."),
+]
+
+
+@mlx_lm_names
 @sampling_options()
 def serve(
     model: Model = None,
-    draft_model: DraftModel = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
-    api_key: Annotated[str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send.")] = None,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request in MB (1e6 bytes).")] = 8.0,
-    allowed_origins: Annotated[str, typer.Option(help="Web pages that may send requests, comma-separated; '*': all.")] = "",
-    max_tokens: MaxTokens = 512,
-    sampling: Any = None,
-    block_size: BlockSize = None,
-    chat_template_args: Annotated[
-        str, typer.Option(help="Variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.")
-    ] = "{}",
-    prefill_step_size: PrefillStepSize = 2048,
-    prompt_cache_size: Annotated[
-        int, typer.Option(min=1, help="How many earlier prompts are kept, so as not to read them again.")
-    ] = 10,
-    prompt_cache_gb: Annotated[
-        float | None, typer.Option(min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none.")
-    ] = None,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
-    draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request on stderr.")] = False,
+    chat_template_args: ChatTemplateArgs = None,
+    sampling: Any = None,
+    draft_model: DraftModel = None,
+    draft_bits: DraftBitsOption = None,
+    block_size: BlockSize = None,
+    prefill_step_size: PrefillStepSize = 2048,
+    prompt_cache_size: PromptCacheSize = 10,
+    prompt_cache_gb: PromptCacheGb = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    api_key: ApiKey = None,
+    max_body_mb: MaxBodyMb = 8.0,
+    allowed_origins: AllowedOrigins = "",
+    max_tokens: MaxTokens = 512,
+    verbose: Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr.")] = False,
 ) -> None:
     """Serve OpenAI's chat and text completions. Requests run one at a time in the order in which they come.
 
@@ -126,7 +153,7 @@ def serve(
     checked_max_tokens(max_tokens)
     if api_key == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
-    template_args = _template_args(chat_template_args)
+    variables = template_args(chat_template_args)
     import logging
 
     from ..sampling_settings import SamplingSettings
@@ -144,26 +171,16 @@ def serve(
         max_tokens=max_tokens,
         sampling=SamplingSettings(**sampling),
         block_size=block_size,
-        chat_template_args=template_args,
+        chat_template_args=variables,
         prefill_step_size=prefill_step_size,
         prompt_cache_size=prompt_cache_size,
         prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
-        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code)
-        inputs.say_unread_template_args(pair[3], template_args)
+        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, None, adapter_path)
+        inputs.say_unread_template_args(pair[3], variables)
         return pair
 
     with only_ours_on_stdout():
         run(options, open_pair, say)
-
-
-def _template_args(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise refuse("--chat-template-args", "give a JSON object")
-    return value

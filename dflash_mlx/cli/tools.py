@@ -7,10 +7,11 @@ import os
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-import typer
-
 from . import inputs
 from .options import (
+    DRAFTING,
+    MODEL,
+    OUTPUT,
     AsJson,
     BlockSize,
     DraftBits,
@@ -22,6 +23,7 @@ from .options import (
     Model,
     Revision,
     TrustRemoteCode,
+    option,
     refuse,
     refuse_lonely_drafter,
     refuse_without_effect,
@@ -29,19 +31,22 @@ from .options import (
 )
 from .output import only_ours_on_stdout, say, status
 
+QUANTIZING, PLAN = "Quantizing", "What is measured"
+
 
 def convert(
     hf_path: Annotated[
-        str, typer.Option("--hf-path", help="Target or drafter: a directory, a GGUF file, a hub repo or a built-in pair's name.")
+        str,
+        option(MODEL, "--hf-path", help="Target or drafter: a directory, a GGUF file, a hub repo or a built-in pair's name."),
     ],
-    mlx_path: Annotated[str, typer.Option(help="Directory to write.")] = "mlx_model",
-    quantize: Annotated[bool, typer.Option("--quantize", "-q", help="Quantize the matrices.")] = False,
-    q_bits: Annotated[int | None, typer.Option(help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
-    q_group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Type of what stays float. Default: as in the checkpoint.")] = None,
-    quant_predicate: Annotated[str | None, typer.Option(help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
+    mlx_path: Annotated[str, option(OUTPUT, help="Directory to write.")] = "mlx_model",
+    quantize: Annotated[bool, option(QUANTIZING, "--quantize", "-q", help="Quantize the matrices.")] = False,
+    q_bits: Annotated[int | None, option(QUANTIZING, help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
+    q_group_size: Annotated[int | None, option(QUANTIZING, help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
+    dtype: Annotated[Dtype | None, option(QUANTIZING, help="Type of what stays float. Default: as in the checkpoint.")] = None,
+    quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
     revision: Revision = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
+    force: Annotated[bool, option(OUTPUT, "--force", help="Replace an existing directory.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
@@ -74,14 +79,16 @@ def convert(
 
 def doctor(
     model: Model = None,
-    draft_model: Annotated[str | None, typer.Option(help="DFlash drafter, for --model or alone.")] = None,
+    draft_model: Annotated[str | None, option(DRAFTING, help="DFlash drafter, for --model or alone.")] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     revision: Revision = None,
     report: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Measure this machine, kernels and built-in pairs, at most 5 minutes; write it here to send."
+        option(
+            OUTPUT,
+            metavar="FILE",
+            help="Measure this machine, kernels and built-in pairs, at most 5 minutes; write it here to send.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -129,40 +136,44 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
 @sampling_options(leave_out=("temp", "seed"))
 def bench(
     model: Model = None,
-    draft_model: DraftModel = None,
-    kinds: Annotated[str | None, typer.Option(help="Kinds of prompts, comma-separated. Default: all.")] = None,
+    kinds: Annotated[str | None, option(PLAN, help="Kinds of prompts, comma-separated. Default: all.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help='Your own prompts: a file of {"prompt": ..., "kind": ...} lines, or of plain ones.')
+        str | None,
+        option(PLAN, help='Your own prompts: a file of {"prompt": ..., "kind": ...} lines, or of plain ones.'),
     ] = None,
-    temp: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
+    temp: Annotated[list[float] | None, option(PLAN, min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
     sampling: Any = None,
+    draft_model: DraftModel = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Tokens of text before each prompt; may be given again. Default: 0, on a GPU also 1024."),
+        option(PLAN, min=0, help="Tokens of text before each prompt; may be given again. Default: 0, on a GPU also 1024."),
     ] = None,
     max_tokens: MaxTokens = None,
     trials: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
+        option(
+            PLAN, min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
         ),
     ] = None,
     block_size: BlockSize = None,
-    seed: Annotated[int | None, typer.Option(help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
-    out: Annotated[str | None, typer.Option(help="Write a JSON record here; it is up to date after every trial.")] = None,
-    plot: Annotated[str | None, typer.Option(help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
+    seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
+    out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is up to date after every trial.")] = None,
+    plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
     as_json: AsJson = False,
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(help="Run nothing; show two records beside each other.", metavar="A.json B.json")
+        tuple[str, str] | None,
+        option(OUTPUT, help="Run nothing; show two records beside each other.", metavar="A.json B.json"),
     ] = None,
-    max_seconds: Annotated[float | None, typer.Option(min=0, help="Begin no pair that would end later than this.")] = None,
+    max_seconds: Annotated[float | None, option(PLAN, min=0, help="Begin no pair that would end later than this.")] = None,
     kernels: Annotated[
-        str | None, typer.Option(help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found.")
+        str | None,
+        option(MODEL, help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found."),
     ] = None,
     hopeless: Annotated[
-        bool, typer.Option("--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
+        bool,
+        option(PLAN, "--hopeless", help="Spoil every draft: what speculation costs where it never pays."),
     ] = False,
-    dense: Annotated[bool, typer.Option("--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
+    dense: Annotated[bool, option(MODEL, "--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     revision: Revision = None,

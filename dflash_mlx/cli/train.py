@@ -10,8 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from . import inputs
-from .options import AsJson, Dense, DraftBitsOption, Dtype, DtypeOption, NamingWhatIsMissing, flag, refuse
+from .options import (
+    MODEL,
+    OUTPUT,
+    AsJson,
+    Dense,
+    DraftBitsOption,
+    Dtype,
+    DtypeOption,
+    NamingWhatIsMissing,
+    example,
+    flag,
+    option,
+    refuse,
+)
 from .output import only_ours_on_stdout, say
+
+TEXT, DRAFTER, TRAINING, MEASURED = "Text", "Drafter", "Training", "What is measured"
 
 train_app = typer.Typer(
     no_args_is_help=True,
@@ -37,27 +52,30 @@ class Predecessor(StrEnum):
 
 
 _EXAMPLES = {
-    "data": "dflash-mlx train data --model smollm2 --out DATA --minutes 30",
-    "run": "dflash-mlx train run --model smollm2 --data DATA --out DRAFTER --minutes 60",
-    "eval": "dflash-mlx train eval --model smollm2 --draft-model DRAFTER --data DATA",
+    "data": example("dflash-mlx train data --model smollm2 --out DATA --minutes 30"),
+    "run": example("dflash-mlx train run --model smollm2 --data DATA --out DRAFTER --minutes 60"),
+    "eval": example("dflash-mlx train eval --model smollm2 --draft-model DRAFTER --data DATA"),
 }
 
-Target = Annotated[str, typer.Option(help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name.")]
-Data = Annotated[list[str], typer.Option(help="Folder that `train data` wrote; may be given again.")]
+Target = Annotated[
+    str,
+    option(MODEL, help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name."),
+]
+Data = Annotated[list[str], option(TEXT, help="Folder that `train data` wrote; may be given again.")]
 
 
 @train_app.command("data", cls=NamingWhatIsMissing, epilog=_EXAMPLES["data"])
 def train_data(
     model: Target,
-    out: Annotated[str, typer.Option(help="Folder for the text; a folder made with the same settings is continued.")],
-    minutes: Annotated[float | None, typer.Option(min=0, help="How long to write; the held-out part comes on top.")] = None,
-    answer_tokens: Annotated[int | None, typer.Option(min=1, help="How much to write, counted in answer tokens.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts to answer; default: self-made questions.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
-    max_len: Annotated[int, typer.Option(min=64, help="Longest conversation in tokens.")] = 512,
-    greedy: Annotated[float, typer.Option(min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
-    held_out: Annotated[int, typer.Option(min=1, help="Held-out questions a kind, for eval.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed gives other text.")] = 0,
+    out: Annotated[str, option(OUTPUT, help="Folder for the text; a folder made with the same settings is continued.")],
+    minutes: Annotated[float | None, option(TEXT, min=0, help="How long to write; the held-out part comes on top.")] = None,
+    answer_tokens: Annotated[int | None, option(TEXT, min=1, help="How much to write, counted in answer tokens.")] = None,
+    prompts: Annotated[str | None, option(TEXT, help="JSONL of prompts to answer; default: self-made questions.")] = None,
+    rows: Annotated[int, option(TEXT, min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
+    max_len: Annotated[int, option(TEXT, min=64, help="Longest conversation in tokens.")] = 512,
+    greedy: Annotated[float, option(TEXT, min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
+    held_out: Annotated[int, option(TEXT, min=1, help="Held-out questions a kind, for eval.")] = 128,
+    seed: Annotated[int, option(TEXT, min=0, help="Another seed gives other text.")] = 0,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -153,46 +171,54 @@ def _layer_numbers(text: str | None) -> list[int] | None:
         raise refuse("--taps", f"it is {text!r}; give layer numbers such as 1,8,14") from None
 
 
+ArchitectureOption = Annotated[
+    Architecture | None,
+    option(DRAFTER, help="dflash, or dflash2 with a candidate selector. Default: that of --init, or dflash."),
+]
+LearnFromOption = Annotated[
+    LearnFrom,
+    option(TRAINING, help="text: its tokens. target: where text was sampled, the target's probabilities."),
+]
+PredecessorOption = Annotated[
+    Predecessor | None,
+    option(TRAINING, help="dflash2: learn behind all of the text (default), or while the selector's own picks are right."),
+]
+
+
 @train_app.command("run", cls=NamingWhatIsMissing, epilog=_EXAMPLES["run"])
 def train_run(
     model: Target,
     data: Data,
-    out: Annotated[str, typer.Option(help="Folder for the drafter; a stopped run of the same settings is continued.")],
-    minutes: Annotated[float | None, typer.Option(min=0, help="How long to train.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,
-    init: Annotated[str | None, typer.Option(help="Drafter to start from, as generate takes it.")] = None,
-    architecture: Annotated[
-        Architecture | None,
-        typer.Option(help="dflash, or dflash2 with a candidate selector. Default: that of --init, or dflash."),
-    ] = None,
-    selector_rank: Annotated[int | None, typer.Option(min=1, help="dflash2: columns of a codebook. Default: 64.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of a new drafter. Default: 5.")] = None,
+    out: Annotated[str, option(OUTPUT, help="Folder for the drafter; a stopped run of the same settings is continued.")],
+    minutes: Annotated[float | None, option(TRAINING, min=0, help="How long to train.")] = None,
+    steps: Annotated[int | None, option(TRAINING, min=1, help="How many steps to train.")] = None,
+    init: Annotated[str | None, option(DRAFTER, help="Drafter to start from, as generate takes it.")] = None,
+    architecture: ArchitectureOption = None,
+    selector_rank: Annotated[int | None, option(DRAFTER, min=1, help="dflash2: columns of a codebook. Default: 64.")] = None,
+    layers: Annotated[int | None, option(DRAFTER, min=1, help="Layers of a new drafter. Default: 5.")] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of its block, the last known one included. Default: 16.")
+        int | None,
+        option(DRAFTER, min=2, help="Tokens of its block, the last known one included. Default: 16."),
     ] = None,
-    taps: Annotated[str | None, typer.Option(help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
+    taps: Annotated[str | None, option(DRAFTER, help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
     mask_token_id: Annotated[
-        int | None, typer.Option(min=0, help="Token of a draft not yet made. Default: an unused one.")
+        int | None, option(DRAFTER, min=0, help="Token of a draft not yet made. Default: an unused one.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Conversations a pass.")] = 24,
-    anchors: Annotated[int, typer.Option(min=1, help="Blocks a conversation.")] = 96,
-    accumulate: Annotated[int, typer.Option(min=1, help="Passes a step.")] = 1,
-    max_len: Annotated[int, typer.Option(min=64, help="Conversations are cut to this many tokens.")] = 512,
-    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
-    loss: Annotated[str, typer.Option(help="decay (the paper's weights) or dpace.")] = "dpace",
-    learn_from: Annotated[
-        LearnFrom, typer.Option(help="text: its tokens. target: where text was sampled, the target's probabilities.")
-    ] = LearnFrom.text,
+    batch: Annotated[int, option(TRAINING, min=1, help="Conversations a pass.")] = 24,
+    anchors: Annotated[int, option(TRAINING, min=1, help="Blocks a conversation.")] = 96,
+    accumulate: Annotated[int, option(TRAINING, min=1, help="Passes a step.")] = 1,
+    max_len: Annotated[int, option(TRAINING, min=64, help="Conversations are cut to this many tokens.")] = 512,
+    lr: Annotated[float, option(TRAINING, min=0, help="Peak learning rate.")] = 1e-3,
+    loss: Annotated[str, option(TRAINING, help="decay (the paper's weights) or dpace.")] = "dpace",
+    learn_from: LearnFromOption = LearnFrom.text,
     tv: Annotated[
-        float | None, typer.Option(min=0, max=1, help="dflash2: share of total variation in what is learned from the target.")
+        float | None,
+        option(TRAINING, min=0, max=1, help="dflash2: share of total variation in what is learned from the target."),
     ] = None,
-    predecessor: Annotated[
-        Predecessor | None,
-        typer.Option(help="dflash2: learn behind all of the text (default), or while the selector's own picks are right."),
-    ] = None,
-    patience: Annotated[int, typer.Option(min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
-    pause_minutes: Annotated[float | None, typer.Option(min=0, help="Save and stop after this long, to go on later.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed gives another order and start.")] = 0,
+    predecessor: PredecessorOption = None,
+    patience: Annotated[int, option(TRAINING, min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
+    pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
+    seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -226,10 +252,10 @@ def train_run(
 @train_app.command("eval", cls=NamingWhatIsMissing, epilog=_EXAMPLES["eval"])
 def train_eval(
     model: Target,
-    draft_model: Annotated[str, typer.Option(help="Drafter trained for it.")],
+    draft_model: Annotated[str, option(MEASURED, help="Drafter trained for it.")],
     data: Data,
-    block_size: Annotated[list[int] | None, typer.Option(min=2, help="Block sizes; may be given again.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most held-out answers.")] = None,
+    block_size: Annotated[list[int] | None, option(MEASURED, min=2, help="Block sizes; may be given again.")] = None,
+    limit: Annotated[int | None, option(MEASURED, min=1, help="Most held-out answers.")] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     dense: Dense = None,

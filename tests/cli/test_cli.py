@@ -214,6 +214,13 @@ def test_the_prompt_comes_from_a_file_unchanged(tmp_path):
     assert done.returncode == 1 and "prompt.txt is not UTF-8: byte 3 is 0xe9" in done.stderr
 
 
+def test_a_prompt_that_is_piped_in_needs_no_flag():
+    common = ["generate", *TINY, "--raw", "--json", "-m", "8"]
+    piped, given = run(*common, stdin="for i in range(\n"), run(*common, "-p", "for i in range(\n", stdin="not this")
+    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+    assert "No prompt given" in run(*common, stdin="").stderr and "No prompt given" not in piped.stderr
+
+
 def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end():
     common = ["generate", *TINY, "--raw", "--json", "-m", "24", "-p", "def test_"]
     whole = json.loads(run(*common).stdout)

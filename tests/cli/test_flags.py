@@ -85,6 +85,11 @@ COMMON = {
     "--dense": [],
     "--no-dense": [],
     "--max-len": ["64"],
+    "--adapter-path": ["A"],
+    "--system-prompt": ["be brief"],
+    "--num-draft-tokens": ["2"],
+    "--chat-template-args": ['{"enable_thinking": true}'],
+    "--chat-template-config": ['{"enable_thinking": true}'],
 }
 VALUES = {
     "generate": {
@@ -100,6 +105,7 @@ VALUES = {
         "--kv-group-size": ["32", "--kv-bits", "8"],
         "--quantized-kv-start": ["0", "--kv-bits", "8"],
         "--raw": [],
+        "--ignore-chat-template": [],
         "--show-drafts": [],
     },
     "chat": {"--session": ["s"], "--plain": []},
@@ -109,7 +115,6 @@ VALUES = {
         "--api-key": ["k"],
         "--max-body-mb": ["1"],
         "--allowed-origins": ["http://a"],
-        "--chat-template-args": ['{"enable_thinking": true}'],
         "--prompt-cache-size": ["3"],
         "--prompt-cache-gb": ["0"],
         "--verbose": [],

@@ -1,0 +1,101 @@
+"""Weights that mlx-lm trained over a target: mlx-lm's own layers and files, and the target that the drafter then sees."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from kit import TINY, full_forward, greedy_ids, ids_of, rounds_of, run
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from dflash_mlx import load, load_drafter
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.models.target import Target
+
+PROMPT = [1, 40, 7, 22, 9, 31, 5]
+KEYS = {"layers": None, "ends": ["model.embed_tokens", "lm_head", "self_attn.v_proj", "mlp.down_proj"]}
+
+
+def adapter(folder, kind="lora", keys=None, scale=6.0):
+    """What mlx_lm.lora writes, with random weights that change every answer."""
+    model, _ = mlx_lm.load(str(TINY / "target"))
+    model.freeze()
+    mx.random.seed(3)
+    parameters = {"rank": 4, "scale": scale, "dropout": 0.1, **({"keys": keys} if keys else {})}
+    linear_to_lora_layers(model, 8, dict(parameters), use_dora=kind == "dora")
+    weights = {
+        name: mx.random.normal(value.shape) * 0.3 if name.endswith("lora_b") else value
+        for name, value in tree_flatten(model.trainable_parameters())
+    }
+    config = {"fine_tune_type": kind, "num_layers": 8, "lora_parameters": parameters}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return str(folder)
+
+
+def mlx_lms(path):
+    """The target as mlx-lm loads it with an adapter, in float32 as ours is on a CPU."""
+    model, _ = mlx_lm.load(str(TINY / "target"), adapter_path=path)
+    model.set_dtype(mx.float32)
+    return model
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("block_size", [2, 8, None])
+@pytest.mark.parametrize(("kind", "keys"), [("lora", "layers"), ("dora", "layers"), ("lora", "ends")])
+def test_an_adapted_target_says_what_mlx_lm_says_with_the_same_adapter(tmp_path, kind, keys, block_size):
+    path = adapter(tmp_path / "adapter", kind, KEYS[keys])
+    model, _ = load("tiny", adapter_path=path)
+    drafter = load_drafter("tiny", model)
+    theirs = mlx_lms(path)
+    expected = greedy_ids(theirs, PROMPT, 40)
+    assert ids_of(run(model, drafter, PROMPT, 40, block_size=block_size)) == expected
+    plain, _ = load("tiny")
+    assert greedy_ids(plain, PROMPT, 40) != expected
+
+
+@pytest.mark.full
+def test_taps_and_drafts_are_those_of_the_adapted_target(tmp_path):
+    path = adapter(tmp_path / "adapter")
+    model, _ = load("tiny", adapter_path=path)
+    drafter = load_drafter("tiny", model)
+    target = Target(model, drafter.config.target_layer_ids)
+    theirs = mlx_lms(path)
+    outputs = full_forward(theirs, PROMPT)
+    wanted = mx.concatenate([outputs[i] for i in target.layer_ids], axis=-1)
+    _, features = target(mx.array([PROMPT]))
+    assert mx.allclose(features[0], wanted, rtol=1e-5, atol=1e-5).item()
+    plain, _ = load("tiny")
+    assert not mx.allclose(Target(plain, target.layer_ids)(mx.array([PROMPT]))[1][0], wanted, rtol=0.1, atol=0.1).item()
+    # Every drafted id: as of a drafter that has seen none of the text before.
+    line = PROMPT + greedy_ids(theirs, PROMPT, 24)
+    at = len(PROMPT)
+    for drafted, accepted, _ in rounds_of(run(model, drafter, PROMPT, 24, block_size=8)):
+        if drafted:
+            _, features = target(mx.array([line[:at]]))
+            assert drafted == drafter.draft(mx.array([line[at]]), features, drafter.make_cache(), 0, 8)[0].tolist(), at
+        at += accepted + 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: None, "there is no such directory"),
+        (lambda d: d.mkdir(), "adapter_config.json is not there"),
+        (lambda d: (d.mkdir(), (d / "adapter_model.safetensors").touch()), "its files are those of PEFT"),
+        (lambda d: (adapter(d), (d / "adapters.safetensors").unlink()), "does not fit tiny|cannot be read"),
+        (lambda d: (adapter(d), (d / "adapters.safetensors").write_bytes(b"x")), "does not fit tiny"),
+        (lambda d: (adapter(d), (d / "adapter_config.json").write_text("{}")), "does not fit tiny: .*num_layers"),
+        (
+            lambda d: (adapter(d), mx.save_safetensors(str(d / "adapters.safetensors"), {"model.nope.lora_a": mx.ones((2, 2))})),
+            "model.nope.lora_a: not an adapter parameter",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_one_sentence(tmp_path, spoil, message):
+    spoil(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load("tiny", adapter_path=str(tmp_path / "a"))
+    assert "\n" not in str(raised.value)
