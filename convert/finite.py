@@ -9,13 +9,18 @@ import mlx.core as mx
 
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.progress import tell
 
 _MOST_NAMES = 8
 
 
 def require_finite(checkpoint: Checkpoint, unused: Collection[str] = ()) -> None:
     """Raises CheckpointError naming every tensor, but the unused ones, that holds NaN or infinite values."""
-    found = [name for name, value in _parts(checkpoint) if name not in unused and not is_finite(value)]
+    found, total = [], len(checkpoint.tensors)
+    for n, (name, value) in enumerate(_parts(checkpoint)):
+        tell(f"Checking {checkpoint.source}", min(n, total), total, "tensors")
+        if name not in unused and not is_finite(value):
+            found.append(name)
     if found:
         more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
         raise CheckpointError(

@@ -18,6 +18,7 @@ from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.drafter import Drafter
+from dflash_mlx.progress import tell
 from dflash_mlx.version import __version__
 
 from .finite import is_finite
@@ -46,6 +47,7 @@ def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
     """
     from mlx_lm.models.cache import make_prompt_cache
 
+    tell("Comparing with the source")
     model, vocabulary = load()
     model.set_dtype(mx.float32)
     # with a cache, as generation runs it: layers that share keys with earlier ones find them only there

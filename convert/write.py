@@ -21,6 +21,7 @@ import mlx.core as mx
 from dflash_mlx.checkpoint import Checkpoint, sha256_of
 from dflash_mlx.errors import ConversionError
 from dflash_mlx.machine import write_atomically
+from dflash_mlx.progress import tell
 
 from .finite import is_finite
 
@@ -146,7 +147,7 @@ def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_
     Raises:
       ConversionError: tensors with NaN or infinite values (float16 overflows), named.
     """
-    total = sum(value.nbytes for value in weights.values())
+    total, tensors = sum(value.nbytes for value in weights.values()), len(weights)
     check_space(directory, total)
     limit = min(_MAX_SHARD_BYTES, max(_MIN_SHARD_BYTES, largest_source_file_bytes // 2))
     shards: list[list[str]] = [[]]
@@ -162,7 +163,7 @@ def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         part = {name: weights.pop(name) for name in names}
-        _check_finite(part)
+        _check_finite(part, len(weight_map), tensors)
         _save(directory / file, part)
         weight_map |= dict.fromkeys(names, file)
         files.append(file)
@@ -181,8 +182,13 @@ def _save(file: Path, part: dict[str, mx.array]) -> None:
         raise OSError(f"{file.name} is cut short; the disk is full or a file size limit was met")
 
 
-def _check_finite(part: dict[str, mx.array]) -> None:
-    names = [name for name, value in part.items() if not is_finite(value)]
+def _check_finite(part: dict[str, mx.array], before: int, total: int) -> None:
+    """Compute a shard's tensors, of which `before` of `total` are written; refuse those that are not finite."""
+    names = []
+    for n, (name, value) in enumerate(part.items(), start=before):
+        tell("Converting", n, total, "tensors")
+        if not is_finite(value):
+            names.append(name)
     if not names:
         return
     listed = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, DFlashError
+from .progress import hub_bar
 
 if TYPE_CHECKING:
     from .conversion.gguf.header import GGUFFile
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 # in the format's list of types, but not in MLX's
 _UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"^(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # what a hub repository is asked for: never code, never PyTorch pickles
 _DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja", "README.md"]
@@ -38,8 +38,7 @@ _NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"
-_MOST_NAMES = 6
-_MOST_LETTERS = 120
+_MOST_NAMES, _MOST_LETTERS = 6, 120
 # far above any config's own nesting, far below where Python's copying and walking of it end
 _MOST_DEPTH = 64
 
@@ -195,7 +194,8 @@ def _download(repo: str, revision: str | None) -> Path:
     page = f"https://huggingface.co/{repo}"
     at = f" at revision {revision}" if revision else ""
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_DOWNLOAD, ignore_patterns=_NOT_DOWNLOADED))
+        wanted = {"allow_patterns": _DOWNLOAD, "ignore_patterns": _NOT_DOWNLOADED}
+        return Path(snapshot_download(repo, revision=revision, tqdm_class=hub_bar(f"Fetching {repo}"), **wanted))
     except hub.GatedRepoError:
         raise CheckpointError(
             f"{repo} is gated: its owner has to give access",

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from . import memory
 from .checkpoint import Checkpoint, inspect_checkpoint
@@ -29,9 +30,12 @@ from .models.target import Target
 from .pair import DFlashPair
 from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
+from .progress import tell
 from .traced import prepare
 
 _log = logging.getLogger("dflash_mlx.loading")
+# After so many bytes of weights it is told how far loading is.
+_TOLD_BYTES = 64 << 20
 
 DRAFT_BITS = (4, 8)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -113,7 +117,7 @@ def load(
     loaded.cast(due, spare=dtype is not None)
     if not lazy:
         check_weights(checkpoint.source, model_bytes(model))
-        mx.eval(model.parameters())
+        read_weights(model, f"Loading {path_or_hf_repo}")
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -143,6 +147,21 @@ def _put_adapter(model: nn.Module, adapter_path: str, name: str) -> None:
             "Give the one that mlx_lm.lora trained for this model",
         ) from None
     model.eval()
+
+
+def read_weights(module: nn.Module, what: str) -> None:
+    """Evaluate a module's parameters, which loading leaves lazy; tells how far it is."""
+    arrays = [array for _, array in tree_flatten(module.parameters())]
+    total, read, told = sum(array.nbytes for array in arrays), 0, 0
+    part: list[mx.array] = []
+    for array in arrays:
+        part.append(array)
+        read += array.nbytes
+        if read - told >= _TOLD_BYTES:
+            mx.eval(part)
+            part, told = [], read
+            tell(what, read, total, "bytes")
+    mx.eval(part)
 
 
 def _find(name: str, part: str, revision: str | None) -> tuple[Any, Checkpoint]:
@@ -378,7 +397,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     drafter.load_weights(list(weights.items()))
     drafter.set_dtype(activation_dtype(model))
     drafter.eval()
-    mx.eval(drafter.parameters())
+    read_weights(drafter, "Loading the drafter")
     if "lm_head" in drafter:
         _check_own_head(drafter, target)
     head = finish_head(config, target.head, target.matrix, target.family) if "lm_head" not in drafter else target.head
@@ -452,8 +471,6 @@ def _check_own_head(drafter: Drafter, target: Target) -> None:
 
 
 def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
-    from mlx.utils import tree_flatten
-
     return tree_flatten(module.parameters())
 
 

@@ -15,6 +15,7 @@ import typer
 from ..errors import DFlashError
 from ..serving.interrupt import at_ctrl_c
 from . import inputs, output
+from .live import live
 from .options import (
     DRAFTING,
     OUTPUT,
@@ -223,9 +224,10 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
         if asked.as_json:
             print(json.dumps({**result, "seed": seed, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         stdout.flush()
+        line.stop()
         say(output.figures({**result, "seed": seed}))
 
-    with leave_prefill_at_ctrl_c(leave) as begun, output.prefill_progress() as progress:
+    with live("Reading the prompt") as line, leave_prefill_at_ctrl_c(leave) as begun:
         responses = stream_generate(
             lm,
             tokenizer,
@@ -243,7 +245,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             kv_bits=asked.kv_bits,
             kv_group_size=asked.kv_group_size,
             quantized_kv_start=asked.quantized_kv_start,
-            prompt_progress_callback=progress,
+            prompt_progress_callback=line.prefill,
         )
         if asked.as_json:
             show = output.nothing

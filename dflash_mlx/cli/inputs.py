@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..chat_template import without_effect
 from ..errors import DFlashError
+from .live import live
 from .options import DraftBits, Dtype
-from .output import say, status
+from .output import say
 
 if TYPE_CHECKING:
     from ..memory import RunSize
@@ -106,7 +107,6 @@ def load_pair(
         None: `CONTEXT` tokens.
       adapter_path: what mlx-lm trained for the target, put over it.
     """
-    import mlx.core as mx
 
     from .. import loading, traced
     from ..kernels import autotune
@@ -119,7 +119,7 @@ def load_pair(
     target, drafter = choose_pair(model, draft_model)
     check_revision(revision, target, drafter)
     builtin.builtin_path(target, "target", say=say)
-    with status(f"Loading {target} ..."):
+    with live(f"Loading {target}"):
         lm, tokenizer = loading.load(
             target,
             adapter_path=adapter_path,
@@ -130,7 +130,7 @@ def load_pair(
         )
         asked = run(tokenizer) if run else RunSize(CONTEXT)
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
-        mx.eval(lm.parameters())
+        loading.read_weights(lm, f"Loading {target}")
         draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")

@@ -1,4 +1,4 @@
-"""What the command line says while it works: sentences on stderr, spinners, the prompt's progress, text as it comes."""
+"""What the command line says: sentences on stderr, text as it comes, and the figures under an answer."""
 
 from __future__ import annotations
 
@@ -19,40 +19,6 @@ def only_ours_on_stdout() -> Iterator[Any]:
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
-
-
-@contextlib.contextmanager
-def status(text: str) -> Iterator[None]:
-    """A spinner on stderr while something loads; nothing when stderr is not a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status(text) if console.is_terminal else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def prefill_progress() -> Iterator[Any]:
-    """A progress bar over prompt tokens on stderr; it leaves when the prompt is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("prompt"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("prompt", total=None)
-
-    def update(done: int, total: int) -> None:
-        if done < total:
-            bar.update(task, completed=done, total=total)
-            bar.start()
-        else:
-            bar.stop()
-
-    try:
-        yield update
-    finally:
-        bar.stop()
 
 
 def figures(result: dict[str, Any]) -> str:

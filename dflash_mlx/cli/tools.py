@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 from . import inputs
+from .live import live
 from .options import (
     DRAFTING,
     MODEL,
@@ -29,7 +30,7 @@ from .options import (
     refuse_without_effect,
     sampling_options,
 )
-from .output import only_ours_on_stdout, say, status
+from .output import only_ours_on_stdout, say
 
 QUANTIZING, PLAN = "Quantizing", "What is measured"
 
@@ -55,7 +56,7 @@ def convert(
             raise refuse(name, "it has no effect without --quantize")
     if q_bits is not None and quant_predicate:
         raise refuse("--q-bits", "it has no effect with --quant-predicate, whose recipe sets the bits")
-    with only_ours_on_stdout(), status(f"Converting {hf_path} ..."):
+    with only_ours_on_stdout(), live(f"Converting {hf_path}"):
         from ..conversion import convert as convert_checkpoint
         from ..pairs import builtin
 
@@ -97,7 +98,7 @@ def doctor(
     if report is not None:
         _report(report, as_json, model=model, draft_model=draft_model, dtype=dtype, draft_bits=draft_bits, revision=revision)
         return
-    with only_ours_on_stdout() as stdout, status("Looking ..."):
+    with only_ours_on_stdout() as stdout, live("Looking") as line:
         from ..pairs.builtin import DEFAULT_PAIR
         from ..tools.doctor import diagnose, render
 
@@ -113,6 +114,7 @@ def doctor(
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
         found = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
+        line.stop()
         print(json.dumps(found) if as_json else render(found), file=stdout)
     if found["faults"]:
         raise SystemExit(1)
@@ -127,7 +129,8 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
         from ..tools.report import BUDGET_S, make_report, summary
 
         say(f"Measuring for at most {BUDGET_S / 60:.0f} minutes; Ctrl-C ends it and keeps what is measured.")
-        record = make_report(path, say)
+        with live("Measuring"):
+            record = make_report(path, say)
         print(json.dumps(record) if as_json else "\n".join(summary(record, path)), file=stdout)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
@@ -195,7 +198,8 @@ def bench(
         _check_bench(asked)
         if plot:
             b.check_plot()
-        record = _bench(asked, b)
+        with live("Starting"):
+            record = _bench(asked, b)
         print(json.dumps(record) if as_json else b.table(record), file=stdout)
         if plot:
             b.plot(record, plot)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from . import inputs
+from .live import live
 from .options import (
     MODEL,
     OUTPUT,
@@ -83,7 +84,7 @@ def train_data(
     if minutes is None and answer_tokens is None:
         raise refuse("--minutes", "nothing says how much to write: give --minutes or --answer-tokens")
     _refuse_zero("--minutes", minutes)
-    with only_ours_on_stdout():
+    with only_ours_on_stdout(), live(f"Loading {model}"):
         from ..train.data import DataConfig, make_data
 
         target, tokenizer = _load_for_training(model, dtype, dense)
@@ -226,7 +227,7 @@ def train_run(
     asked = SimpleNamespace(**locals())
     _check_run(asked)
     chosen = _layer_numbers(taps)
-    with only_ours_on_stdout():
+    with only_ours_on_stdout(), live(f"Loading {model}"):
         from ..train.data import load_docs
         from ..train.trainer import Source, TrainConfig, train
 
@@ -262,7 +263,7 @@ def train_eval(
     as_json: AsJson = False,
 ) -> None:
     """Measure tau on held-out text by replaying its rounds, beside three simpler sources of drafts."""
-    with only_ours_on_stdout() as stdout:
+    with only_ours_on_stdout() as stdout, live(f"Loading {model}") as line:
         import numpy as np
 
         from ..loading import load_drafter
@@ -277,6 +278,7 @@ def train_eval(
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
         taps = Target(target, drafter.config.target_layer_ids)
         rows = evaluate(drafter, taps, held_out, load_docs(*data), block_size or [drafter.config.block_size])
+        line.stop()
         if as_json:
             print(json.dumps({"tau": rows, "model": model, "draft_model": draft_model}), file=stdout)
             return

@@ -28,6 +28,7 @@ import mlx.core as mx
 
 from ..errors import DFlashError
 from ..machine import JsonCache, cache_directory, switch, system_identity
+from ..progress import tell
 from . import REGISTRY, names, trials
 from .crash_marker import marked
 from .launch import Form, Kernel, maker
@@ -416,6 +417,7 @@ def try_waiting(budget_s: float, trial_s: float = TRIAL_S, stop: Callable[[], bo
                 if limit_s <= 0 or stop():
                     return
                 tried += 1
+                tell("Trying kernels on this GPU" + (f", at most {budget_s:.0f} s" if budget_s < float("inf") else ""))
                 _measure(question, rows, make, limit_s, limit_s == trial_s)
             if not _on(question) or all(rows in table for rows in question.rows):
                 _waiting.pop(about, None)

@@ -43,6 +43,7 @@ from ..generation import stream_generate
 from ..kernels.autotune import try_waiting
 from ..machine import chip, machine_bytes, switches_set, write_atomically
 from ..models.target import Target
+from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
 
 FORMAT = 1
@@ -193,6 +194,7 @@ class Bench:
     def go(self) -> dict[str, Any]:
         """Cold runs, warm-up, all trials. Ctrl-C and `max_seconds` end it early; `ended` says how it ended."""
         record, began, longest = self.record, time.perf_counter(), 0.0
+        pairs = self.plan.trials * len(self.cells)
         try:
             self._warm_up()
             self.say(f"Warm after {record['warm_up_s']:.0f} s; {len(self.cells)} cells, {self.plan.trials} trials.")
@@ -200,6 +202,7 @@ class Bench:
             for trial in range(self.plan.trials):
                 for i, cell in enumerate(self.cells):
                     start = time.perf_counter()
+                    tell("Timing", trial * len(self.cells) + i, pairs, "pairs of answers")
                     if self.max_seconds is not None and start - began + longest > self.max_seconds:
                         record["ended"] = "out of time"
                         return record
@@ -221,6 +224,7 @@ class Bench:
     def _warm_up(self) -> None:
         """The first run of each side goes into `cold`; then one short run of each side for every context and temperature."""
         began = time.perf_counter()
+        tell("Warming up")
         for side in SIDES:
             self.record["cold"][side] = self._run(side, self.cells[0], 0)[0]
         seen = set()

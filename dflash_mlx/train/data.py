@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointError, ConfigError
 from ..machine import write_atomically
+from ..progress import tell
 from .prompts import FAMILIES, FAMILY_IDS, KINDS, Pools, chat_ids, make_frame, read_prompts
 from .rollout import Frame, Row, Written, write_rows
 
@@ -343,6 +344,9 @@ class _Maker:
         special = frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos)
         self.keep = _Filter(config, frame, special, config.looped_share)
         self.answers = self.docs_made = self.made_here = self.number = 0
+        # For how far it is: begin and deadline, or how many tokens of answers are wanted.
+        self.until: tuple[float, float] | None = None
+        self.wanted: int | None = None
         self.waiting: list[Future] = []
 
     def learn(self, docs: Docs) -> None:
@@ -392,6 +396,14 @@ class _Maker:
             self.count(*_collect(self.waiting, 0))
             _write_held_out(self.model, self.planner, self.reserved, self.folder, self.dtype, self.config, self.report)
 
+    def tell(self, position: int, active: int, written: int) -> None:
+        """How far all of it is, while a shard is written."""
+        if self.until is None:
+            tell("Writing text", min(self.made_here + written, self.wanted), self.wanted, "tokens of answers")
+        else:
+            begun, deadline = self.until
+            tell("Writing text", 100 * (time.monotonic() - begun) / (deadline - begun), 100, "%")
+
     def write(self, helper: ThreadPoolExecutor, deadline: float | None) -> bool:
         """Write one shard and hand it to the filter; False when there is nothing left to ask."""
         number, config = self.number, self.config
@@ -406,8 +418,8 @@ class _Maker:
         rows, kinds, families = self.planner.shard(number, self.pools)
         if not rows:
             return False
-        begun = time.monotonic()
-        written = write_rows(self.model, rows, self.frame, config.max_len, seed=config.seed * 100_003 + number, deadline=deadline)
+        begun, seed = time.monotonic(), config.seed * 100_003 + number
+        written = write_rows(self.model, rows, self.frame, config.max_len, seed, progress=self.tell, deadline=deadline)
         took, new = time.monotonic() - begun, int(sum(w.answer.sum() for w in written))
         self.made_here += new
         self.waiting.append(helper.submit(self.finish, number, written, kinds, families))
@@ -444,6 +456,8 @@ def make_data(
     maker = _Maker(model, tokenizer, folder, config, prompts, report)
     begun = time.monotonic()
     deadline = begun + seconds if seconds else None
+    maker.until, maker.wanted = deadline and (begun, deadline), answer_tokens
+    tell("Writing text", 0.0, answer_tokens if deadline is None else 100, "tokens of answers" if deadline is None else "%")
     with ThreadPoolExecutor(1) as helper:  # filters one shard while the target writes the next
         while not (deadline and time.monotonic() > deadline) and not (answer_tokens and maker.answers >= answer_tokens):
             if maker.path(maker.number).exists():
@@ -506,6 +520,7 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
         written = []
         for start in range(0, len(again), config.rows):
             part = again[start : start + config.rows]
+            tell(f"Writing held-out text at temperature {temp:g}", start, len(again), "answers")
             written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start)
             report(f"held out: {len(written)} of {len(rows)} answered at temperature {temp:g}")
         keep.seen.clear()

@@ -18,6 +18,7 @@ import numpy as np
 from ..draft_length.prompt_lookup import PromptLookup
 from ..models.drafter import Drafter
 from ..models.target import Target
+from ..progress import tell
 from ..sampling import Distribution, noise_at
 from .data import Docs
 from .forward import block_hidden, context_keys_values
@@ -204,6 +205,7 @@ def evaluate(
             spans = [answer_span(docs.doc(i)[1], max_tokens) for i in range(len(docs))]
             ids, _ = docs.pad(range(len(docs)), -(-max(e for _, e in spans) // 32) * 32)
             for K in block_sizes:
+                tell(f"Measuring at temperature {temp:g}, block {K}")
                 replays = {
                     "drafter": replay_docs(drafter, target, docs, K, max_tokens),
                     "zeroed": replay_docs(drafter, target, docs, K, max_tokens, zero_features=True),

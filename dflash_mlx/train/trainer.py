@@ -31,6 +31,7 @@ from ..machine import write_atomically
 from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.target import Target
+from ..progress import tell
 from .data import Docs, batches
 from .forward import block_hidden, context_keys_values
 from .losses import LossConfig, Wanted, block_loss, labels_of
@@ -370,6 +371,7 @@ class _Run:
                     trainer.elapsed = before + time.monotonic() - begun
                     share = trainer.step / c.steps if c.steps else trainer.elapsed / c.seconds
                     paused = pause_s is not None and time.monotonic() - begun > pause_s
+                    self._tell(share)
                     if share >= 1 or paused or (c.patience and trainer.stalled >= c.patience):
                         break
                     loss = self._step([next(feed) for _ in range(c.accumulate)], share)
@@ -388,6 +390,13 @@ class _Run:
         trainer.use(trainer.kept)
         draw_curves(self.out)
         return self.line
+
+    def _tell(self, share: float) -> None:
+        trainer, c = self.trainer, self.trainer.config
+        if c.steps:
+            tell("Training", trainer.step, c.steps, "steps")
+        else:
+            tell("Training", 100 * share, 100, "%")
 
     def _step(self, passes: list[tuple], share: float) -> mx.array:
         trainer = self.trainer
@@ -421,6 +430,7 @@ class _Run:
     def evaluate(self) -> dict[str, Any]:
         """tau on held-out greedy text with the EMA weights, in all and by kind; notes the best and how long ago it was."""
         trainer, held_out = self.trainer, self.held_out
+        tell("Measuring on held-out text")
         replays = replay_docs(trainer.use(trainer.ema), trainer.target, held_out, trainer.K)
         found = {"step": trainer.step, "tau_heldout": mean_tau(replays)}
         for kind in np.unique(held_out.kind):

@@ -1,6 +1,5 @@
 """The command line as a user meets it: separate processes, exit codes, and which stream carries what."""
 
-import io
 import json
 import os
 import re
@@ -341,15 +340,3 @@ def test_a_closed_pipe_ends_quietly():
     process.stdout.close()
     assert process.wait(timeout=60) != 0
     assert "Traceback" not in process.stderr.read()
-
-
-def test_the_prompts_bar_knows_its_total_from_the_first_picture_on(monkeypatch):
-    from rich.console import Console
-
-    from dflash_mlx.cli.output import prefill_progress
-
-    shown = io.StringIO()
-    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=shown, force_terminal=True, width=80))
-    with prefill_progress() as progress:
-        progress(0, 700)
-    assert "0/700 tokens" in shown.getvalue() and "None" not in shown.getvalue()

@@ -1,8 +1,14 @@
 """What a person sees in a terminal: no line over the width, no torn word, no silence, no word of ours."""
 
 import sys
+import time
 
+import pytest
 from screen import Screen
+
+from dflash_mlx.cli import live as cli_live
+from dflash_mlx.cli.live import Line
+from dflash_mlx.progress import hub_bar, listening, tell
 
 HELLO = "import time; print('hello ' * 5); print('word ' * 2); time.sleep(0.4); input('name? ')"
 
@@ -14,3 +20,107 @@ def test_the_terminal_of_the_tests_sees_torn_words_long_lines_and_pauses():
         assert screen.end() == 0
     assert screen.text.splitlines() == ["hello hello hello he", "llo hello", "word word", "name? bob"]
     assert screen.torn == screen.over == ["hello hello hello he"] and 0.3 < screen.longest_pause < 2
+
+
+# Slow parts of every kind: one long step, known and unknown ends, words said meanwhile, and text at the end.
+SLOW = """
+import sys, time
+from dflash_mlx.cli.live import live
+from dflash_mlx.cli.output import say
+from dflash_mlx.progress import tell
+with live("Loading an-owner/a-model-with-a-long-name") as line:
+    for done in range(4):
+        tell("Fetching an-owner/a-model-with-a-long-name", done * 2.1e9, 8.4e9, "bytes")
+        time.sleep(PART)
+    say("A sentence that somebody says while it goes on, which is longer than a narrow terminal is wide.")
+    line.prefill(0, 3700)
+    time.sleep(2 * PART)
+    line.prefill(3700, 3700)
+    print("the answer")
+"""
+
+
+def slow_parts(columns, part):
+    with Screen([sys.executable, "-c", SLOW.replace("PART", str(part))], columns=columns, program=True) as screen:
+        assert screen.end() == 0
+    return screen
+
+
+@pytest.mark.full
+def test_the_live_line_says_what_goes_on_how_far_and_leaves():
+    screen = slow_parts(80, 0.7)
+    assert screen.text.splitlines()[-1] == "the answer" and "Fetching" not in screen.text and "Reading" not in screen.text
+    lines = [row for row in screen.rows if "2.1 of 8.4 GB" in row]
+    assert lines and all(row.startswith("Fetching an-owner/a-model-with-a-long-name: 2.1 of 8.4 GB, ") for row in lines)
+    assert any(row.startswith("Reading the prompt: 0 of 3,700 tokens, 1 s") for row in screen.rows)
+    assert any(" s, about " in row and row.endswith(" s left") for row in screen.rows)
+    assert not screen.over
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_nothing_is_silent_for_two_seconds_nor_over_the_width(columns):
+    screen = slow_parts(columns, 2.5)
+    assert screen.longest_pause < 2 and not screen.over, (screen.changes, screen.over)
+    assert any("6.3 of 8.4 GB" in row for row in screen.rows) and any("tokens, 4 s" in row for row in screen.rows)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_a_narrow_line_keeps_its_figures_and_cuts_the_name(width):
+    now = [0.0]
+    line = Line("Fetching", clock=lambda: now[0])
+    line.update("Fetching an-owner/a-model-with-a-long-name", 0, 8e9, "bytes")
+    now[0] = 14.0
+    line.update("Fetching an-owner/a-model-with-a-long-name", 2e9, 8e9, "bytes")
+    text = line.text(width)
+    assert len(text) <= width and text.startswith("Fetch") and " 14 s" in text
+    assert ("2.0 of 8.0 GB" in text) == (width > 20) and ("about 42 s left" in text) == (width >= 80)
+
+
+def test_what_is_left_comes_from_this_work_alone():
+    now = [0.0]
+    line = Line("Loading", clock=lambda: now[0])
+    now[0] = 50.0
+    line.update("Training", 900, 1000, "steps")
+    assert line.text(80) == "Training: 900 of 1,000 steps, 0 s"
+    now[0] = 60.0
+    line.update("Training", 950, 1000, "steps")
+    assert line.text(80) == "Training: 950 of 1,000 steps, 10 s, about 10 s left"
+
+
+def test_in_a_pipe_a_line_comes_every_ten_seconds(monkeypatch, capsys):
+    assert cli_live._PRINTED_S == 10
+    monkeypatch.setattr(cli_live, "_PRINTED_S", 0.2)
+    with cli_live.live("Loading tiny"):
+        tell("Converting", 3, 12, "tensors")
+        time.sleep(0.8)
+    out, err = capsys.readouterr()
+    assert not out and 1 <= err.count("Converting: 3 of 12 tensors, ") == len(err.splitlines()) <= 3, err
+
+
+def test_quick_work_shows_nothing_and_what_is_told_without_a_listener_is_nothing(capsys):
+    tell("Converting", 3, 12, "tensors")
+    with cli_live.live("Loading tiny") as line:
+        with cli_live.live("Loading the drafter") as inner:
+            assert inner is line and line.text(80).startswith("Loading the drafter: ")
+        assert line.is_shown
+    assert capsys.readouterr() == ("", "")
+
+
+def test_fetching_tells_its_bytes_and_draws_no_bars_of_the_hubs(capsys):
+    told = []
+    with listening(lambda *state: told.append(state)):
+        bar = hub_bar("Fetching org/name")
+    came, written, files = bar(total=0, unit="B", desc="Downloading bytes"), bar(total=0, unit="B"), bar(total=3, unit="it")
+    for each in (came, written):
+        each.total = 100
+    written.update(40)
+    written.refresh()
+    came.update(10)
+    came.refresh()
+    files.update(3)
+    files.refresh()
+    for each in (came, written, files):
+        each.close()
+    assert told[-1] == ("Fetching org/name", 40, 100, "bytes") and {what for what, *_ in told} == {"Fetching org/name"}
+    assert capsys.readouterr() == ("", "")

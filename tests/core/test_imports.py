@@ -15,6 +15,7 @@ PACKAGE = Path(inspect.getfile(dflash_mlx)).parent
 # its modules are named. `version` and `__init__` are below all of it. The group may use all before it and each other.
 ORDER = (
     "errors",
+    "progress",
     "machine",
     "requirements",
     "config",
