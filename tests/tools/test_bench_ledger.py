@@ -1,0 +1,152 @@
+"""bench/ledger.py: what a round launches on Metal is what the record says, and a change that adds to it fails."""
+
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.models.drafter import DecoderLayer, Drafter
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    sys.path.insert(0, str(BENCH))
+    yield
+    sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return importlib.import_module("ledger")
+
+
+@pytest.fixture(scope="module")
+def recorded(ledger):
+    cells = json.loads(ledger.RECORD.read_text())["cells"]
+    return {(c["model"], c["rows"], c["context"]): {k: v for k, v in c.items() if k != "host_ms"} for c in cells}
+
+
+@pytest.fixture
+def afresh(ledger):
+    """Rounds counted again in a test that changes a layer, and after it."""
+    for counted in (ledger.ledger, ledger.walk):
+        counted.cache_clear()
+    yield
+    for counted in (ledger.ledger, ledger.walk):
+        counted.cache_clear()
+
+
+@pytest.mark.parametrize("name, rows", [("qwen3-8b", 4), ("qwen3.5-9b", 8)])
+def test_round_launches_what_the_record_says(ledger, recorded, name, rows):
+    assert ledger.count(name, rows, 1024) == recorded[name, rows, 1024], "python bench/ledger.py --write"
+
+
+@pytest.mark.full
+def test_every_cell_of_the_record_is_what_the_loop_does(ledger, recorded):
+    cells = list(ledger.cells(list(ledger.ledger_models.published())))
+    assert list(recorded) == cells
+    different = [cell for cell in cells if ledger.count(*cell) != recorded[cell]]
+    assert not different, "python bench/ledger.py --write"
+
+
+@pytest.mark.full
+def test_docs_hold_the_table_of_the_record(ledger):
+    text = ledger.DOCS.read_text()
+    assert ledger.put(text, ledger.section(json.loads(ledger.RECORD.read_text()))) == text, "python bench/ledger.py --write"
+
+
+def _one_more_add(self, h, attend, inner=DecoderLayer.sublayers):
+    return inner(self, h, attend) + h
+
+
+def _one_more_copy(self, h, attend, inner=DecoderLayer.sublayers):
+    return mx.contiguous(inner(self, h, attend).transpose(0, 2, 1)).transpose(0, 2, 1)
+
+
+@pytest.mark.parametrize("planted, kernel", [(_one_more_add, "elementwise"), (_one_more_copy, "copy")])
+def test_one_more_operation_in_a_layer_is_counted(ledger, recorded, afresh, monkeypatch, planted, kernel):
+    monkeypatch.setattr(DecoderLayer, "sublayers", planted)
+    found, before = ledger.count("qwen3-8b", 4, 1024), recorded["qwen3-8b", 4, 1024]
+    assert found["kernels"][kernel] >= before["kernels"][kernel] + 5
+    assert found["stages"]["draft"]["launches"] >= before["stages"]["draft"]["launches"] + 5
+    assert found["stages"]["draft"]["bytes"] > before["stages"]["draft"]["bytes"]
+    assert found["stages"]["verify"] == before["stages"]["verify"]
+
+
+def test_cache_that_is_held_twice_is_copied_whole(ledger, recorded, afresh, monkeypatch):
+    inner = Drafter.mask_rows
+
+    def holding(self, ids, features, cache, start):
+        # Read before the pass writes into it.
+        held = cache[0].keys.sum()
+        return inner(self, ids, features, cache, start) + held.astype(mx.bfloat16)
+
+    monkeypatch.setattr(Drafter, "mask_rows", holding)
+    found = ledger.count("qwen3-8b", 4, 1024)
+    assert "copy of a whole cache" not in recorded["qwen3-8b", 4, 1024]["kernels"]
+    assert found["kernels"]["copy of a whole cache"] == 1
+
+
+def test_walk_leaves_weights_and_memory_as_they_were(ledger):
+    walk = ledger.walk("qwen3-8b", 1024)
+    before = {k: id(v) for k, v in walk.drafter.items()}
+    mx.reset_peak_memory()
+    walk.primitives(4, 2, 3)
+    assert mx.get_peak_memory() < 1 << 20
+    assert {k: id(v) for k, v in walk.drafter.items()} == before
+    assert walk.drafter.fc.weight.shape == (4096, 5 * 4096 // 8)
+
+
+def test_primitive_without_a_rule_is_refused(ledger):
+    walk = importlib.import_module("ledger_walk")
+    array = ("a", (2, 3), mx.float32)
+    one = walk.Round([walk.Primitive("Mystery", [], [array], [("b", (2, 3), mx.float32)])], {"a": array}, [])
+    with pytest.raises(KeyError, match="no rule says what Mystery launches"):
+        ledger.Ledger(one, ledger.GPU)
+
+
+def test_strides_of_a_reshape_are_those_that_need_no_copy(ledger):
+    metal = importlib.import_module("ledger_metal")
+    base = np.zeros((2, 3, 4, 5), np.int8)
+    seen = set()
+    shapes = ((6, 20), (24, 5), (2, 60), (120,), (1, 2, 12, 5), (40, 3), (4, 15), (2, 3, 2, 5))
+    for axes, (start, step), shape in itertools.product(itertools.permutations(range(4)), ((0, 1), (1, 1), (0, 2)), shapes):
+        view = base.transpose(axes)[..., start::step]
+        if view.size != np.prod(shape):
+            continue
+        layout = metal.Layout(view.shape, mx.int8, view.strides, 0, base.size)
+        again = view.reshape(shape)
+        found = metal.reshaped(layout, shape)
+        assert (found is not None) == np.shares_memory(again, base), (view.strides, view.shape, shape)
+        if found is not None:
+            assert all(n == 1 or s == t for n, s, t in zip(shape, found, again.strides, strict=True))
+        seen.add(found is None)
+    assert seen == {True, False}
+
+
+def test_milliseconds_follow_bytes_products_and_waits():
+    time, metal = importlib.import_module("ledger_time"), importlib.import_module("ledger_metal")
+    chip = time.Chip("made up", metal.Gpu(15, "s"), 100, 2 / 0.65, bandwidth=0.5, wide=1e12, block=2e12, gap_us=10, block_rows=32)
+    # 50 GB/s and 1e12 multiply-adds a second.
+    assert time.round_ms([metal.Launch("copy", "", 50e6, waits=False)], chip) == pytest.approx(1)
+    assert time.round_ms([metal.Launch("copy", "", 50e6)], chip) == pytest.approx(1.01)
+    assert time.round_ms([metal.Launch("attention", "", 50e6, macs=2e9, waits=False)], chip) == pytest.approx(2)
+    # 6 rows in 2 tiles of 3: the weight is read twice; 10 rows padded to 32.
+    few = metal.Launch("qmv wide", "", 50e6, macs=6e8, weight_bytes=50e6, rows=6, tiles=2, waits=False)
+    assert time.round_ms([few], chip) == pytest.approx(2)
+    many = metal.Launch("qmm", "", 50e6, macs=10e9, weight_bytes=50e6, rows=10, waits=False)
+    assert time.round_ms([many], chip) == pytest.approx(16)
+
+
+@pytest.mark.full
+def test_predictions_within_a_quarter_of_figures_that_were_not_fitted(ledger):
+    tried = [check for check in ledger.checks() if not check.fitted]
+    assert len(tried) >= 10
+    assert {check.what: check.error for check in tried if abs(check.error) > 0.25} == {}
