@@ -198,8 +198,7 @@ def bench(
         _check_bench(asked)
         if plot:
             b.check_plot()
-        with live("Starting"):
-            record = _bench(asked, b)
+        record = _bench(asked, b)
         print(json.dumps(record) if as_json else b.table(record), file=stdout)
         if plot:
             b.plot(record, plot)
@@ -236,6 +235,7 @@ def _check_bench(asked: SimpleNamespace) -> None:
         refuse_without_effect(SamplingSettings(temp=0, **asked.sampling), asked.sampling)
 
 
+@live("Starting")
 def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     """Load the pair and run the plan; the record."""
     if asked.kernels:
