@@ -43,7 +43,7 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
     # Replayed where the loop's are.
     target = DFlashPair.of(drafter).begin()
     pair = PairCache.read(make_prompt_cache(model, drafter))
-    _, features = target(mx.array([prompt]), pair.target)
+    features = target(mx.array([prompt]), pair.target).features
     # As after the loop's prefill: the drafter holds all context rows but the last.
     row, start, pending, outputs = len(prompt), len(prompt) - 1, features[:, -1:], []
     drafter.inject(features[:, :-1], pair.drafter, 0)
@@ -53,11 +53,11 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
         anchor = mx.array([ids[row - len(prompt)]], dtype=mx.int32)
         drafted = drafter.draft(anchor, pending, pair.drafter, start, len(r.drafted) + 1)
         point = rollback_point(pair.target, row)
-        hidden, features = verify_block(target, anchor, drafted[:, : r.width], pair.target, point)
-        choices = mx.argmax(logprobs(target, hidden), axis=-1)
-        (mx.eval if waits else mx.async_eval)(choices, drafted, features)
+        output = verify_block(target, anchor, drafted[:, : r.width], pair.target, point)
+        choices = mx.argmax(logprobs(target, output.hidden), axis=-1)
+        (mx.eval if waits else mx.async_eval)(choices, drafted, output.features)
         outputs.append(choices)
-        start, pending = row, features[:, : r.accepted + 1]
+        start, pending = row, output.features[:, : r.accepted + 1]
         row += r.accepted + 1
         rollback(pair.target, point, row)
     mx.eval(outputs)

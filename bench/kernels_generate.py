@@ -298,7 +298,7 @@ def last_row(model, text: list[int], mode: str, step: int) -> tuple[float, float
         model(mx.array([text[i : min(i + step, len(text) - 1)]]), cache=cache)
     for way in ("off", mode):
         os.environ[autotune.VARIABLE] = way
-        hidden, _ = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True)
+        hidden = target(mx.array([text[-1:]]), copy.deepcopy(cache), kernels=True).hidden
         rows.append(target.head(hidden)[0, -1].astype(mx.float32))
         mx.eval(rows[-1])
     two = mx.topk(rows[0], 2)

@@ -191,10 +191,10 @@ class Walk:
     def _prepare(self) -> None:
         """Find the stateful modules and the head, and what each cache entry's arrays look like."""
         cache = self.pair.open_cache(None)
-        hidden, features = self.pair.target(mx.zeros((1, 1), mx.int32), cache.target)
-        self.pair.target.head(hidden)
-        self.drafter.inject(features, cache.drafter, 0)
-        self.features = (1, 1, features.shape[-1]), features.dtype
+        output = self.pair.target(mx.zeros((1, 1), mx.int32), cache.target)
+        self.pair.target.head(output.hidden)
+        self.drafter.inject(output.features, cache.drafter, 0)
+        self.features = (1, 1, output.features.shape[-1]), output.features.dtype
         self.entries = [self._filled(entry) for entry in leaves([*cache.target, *cache.drafter])]
         self.cache = cache
 

@@ -36,7 +36,7 @@ def try_before_answers(target: Target, always: bool = False) -> bool:
     with autotune.survey():
         entries, ids = make_prompt_cache(target.model), mx.arange(MAX_ROWS, dtype=mx.int32)[None] % target.vocabulary
         with exact_windows(entries):
-            hidden, _ = target(ids, entries, kernels=True)
+            hidden = target(ids, entries, kernels=True).hidden
         target.head(hidden)
         target.choices(hidden)
         accept(ids[:, 1:], ids)

@@ -72,7 +72,7 @@ _GGUF_TYPES = {"F32": mx.float32, "F16": mx.float16}
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:
     """The type in which a target computes: that of its first layer's output. Nothing is evaluated."""
-    return Target(model, (0,))(mx.zeros((1, 1), dtype=mx.int32))[1].dtype
+    return Target(model, (0,))(mx.zeros((1, 1), dtype=mx.int32)).features.dtype
 
 
 def load(
@@ -439,7 +439,7 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
     """
     target = Target(model, drafter.config.target_layer_ids)
     step = max(target.vocabulary // 8, 1)
-    _, features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary)
+    features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary).features
     if fault := drafter.first_not_finite(features):
         where = f"layers {list(target.layer_ids)} of {target.family}" if fault[0] == "the tapped layers" else fault[0]
         remedy = "Its weights are damaged: get them again"
@@ -498,7 +498,7 @@ def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = 
         faults.append(f"drafter expects {config.num_target_layers} target layers, {family} has {n}")
     token = mx.zeros((1, 1), dtype=mx.int32)
     tapped = Target(target.model, [i for i in dict.fromkeys(ids) if i < n] or [0])
-    hidden, features = tapped(token)
+    features = tapped(token).features
     try:
         mx.eval(features)
     except (RuntimeError, ValueError) as error:

@@ -169,7 +169,7 @@ class Run:
         while len(feed) > 1:
             chunk = feed[: min(self.options.prefill_step_size or 2048, len(feed) - 1)]
             with mx.stream(self.stream):
-                _, features = self.target(mx.array([chunk]), cache.target)
+                features = self.target(mx.array([chunk]), cache.target).features
                 # None of its rows can be kept alone.
                 self.point.ended(0)
                 self.blocks.inject(features)
@@ -245,13 +245,13 @@ class Run:
         # Where the drafter did not run its entries are as they were: nothing of them is new.
         context = [entry.state for entry in self.cache.drafter] if by_drafter else []
         confidence = None if draft.drafted_ids else draft.confidence
-        hidden, features = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
-        args = (self.target, hidden, features, drafted, context, self.rows + 1, confidence)
+        output = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
+        args = (self.target, output, drafted, context, self.rows + 1, confidence)
         token, read, may_be_nonfinite = self.target_sampler.start(*args)
         if not draft.width:
             _evaluate(self._states)
         sliding = self.blocks.sliding() if by_drafter else self.blocks.context.sliding
-        return PendingPass(anchor, draft, lookahead, self.point, features, token, read, sliding, may_be_nonfinite)
+        return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
     def accept(self, output: PendingPass) -> Kept:
         """Wait for a round: the drafts that the target agrees with, and its bonus."""

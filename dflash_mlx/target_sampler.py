@@ -14,7 +14,7 @@ import mlx.core as mx
 from .accept import accept_match
 from .kernels.autotune import NotFiniteError
 from .models.drafter import Drafter
-from .models.target import Target
+from .models.target import Target, TargetOutput
 from .sampling import Distribution, History, KeyedNoise, LogitsProcessor, Sampler, choose_seed, process, sample_rows
 from .verify import logprobs
 
@@ -81,8 +81,7 @@ class TargetSampler:
     def start(
         self,
         target: Target,
-        hidden: mx.array,
-        features: mx.array,
+        output: TargetOutput,
         drafted: mx.array,
         context: list[Any],
         position: int,
@@ -91,17 +90,18 @@ class TargetSampler:
         """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
 
         Shapes:
-          - hidden: [1, N + 1, H]; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
+          - output: of N + 1 rows; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
         Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
           and raises NotFiniteError if one of our kernels or a compiled pass was at fault; whether one ran at all.
         """
-        was_compiled = target.was_compiled
+        # What waits holds the states alone: logits that nobody asked for would keep the caches that they are made from.
+        hidden, features, compiled = output.hidden, output.features, output.compiled
         if self.processors:
-            flag = target.finite_flag(hidden)
+            flag = target.finite_flag(hidden, compiled=compiled)
             drafts = pack_drafts(drafted, confidence)
             mx.async_eval(drafts, hidden, features, context, flag)
             n = drafted.shape[1]
-            return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, was_compiled), bool(flag)
+            return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, compiled), bool(flag)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if block.shape[1] and mx.default_device() != mx.cpu:
             # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
@@ -113,9 +113,9 @@ class TargetSampler:
             rows = logprobs(target, hidden)
             accepted, bonus = self._accept(block, rows, position)
         else:
-            rows = logprobs(target, hidden, target.logits)
+            rows = logprobs(target, hidden, output.logits)
             accepted, bonus = None, self._choose(rows[0], position)
-        flag = target.finite_flag(hidden, margin, rows)
+        flag = target.finite_flag(hidden, margin, rows, compiled)
         if not block.shape[1]:
             token, parts = bonus, [bonus, *flag]
         else:
@@ -126,7 +126,7 @@ class TargetSampler:
 
         def read() -> RoundResult:
             values = packed.tolist()
-            target.check([values.pop() for _ in flag], was_compiled)
+            target.check([values.pop() for _ in flag], compiled)
             last = values.pop()
             n = values.pop() if block.shape[1] else 0
             ids, confidence = unpack_drafts(values, drafted.shape[1])
@@ -150,11 +150,11 @@ class TargetSampler:
         n_drafts: int,
         position: int,
         flag: list[mx.array],
-        was_compiled: bool,
+        compiled: bool,
     ) -> RoundResult:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
-        target.check([bits.item() for bits in flag], was_compiled)
+        target.check([bits.item() for bits in flag], compiled)
         ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
@@ -172,7 +172,7 @@ class TargetSampler:
         """`head` of sound states, before a processor sees it: again, without kernels, if one of them was at fault there."""
         logits = target.head(hidden)
         try:
-            target.check([bits.item() for bits in target.finite_flag(hidden, logits=logits)], head=True)
+            target.check([bits.item() for bits in target.finite_flag(hidden, logits=logits)])
         except NotFiniteError:
             logits = target.head(hidden)
         return logits

@@ -7,29 +7,25 @@ from typing import Any
 
 import mlx.core as mx
 
-from .models.target import Target
+from .models.target import Target, TargetOutput
 from .rollback import RollbackPoint, exact_windows
 
 
-def verify_block(
-    target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: RollbackPoint
-) -> tuple[mx.array, mx.array]:
+def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput:
     """Run the target over `[anchor, drafted...]` after the rows its cache holds.
 
     Shapes:
       - anchor: [B] int32; drafted: [B, N] int32, N = width of this round
     Args:
       point: `rollback_point(cache)`
-    Returns:
-      - hidden: [B, N + 1, H] final normed states, row i chooses the token after block slot i
-      - features: [B, N + 1, n_taps * H] taps of the same rows
+    Returns: N + 1 rows, row i of `hidden` chooses the token after block slot i.
     The cache then holds N + 1 rows more; the caller rolls back to `point` and keeps those it commits.
     """
     # MLX's CPU runs at most some hundred operations behind the host, less than a pass, and then waits for the next one to be put
     # together. Begun at its taps, a plain pass of `tiny` takes 0.89 of what mlx-lm's takes (2 cores, other work beside it).
     eager = mx.default_device() == mx.cpu
     block = mx.concatenate([anchor[:, None], drafted], axis=1) if drafted.shape[1] else anchor[:, None]
-    if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)):
+    if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)) is not None:
         return out
     if not drafted.shape[1]:
         # Plain decoding: one row is kept or undone as a whole, which needs no inputs of stateful modules.

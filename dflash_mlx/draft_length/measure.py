@@ -38,7 +38,7 @@ def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
     entries, context, K = mlx_lm_cache.make_prompt_cache(target.model), drafter.make_cache(), drafter.config.block_size
     # Any text of different tokens.
     text = mx.arange(1, 33, dtype=mx.int32)[None] * 37 % target.vocabulary
-    _, features = target(text, entries)
+    features = target(text, entries).features
     mx.eval(features)
     token, text = text[0, :1], mx.broadcast_to(text, (1 + K // 32, 32)).reshape(1, -1)
     rows = injected = 0
@@ -47,9 +47,9 @@ def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
         nonlocal rows
         point = rollback_point(entries, rows)
         drafted = (text if drafted is None else drafted)[:, :width]
-        hidden, taps = verify_block(target, token, drafted, entries, point)
-        chosen = mx.argmax(logprobs(target, hidden, target.logits), axis=-1)
-        mx.async_eval(chosen, taps)
+        output = verify_block(target, token, drafted, entries, point)
+        chosen = mx.argmax(logprobs(target, output.hidden, output.logits), axis=-1)
+        mx.async_eval(chosen, output.features)
         rows += 1
         if width:
             chosen.tolist()

@@ -6,8 +6,8 @@ How calls are caught is `intercept`'s, recurrent states are `recurrent`'s, other
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -49,9 +49,21 @@ def family(model: nn.Module) -> str:
     return getattr(model, "model_type", None) or type(model).__name__
 
 
-class _LastPass(threading.local):
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one target pass over [B, L] ids gives.
+
+    Shapes:
+      - hidden: [B, L, H] final normed states, what `head` takes
+      - features: [B, L, n_taps * H] taps joined in the order of `layer_ids`
+      - logits: [1, 1, V] what the model itself returned for a single row, not evaluated; None where not computed: ask `head`
+    compiled: whether an accelerator ran it; then its finite flag is always read.
+    """
+
+    hidden: mx.array
+    features: mx.array
     logits: mx.array | None = None
-    was_compiled = False
+    compiled: bool = False
 
 
 class Target:
@@ -88,8 +100,6 @@ class Target:
         # Rows of a learned table of positions, as GPT-2 has one: what stands behind it in memory may be no number, and a block
         # that reaches there is spoilt whole.
         self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
-        # What this thread's last pass left: several runs may use one target.
-        self._last = _LastPass()
         # Modules that change an ArraysCache.
         self._states = StatefulModules(model, self.family)
         # Which layers a kernel serves in passes of few rows.
@@ -100,20 +110,6 @@ class Target:
         self.accelerator: Any = None
         # Where the head is, once it was looked for: see `_find_head`.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
-
-    @property
-    def logits(self) -> mx.array | None:
-        """What the model itself returned for the last pass of this thread if that was over one row: `head` need not run."""
-        return self._last.logits
-
-    @property
-    def was_compiled(self) -> bool:
-        """Whether the accelerator ran the last pass of this thread, whose calls nobody sees."""
-        return self._last.was_compiled
-
-    def pass_was(self, logits: mx.array | None, compiled: bool) -> None:
-        """Note what this thread's last pass left, [1, 1, V] logits or None; an accelerator calls it too."""
-        self._last.logits, self._last.was_compiled = logits, compiled
 
     @property
     def context_length(self) -> int | None:
@@ -141,7 +137,7 @@ class Target:
         point: RollbackPoint | None = None,
         kernels: bool = False,
         eager: bool = False,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> TargetOutput:
         """One target pass without the head.
 
         Shapes:
@@ -152,15 +148,12 @@ class Target:
           kernels: let our kernels serve the layers of a pass of few rows. The caller must then read `finite_flag`.
           eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
             inside a compiled function.
-        Returns:
-          - hidden: [B, L, H] final normed states; features: [B, L, n_taps * H] taps joined in the order of `layer_ids`
         Raises:
           TapError: if a tapped layer did not run exactly once (a model compiled beforehand never calls it).
         """
         got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
-        self.pass_was(None, compiled=False)
         self.routes.begin()
         routed = [*self.routes.calls(ids.size), *self.fused] if kernels else []
         with intercept([*routed, *handlers]), self._states.during(cache, point, ids.shape[1]):
@@ -168,7 +161,6 @@ class Target:
             out = self.model(ids, cache=cache)
         if kernels:
             self.routes.ended(ids.size)
-        self.pass_was(_array(out) if ids.size == 1 else None, compiled=False)
         if len(final) != 1 or any(len(outputs) != 1 for outputs in got.values()):
             runs = {f"layer {i}": len(v) for i, v in got.items()} | {type(self.backbone).__name__: len(final)}
             wrong = [f"{part} ran {n} times" for part, n in runs.items() if n != 1]
@@ -185,7 +177,8 @@ class Target:
                 f"{'; '.join(odd)}; each layer of {self.family} must give [B, L, H]",
                 "Its layers carry several streams: no drafter can be fed with them",
             )
-        return final[0], (mx.concatenate(taps, axis=-1) if taps else final[0][..., :0])
+        features = mx.concatenate(taps, axis=-1) if taps else final[0][..., :0]
+        return TargetOutput(final[0], features, _array(out) if ids.size == 1 else None)
 
     def embed(self, ids: mx.array) -> mx.array:
         """[B, L] ids to [B, L, H]: what the first layer is given, any embedding scale included."""
@@ -214,34 +207,30 @@ class Target:
             self._head = self._find_head(hidden)
         return self.routes.choices(hidden, self._head[0][self._head[1]]) if self._head else None
 
-    def finite_flag(self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None) -> list[mx.array]:
+    def finite_flag(
+        self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None, compiled: bool = False
+    ) -> list[mx.array]:
         """What a caller reads with its other numbers, to hand to `check`: nothing after a pass of MLX's own, else one [1] int32,
         the bits of a float32.
 
         Args:
-          hidden: of the last pass; margin: from `choices`; logits: from `head`, normalised or not.
+          hidden, compiled: the last pass's output; margin: from `choices`; logits: from `head`, normalised or not.
         """
         # Who switched routes off meanwhile, in another thread say, did not undo this pass.
-        if margin is None and not self.may_be_nonfinite:
+        if margin is None and not (compiled or self.routes.served):
             return []
         return [finite_bits(hidden, margin, logits if self.routes.served else None)]
 
-    @property
-    def may_be_nonfinite(self) -> bool:
-        """Whether the accelerator ran the last pass, or a route of ours served in it or in `head` since."""
-        return self.was_compiled or self.routes.served
-
-    def check(self, flag: list[int], was_compiled: bool | None = None, head: bool = False) -> None:
+    def check(self, flag: list[int], compiled: bool = False) -> None:
         """Switch off what may be at fault, with one line in the log: the accelerator's passes if it was one, else all routes.
 
         Args:
-          flag: what `finite_flag` gave; was_compiled: `was_compiled` after that pass, where others came since;
-            head: its states were known to be sound, so it is about `head`.
+          flag: what `finite_flag` gave; compiled: the output's, False where its states are sound and only `head` is in doubt.
         Raises:
           NotFiniteError: where one of them says so. The pass is to be run again.
         """
         if not all(map(is_finite, flag)):
-            if (self.was_compiled if was_compiled is None else was_compiled) and not head:
+            if compiled:
                 self.accelerator.refuse("a pass gave a value that is not finite")
             else:
                 autotune.disable_all("a pass gave a value that is not finite")

@@ -350,7 +350,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def margin(model: nn.Module, text: Sequence[int], one: int, other: int) -> float:
     """By how many nats one pass over `text` finds the likelier of two tokens likelier: small means a near tie."""
     target = Target(model)
-    hidden, _ = target(mx.array([list(text)]))
+    hidden = target(mx.array([list(text)])).hidden
     logits = target.head(hidden[:, -1:])[0, 0].astype(mx.float32)
     return abs((logits[one] - logits[other]).item())
 

@@ -110,7 +110,7 @@ def _float16_advice(
     LoadedTarget(lm, {}, None, "").cast(mx.float16)
     target = Target(lm)
     ids = [(i * 37 + 11) % target.vocabulary for i in range(_FLOAT16_ROWS)]
-    hidden, _ = target(mx.array([ids]), make_target_cache(lm))
+    hidden = target(mx.array([ids]), make_target_cache(lm)).hidden
     found = "the target's own logits hold NaN or infinity" if not mx.isfinite(target.head(hidden)).all().item() else None
     if found is None and draft_model:
         try:
@@ -241,7 +241,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     target = Target(lm, layers)
     ids = [(i * 37 + 11) % target.vocabulary for i in range(2 * _PROBE_ROWS)]
     cache = make_target_cache(lm)
-    hidden, _ = target(mx.array([ids]), cache)
+    hidden = target(mx.array([ids]), cache).hidden
     if not mx.isfinite(target.head(hidden)).all().item():
         found = str(hidden.dtype).removeprefix("mlx.core.")
         return {
@@ -258,7 +258,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     target(mx.array([known]), blocks)
     for block, keep in ((tail[:1] + known[:4], 1), (tail[1:], len(tail) - 1)):
         point = rollback_point(blocks, _PROBE_ROWS + (keep > 1))
-        hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]]), blocks, point)
+        hidden = verify_block(target, mx.array(block[:1]), mx.array([block[1:]]), blocks, point).hidden
         rollback(blocks, point, point.length + keep)
     together = target.head(hidden).astype(mx.float32)
     difference = mx.abs(together - alone[:, 1:]).max().item() / max(mx.abs(alone).max().item(), 1e-9)

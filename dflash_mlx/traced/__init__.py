@@ -27,7 +27,7 @@ from ..machine import switch
 
 if TYPE_CHECKING:
     from ..models.drafter import Drafter
-    from ..models.target import Target
+    from ..models.target import Target, TargetOutput
     from ..rollback import RollbackPoint
 
 VARIABLE = "DFLASH_MLX_COMPILE"
@@ -48,9 +48,7 @@ class Pair(Protocol):
 class Accelerator(Protocol):
     """Runs a pair's passes faster than the models' own code does, with the same values up to rounding."""
 
-    def verify(
-        self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint
-    ) -> tuple[mx.array, mx.array] | None:
+    def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
         """The pass `target(ids, cache, point, kernels=True)`, ids [1, w] int32; None: run that.
 
         Its finite flag is to be read always: rows that are rolled back stay in its buffers with weight zero, and zero times

@@ -49,7 +49,7 @@ from ..kernels.routing import Dense, kernel_calls
 from ..kernels.small_batch import folded_mask, folded_or_none
 from ..models.drafter import Drafter
 from ..models.intercept import intercept
-from ..models.target import Target, family
+from ..models.target import Target, TargetOutput, family
 from ..rollback import RollbackPoint
 from .fusion import Call, fused_linears
 
@@ -401,17 +401,20 @@ class CompiledVerify(CompiledPass):
             # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
             target = Target(model, layer_ids)
             target.fused = fused
-            return lambda arrays, entries, _: target(*arrays, entries, kernels=True)
+
+            def run(arrays: Sequence[mx.array], entries: Sequence[Any], _: int | mx.array) -> tuple[mx.array, mx.array]:
+                output = target(*arrays, entries, kernels=True)
+                return output.hidden, output.features
+
+            return run
 
         super().__init__(family(model), passes([]), passes, model, parts, always)
 
-    def verify(
-        self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint
-    ) -> tuple[mx.array, mx.array] | None:
+    def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
         """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
 
         Shapes:
-          - ids: [1, w] int32; the values returned are as of `Target.__call__`
+          - ids: [1, w] int32; the output is as of `Target.__call__`, `compiled` and without logits
         """
         w = ids.shape[1]
         if w == 1 and not self._right[0]:
@@ -425,9 +428,8 @@ class CompiledVerify(CompiledPass):
         if (out := self.run([ids], [filled], cache, 0, 0, w + more, w)) is None:
             return None
         point.ended(w)
-        target.pass_was(None, compiled=True)
-        hidden, features = out
-        return (hidden[:, :w], features[:, :w]) if more else out
+        hidden, features = (array[:, :w] for array in out) if more else out
+        return TargetOutput(hidden, features, compiled=True)
 
 
 def _stock_calls(model: nn.Module) -> list[tuple]:

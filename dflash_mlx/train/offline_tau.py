@@ -103,7 +103,7 @@ def drafter_guess(
     """Drafts of a drafter for the documents `ids` [B, S]: the target reads them once, here. Without noise, its likeliest ones."""
     parts = []
     for start in range(0, len(ids), docs_at_once):
-        features = target(mx.array(ids[start : start + docs_at_once]))[1]
+        features = target(mx.array(ids[start : start + docs_at_once])).features
         parts.append(context_keys_values(drafter, features * 0 if zero_features else features))
         mx.eval(parts[-1])
     pairs = [tuple(mx.concatenate([p[layer][j] for p in parts]) for j in range(2)) for layer in range(len(drafter.layers))]

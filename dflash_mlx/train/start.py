@@ -130,7 +130,7 @@ def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: 
     """
     config = DrafterConfig.from_dict(raw)
     drafter = ARCHITECTURES[config.architecture](config)
-    features = target(mx.array(sample))[1].astype(mx.float32)
+    features = target(mx.array(sample)).features.astype(mx.float32)
     B, S, _ = features.shape
     n = len(config.target_layer_ids)
     size = mx.sqrt(mx.square(features).reshape(B * S, n, -1).mean(-1))

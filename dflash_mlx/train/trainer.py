@@ -174,9 +174,9 @@ class Trainer:
 
     # Not compiled: on an H100 (MLX 0.32.4) compiling the kernels of one step took over two minutes, a plain step takes 0.13 s.
     def _gradients(self, params, one, key, noise):
-        final, features = self.target(one[0])
-        teacher = mx.stop_gradient(self.target.head(final)) if self.config.learn_from == "target" else None
-        features = mx.stop_gradient(features).astype(mx.float32)
+        output = self.target(one[0])
+        teacher = mx.stop_gradient(self.target.head(output.hidden)) if self.config.learn_from == "target" else None
+        features = mx.stop_gradient(output.features).astype(mx.float32)
         size = mx.sqrt(mx.square(features).mean(-1, keepdims=True))
         features = features + noise * size * mx.random.uniform(-1, 1, features.shape, key=key)
         (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)

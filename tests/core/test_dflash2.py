@@ -412,7 +412,7 @@ def test_the_loops_drafted_ids_are_numpys_without_caches(pair, name):
     line = [*prompt, *(r.token for r in got)]
     head, at, depths = np.array(model.model.embed_tokens.weight, dtype=np.float64), len(prompt), set()
     target = Target(model, config.target_layer_ids)
-    features = np.array(target(mx.array([line]))[1][0], dtype=np.float64)
+    features = np.array(target(mx.array([line])).features[0], dtype=np.float64)
     for r in got[-1].stats.rounds:
         if at >= len(line):
             break

@@ -148,7 +148,7 @@ def test_a_tied_target_lends_its_embedding_as_head():
 def test_a_borrowed_head_and_embedding_keep_the_targets_scale_and_soft_cap(name):
     model = family(name)
     target, ids = Target(model), mx.array([[3, 40, 7, 11]])
-    hidden, _ = target(ids)
+    hidden = target(ids).hidden
     assert mx.array_equal(target.head(hidden), model(ids))
     table = next(m for _, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.shape == (83, 48))
     # Scaled in each of these families; the drafter sees what the first layer sees.

@@ -70,7 +70,7 @@ def test_drafted_ids_are_those_of_a_drafter_without_caches(name):
     assert len(drafter.drafted) > 8
     target = Target(model, drafter.config.target_layer_ids)
     for at, drafted in drafter.drafted.items():
-        _, features = target(mx.array([line[:at]]), mlx_lm_cache.make_prompt_cache(model))
+        features = target(mx.array([line[:at]]), mlx_lm_cache.make_prompt_cache(model)).features
         expected = Drafter.draft(drafter, mx.array([line[at]]), features, drafter.make_cache(), 0, 5)
         assert drafted == expected[0].tolist(), at
 
@@ -96,7 +96,8 @@ def test_taps_change_no_logit_and_leave_nothing_behind(name):
     names, classes = set(flat(model)), [type(m) for _, m in model.named_modules()]
     cache = mlx_lm_cache.make_prompt_cache(model)
     target = Target(model, range(len(list(model.layers))))
-    hidden, features = target(ids, cache)
+    output = target(ids, cache)
+    hidden, features = output.hidden, output.features
     assert mx.array_equal(target.head(hidden), model(ids, cache=mlx_lm_cache.make_prompt_cache(model)))
     assert features.shape == (1, 23, len(target.layers) * (features.shape[-1] // len(target.layers)))
     assert set(flat(model)) == names and [type(m) for _, m in model.named_modules()] == classes
@@ -109,7 +110,7 @@ def test_each_tap_is_its_layers_output(conformance):
         model.set_dtype(mx.float32)
         golden = mx.load(str(path / "golden.safetensors"))
         target = Target(model, (0, 1, 2))
-        hidden, features = target(golden["input_ids"])
+        features = target(golden["input_ids"]).features
         for i in range(3):
             width = features.shape[-1] // 3
             got, expected = features[..., i * width : (i + 1) * width], golden[f"hidden_states.{i + 1}"]

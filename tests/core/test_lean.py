@@ -249,7 +249,7 @@ def test_a_round_that_is_cut_by_confidence_reaches_over_no_row_where_the_cache_i
 
 def fresh_slots(model, drafter, ids):
     """The drafter's rows [1, N, H] for the block after `ids`, whose last one is the anchor, without any cache before it."""
-    features = Target(model, drafter.config.target_layer_ids)(mx.array([ids[:-1]]))[1]
+    features = Target(model, drafter.config.target_layer_ids)(mx.array([ids[:-1]])).features
     return drafter.slots(mx.array(ids[-1:]), features, drafter.make_cache(), 0, drafter.config.block_size)
 
 

@@ -61,7 +61,8 @@ def check_target(model, ids):
         chosen = []
     classes = [type(layer) for layer in layers]
     target = Target(model, chosen)
-    hidden, features = target(mx.array([ids]))
+    output = target(mx.array([ids]))
+    hidden, features = output.hidden, output.features
     # Taps only look: bit-equal, whatever the type.
     if chosen:
         assert mx.array_equal(features, mx.concatenate([gave[i] for i in chosen], axis=-1)).item()
@@ -80,7 +81,7 @@ def test_taps_head_and_embedding_of_a_family_are_the_plain_passs(name):
 def test_taps_are_the_outputs_of_the_layers_in_the_order_of_the_ids():
     for model in (tiny_target(), tiny_qwen3()):
         outputs = full_forward(model, IDS)
-        _, features = Target(model, (2, 0))(mx.array([IDS]))
+        features = Target(model, (2, 0))(mx.array([IDS])).features
         assert mx.array_equal(features[0], mx.concatenate([outputs[2], outputs[0]], axis=-1)).item()
 
 
@@ -89,7 +90,7 @@ def test_a_tap_with_a_cache_is_the_plain_passs_tap():
     outputs = full_forward(model, IDS)
     cache = mlx_lm_cache.make_prompt_cache(model)
     target = Target(model, (1, 3))
-    parts = [target(mx.array([part]), cache)[1] for part in (IDS[:3], IDS[3:4], IDS[4:])]
+    parts = [target(mx.array([part]), cache).features for part in (IDS[:3], IDS[3:4], IDS[4:])]
     expected = mx.concatenate([outputs[1], outputs[3]], axis=-1)
     # float32; another number of rows a pass
     assert mx.allclose(mx.concatenate(parts, axis=1)[0], expected, rtol=tolerance(), atol=tolerance()).item()
@@ -100,7 +101,7 @@ def test_a_head_that_is_one_layer_is_called_alone_and_looked_up_each_time(make, 
     model = make(hidden=32)
     target, tied = Target(model), "lm_head" not in model
     head = lambda rows: model.model.embed_tokens.as_linear(rows) if tied else model.lm_head(rows)  # noqa: E731
-    hidden, _ = target(mx.array([IDS]))
+    hidden = target(mx.array([IDS])).hidden
     target.head(hidden)
     calls, original = [], type(model).__call__
     monkeypatch.setattr(type(model), "__call__", lambda self, *args, **k: (calls.append(1), original(self, *args, **k))[1])
@@ -130,13 +131,14 @@ def test_a_head_that_does_more_than_one_layer_runs_as_the_model_runs_it(call):
     model = tiny_target()
     model.__class__ = type("Changed", (type(model),), {"__call__": call})
     target = Target(model)
-    hidden, _ = target(mx.array([IDS]))
+    hidden = target(mx.array([IDS])).hidden
     for _ in range(2):
         assert mx.array_equal(target.head(hidden), model(mx.array([IDS])))
 
 
 def test_no_layers_gives_features_of_no_width():
-    hidden, features = Target(tiny_target())(mx.array([IDS]))
+    output = Target(tiny_target())(mx.array([IDS]))
+    hidden, features = output.hidden, output.features
     assert hidden.shape == (1, 7, 24) and features.shape == (1, 7, 0)
 
 
@@ -188,7 +190,8 @@ def test_layers_that_return_tuples_in_a_list_made_afresh_are_tapped():
     model = Wrapper(inner)
     assert model.layers is not model.layers
     outputs = full_forward(inner, IDS)
-    hidden, features = Target(model, (0, 2))(mx.array([IDS]))
+    output = Target(model, (0, 2))(mx.array([IDS]))
+    hidden, features = output.hidden, output.features
     assert mx.array_equal(features[0], mx.concatenate([outputs[0], outputs[2]], axis=-1)).item()
     assert mx.array_equal(Target(model).head(hidden), model(mx.array([IDS]))).item()
 
@@ -253,12 +256,12 @@ def test_a_compiled_function_round_a_tapped_pass_works():
     model = tiny_target()
     target = Target(model, (0, 2))
     expected = target(mx.array([IDS]))
-    compiled = mx.compile(lambda ids: target(ids))
+    compiled = mx.compile(lambda ids: (target(ids).hidden, target(ids).features))
     for _ in range(2):
         hidden, features = compiled(mx.array([IDS]))
         # float32; compiled elementwise kernels may fuse a multiply and an add.
-        assert mx.allclose(hidden, expected[0], rtol=1e-4, atol=1e-5).item()
-        assert mx.allclose(features, expected[1], rtol=1e-4, atol=1e-5).item()
+        assert mx.allclose(hidden, expected.hidden, rtol=1e-4, atol=1e-5).item()
+        assert mx.allclose(features, expected.features, rtol=1e-4, atol=1e-5).item()
 
 
 def untouched(model):
@@ -274,7 +277,7 @@ def test_classes_are_given_back_after_an_error_in_the_pass(monkeypatch):
         target(mx.array([IDS]))
     assert untouched(model)
     monkeypatch.undo()
-    assert target(mx.array([IDS]))[1].shape == (1, 7, 48)
+    assert target(mx.array([IDS])).features.shape == (1, 7, 48)
 
 
 def test_nothing_is_stored_on_the_model():
@@ -304,7 +307,7 @@ def test_passes_in_several_threads_each_get_their_own_taps():
     def work(k):
         target = Target(model, (0, 2))
         for _ in range(10):
-            right[k] += mx.array_equal(target(mx.array([rows[k]]))[1][0], expected[k]).item()
+            right[k] += mx.array_equal(target(mx.array([rows[k]])).features[0], expected[k]).item()
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
     for thread in threads:
@@ -368,7 +371,7 @@ def test_a_layer_whose_class_inherits_from_a_tapped_one_keeps_its_class():
     for layer in model.layers:
         layer.__class__ = child
     assert child.__mro__[1] in taps_module._made
-    _, features = Target(model, (1,))(mx.array([IDS]))
+    features = Target(model, (1,))(mx.array([IDS])).features
     assert mx.array_equal(features[0], full_forward(model, IDS)[1])
     assert {type(layer) for layer in model.layers} == {child}
 
@@ -380,18 +383,15 @@ def test_a_call_that_was_looked_up_while_another_thread_held_the_module_runs():
     assert mx.array_equal(begun(layer, x), layer(x))
 
 
-def test_what_a_pass_leaves_is_its_threads_own():
-    target, seen = Target(tiny_target(), (0, 2)), {}
-
-    def run(ids):
-        target(mx.array([ids]))
-        turn.wait(timeout=20)
-        seen[len(ids)] = target.logits
-
-    turn = threading.Barrier(2)
-    threads = [threading.Thread(target=run, args=(ids,)) for ids in ([7], [7, 8, 9])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen[1].shape[:2] == (1, 1) and seen[3] is None and target.logits is None
+def test_a_pass_gives_everything_it_made_and_leaves_nothing_on_the_target():
+    model = tiny_target()
+    target = Target(model, (0, 2))
+    target(mx.array([[7]]))  # what is looked for once
+    held = {name: value for name, value in vars(target).items()}
+    row, block = target(mx.array([[7]])), target(mx.array([[7, 8, 9]]))
+    assert vars(target) == held
+    assert mx.array_equal(row.logits, model(mx.array([[7]]))) and mx.array_equal(row.logits, target.head(row.hidden))
+    assert block.logits is None and not row.compiled and not block.compiled
+    assert row.features.shape == (1, 1, 48) and block.hidden.shape == (1, 3, 24)
+    with pytest.raises(TypeError, match="iterable"):
+        hidden, features = block

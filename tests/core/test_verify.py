@@ -15,7 +15,8 @@ def test_a_block_gets_the_states_of_a_full_forward_and_lengthens_the_cache_by_it
     model = tiny_target()
     target, cache = Target(model, (0, 2)), model.make_cache()
     target(mx.array([PROMPT]), cache)
-    hidden, features = verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, rollback_point(cache, 4))
+    output = verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, rollback_point(cache, 4))
+    hidden, features = output.hidden, output.features
     outputs = full_forward(model, PROMPT + BLOCK)
     # float32; another number of rows a pass
     near = {"rtol": tolerance(), "atol": tolerance()}
@@ -29,7 +30,7 @@ def test_a_block_of_the_anchor_alone_is_a_plain_step():
     model = tiny_target()
     target, cache = Target(model, (1,)), model.make_cache()
     target(mx.array([PROMPT]), cache)
-    hidden, _ = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, rollback_point(cache, 4))
+    hidden = verify_block(target, mx.array(BLOCK[:1]), mx.zeros((1, 0), dtype=mx.int32), cache, rollback_point(cache, 4)).hidden
     assert hidden.shape == (1, 1, 24) and cache[0].offset == 5
     assert mx.allclose(target.head(hidden)[0, 0], model(mx.array([PROMPT + BLOCK[:1]]))[0, -1], rtol=1e-5, atol=1e-5).item()
 
@@ -51,11 +52,12 @@ def test_a_pass_on_the_cpu_begins_at_its_taps(width, monkeypatch):
 def test_a_gpu_begins_a_blocks_last_layers_before_what_is_read_of_it_is_put_together(device, width, handed, monkeypatch):
     model, seen, start = tiny_target(), [], mx.async_eval
     target, cache = Target(model, (0, 2)), model.make_cache()
-    hidden, features = target(mx.array([BLOCK[: 1 + width]]), cache)
+    output = target(mx.array([BLOCK[: 1 + width]]), cache)
+    hidden = output.hidden
     monkeypatch.setattr(mx, "default_device", lambda: device)
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append(arrays), start(*arrays))[1])
     drafted = mx.array([BLOCK[1 : 1 + width]], mx.int32)
-    _, read, _ = TargetSampler(None, [], None).start(target, hidden, features, drafted, [cache[0].keys], 1)
+    _, read, _ = TargetSampler(None, [], None).start(target, output, drafted, [cache[0].keys], 1)
     assert len(seen) == handed and (handed == 1 or seen[0][0] is hidden and seen[0][2][0] is cache[0].keys)
     assert seen[-1][1] is hidden and seen[-1][0] is not hidden
     expected = mx.argmax(model(mx.array([BLOCK[: 1 + width]]))[0], axis=-1).tolist()
@@ -71,7 +73,7 @@ def test_rows_rolled_back_after_a_block_leave_no_trace():
     verify_block(target, mx.array(BLOCK[:1]), mx.array([BLOCK[1:]]), cache, point)
     rollback(cache, point, 6)
     assert [entry.offset for entry in cache] == [6] * 4
-    hidden, _ = target(mx.array([[50, 51]]), cache)
+    hidden = target(mx.array([[50, 51]]), cache).hidden
     expected = model(mx.array([PROMPT + BLOCK[:2] + [50, 51]]))[0, -2:]
     assert mx.allclose(target.head(hidden)[0], expected, rtol=1e-5, atol=1e-5).item()
 
@@ -79,7 +81,7 @@ def test_rows_rolled_back_after_a_block_leave_no_trace():
 def test_logprobs_are_the_heads_logits_normalised():
     model = tiny_target()
     target = Target(model)
-    hidden, _ = target(mx.array([PROMPT]))
+    hidden = target(mx.array([PROMPT])).hidden
     rows = logprobs(target, hidden)
     logits = model(mx.array([PROMPT]))
     assert mx.array_equal(rows, logits - mx.logsumexp(logits, axis=-1, keepdims=True)).item()

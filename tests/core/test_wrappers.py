@@ -68,7 +68,8 @@ def test_taps_embedding_and_head_of_a_wrapper_are_its_text_models(wrapped):
     ids = golden["input_ids"].astype(mx.int32)
     layers = len(model.layers)
     target = Target(model, range(layers))
-    hidden, features = target(ids)
+    output = target(ids)
+    hidden, features = output.hidden, output.features
     H = hidden.shape[-1]
     # The last one is stored after the final norm.
     known = [i for i in range(layers - 1) if f"hidden_states.{i + 1}" in golden]
@@ -93,7 +94,7 @@ def test_a_drafter_on_a_wrapper_drafts_as_one_without_caches(wrapped):
     assert len(drafter.drafted) > 8
     target = Target(model, drafter.config.target_layer_ids)
     for at, drafted in drafter.drafted.items():
-        _, features = target(mx.array([line[:at]]), mlx_lm_cache.make_prompt_cache(model))
+        features = target(mx.array([line[:at]]), mlx_lm_cache.make_prompt_cache(model)).features
         assert drafted == Drafter.draft(drafter, mx.array([line[at]]), features, drafter.make_cache(), 0, 5)[0].tolist(), at
 
 

@@ -137,7 +137,7 @@ def test_a_blocks_rows_are_bit_for_bit_those_of_one_row_at_a_time(name, everywhe
 
     def run(ids, cache):
         with exact_windows(cache if ids.shape[1] > 1 else []):
-            hidden, _ = target(ids, cache, kernels=True)
+            hidden = target(ids, cache, kernels=True).hidden
         mx.eval(hidden, [entry.state for entry in cache])
         return hidden
 
@@ -148,7 +148,7 @@ def test_a_blocks_rows_are_bit_for_bit_those_of_one_row_at_a_time(name, everywhe
         mixed = mx.concatenate([run(ids[:, a:b], blocks) for a, b in steps], axis=1)
     assert mx.array_equal(rows, mixed)
     assert len(everywhere) == (17 + len(steps)) * len(model.layers)
-    assert float(mx.abs(rows - Target(model)(ids[:, 14:], cache)[0]).max()) < 1e-4 * float(mx.abs(rows).max())
+    assert float(mx.abs(rows - Target(model)(ids[:, 14:], cache).hidden).max()) < 1e-4 * float(mx.abs(rows).max())
 
 
 @needs_compiler
@@ -159,9 +159,9 @@ def test_a_verify_pass_sees_what_plain_passes_see(everywhere):
     mx.eval(model(mx.array([line[:21]]), cache=cache))
     target = Target(model)
     with emulator.emulated():
-        hidden, _ = verify_block(target, mx.array(line[21:22]), mx.array([line[22:26]]), cache, rollback_point(cache, 21))
+        hidden = verify_block(target, mx.array(line[21:22]), mx.array([line[22:26]]), cache, rollback_point(cache, 21)).hidden
         mx.eval(hidden)
-    want = Target(model)(mx.array([line[:26]]), make_prompt_cache(model))[0][:, 21:]
+    want = Target(model)(mx.array([line[:26]]), make_prompt_cache(model)).hidden[:, 21:]
     assert len(everywhere) == len(model.layers) and {launch[0] for launch in everywhere} == {5}
     assert float(mx.abs(hidden - want).max()) < 1e-4 * float(mx.abs(want).max())
 
@@ -298,7 +298,7 @@ def test_a_pass_is_flagged_only_if_a_kernel_ran_in_it(faster, stand_in, monkeypa
     serve(monkeypatch, lambda question, rows: faster and question.candidates[0].kernel.name == "block_attention")
     model = wide("llama")
     target = Target(model)
-    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True)
+    hidden = target(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True).hidden
     assert len(target.finite_flag(hidden)) == faster and bool(stand_in) == faster
 
 

@@ -127,7 +127,7 @@ def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(
 
     def run():
         gpu.clear()
-        hidden, _ = target(mx.array([[1, 2, 3, 4, 5]]), make_prompt_cache(model), kernels=True)
+        hidden = target(mx.array([[1, 2, 3, 4, 5]]), make_prompt_cache(model), kernels=True).hidden
         return len(target.routes.calls(5)), len(gpu) > 0, len(target.finite_flag(hidden)) > 0
 
     run()  # trials launch too
@@ -144,7 +144,7 @@ def test_a_layer_that_was_left_to_mlx_is_not_routed_again_until_that_may_change(
 def test_a_pass_is_flagged_where_some_kernel_serves_its_layers(quantized, gpu, monkeypatch, name):
     monkeypatch.setenv("DFLASH_MLX_KERNELS", name)
     target = Target(quantized[0])
-    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    hidden = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True).hidden
     assert len(target.finite_flag(hidden)) == (name != "accept")
 
 
@@ -220,10 +220,10 @@ def test_one_logit_that_is_not_finite_is_seen_where_the_head_is_a_product(
 
 def test_a_pass_with_kernels_is_flagged_also_where_they_were_switched_off_behind_it(quantized, gpu):
     target = tried(quantized[0])
-    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    hidden = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True).hidden
     autotune.disable_all("another thread")
     assert target.finite_flag(hidden)
-    hidden, _ = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True)
+    hidden = target(mx.array([[1, 2, 3]]), make_prompt_cache(quantized[0]), kernels=True).hidden
     assert not target.finite_flag(hidden)
 
 

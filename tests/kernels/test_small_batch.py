@@ -161,7 +161,7 @@ def test_a_pass_is_served_by_them_without_flags_and_what_is_left_to_mlx_is_not_r
         for tried in (False, True):
             cuda.clear()
             point = rollback_point(entries, 20)
-            hidden, _ = verify_block(target, mx.array([3]), mx.zeros((1, rows - 1), dtype=mx.int32), entries, point)
+            hidden = verify_block(target, mx.array([3]), mx.zeros((1, rows - 1), dtype=mx.int32), entries, point).hidden
             mx.eval(hidden)
             rollback(entries, point, 20)
             if tried:

@@ -40,7 +40,8 @@ def golden_faults(model, golden: dict) -> list[str]:
     ids = golden["input_ids"].astype(mx.int32)
     compare("logits", model(ids), golden["logits"])
     layers = len(model.layers)
-    hidden, features = Target(model, range(layers))(ids)
+    output = Target(model, range(layers))(ids)
+    hidden, features = output.hidden, output.features
     size = hidden.shape[-1]
     for layer in range(layers - 1):
         if f"hidden_states.{layer + 1}" in golden:

@@ -592,7 +592,7 @@ def known_drafter(model, line, quality="noisy", taps=(0, 2), **changes):
     """A random drafter for any target that drafts `line` as well as `quality` says."""
     token = mx.zeros((1, 1), dtype=mx.int32)
     target = Target(model, taps)
-    hidden, features = target(token)
+    features = target(token).features
     width = features.shape[-1] // len(taps)
     raw = raw_config(target.embed(token).shape[-1], target.vocabulary, taps, target_hidden_size=width, **changes)
     drafter = Known(DrafterConfig.from_dict(raw))
@@ -626,7 +626,7 @@ def in_blocks(model, line, start, plan, cache=None):
         keep, i = min(keep, len(line) - at), i + 1
         block = [*line[at : at + keep], *((t + 1) % 50 for t in [*line[at + keep : at + size], *[7] * size])][:size]
         point = cache_module.rollback_point(cache, at)
-        hidden, _ = verify_block(target, mx.array(block[:1]), mx.array([block[1:]], dtype=mx.int32), cache, point)
+        hidden = verify_block(target, mx.array(block[:1]), mx.array([block[1:]], dtype=mx.int32), cache, point).hidden
         rows.append(target.head(hidden)[0, :keep])
         cache_module.rollback(cache, point, at + keep)
         mx.eval(rows[-1])

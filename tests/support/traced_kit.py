@@ -29,10 +29,11 @@ def filled(model, target, prompt=PROMPT):
 
 
 def verify(target, cache, block=BLOCK, length=None):
+    """One pass over `block`: what it gives, and the point that undoes it."""
     length = cache[0].offset if length is None else length
     point = rollback_point(cache, length)
     drafted = mx.array([block[1:]], dtype=mx.int32)
-    return *verify_block(target, mx.array(block[:1]), drafted, cache, point), point
+    return verify_block(target, mx.array(block[:1]), drafted, cache, point), point
 
 
 def stream(model, drafter, prompt, n, tokenizer=None, **options):

@@ -97,7 +97,8 @@ def nodes(array, name):
 def test_planned_values_wait_for_every_pass():
     model, line = shapes.planned_target(QWEN3, 16, mx.float32)
     drafter = shapes.planned_drafter(DRAFTER, model, line)
-    hidden, features = shapes.Target(model, drafter.config.target_layer_ids)(mx.array([[1, 2, 3]]))
+    output = shapes.Target(model, drafter.config.target_layer_ids)(mx.array([[1, 2, 3]]))
+    hidden, features = output.hidden, output.features
     assert nodes(hidden, "ScaledDotProductAttention") + nodes(hidden, "Softmax") == 4
     assert nodes(hidden, "Matmul") >= 4 * 7
     mx.eval(hidden, features)

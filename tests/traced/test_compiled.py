@@ -34,9 +34,9 @@ def test_a_compiled_block_gives_the_states_and_the_rows_of_an_ordinary_one(make)
     plain, ours = Target(model, (0, 2)), blocks_of(model)
     caches = [filled(model, plain), filled(model, plain)]
     for keep in (5, 1, 3, 0, 2):
-        expected, found = verify(plain, caches[0]), verify(ours, caches[1])
-        assert near(found[0], expected[0]) and near(found[1], expected[1])
-        for cache, (_, _, point) in zip(caches, (expected, found), strict=True):
+        (expected, undo), (found, undo_ours) = verify(plain, caches[0]), verify(ours, caches[1])
+        assert near(found.hidden, expected.hidden) and near(found.features, expected.features)
+        for cache, point in zip(caches, (undo, undo_ours), strict=True):
             rollback(cache, point, point.length + keep)
         for a, b in zip(*caches, strict=True):
             assert a.offset == b.offset
@@ -50,8 +50,10 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
     for rows in (1, 2, 1, 3, 4, 5, 6, 7, 8, 9):
         caches = [filled(model, plain), filled(model, ours)]
         block = [*BLOCK, *BLOCK][:rows]
-        expected, found = verify(plain, caches[0], block), verify(ours, caches[1], block)
-        assert all(a.shape == b.shape and near(a, b) for a, b in zip(found[:2], expected[:2], strict=True))
+        expected, found = verify(plain, caches[0], block)[0], verify(ours, caches[1], block)[0]
+        for name in ("hidden", "features"):
+            a, b = getattr(found, name), getattr(expected, name)
+            assert a.shape == b.shape and near(a, b)
         assert {entry.offset for entry in caches[1]} == {7 + rows}
     # One row waits for others to be traced; then it is compared for itself, and shares the trace of four.
     traces = [(key[0], key[-1]) for key in ours.accelerator._known]
@@ -133,11 +135,12 @@ def test_a_row_that_was_rolled_back_is_never_seen_again():
     model = tiny_target()
     ours = blocks_of(model)
     cache = filled(model, ours)
-    rollback(cache, verify(ours, cache, [1, 2, 3, 4, 5, 6, 7, 8])[2], 8)
+    rollback(cache, verify(ours, cache, [1, 2, 3, 4, 5, 6, 7, 8])[1], 8)
     # What stands behind this block is made huge: it would show.
     for entry in cache:
         entry.keys[:, :, 12:], entry.values[:, :, 12:] = 1e4, 1e4
-    found, expected = verify(ours, cache, [30, 31, 32, 33])[0], model.model(mx.array([[*PROMPT, 1, 30, 31, 32, 33]]))[:, -4:]
+    found = verify(ours, cache, [30, 31, 32, 33])[0].hidden
+    expected = model.model(mx.array([[*PROMPT, 1, 30, 31, 32, 33]]))[:, -4:]
     assert ours.accelerator.passes == 2 and near(found, expected)
 
 
@@ -155,7 +158,7 @@ def test_a_compiled_pass_waits_for_nothing(waits):
     cache = filled(model, ours)
     verify(ours, cache)
     before = dict(waits)
-    hidden, features, _ = verify(ours, cache)
+    verify(ours, cache)
     assert ours.accelerator.passes == 2 and waits == before
 
 
@@ -172,7 +175,8 @@ def test_buffers_are_written_in_place():
     verify(ours, cache)
     before = places(cache)
     for _ in range(3):
-        mx.eval(*verify(ours, cache)[:2])
+        output, _ = verify(ours, cache)
+        mx.eval(output.hidden, output.features)
         assert places(cache) == before
     assert ours.accelerator.passes == 4
 
@@ -275,7 +279,7 @@ def test_a_pass_is_given_up_after_some_comparisons_and_with_one_line(fails, monk
     cache = filled(model, ours)
     with caplog.at_level(logging.WARNING, logger="dflash_mlx.traced.compiled"):
         for _ in range(6):
-            rollback(cache, verify(ours, cache)[2], len(PROMPT))
+            rollback(cache, verify(ours, cache)[1], len(PROMPT))
     used = fails < 3
     assert ours.accelerator.passes == (6 - fails if used else 0) and len(compared) == min(fails + 1, 3)
     assert len(caplog.records) == (0 if used else 1) and ours.accelerator.refused is None
@@ -289,7 +293,7 @@ def test_where_there_is_no_memory_for_fused_weights_passes_are_ordinary_ones(mon
     model = tiny_target()
     plain, ours = Target(model, (0, 2)), blocks_of(model)
     for _ in range(2):
-        assert near(verify(ours, filled(model, ours))[0], verify(plain, filled(model, plain))[0])
+        assert near(verify(ours, filled(model, ours))[0].hidden, verify(plain, filled(model, plain))[0].hidden)
     assert (
         ours.accelerator.passes == 0
         and ours.accelerator.refused.startswith("RuntimeError: [malloc]")
@@ -330,8 +334,8 @@ def test_a_pass_that_would_differ_is_not_used(caplog):
     before = [mx.array(entry.values) for entry in caches[0]]
     assert ours.accelerator.verify(ours, mx.array([BLOCK]), caches[0], rollback_point(caches[0], 7)) is None
     assert all(mx.array_equal(a, entry.values) and entry.offset == 7 for a, entry in zip(before, caches[0], strict=True))
-    found = [verify(ours, caches[0])[0] for _ in range(2)]
-    expected = [verify(Target(model, (0, 2)), caches[1])[0] for _ in range(2)]
+    found = [verify(ours, caches[0])[0].hidden for _ in range(2)]
+    expected = [verify(Target(model, (0, 2)), caches[1])[0].hidden for _ in range(2)]
     assert ours.accelerator.passes == 0 and all(map(near, found, expected))
     assert len(caplog.records) == 1 and "not used" in caplog.text
 
@@ -562,11 +566,11 @@ def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", lambda self, x: (columns.append(len(self["weight"])), call(self, x))[1])
     ours, plain = blocks_of(model), Target(model, (0, 2))
     caches = [filled(model, plain), filled(model, ours)]
-    rollback(caches[1], verify(ours, caches[1])[2], 7)
+    rollback(caches[1], verify(ours, caches[1])[1], 7)
     columns.clear()
     ours.accelerator._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
     assert columns and (all(n % compiled.TILE == 0 for n in columns) == cuda)
-    assert near(verify(ours, caches[1])[0], verify(plain, caches[0])[0]) and ours.accelerator.passes == 2
+    assert near(verify(ours, caches[1])[0].hidden, verify(plain, caches[0])[0].hidden) and ours.accelerator.passes == 2
 
 
 def test_no_kernel_of_ours_serves_a_drafter_whose_finite_flag_nobody_reads(forced, monkeypatch):
@@ -593,7 +597,7 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     def passes(*widths):
         before = ours.accelerator.passes
         for w in widths:
-            rollback(cache, verify(ours, cache, [*BLOCK, *BLOCK][:w])[2], len(PROMPT))
+            rollback(cache, verify(ours, cache, [*BLOCK, *BLOCK][:w])[1], len(PROMPT))
         return ours.accelerator.passes - before
 
     # Blocks of 5 to 8 rows are one, which is slower.
@@ -614,7 +618,7 @@ def test_a_trial_times_passes_that_start_where_the_block_does_and_end(waits):
     before = dict(waits)
 
     def timed(i):
-        return lambda: (seen.append((i, caches[i][0].offset)), ours(mx.array([BLOCK]), caches[i]))[1], caches[i]
+        return lambda: (seen.append((i, caches[i][0].offset)), [ours(mx.array([BLOCK]), caches[i]).hidden])[1], caches[i]
 
     seconds = compiled._least_s([timed(0), timed(1)], 5)
     assert seen == [(0, 2), (1, 2)] * 5 and [cache[0].offset for cache in caches] == [7, 7]
@@ -644,5 +648,5 @@ def test_buffers_of_different_lengths_are_made_equal():
     ours = blocks_of(model)
     cache, other = filled(model, ours), filled(model, ours)
     compiled._widen(cache[1], 1100)
-    assert near(verify(ours, cache)[0], verify(Target(model, (0, 2)), other)[0])
+    assert near(verify(ours, cache)[0].hidden, verify(Target(model, (0, 2)), other)[0].hidden)
     assert ours.accelerator.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}

@@ -33,47 +33,49 @@ def test_of_two_compiled_passes_in_flight_that_are_not_finite_neither_is_laid_on
     model = tiny_target()
     monkeypatch.setattr(autotune, "_off", {})
     blocks, spoilt = blocks_of(model).accelerator, mx.full((1, 5, 48), math.nan)
-    answers = [Target(model, (0, 2)) for _ in range(2)]
+    answers, outputs = [Target(model, (0, 2)) for _ in range(2)], []
     for target in answers:
         target.accelerator = blocks
-        verify(target, filled(model, target))
-    for target in answers:
+        outputs.append(verify(target, filled(model, target))[0])
+    for target, output in zip(answers, outputs, strict=True):
         with pytest.raises(NotFiniteError):
-            target.check([bits.item() for bits in target.finite_flag(spoilt)])
+            target.check([bits.item() for bits in target.finite_flag(spoilt, compiled=output.compiled)], output.compiled)
     assert blocks.refused and not autotune._off
     # An ordinary pass in which nothing of a compiled one was is another matter.
-    verify(answers[0], filled(model, answers[0]))
+    ordinary, _ = verify(answers[0], filled(model, answers[0]))
     with pytest.raises(NotFiniteError):
-        answers[0].check([0x7F800000])
+        answers[0].check([0x7F800000], ordinary.compiled)
     assert autotune._off
 
 
 def test_a_compiled_pass_is_flagged_by_its_states_alone():
     model = tiny_target()
     ours = blocks_of(model)
-    hidden, *_ = verify(ours, filled(model, ours))
+    output, _ = verify(ours, filled(model, ours))
+    hidden = output.hidden
+    assert output.compiled and output.logits is None
     spoilt = mx.where(mx.arange(hidden.shape[2]) == 3, mx.array(math.nan), hidden)
     # MLX's own head made these of sound states, as plain decoding would.
-    ours.check([bits.item() for bits in ours.finite_flag(hidden, logits=mx.full((1, 5, 50), math.nan))])
+    ours.check([bits.item() for bits in ours.finite_flag(hidden, None, mx.full((1, 5, 50), math.nan), True)], True)
     with pytest.raises(NotFiniteError):
-        ours.check([bits.item() for bits in ours.finite_flag(spoilt, logits=ours.head(hidden))])
+        ours.check([bits.item() for bits in ours.finite_flag(spoilt, None, ours.head(hidden), True)], True)
 
 
 def test_a_compiled_pass_that_rows_without_meaning_reach_is_undone_and_the_last(caplog):
     model = tiny_target()
     ours, plain = blocks_of(model), Target(model, (0, 2))
     cache, other = filled(model, ours), filled(model, plain)
-    rollback(cache, verify(ours, cache)[2], len(PROMPT))
+    rollback(cache, verify(ours, cache)[1], len(PROMPT))
     poisoned(cache)
-    hidden, _, point = verify(ours, cache)
+    output, point = verify(ours, cache)
     assert ours.accelerator.passes == 2
     with pytest.raises(NotFiniteError):
-        ours.check([bits.item() for bits in ours.finite_flag(hidden)])
+        ours.check([bits.item() for bits in ours.finite_flag(output.hidden, compiled=output.compiled)], output.compiled)
     assert "compiled: a pass gave a value that is not finite" in caplog.text and not autotune._off
     rollback(cache, point, len(PROMPT))
-    hidden, _, _ = verify(ours, cache)
-    assert ours.accelerator.passes == 2 and not ours.finite_flag(hidden)
-    assert mx.array_equal(hidden, verify(plain, other)[0])
+    output, _ = verify(ours, cache)
+    assert ours.accelerator.passes == 2 and not output.compiled and not ours.finite_flag(output.hidden)
+    assert mx.array_equal(output.hidden, verify(plain, other)[0].hidden)
 
 
 def test_an_answer_survives_rows_without_meaning(forced, monkeypatch):
@@ -95,19 +97,19 @@ def test_where_a_head_is_at_fault_compiled_passes_are_not(monkeypatch):
     monkeypatch.setattr(autotune, "_off", {})
     model = tiny_target()
     ours = blocks_of(model)
-    verify(ours, filled(model, ours))
+    output, _ = verify(ours, filled(model, ours))
     sound, infinite = mx.array([-3.0, -math.inf]).view(mx.int32).tolist()
     ours.check([sound])
     with pytest.raises(NotFiniteError):
-        ours.check([infinite], head=True)
+        ours.check([infinite])
     assert set(autotune._off) == set(REGISTRY) and not ours.accelerator.refused
     monkeypatch.setattr(autotune, "_off", {})
     for refused, off in ((True, False), (True, True)):
         with pytest.raises(NotFiniteError):
-            ours.check([sound, infinite])
+            ours.check([sound, infinite], output.compiled)
         assert (bool(ours.accelerator.refused), bool(autotune._off)) == (refused, off)
         # What is run again is an ordinary pass.
-        verify(ours, filled(model, ours))
+        output, _ = verify(ours, filled(model, ours))
 
 
 def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
@@ -130,11 +132,11 @@ def test_a_kernel_that_is_switched_off_is_traced_away(monkeypatch):
     monkeypatch.setattr(autotune, "_off", {})
     cache = filled(model, ours)
     for _ in range(2):
-        hidden = verify(ours, cache)[0]
-        assert len(ours.finite_flag(hidden)) == 1
+        output, _ = verify(ours, cache)
+        assert len(ours.finite_flag(output.hidden, compiled=output.compiled)) == 1
     traces = len(handlers)
     autotune.disable_all("a test")
-    hidden = verify(ours, cache)[0]
+    verify(ours, cache)
     assert len(handlers) > traces and handlers[-1] == [] and ours.accelerator.passes == 3
 
 
@@ -144,7 +146,7 @@ def test_traces_that_are_kept_are_few(monkeypatch):
     monkeypatch.setattr(compiled, "_KEPT", 3)
     cache = filled(model, ours)
     for w in range(4, 24, 4):
-        rollback(cache, verify(ours, cache, list(range(w)))[2], len(PROMPT))
+        rollback(cache, verify(ours, cache, list(range(w)))[1], len(PROMPT))
     assert [key[0] for key in ours.accelerator._known] == [(0, 12), (0, 16), (0, 20)] and ours.accelerator.passes == 5
 
 

@@ -265,7 +265,7 @@ def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, doc
     at = np.array([len(p) + 2 for p in given])
     got = guess(padded, at, np.arange(4))
     for seed, ids in enumerate(whole):
-        features = target(mx.array([ids[: at[seed]]]))[1]
+        features = target(mx.array([ids[: at[seed]]])).features
         anchor = mx.array([ids[at[seed]]])
         hidden = drafter.slots(anchor, features, drafter.make_cache(), 0, BLOCK)
         noise = []
