@@ -61,6 +61,7 @@ Prompt = Annotated[
     ),
 ]
 PromptFile = Annotated[str | None, option(PROMPT, help="A file that holds the prompt.")]
+PrefillResponse = Annotated[str | None, option(PROMPT, help="How the answer begins; what is printed goes on behind it.")]
 Raw = Annotated[bool, option(PROMPT, "--raw", help="Use the prompt as it is, without the chat template.")]
 PromptLookup = Annotated[
     bool | None,
@@ -93,6 +94,7 @@ def generate(
     system: System = None,
     thinking: Thinking = None,
     chat_template_args: ChatTemplateArgs = None,
+    prefill_response: PrefillResponse = None,
     raw: Raw = False,
     sampling: Any = None,
     draft_model: DraftModel = None,
@@ -146,13 +148,15 @@ def _check_usage(asked: SimpleNamespace) -> None:
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")
-    for name in ("system", "thinking", "chat_template_args"):
+    for name in ("system", "thinking", "chat_template_args", "prefill_response"):
         if getattr(asked, name) is not None and asked.raw:
             raise refuse(flag(name), "--raw uses no chat template, so there is no place for it")
     asked.template_args = template_args(asked.chat_template_args)
     if asked.thinking is not None and "enable_thinking" in asked.template_args:
         raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
-    refuse_lonely_kv_options(asked)
+    refuse_lonely_kv_options(asked.kv_bits, kv_group_size=asked.kv_group_size, quantized_kv_start=asked.quantized_kv_start)
+    if asked.prefill_response == "":
+        raise refuse("--prefill-response", "it is empty; give some text")
     if asked.stop and "" in asked.stop:
         raise refuse("--stop", "it needs a text")
     if asked.stop and asked.show_drafts:
@@ -172,8 +176,9 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     elif inputs.is_piped():
         # Nothing there, as of a program that is started by another: as if there were no pipe.
         asked.prompt = inputs.standard_input() or None
-    if asked.system is not None:
-        asked.system = inputs.utf8(os.fsencode(asked.system), "of --system")
+    for name in ("system", "prefill_response"):
+        if (text := getattr(asked, name)) is not None:
+            setattr(asked, name, inputs.utf8(os.fsencode(text), f"of {flag(name)}"))
     if asked.prompt == "":
         raise refuse("--prompt", "it is empty; give some text")
 
@@ -210,9 +215,11 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     block_size = asked.block_size
     if draft and block_size and block_size > draft.config.block_size:
         say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
-    prompt = inputs.encode_prompt(tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking, asked.template_args)
-    # Text that no chat template has rendered is continued: a leading blank of the answer stays.
-    ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str)
+    prompt = inputs.encode_prompt(
+        tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking, asked.template_args, asked.prefill_response
+    )
+    # Text that no chat template has rendered, or an answer that has begun, is continued: a leading blank stays.
+    ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str) and asked.prefill_response is None
     if asked.prompt_lookup is False and (draft is None or block_size):
         say(f"--no-prompt-lookup has no effect {'with --block-size' if draft else 'without a drafter'}: that is the default.")
     sampler, processors = settings.make(tokenizer)

@@ -152,6 +152,7 @@ def encode_prompt(
     raw: bool,
     thinking: bool | None = None,
     template_args: Mapping[str, Any] | None = None,
+    prefill: str | None = None,
 ) -> list[int] | str:
     """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so.
 
@@ -163,7 +164,8 @@ def encode_prompt(
             say("--raw has no effect: this tokenizer has no chat template.")
         return prompt
     if not tokenizer.has_chat_template:
-        for name, value in (("--system", system), ("--thinking", thinking), ("--chat-template-args", template_args or None)):
+        needed = {"--system": system, "--thinking": thinking, "--chat-template-args": template_args or None}
+        for name, value in {**needed, "--prefill-response": prefill}.items():
             if value is not None:
                 raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
         say("This tokenizer has no chat template: the prompt is used as it is.")
@@ -172,11 +174,14 @@ def encode_prompt(
 
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
+    if prefill is not None:
+        messages.append({"role": "assistant", "content": prefill})
     extra = {} if thinking is None else {"enable_thinking": thinking}
     if without_effect(tokenizer, extra):
         say(f"--{'' if thinking else 'no-'}thinking has no effect: this chat template does not read enable_thinking.")
     say_unread_template_args(tokenizer, template_args or {})
-    return render_chat(tokenizer, read_messages(messages, tokenizer), template_args={**extra, **(template_args or {})}).ids
+    extra |= template_args or {}
+    return render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra, continues=prefill is not None).ids
 
 
 def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:

@@ -254,10 +254,10 @@ def template_args(text: str | None) -> dict[str, Any]:
     return value
 
 
-def refuse_lonely_kv_options(asked: Any) -> None:
+def refuse_lonely_kv_options(kv_bits: int | None, **others: int | None) -> None:
     """Usage errors of options that say how --kv-bits works, where it is not given."""
-    for name in ("kv_group_size", "quantized_kv_start"):
-        if getattr(asked, name) is not None and not asked.kv_bits:
+    for name, value in others.items():
+        if value is not None and not kv_bits:
             raise refuse(flag(name), "it has no effect without --kv-bits")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from . import inputs, output
@@ -15,9 +17,13 @@ from .options import (
     DraftBitsOption,
     DraftModel,
     DtypeOption,
+    KvBits,
+    KvGroupSize,
+    MaxKvSize,
     MaxTokens,
     Model,
     PrefillStepSize,
+    QuantizedKvStart,
     Revision,
     System,
     Thinking,
@@ -27,6 +33,7 @@ from .options import (
     option,
     refuse,
     refuse_lonely_drafter,
+    refuse_lonely_kv_options,
     sampling_options,
     template_args,
 )
@@ -38,6 +45,26 @@ SERVER = "Server"
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
     if block_size is not None and (draft_model == "none" or (model and not draft_model)):
         raise refuse("--block-size", "it needs a drafter")
+
+
+def _cache_options(
+    prefill_step_size: int | None,
+    max_kv_size: int | None,
+    kv_bits: int | None,
+    kv_group_size: int | None,
+    quantized_kv_start: int | None,
+) -> tuple[Any, Callable[[Any], Any]]:
+    """How caches are held, and what is asked of them for `inputs.load_pair`; says from where --kv-bits begins."""
+    refuse_lonely_kv_options(kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+    from ..memory import RunSize
+    from ..serving.prefix_cache import CacheOptions
+
+    caches = CacheOptions(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    if kv_bits:
+        say(f"--kv-bits {kv_bits} begins at row {caches.start} of a conversation; shorter ones are held as they are.")
+        # Which each answer to a short one would say again.
+        warnings.filterwarnings("ignore", message="kv_bits=.* had no effect")
+    return caches, lambda tokenizer: RunSize(inputs.CONTEXT, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
 
 
 @mlx_lm_names
@@ -54,6 +81,11 @@ def chat(
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
     block_size: BlockSize = None,
+    prefill_step_size: PrefillStepSize = None,
+    max_kv_size: MaxKvSize = None,
+    kv_bits: KvBits = None,
+    kv_group_size: KvGroupSize = None,
+    quantized_kv_start: QuantizedKvStart = None,
     max_tokens: MaxTokens = None,
     session: Annotated[
         str | None,
@@ -65,6 +97,7 @@ def chat(
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
+    caches, size = _cache_options(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     from ..serving.chat import Chat
     from ..serving.conversation import Conversation, Pair, Settings
     from ..serving.sessions import read_session, session_path
@@ -75,7 +108,7 @@ def chat(
         if adapter_path and not over:
             say(f"--adapter-path belongs to {model}: {name} runs without it.")
         with only_ours_on_stdout():
-            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, None, over))
+            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, size, over))
 
     given = {**sampling, "max_tokens": max_tokens, "block_size": block_size, "thinking": thinking}
     given = {name: value for name, value in given.items() if value is not None}
@@ -83,7 +116,7 @@ def chat(
     state = read_session(session) if session and session_path(session).exists() else None
     if state and model is None:
         model, draft_model = state["model"], draft_model or state["draft_model"]
-    conversation = Conversation(load(model, draft_model), Settings(**given), system)
+    conversation = Conversation(load(model, draft_model), Settings(**given), system, caches)
     if state:
         conversation.restore(state, given)
         conversation.system = system or conversation.system
@@ -133,7 +166,11 @@ def serve(
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
     block_size: BlockSize = None,
-    prefill_step_size: PrefillStepSize = 2048,
+    prefill_step_size: PrefillStepSize = None,
+    max_kv_size: MaxKvSize = None,
+    kv_bits: KvBits = None,
+    kv_group_size: KvGroupSize = None,
+    quantized_kv_start: QuantizedKvStart = None,
     prompt_cache_size: PromptCacheSize = 10,
     prompt_cache_gb: PromptCacheGb = None,
     host: Host = "127.0.0.1",
@@ -154,6 +191,7 @@ def serve(
     if api_key == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
     variables = template_args(chat_template_args)
+    caches, size = _cache_options(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     import logging
 
     from ..sampling_settings import SamplingSettings
@@ -172,13 +210,13 @@ def serve(
         sampling=SamplingSettings(**sampling),
         block_size=block_size,
         chat_template_args=variables,
-        prefill_step_size=prefill_step_size,
+        caches=caches,
         prompt_cache_size=prompt_cache_size,
         prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
-        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, None, adapter_path)
+        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path)
         inputs.say_unread_template_args(pair[3], variables)
         return pair
 

@@ -19,7 +19,7 @@ from ..sampling_settings import SamplingSettings, parse, setting
 from ..text import TextStream
 from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat
-from .prefix_cache import PrefixCache, PrefixRun, stream_from_prefix
+from .prefix_cache import AS_THEY_ARE, CacheOptions, PrefixCache, PrefixRun, stream_from_prefix
 
 # Of session files. In version 1 a top_p of 0 switched the filter off.
 VERSION = 2
@@ -92,8 +92,8 @@ class Conversation:
     Without a chat template a message is continued as it is: the target sees all texts joined, and messages keep their ids.
     """
 
-    def __init__(self, pair: Pair, settings: Settings, system: str | None = None):
-        self.settings, self.system = settings, system
+    def __init__(self, pair: Pair, settings: Settings, system: str | None = None, caches: CacheOptions = AS_THEY_ARE):
+        self.settings, self.system, self.caches = settings, system, caches
         self.messages: list[dict[str, Any]] = []
         self.totals = Totals()
         self.use(pair)
@@ -107,6 +107,7 @@ class Conversation:
         target = Target(pair.model)
         vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
         self.settings.check_pair(vocabulary, largest)
+        self.caches.check(pair.model, pair.drafter)
         self.pair, self.vocabulary, self.largest = pair, vocabulary, largest
         # Positions the target was made for, where its config says.
         self.limit = target.context_length
@@ -227,6 +228,7 @@ class Conversation:
             shared=prompt.shared,
             should_stop=should_stop,
             prompt_progress_callback=progress,
+            caches=self.caches,
             max_tokens=-1 if asked is None else asked if room is None else min(asked, room),
             sampler=sampler,
             logits_processors=processors,

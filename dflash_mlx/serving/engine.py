@@ -22,7 +22,7 @@ from ..first_use import try_after_answer
 from ..models.target import Target
 from ..sampling import SamplingSettings
 from ..text import StopText, TextStream, token_bytes
-from .prefix_cache import PrefixCache, stream_from_prefix
+from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
 from .requests import ClientDisconnected, RequestError
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Options:
     block_size: int | None = None
     max_tokens: int = 512
     chat_template_args: dict[str, Any] = field(default_factory=dict)
-    prefill_step_size: int = 2048
+    caches: CacheOptions = field(default_factory=CacheOptions)
     prompt_cache_size: int = 10
     prompt_cache_bytes: int | None = None
 
@@ -65,6 +65,7 @@ class LoadedPair:
         options.sampling.check_vocabulary(self.vocabulary)
         if self.drafter is not None and (options.block_size or 1) > (largest := largest_block(self.drafter)):
             raise DFlashError(f"block_size is {options.block_size}; with this drafter it may be {largest} at most")
+        options.caches.check(self.model, self.drafter)
 
 
 @dataclass
@@ -273,7 +274,7 @@ class Engine:
             sampler=sampler,
             seed=job.sampling.seed,
             block_size=job.block_size,
-            prefill_step_size=self.options.prefill_step_size,
+            caches=self.options.caches,
             keep_rounds=False,
             stream=stream,
         )

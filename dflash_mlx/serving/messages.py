@@ -186,8 +186,11 @@ def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     template_args: Mapping[str, Any] | None = None,
     role_mapping: Mapping[str, str] | None = None,
+    continues: bool = False,
 ) -> Prompt:
     """Messages as `read_messages` gives them, written by the chat template; without one roles are written out.
+
+    continues: the last message is the beginning of the answer, which goes on behind it.
 
     Raises:
       DFlashError: the chat template refuses these messages in every form.
@@ -204,7 +207,8 @@ def render_chat(
             more |= _template_for_null(tokenizer)
         return tokenizer.apply_chat_template([*some], tokenize=False, **{**variables, **more})
 
-    written, rendered = _first_that_keeps_all(messages, lambda some: write(some, add_generation_prompt=True))
+    end = {"add_generation_prompt": False, "continue_final_message": True} if continues else {"add_generation_prompt": True}
+    written, rendered = _first_that_keeps_all(messages, lambda some: write(some, **end))
     ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
     said = messages[-1]["content"].strip()
     before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered

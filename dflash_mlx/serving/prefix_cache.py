@@ -17,10 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
 from ..generation import GenerationResponse, make_prompt_cache, stream_generate
-from ..prompt_cache import PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
+from ..prompt_cache import KVQuantization, PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
 from ..sampling import KeyedSampler, LogitsProcessor, choose_seed
 
 
@@ -63,6 +64,40 @@ class PrefixCache(LRUPromptCache):
                 self._lru.remove(model, tokens[:length])
 
 
+@dataclass(frozen=True)
+class CacheOptions:
+    """How all prompts of a chat or a server are read and held: names as in `stream_generate`, None is its default."""
+
+    prefill_step_size: int | None = None
+    max_kv_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int | None = None
+    quantized_kv_start: int | None = None
+
+    def check(self, model: nn.Module, draft_model: nn.Module | None) -> None:
+        """Whether two models can do it, before the first prompt.
+
+        Raises:
+          CacheError, GenerationError: names the option.
+        """
+        entries = make_prompt_cache(model, draft_model, self.max_kv_size)
+        if self.kv_bits is not None:
+            target = PairCache.read(entries).target if is_pair_cache(entries) else entries
+            KVQuantization(self.kv_bits, self.kv_group_size or 64, self.start).check(model, target)
+
+    @property
+    def start(self) -> int:
+        """The row of a cache from which it is quantized."""
+        return DEFAULT_QUANTIZED_KV_START if self.quantized_kv_start is None else self.quantized_kv_start
+
+    def of_a_run(self) -> dict[str, Any]:
+        """What `stream_generate` is told; a cache has its size from when it was made."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "max_kv_size"}
+
+
+AS_THEY_ARE = CacheOptions()
+
+
 @dataclass
 class PrefixRun:
     """One prompt on its way.
@@ -87,6 +122,7 @@ def stream_from_prefix(
     should_stop: Callable[[], bool] = lambda: False,
     logits_processors: Sequence[LogitsProcessor] = (),
     prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
+    caches: CacheOptions = AS_THEY_ARE,
     **options: Any,
 ) -> PrefixRun:
     """Generate after the whole of `prompt`, running only what no stored cache holds.
@@ -97,12 +133,13 @@ def stream_from_prefix(
       shared: (length, kind) of beginnings of `prompt` that later prompts will share, in rising order; kind is mlx-lm's
         "system", "user" or "assistant". Copies are kept there if the cache could not be cut to them later.
       should_stop: asked after every prefill pass and every token; True ends the run.
+      caches: how prompts are read and held.
       logits_processors: see the whole prompt, held or not, so that text does not depend on what was held.
     """
     entries, rest = store.fetch_nearest_cache(key, prompt)
-    held = len(prompt) - len(rest)
+    held, options = len(prompt) - len(rest), {**caches.of_a_run(), **options}
     if entries is None:
-        entries = make_prompt_cache(model, draft_model)
+        entries = make_prompt_cache(model, draft_model, caches.max_kv_size)
     run = _Run(model, tokenizer, prompt, store, key, draft_model, entries, held, should_stop, prompt_progress_callback)
     return PrefixRun(held, run.responses(shared, logits_processors, options))
 

@@ -91,6 +91,12 @@ COMMON = {
     "--chat-template-args": ['{"enable_thinking": true}'],
     "--chat-template-config": ['{"enable_thinking": true}'],
 }
+KV = {
+    "--max-kv-size": ["64"],
+    "--kv-bits": ["8"],
+    "--kv-group-size": ["32", "--kv-bits", "8"],
+    "--quantized-kv-start": ["0", "--kv-bits", "8"],
+}
 VALUES = {
     "generate": {
         "--prompt": ["y"],
@@ -100,21 +106,20 @@ VALUES = {
         "--no-prompt-lookup": [],
         "--copy": [],
         "--no-copy": [],
-        "--max-kv-size": ["64"],
-        "--kv-bits": ["8"],
-        "--kv-group-size": ["32", "--kv-bits", "8"],
-        "--quantized-kv-start": ["0", "--kv-bits", "8"],
+        **KV,
+        "--prefill-response": ["Sure"],
         "--raw": [],
         "--ignore-chat-template": [],
         "--show-drafts": [],
     },
-    "chat": {"--session": ["s"], "--plain": []},
+    "chat": {"--session": ["s"], "--plain": [], **KV},
     "serve": {
         "--host": ["0.0.0.0"],
         "--port": ["1"],
         "--api-key": ["k"],
         "--max-body-mb": ["1"],
         "--allowed-origins": ["http://a"],
+        **KV,
         "--prompt-cache-size": ["3"],
         "--prompt-cache-gb": ["0"],
         "--verbose": [],
@@ -233,12 +238,19 @@ def outcome(monkeypatch, tmp_path, pair):
         drawing = interactive = failed = False
 
         def __init__(self, conversation, *args, **kwargs):
-            calls.append(("chat", told([conversation.settings, conversation.system, conversation.pair.name]), told(kwargs)))
+            calls.append(
+                (
+                    "chat",
+                    told([conversation.settings, conversation.system, conversation.caches, conversation.pair.name]),
+                    told(kwargs),
+                )
+            )
 
         def run(self):
             pass
 
     monkeypatch.setattr("dflash_mlx.serving.chat.Chat", Room)
+    monkeypatch.setattr("dflash_mlx.serving.prefix_cache.CacheOptions.check", lambda *_: None)
     stand_in("serving.app.serve", lambda options, open_pair, say: open_pair() and None)
     monkeypatch.setattr("logging.basicConfig", lambda **k: calls.append(("log", told(k))))
     stand_in("tools.doctor.diagnose", {"faults": []})

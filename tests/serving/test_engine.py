@@ -14,6 +14,7 @@ from serving_kit import MESSAGES, ask, expected, read, running
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.sampling import Distribution, SamplingSettings
+from dflash_mlx.serving.prefix_cache import CacheOptions
 
 
 def test_a_seed_gives_the_text_of_the_api_with_any_number_of_drafts(served, chatty):
@@ -91,7 +92,7 @@ def test_a_client_that_leaves_is_noticed_within_one_round_and_the_next_is_served
 def test_a_client_that_leaves_during_a_long_prompt_is_noticed_after_a_pass(chatty):
     tokenizer = chatty[1]
     model = scripted([7] * 100, vocab=1536, wait_s=0.02)
-    with running(model, tokenizer, prefill_step_size=4) as server:
+    with running(model, tokenizer, caches=CacheOptions(prefill_step_size=4)) as server:
         link = server.send("/v1/completions", {"prompt": "a b c d " * 200, "max_tokens": 5})
         while model.passes < 5:
             time.sleep(0.005)

@@ -6,15 +6,15 @@ import random
 import mlx.core as mx
 import pytest
 from families import RIGHT, Known, family, known_drafter, some_line
-from kit import grow, ids_of, letters, rounds_of, run, tiny_target
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from kit import grow, ids_of, letters, rounds_of, run, tiny_qwen3, tiny_target
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.prompt_cache import PairCache
-from dflash_mlx.serving.prefix_cache import PrefixCache, stream_from_prefix
+from dflash_mlx.serving.prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
 
 KINDS = {"plain": "llama", "sliding window": "gemma3", "hybrid": "qwen3_next"}
 
@@ -63,6 +63,29 @@ def turn(model, drafter, prompt, store, n=16, **options):
 
 def same(a, b):
     return ids_of(a) == ids_of(b) and rounds_of(a) == rounds_of(b)
+
+
+@pytest.mark.parametrize(
+    ("caches", "kind"),
+    [
+        (CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=40, prefill_step_size=9), QuantizedKVCache),
+        (CacheOptions(max_kv_size=24), RotatingKVCache),
+    ],
+)
+def test_turns_on_quantized_or_windowed_caches_say_the_same_with_a_drafter_and_without(caches, kind):
+    model = tiny_target(seed=3, head_dim=32) if caches.kv_bits else tiny_qwen3()
+    line, stores = [i % 50 for i in some_line(80)], (PrefixCache(6), PrefixCache(6))
+    # One whose caches can be cut where the target's can: what a turn finds held decides what of it was quantized when.
+    drafter = mixed(model, line, **FULL)
+    # Over the row from which caches are quantized, a change behind what is held, and on.
+    for length, new in ((30, 0), (60, 0), (50, 7), (70, 7)):
+        whole = line[: length - new] + [3] * new
+        asked = {"caches": caches, "shared": [(length - new - 4, "user")]}
+        (_, plain), (_, drafted) = (turn(model, d, whole, s, **asked) for d, s in zip((None, drafter), stores, strict=True))
+        assert ids_of(drafted) == ids_of(plain), length
+        assert drafted[-1].stats.n_drafting
+    entries, _ = stores[1].fetch_nearest_cache("pair", whole)
+    assert type(entries[0]) is kind and getattr(entries[0], "max_size", None) == caches.max_kv_size
 
 
 @pytest.mark.parametrize("length", [150, pytest.param(2000, marks=pytest.mark.full)])
