@@ -189,7 +189,7 @@ def bench(
     """
     asked = SimpleNamespace(**locals())
     with only_ours_on_stdout() as stdout:
-        from ..tools import bench as b
+        b = _bench_module()
 
         if compare:
             _refuse_beside_compare(asked)
@@ -233,6 +233,14 @@ def _check_bench(asked: SimpleNamespace) -> None:
         refuse_without_effect(SamplingSettings(temp=temp, **asked.sampling), asked.sampling) if temp else None
     if asked.temp and not any(asked.temp):
         refuse_without_effect(SamplingSettings(temp=0, **asked.sampling), asked.sampling)
+
+
+@live("Starting")
+def _bench_module() -> Any:
+    """Imported in the sight of the user: it takes seconds."""
+    from ..tools import bench
+
+    return bench
 
 
 @live("Starting")
