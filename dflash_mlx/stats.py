@@ -60,6 +60,12 @@ class GenerationStats:
         return self.n_committed / self.n_drafting if self.n_drafting else None
 
     @property
+    def plain_tps(self) -> float | None:
+        """Tokens a second of plain decoding with this target on this machine, as timed in rounds or kept; None: not known."""
+        plain_s = self.rule and self.rule.plain_s
+        return 1 / plain_s if plain_s else None
+
+    @property
     def width_reason(self) -> str | None:
         """One sentence on the widths that were chosen; None if they were asked for."""
         return self.rule and self.rule.reason(self.widths, self.looked_up, self.confidence_cut)
@@ -115,6 +121,7 @@ class GenerationStats:
             "widths": dict(sorted(self.widths.items())),
             "confidence_cut": dict(sorted(self.confidence_cut.items())),
             "sources": self.sources,
+            "plain_tps": self.plain_tps,
             "width_reason": self.width_reason,
             "seconds": self.seconds,
         }

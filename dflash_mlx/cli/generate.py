@@ -80,6 +80,8 @@ ShowDrafts = Annotated[
     option(OUTPUT, "--show-drafts", help="Mark accepted, rejected and bonus tokens in the text."),
 ]
 
+ShowStats = Annotated[bool, option(OUTPUT, "--stats", help="Say all that was counted: rounds, acceptance, memory, seconds.")]
+
 
 @mlx_lm_names
 @sampling_options()
@@ -111,12 +113,13 @@ def generate(
     stop: Stop = None,
     as_json: AsJson = False,
     show_drafts: ShowDrafts = False,
+    show_stats: ShowStats = False,
 ) -> None:
-    """Generate text from a prompt and show how much of the drafts was accepted."""
+    """Generate text from a prompt, and say how fast it came."""
     asked = SimpleNamespace(**locals())
     _check_usage(asked)
     _read_prompt(asked)
-    with only_ours_on_stdout() as stdout:
+    with only_ours_on_stdout() as stdout, live("Starting"):
         from ..sampling_settings import SamplingSettings
 
         settings = SamplingSettings(**sampling)
@@ -133,7 +136,7 @@ def generate(
         result = _answer(asked, settings, pair, stdout)
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
-        say(output.figures(result))
+        say(output.figures(result, show_stats, result["seed"]))
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
 
@@ -232,7 +235,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             print(json.dumps({**result, "seed": seed, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         stdout.flush()
         line.stop()
-        say(output.figures({**result, "seed": seed}))
+        say(output.figures(result))
 
     with live("Reading the prompt") as line, leave_prefill_at_ctrl_c(leave) as begun:
         responses = stream_generate(
@@ -311,6 +314,7 @@ def fields_of(text: list[str], ids: list[int], last: Any, reason: str | None) ->
         "widths": {},
         "confidence_cut": {},
         "sources": {},
+        "plain_tps": None,
         "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
     }

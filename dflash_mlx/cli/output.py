@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+# Share of plain rounds from which drafting is said to be off. Tokens that a rate needs before a gain is said of it.
+_OFF, _TIMED_TOKENS = 0.9, 16
+
 
 def say(text: str) -> None:
-    """One sentence or more for the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One sentence or more for the user, on stderr; on a terminal no word is torn."""
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """A text with its lines broken between words where they are over the width of the terminal that they go to, if they do."""
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (AttributeError, OSError, ValueError):
+        return text
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return "\n".join(textwrap.fill(line, width, **keep) if len(line) > width else line for line in text.split("\n"))
 
 
 @contextlib.contextmanager
@@ -21,34 +36,82 @@ def only_ours_on_stdout() -> Iterator[Any]:
         yield stdout
 
 
-def figures(result: dict[str, Any]) -> str:
-    """The lines under an answer."""
+def figures(result: dict[str, Any], details: bool = False, seed: int | None = None) -> str:
+    """What is said under an answer: one line, what a cut answer needs to go on, and with `details` all that was counted."""
     if result["prompt_tokens"] is None:
-        return "Interrupted before the first token."
+        return "Stopped before the first token."
+    lines = [headline(result) + (f", seed {seed}" if seed is not None else "")]
+    if is_off(result):
+        lines.append(f"Drafting is off: on this {device()} it would be slower.")
+    if result["finish_reason"] == "length":
+        n = result["generation_tokens"]
+        lines.append(f"The answer is cut there: --max-tokens {2 * n} lets it go on, --max-tokens -1 to its end.")
+    elif result["finish_reason"] == "interrupted":
+        lines.append("Stopped by Ctrl-C.")
+    return "\n".join(lines + (_details(result) if details else []))
+
+
+def headline(result: dict[str, Any]) -> str:
+    """ "256 tokens, 11.2 tokens/s, 2.1 times plain decoding, 3.0 tokens a round".
+
+    The gain is over plain passes that this machine ran with this model: those of this run, or the kept ones (`plain_tps`). Where
+    there is none, or the answer is too short to time, none is said; so it is where drafting is off.
+    """
+    n, rounds = result["generation_tokens"], sum(result["widths"].values())
+    parts = [count(n, "token"), f"{result['generation_tps']:.1f} tokens/s"]
+    if rounds and result["tau"] is not None and not is_off(result):
+        if result["plain_tps"] and n >= _TIMED_TOKENS:
+            # The first token comes with the prompt, and its time is not in the rate.
+            gain = result["generation_tps"] * (n - 1) / n / result["plain_tps"]
+            parts.append(f"{gain:.1f} times plain decoding")
+        parts.append(f"{(n - 1) / rounds:.1f} tokens a round")
+    return ", ".join(parts)
+
+
+def is_off(result: dict[str, Any]) -> bool:
+    """Whether plain decoding was chosen, by what passes cost here, for nearly all of an answer."""
+    off, rounds = result["widths"].get(0, 0) - result["confidence_cut"].get(0, 0), sum(result["widths"].values())
+    return bool(rounds and result["width_reason"] and off >= _OFF * rounds)
+
+
+def device() -> str:
+    """What MLX computes on, in a person's words."""
+    import mlx.core as mx
+
+    return "CPU" if mx.default_device() == mx.cpu else "Mac's GPU" if mx.metal.is_available() else "GPU"
+
+
+def count(n: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def _details(result: dict[str, Any]) -> list[str]:
+    """The lines of --stats."""
     lines = [
-        f"Prompt: {result['prompt_tokens']} tokens, {result['prompt_tps']:.1f} tokens/s",
-        f"Generation: {result['generation_tokens']} tokens, {result['generation_tps']:.1f} tokens/s, "
-        f"ended by {result['finish_reason']}; peak memory {result['peak_memory_gb']:.2f} GB",
+        f"Prompt: {count(result['prompt_tokens'], 'token')}, {result['prompt_tps']:.1f} tokens/s",
+        f"Peak memory: {result['peak_memory_gb']:.2f} GB",
     ]
+    if result["plain_tps"]:
+        lines.append(f"Plain decoding here: {result['plain_tps']:.1f} tokens/s")
     if result["tau"] is not None:
-        after, passes = result["generation_tokens"] - 1, sum(result["widths"].values())
-        lines.append(f"Passes: {passes} of the target for the {after} tokens after the first; plain decoding takes one a token.")
+        passes, after = count(sum(result["widths"].values()), "round"), count(result["generation_tokens"] - 1, "token")
+        lines.append(f"Rounds: {passes} for the {after} after the first; plain decoding takes one a token.")
         lengths = result["acceptance_lengths"]
         counts = ", ".join(f"{n - 1}: {lengths.count(n)}" for n in sorted(set(lengths)))
-        lines.append(
-            f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {len(lengths)} rounds; accepted: rounds {counts})"
-        )
+        drafted = count(len(lengths), "round")
+        lines.append(f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {drafted}; accepted: rounds {counts})")
         if (copied := result["sources"]["prompt_lookup"])["rounds"]:
-            lines.append(f"Copied from the text: {copied['accepted']} tokens in {copied['rounds']} of these rounds.")
+            rounds = count(copied["rounds"], "round")
+            lines.append(f"Copied from the text: {count(copied['accepted'], 'token')} in {rounds} of them.")
     elif result["widths"]:
-        lines.append(
-            "Acceptance: no draft was verified, so there is no tau; each token took a pass of its own, as without a drafter."
-        )
+        lines.append("Acceptance: no draft was verified, so there is no tau; each token took a pass of its own.")
     if result["width_reason"]:
         lines.append(f"Widths: {result['width_reason']}.")
-    if result["seed"] is not None:
-        lines.append(f"Seed: {result['seed']}")
-    return "\n".join(lines)
+    spent = {name: took for name, took in result["seconds"].items() if took}
+    if spent:
+        lines.append("Seconds: " + ", ".join(f"{name} {took:.2f}" for name, took in spent.items()))
+    return lines
 
 
 def nothing(response: Any) -> None:

@@ -53,7 +53,7 @@ _CUT_FADE = 0.97
 class FixedDraftLength:
     """The same width in every round, whatever the drafter's confidence."""
 
-    ready, wants_confidence, cuts_by_confidence = True, False, False
+    ready, wants_confidence, cuts_by_confidence, plain_s = True, False, False, None
 
     def __init__(self, width: int):
         self.width = width
@@ -135,6 +135,11 @@ class DraftLengthPolicy:
     def ready(self) -> bool:
         """Whether the next choice measures nothing."""
         return self.cost_model is not None
+
+    @property
+    def plain_s(self) -> float | None:
+        """Seconds of one token of plain decoding; None: not measured yet."""
+        return self.cost_model and self.cost_model.plain()
 
     @_locked
     def choose(self, pending: int = 0) -> int:

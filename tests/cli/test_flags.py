@@ -111,6 +111,7 @@ VALUES = {
         "--raw": [],
         "--ignore-chat-template": [],
         "--show-drafts": [],
+        "--stats": [],
     },
     "chat": {"--session": ["s"], "--plain": [], **KV},
     "serve": {

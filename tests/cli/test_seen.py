@@ -1,12 +1,16 @@
 """What a person sees in a terminal: no line over the width, no torn word, no silence, no word of ours."""
 
+import io
+import os
 import sys
 import time
 
 import pytest
-from screen import Screen
+from kit import figures_of
+from screen import Screen, private_words
 
 from dflash_mlx.cli import live as cli_live
+from dflash_mlx.cli import output
 from dflash_mlx.cli.live import Line
 from dflash_mlx.progress import hub_bar, listening, tell
 
@@ -124,3 +128,73 @@ def test_fetching_tells_its_bytes_and_draws_no_bars_of_the_hubs(capsys):
         each.close()
     assert told[-1] == ("Fetching org/name", 40, 100, "bytes") and {what for what, *_ in told} == {"Fetching org/name"}
     assert capsys.readouterr() == ("", "")
+
+
+# --- the figures under an answer --------------------------------------------------------------------------------------
+
+DRAFTED = {"widths": {7: 80, 0: 5}, "tau": 3.1, "acceptance_lengths": [3] * 80, "width_reason": "7 of 15 drafts verified in most"}
+
+
+def test_the_figures_are_one_line_with_the_gain_over_plain_decoding():
+    result = figures_of(generation_tokens=256, generation_tps=11.2, plain_tps=5.3, **DRAFTED)
+    assert output.figures(result) == "256 tokens, 11.2 tokens/s, 2.1 times plain decoding, 3.0 tokens a round"
+
+
+@pytest.mark.parametrize("plain_tps, tokens", [(None, 256), (5.3, 15)])
+def test_no_gain_is_said_where_plain_decoding_was_not_timed_or_the_answer_is_short(plain_tps, tokens):
+    result = figures_of(generation_tokens=tokens, plain_tps=plain_tps, **DRAFTED)
+    assert "plain" not in output.figures(result) and "tokens a round" in output.figures(result)
+
+
+@pytest.mark.parametrize(
+    ("available", "gpu", "named"), [(False, False, "this CPU"), (True, True, "this Mac's GPU"), (False, True, "this GPU")]
+)
+def test_where_drafting_is_off_the_device_is_named(monkeypatch, available, gpu, named):
+    import mlx.core as mx
+
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: available)
+    off = {"widths": {0: 97, 7: 3}, "tau": 1.2, "width_reason": "drafting off in 97 % of rounds: 8 rows cost 7.5x one row here"}
+    said = output.figures(figures_of(generation_tokens=110, plain_tps=9.0, **off)).splitlines()
+    assert said == ["110 tokens, 10.0 tokens/s", f"Drafting is off: on {named} it would be slower."]
+    # A width that was asked for is none that was chosen.
+    assert not output.is_off(figures_of(widths={0: 100}))
+
+
+def test_a_cut_answer_says_how_to_go_on_and_one_is_singular():
+    said = output.figures(figures_of(generation_tokens=1, finish_reason="length", widths={}))
+    assert said.startswith("1 token, ") and "--max-tokens 2 lets it go on, --max-tokens -1 to its end" in said
+    assert output.figures(figures_of(finish_reason="interrupted")).endswith("Stopped by Ctrl-C.")
+    details = output.figures(figures_of(tau=3.0, widths={7: 1}, acceptance_lengths=[3], generation_tokens=4), details=True)
+    assert "Rounds: 1 round for the 3 tokens" in details and "over 1 round;" in details and "1 rounds" not in details
+
+
+def test_figures_hold_no_word_of_ours_unless_they_are_asked_for():
+    for result in (figures_of(generation_tokens=256, plain_tps=5.0, **DRAFTED), figures_of(widths={0: 9})):
+        assert not private_words(output.figures(result)) and private_words(output.figures(result, details=True))
+    assert private_words("3.0 tokens a round, 1 round, Slot 3, --trials 4, width.") == ["slot", "width", "round"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_generate_says_what_it_says_within_the_width_and_in_no_words_of_ours(columns):
+    # The text is the model's own, so its lines may be longer: it is left out.
+    command = ["generate", "--model", "tiny", "--draft-model", "auto", "-p", "x = 1", "-m", "20"]
+    # Other work on this machine may hold it up once.
+    for _ in range(3):
+        with Screen(command, columns=columns) as screen:
+            assert screen.end() == 0
+        if screen.longest_pause < 2:
+            break
+    said = screen.text.partition("This tokenizer")[2]
+    assert "20 tokens, " in said and "--max-tokens 40" in " ".join(said.split()) and not private_words(said), said
+    assert screen.longest_pause < 2 and not [row for row in screen.torn if "token" in row], screen.changes
+
+
+def test_a_sentence_is_broken_between_words_on_a_terminal_and_whole_in_a_pipe(monkeypatch):
+    text = "A sentence that is longer than the terminal is wide.\nAnd --a-long-flag-that-is-not-broken."
+    assert output.wrapped(text, io.StringIO()) == text
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((20, 24)))
+    lines = output.wrapped(text, sys.__stderr__).splitlines()
+    assert max(map(len, lines[:3])) <= 20 and "--a-long-flag-that-is-not-broken." in lines[-1]
+    assert " ".join(lines) == text.replace("\n", " ")

@@ -11,13 +11,26 @@ The terminal is `pyte`'s, on a real pseudo-terminal of `pexpect`'s. It notes wha
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 
 import pexpect
 import pyte
 
+# Words of this project that mean nothing to who uses it. What is said without --stats, --json or --verbose holds none of them.
+# A "round" is allowed in "tokens a round".
+PRIVATE = (
+    "tau anchor slot slots width widths trial trials verdict verdicts accepted bonus taps pending rollback proposer policy "
+    "autotune prefill survey fingerprint confidence_cut prompt_lookup calibration acceptance"
+).split()
 COMMAND = [sys.executable, "-m", "dflash_mlx"]
+
+
+def private_words(text: str) -> list[str]:
+    """The words of ours that a text holds."""
+    allowed = re.sub(r"tokens? a round", "", text)
+    return [word for word in [*PRIVATE, "round", "rounds"] if re.search(rf"(?<![\w-]){word}(?!\w)", allowed, re.IGNORECASE)]
 
 
 class _Terminal(pyte.HistoryScreen):
