@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
@@ -18,9 +19,9 @@ from dflash_mlx.machine import size_text
 from dflash_mlx.models.architectures import not_computed
 
 from . import report
-from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter
+from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter, write_out
 from .finite import require_finite
-from .quantize import FLOAT_DTYPES, Options, Predicate, Recipe, check_options, mixed_recipe, quantize
+from .quantize import FLOAT_DTYPES, MODES, Options, Predicate, Recipe, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import check_tokenizer, copy_tokenizer
 from .write import staged_directory, write_json, write_weights
@@ -62,38 +63,48 @@ def convert(
     hf_path: str,
     mlx_path: str = "mlx_model",
     quantize: bool = False,
-    q_group_size: int | None = 64,
-    q_bits: int | None = 4,
+    q_group_size: int | None = None,
+    q_bits: int | None = None,
     dtype: str | None = None,
     revision: str | None = None,
     quant_predicate: Predicate | str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
+    q_mode: str = "affine",
+    dequantize: bool = False,
 ) -> Conversion:
     """Convert a target or a drafter, as `mlx_lm.convert`.
 
     Args:
       hf_path: a directory saved by transformers 4 or 5 or by mlx-lm, a GGUF file, or a hub repository
       mlx_path: the directory to write; its parents are made
-      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None stands for the default, as in mlx-lm
+      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None stands for what is usual in `q_mode`, as in
+        mlx-lm: 4 and 64 in affine
       dtype: "float32", "bfloat16" or "float16" for everything that stays float and that the family's `cast_predicate` lets be
         cast; None or "auto" keeps the checkpoint's own types
       revision: branch, tag or commit of a hub repository
       quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
       trust_remote_code: mlx-lm's; of no effect, because no code that comes with a checkpoint is needed here
       force: replace an existing directory
+      q_mode: "affine", "mxfp4", "nvfp4" or "mxfp8"
+      dequantize: write quantized matrices out in floats, in their scales' type or in `dtype`
     Returns:
       what was done; the same is written to conversion.json beside the weights.
     Raises:
       CheckpointError, ConfigError: the source is damaged, or not something that mlx-lm or this package can run
       ConversionError: options, destination or tensors do not allow it
     """
-    group_size, bits = 64 if q_group_size is None else q_group_size, 4 if q_bits is None else q_bits
+    usual = MODES.get(q_mode, MODES["affine"])
+    group_size, bits = usual[0] if q_group_size is None else q_group_size, usual[1] if q_bits is None else q_bits
     dtype = None if dtype == "auto" else dtype
-    check_options(bits, group_size, dtype)
-    options = Options(quantize, group_size, bits, dtype, quant_predicate)
+    check_options(bits, group_size, dtype, q_mode)
+    options = Options(quantize, group_size, bits, dtype, quant_predicate, q_mode, dequantize)
     if quant_predicate is not None and not quantize:
         raise ConversionError("a quantization recipe is given and quantize (-q) is off", "Turn it on, or drop the recipe")
+    if isinstance(quant_predicate, str) and q_mode != "affine":
+        raise ConversionError(f"mlx-lm's recipes are for affine, and q_mode is {q_mode}", "Give one of the two")
+    if quantize and dequantize:
+        raise ConversionError("both quantize (-q) and dequantize are given", "Give one of the two")
     checkpoint = inspect_checkpoint(hf_path, revision=revision)
     is_drafter = checkpoint.kind == "safetensors" and checkpoint.role == "drafter"
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
@@ -115,12 +126,16 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options) -> 
     require_finite(checkpoint, loaded.dropped)
     model, config = loaded.model, dict(loaded.config)
     loaded.cast(FLOAT_DTYPES[options.dtype] if options.dtype else None)
+    if options.dequantize:
+        model = _dequantized(model, config, checkpoint.source)
     recipe = Recipe()
     if options.quantize:
         predicate = options.predicate
         if isinstance(predicate, str):
             predicate = mixed_recipe(predicate, model, options.group_size)
-        recipe = quantize(model, options.group_size, options.bits, predicate, getattr(model, "quant_predicate", None))
+        recipe = quantize(
+            model, options.group_size, options.bits, predicate, getattr(model, "quant_predicate", None), options.mode
+        )
         config["quantization"] = config["quantization_config"] = recipe.config
     elif "quantization" not in config:
         recipe.fates = {name: "float" for name, _ in tree_flatten(model.parameters())}
@@ -151,11 +166,31 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options) -> 
     source = report.target_logits(source_model)
     written = report.target_logits(lambda: _with_vocabulary(read_target(inspect_checkpoint(staging))))
     record["parity"] = report.compare_logits(source, written) | {"reference": "the source, loaded by this package"}
-    if not options.quantize and options.dtype in (None, "float32"):
+    rounded = options.quantize or options.dequantize
+    if not rounded and options.dtype in (None, "float32"):
         _require_equal(record["parity"])
     if not options.quantize:
         record["parity"]["cannot_prove"] = report.CANNOT_PROVE
     return Conversion(staging, "target", record, notes + _kept_notes(recipe))
+
+
+def _dequantized(model: nn.Module, config: dict, source: str) -> nn.Module:
+    """A model with its quantized matrices in floats, by mlx-lm's own function; their record is taken out of the config.
+
+    Raises:
+      ConversionError: nothing in it is quantized.
+    """
+    from mlx_lm.utils import dequantize_model
+
+    if not any(hasattr(module, "scales") for _, module in model.named_modules()):
+        raise _not_quantized(source)
+    for name in ("quantization", "quantization_config"):
+        config.pop(name, None)
+    return dequantize_model(model)
+
+
+def _not_quantized(source: str) -> ConversionError:
+    return ConversionError(f"nothing in {source} is quantized, so there is nothing to dequantize", "Leave --dequantize out")
 
 
 def _require_equal(parity: Mapping) -> None:
@@ -188,14 +223,18 @@ def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) ->
         raise ConversionError(
             "the weights are quantized already", "Convert without -q to keep them, or start from the float checkpoint"
         )
+    if options.dequantize and not already:
+        raise _not_quantized(checkpoint.source)
     require_finite(checkpoint, drafter.dropped)
     weights = cast_tensors(drafter.weights, options.dtype)
     config = {k: v for k, v in drafter.raw.items() if k not in _NOT_WRITTEN}
+    if options.dequantize:
+        weights = write_out(config, weights)
     recipe = Recipe()
     if options.quantize:
-        weights, recipe = quantize_tensors(weights, options.group_size, options.bits, options.predicate)
+        weights, recipe = quantize_tensors(weights, options.group_size, options.bits, options.predicate, options.mode)
         config["quantization"] = config["quantization_config"] = recipe.config
-    elif not already:
+    elif "quantization" not in config:
         recipe.fates = dict.fromkeys(weights, "float")
     _name_dtype(config, options.dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))

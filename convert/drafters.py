@@ -56,6 +56,11 @@ def load_drafter_weights(path_or_repo: str | Path, *, revision: str | None = Non
 def load_dense_drafter(path_or_repo: str | Path, *, revision: str | None = None) -> tuple[dict, Weights]:
     """`load_drafter_weights` with quantized tensors written out in their scales' type."""
     config, weights = load_drafter_weights(path_or_repo, revision=revision)
+    return config, write_out(config, weights)
+
+
+def write_out(config: dict, weights: Weights) -> Weights:
+    """Quantized tensors in floats, in their scales' type; their record is taken out of the config."""
     packing, dense = config.pop("quantization", None), {}
     config.pop("quantization_config", None)
     for name, array in weights.items():
@@ -66,7 +71,7 @@ def load_dense_drafter(path_or_repo: str | Path, *, revision: str | None = None)
             of = packing.get(module, packing)
             parts = (array, weights[f"{module}.scales"], weights.get(f"{module}.biases"))
             dense[name] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"], mode=of.get("mode", "affine"))
-    return config, dense
+    return dense
 
 
 def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
@@ -141,11 +146,14 @@ def cast_tensors(weights: Weights, dtype: str | None) -> Weights:
     return {name: value.astype(to) if mx.issubdtype(value.dtype, mx.floating) else value for name, value in weights.items()}
 
 
-def quantize_tensors(weights: Weights, group_size: int, bits: int, predicate: Predicate | None) -> tuple[Weights, Recipe]:
+def quantize_tensors(
+    weights: Weights, group_size: int, bits: int, predicate: Predicate | None, mode: str = "affine"
+) -> tuple[Weights, Recipe]:
     """Quantize the matrices among a drafter's tensors. Shapes: `X.weight` [out, in]; see `quantize` for the recipe."""
     recipe = Recipe()
     chosen: dict[str, dict] = {}
     out: Weights = {}
+    usual = {"group_size": group_size, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
     for name, value in weights.items():
         path = name.removesuffix(".weight")
         if not is_matrix(name, value.shape) or not mx.issubdtype(value.dtype, mx.floating):
@@ -154,11 +162,13 @@ def quantize_tensors(weights: Weights, group_size: int, bits: int, predicate: Pr
             continue
         layer = nn.Embedding(1, 1) if path.endswith("embed_tokens") else nn.Linear(1, 1, bias=False)
         layer.weight = value
-        recipe.fates[name], options = fate_of(path, layer, group_size, bits, predicate, None)
+        recipe.fates[name], options = fate_of(path, layer, usual, predicate, None)
         if options is None:
             out[name] = value
             continue
         chosen[path] = options
-        out[name], out[f"{path}.scales"], out[f"{path}.biases"] = mx.quantize(value, **options)
-    recipe.settle(chosen, {"group_size": group_size, "bits": bits})
+        parts = mx.quantize(value, **options)
+        # Only affine has biases.
+        out.update(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=False))
+    recipe.settle(chosen, usual)
     return out, recipe

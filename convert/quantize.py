@@ -1,6 +1,6 @@
 """Which tensors are quantized, with how many bits, and why the others are not.
 
-Knows MLX's affine format and what kinds of tensors there are. Knows no files and no families beyond what a module says of
+Knows MLX's formats and what kinds of tensors there are. Knows no files and no families beyond what a module says of
 itself. The recipe per class of tensor:
 
     matrices of linear layers, embeddings, heads, stacked experts     quantized
@@ -21,6 +21,8 @@ from dflash_mlx.errors import ConversionError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+# MLX's formats, each with its usual group size and bits; those but affine have no others.
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 FLOAT_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -56,15 +58,21 @@ class Options:
     bits: int
     dtype: str | None
     predicate: Predicate | str | None
+    mode: str = "affine"
+    dequantize: bool = False
 
 
-def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
+def check_options(q_bits: int, q_group_size: int, dtype: str | None, mode: str = "affine") -> None:
     """Raises ConversionError naming every option that MLX does not support."""
     faults = []
-    if q_bits not in BITS:
-        faults.append(f"q_bits {q_bits} (it has {', '.join(map(str, BITS))})")
-    if q_group_size not in GROUP_SIZES:
-        faults.append(f"q_group_size {q_group_size} (it has {', '.join(map(str, GROUP_SIZES))})")
+    if mode not in MODES:
+        raise ConversionError(f"MLX has no q_mode {mode} (it has {', '.join(MODES)})", "Choose one of those listed")
+    sizes, bits = (GROUP_SIZES, BITS) if mode == "affine" else ([n] for n in MODES[mode])
+    where = "" if mode == "affine" else f" in {mode}"
+    if q_bits not in bits:
+        faults.append(f"q_bits {q_bits}{where} (it has {', '.join(map(str, bits))})")
+    if q_group_size not in sizes:
+        faults.append(f"q_group_size {q_group_size}{where} (it has {', '.join(map(str, sizes))})")
     if dtype is not None and dtype not in FLOAT_DTYPES:
         faults.append(f"dtype {dtype} (it has {', '.join(FLOAT_DTYPES)})")
     if faults:
@@ -72,13 +80,19 @@ def check_options(q_bits: int, q_group_size: int, dtype: str | None) -> None:
 
 
 def quantize(
-    model: nn.Module, group_size: int, bits: int, predicate: Predicate | None = None, own_rules: Predicate | None = None
+    model: nn.Module,
+    group_size: int,
+    bits: int,
+    predicate: Predicate | None = None,
+    own_rules: Predicate | None = None,
+    mode: str = "affine",
 ) -> Recipe:
     """Quantize a float model in place.
 
     Args:
       predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}; the user's mixed recipe
       own_rules: the same from the model's class, asked first; it can only make a layer finer or leave it float
+      mode: one of `MODES`; a dict that names none means affine, as in mlx-lm
     Raises:
       ConversionError: the model is quantized already, or nothing in it can be quantized.
     """
@@ -91,7 +105,7 @@ def quantize(
     chosen: dict[str, dict] = {}
 
     def predicate_for(path: str, module: nn.Module) -> bool | dict:
-        fate, options = fate_of(path, module, group_size, bits, predicate, own_rules)
+        fate, options = fate_of(path, module, _options(group_size, bits, mode), predicate, own_rules)
         for name, _ in tree_flatten(module.parameters()):
             recipe.fates[f"{path}.{name}"] = fate if name == "weight" or not options else "float: bias"
         if options:
@@ -103,21 +117,29 @@ def quantize(
     for name, value in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
             recipe.fates.setdefault(name, f"float: {_vector_kind(name, value)}")
-    recipe.settle(chosen, {"group_size": group_size, "bits": bits})
+    recipe.settle(chosen, _options(group_size, bits, mode))
     return recipe
 
 
+def _options(group_size: int, bits: int, mode: str) -> dict:
+    """As mlx-lm writes them: affine is not named."""
+    return {"group_size": group_size, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
+
+
 def fate_of(
-    path: str, module: nn.Module, group_size: int, bits: int, predicate: Predicate | None, own_rules: Predicate | None
+    path: str, module: nn.Module, usual: dict, predicate: Predicate | None, own_rules: Predicate | None
 ) -> tuple[str, dict | None]:
-    """What becomes of one module's matrix -> (the fate in words, quantization options or None)."""
+    """What becomes of one module's matrix -> (the fate in words, quantization options or None).
+
+    usual: the options of a matrix of which nothing special is said.
+    """
     if not hasattr(module, "to_quantized"):
         if isinstance(module, nn.Conv1d | nn.Conv2d):
             return "float: convolution kernel", None
         return f"float: {'norm' if 'norm' in path.lower() else 'not a matrix'}", None
     if "codebook" in path:
         return "float: codebook", None
-    options = {"group_size": group_size, "bits": bits}
+    options = usual
     for who, rules in (("the family's class", own_rules), ("the predicate", predicate)):
         answer = rules(path, module) if rules is not None else True
         if answer is False:
@@ -128,16 +150,14 @@ def fate_of(
                 "Return one of those",
             )
         if isinstance(answer, dict):
-            options = {"group_size": answer.get("group_size", group_size), "bits": answer.get("bits", bits)}
-            if answer.get("mode", "affine") != "affine":
-                raise ConversionError(
-                    f'{who} gives mode "{answer["mode"]}" for {path}; only "affine" can be made', "Use bits and group_size only"
-                )
-            check_options(options["bits"], options["group_size"], None)
+            mode = answer.get("mode", "affine")
+            size, bits = MODES.get(mode, (64, 4)) if mode != usual.get("mode", "affine") else (usual["group_size"], usual["bits"])
+            options = _options(answer.get("group_size", size), answer.get("bits", bits), mode)
+            check_options(options["bits"], options["group_size"], None, mode)
     size = module.weight.shape[-1]
     if size % options["group_size"]:
         return f"float: input size {size} is not a multiple of group size {options['group_size']}", None
-    return f"affine {options['bits']}-bit, group {options['group_size']}", options
+    return f"{options.get('mode', 'affine')} {options['bits']}-bit, group {options['group_size']}", options
 
 
 def _vector_kind(name: str, value: mx.array) -> str:

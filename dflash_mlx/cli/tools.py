@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -32,6 +33,8 @@ from .options import (
 )
 from .output import only_ours_on_stdout, say
 
+QuantizationMode = StrEnum("QuantizationMode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+
 QUANTIZING, PLAN = "Quantizing", "What is measured"
 
 
@@ -45,13 +48,18 @@ def convert(
     q_bits: Annotated[int | None, option(QUANTIZING, help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
     q_group_size: Annotated[int | None, option(QUANTIZING, help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
     dtype: Annotated[Dtype | None, option(QUANTIZING, help="Type of what stays float. Default: as in the checkpoint.")] = None,
+    q_mode: Annotated[
+        QuantizationMode | None,
+        option(QUANTIZING, help="MLX's format of quantized matrices. Default: affine; the others fix bits and group."),
+    ] = None,
+    dequantize: Annotated[bool, option(QUANTIZING, "--dequantize", "-d", help="Write quantized matrices out in floats.")] = False,
     quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
     revision: Revision = None,
     force: Annotated[bool, option(OUTPUT, "--force", help="Replace an existing directory.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
-    for name, value in (("--q-bits", q_bits), ("--q-group-size", q_group_size)):
+    for name, value in (("--q-bits", q_bits), ("--q-group-size", q_group_size), ("--q-mode", q_mode)):
         if value is not None and not quantize:
             raise refuse(name, "it has no effect without --quantize")
     if q_bits is not None and quant_predicate:
@@ -65,13 +73,15 @@ def convert(
             str(builtin.builtin_path(hf_path, "target", say=say) or hf_path),
             mlx_path,
             quantize=quantize,
-            q_group_size=q_group_size or 64,
-            q_bits=q_bits or 4,
+            q_group_size=q_group_size,
+            q_bits=q_bits,
             dtype=dtype.value if dtype else None,
             revision=revision,
             quant_predicate=quant_predicate,
             trust_remote_code=trust_remote_code,
             force=force,
+            q_mode=q_mode.value if q_mode else "affine",
+            dequantize=dequantize,
         )
     for note in done.notes:
         say(f"Note: {note}.")

@@ -142,6 +142,8 @@ VALUES = {
         "--quantize": [],
         "--q-bits": ["8", "-q"],
         "--q-group-size": ["32", "-q"],
+        "--q-mode": ["mxfp4", "-q"],
+        "--dequantize": [],
         "--quant-predicate": ["mixed_4_6", "-q"],
         "--force": [],
     },
@@ -346,6 +348,7 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["bench", "--compare", "A", "B", "--trials", "3"], "no effect with --compare"),
         (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
         (["convert", "--hf-path", "M", "--q-bits", "4"], "no effect without --quantize"),
+        (["convert", "--hf-path", "M", "--q-mode", "mxfp4"], "no effect without --quantize"),
         (
             ["convert", "--hf-path", "M", "-q", "--q-bits", "4", "--quant-predicate", "mixed_4_6"],
             "no effect with --quant-predicate",
