@@ -82,21 +82,26 @@ def chips() -> tuple[ledger_time.Chip, ...]:
     return ledger_time.fitted(plain)
 
 
-def idle_ms(cell: dict[str, Any]) -> float:
-    """The host's time in which the device has nothing: from a round's result to the first hand-over of the next round.
-
-    None at 1 row: there the next pass is enqueued before the last one is read.
-    """
+def host_parts(cell: dict[str, Any]) -> tuple[float, float, float]:
+    """The host's milliseconds of a round: until the draft is handed over, from there until the pass is, and committing."""
     host = cell["host_ms"]
-    first = min(v for k, v in host.items() if k not in ("whole", "verified"))
-    return 0.0 if cell["rows"] == 1 else first + host["whole"] - host["verified"]
+    first, passed = host.get("draft", 0.0), host["verify"]
+    return first, passed - first, host["whole"] - host["verified"]
 
 
 def predicted_ms(cell: dict[str, Any], chip: ledger_time.Chip) -> float:
-    """A round with the host's time of the record: the device's own where the host is ahead of it."""
+    """A round with the host's time of the record.
+
+    With drafts the device stands still while the host commits and drafts, and while it puts the pass together for longer than the
+    draft takes the device. A plain pass is enqueued before the last one is read: there the slower of the two counts.
+    """
     gpu = f"{chip.gpu.generation}{chip.gpu.size}"
-    device = ledger_time.round_ms(ledger(cell["model"], cell["rows"], cell["context"], gpu).launches, chip)
-    return max(device + idle_ms(cell), cell["host_ms"]["whole"])
+    launches = ledger(cell["model"], cell["rows"], cell["context"], gpu).launches
+    device, (first, then, commit) = ledger_time.round_ms(launches, chip), host_parts(cell)
+    if cell["rows"] == 1:
+        return max(device, cell["host_ms"]["whole"])
+    draft = ledger_time.round_ms([launch for launch in launches if launch.stage == "draft"], chip)
+    return device + first + max(then - draft, 0.0) + commit
 
 
 def tau(rows: int) -> float:
@@ -106,17 +111,16 @@ def tau(rows: int) -> float:
 def section(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     m3, m5, *_ = chips()
-    heads = (
-        "model|context|rows|launches (draft, verify, accept, commit)|of these wait|GB|10^9 multiply-adds|host ms, of these idle"
-    )
+    heads = "model|context|rows|launches (draft, verify, accept, commit)|of these wait|GB|10^9 multiply-adds"
+    heads += "|host ms: draft, pass, commit"
     heads += "".join(f"|{chip.name}: ms a round|ms a token" for chip in (m3, m5))
     lines = [f"| {heads.replace('|', ' | ')} |", "| --- | ---: | ---: | --- |" + " ---: |" * 8]
     for cell in record["cells"]:
-        rows, stages, host = cell["rows"], cell["stages"], cell["host_ms"]["whole"]
+        rows, stages = cell["rows"], cell["stages"]
         each = ", ".join(str(stages.get(s, {}).get("launches", 0)) for s in ("draft", "verify", "accept", "commit"))
         total = {k: sum(of[k] for of in stages.values()) for k in ("launches", "waits", "bytes", "macs")}
         row = [cell["model"], f"{cell['context'] // 1024}k", rows, f"{total['launches']} ({each})", total["waits"]]
-        row += [f"{total['bytes'] / 1e9:.1f}", f"{total['macs'] / 1e9:.0f}", f"{host:.1f}, {idle_ms(cell):.1f}"]
+        row += [f"{total['bytes'] / 1e9:.1f}", f"{total['macs'] / 1e9:.0f}", ", ".join(f"{ms:.1f}" for ms in host_parts(cell))]
         for chip in (m3, m5):
             ms = predicted_ms(cell, chip)
             row += [f"{ms:.1f}", f"{ms / tau(rows):.1f}"]

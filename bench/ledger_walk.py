@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from dflash_mlx.draft_length.policy import FixedDraftLength
+from dflash_mlx.draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from dflash_mlx.kernels import autotune
 from dflash_mlx.loop import Kept, Run
 from dflash_mlx.models.drafter import Drafter
@@ -230,6 +230,9 @@ class Walk:
             draft_model=self.drafter, stream=mx.default_stream(mx.cpu), quantization=None, max_tokens=-1, progress=lambda *_: None
         )
         policy = FixedDraftLength(width)
+        # As where the policy chose the width, by what was accepted alone.
+        chosen = SimpleNamespace(wants_confidence=False)
+        policy.drafts_needed = lambda width: DraftLengthPolicy.drafts_needed(chosen, width)
         run = Run(options, self.pair, cache, TargetSampler(None, (), None), [], policy, GenerationStats(self.block, rule=policy))
         run.emitted, run._begun = 2, 0
         return run

@@ -203,7 +203,7 @@ class Run:
         began, block = time.perf_counter(), self.stats.block_size
         with mx.stream(self.stream):
             if n and self._proposer is self.blocks:
-                draft = self.blocks.propose(_row(anchor), block - 1)
+                draft = self.blocks.propose(_row(anchor), block - 1, n)
                 draft.width = n
                 self._cut_by_confidence(draft, began)
             else:

@@ -144,11 +144,15 @@ class BlockProposer:
         pending = 0 if features is None else features.shape[1]
         self.context = Context(rows - pending, FeatureRows(features), self.sliding())
 
-    def propose(self, anchor: mx.array, n: int) -> Draft:
-        """[1] anchor to n drafts. The cache then holds the rows that were pending."""
-        features = self.context.pending.joined()
-        drafted, sure = self._sampler.draft(self.drafter, anchor, features, self.cache, self.context.rows, n + 1)
-        return Draft(drafted, sure if self._policy.wants_confidence else None, source=self.source)
+    def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
+        """[1] anchor to the drafts of a block of n that are needed where `width` are verified. The device is at work on them, and
+        the cache holds the rows that were pending."""
+        features, needed = self.context.pending.joined(), self._policy.drafts_needed(width)
+        drafted, sure = self._sampler.draft(self.drafter, anchor, features, self.cache, self.context.rows, n + 1, needed)
+        draft = Draft(drafted, sure if self._policy.wants_confidence else None, source=self.source)
+        # Before the host puts the target's pass together: of a large model that takes it as long as the draft takes the device.
+        mx.async_eval(draft.row, *([] if draft.confidence is None else [draft.confidence]))
+        return draft
 
     def inject(self, *features: mx.array) -> None:
         """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""

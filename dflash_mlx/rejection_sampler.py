@@ -29,9 +29,9 @@ class RejectionSampler(TargetSampler):
         return mx.random.split(mx.random.key((self.seed << 32) | position), 3)
 
     def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, n: int | None
     ) -> tuple[mx.array, None]:
-        hidden = drafter.slots(anchor, features, cache, start, block_size)
+        hidden = drafter.slots(anchor, features, cache, start, block_size)[:, :n]
         key = self._keys(start + features.shape[1] + 1)[0]
         # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
         drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)

@@ -67,7 +67,7 @@ class TargetSampler:
         return chosen.astype(mx.int32)
 
     def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int
+        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, n: int | None
     ) -> tuple[mx.array, mx.array | None]:
         """`Drafter.draft_with_confidence`. A `Distribution` has the drafts drawn under the noise that its own draws there will
         have: they match more often than the drafter's likeliest tokens do."""
@@ -75,8 +75,8 @@ class TargetSampler:
         if isinstance(self.sampler, Distribution):
             # The last row is the bonus token's.
             rows = self._noise.rows(start + features.shape[1] + 1, block_size, drafter.pair.target.vocabulary)
-            noise = (self.sampler.draw, rows[None, :-1])
-        return drafter.draft_with_confidence(anchor, features, cache, start, block_size, *noise)
+            noise = (self.sampler.draw, rows[None, :-1][:, :n])
+        return drafter.draft_with_confidence(anchor, features, cache, start, block_size, *noise, n=n)
 
     def start(
         self,

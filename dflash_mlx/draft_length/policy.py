@@ -61,6 +61,10 @@ class FixedDraftLength:
     def choose(self, pending: int = 0) -> int:
         return self.width
 
+    def drafts_needed(self, width: int) -> int | None:
+        """All: `rounds` shows each of them, also where a round has room for fewer."""
+        return None
+
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
         """As many ids of the text where the first is more likely right than not."""
         return self.width if rates[0] > 0.5 else 0
@@ -191,6 +195,11 @@ class DraftLengthPolicy:
     def wants_confidence(self) -> bool:
         """Whether the drafter's confidences in the next round are wanted."""
         return self.cuts_by_confidence or self.last == 0 or self._asked < _ENOUGH or self._drafted % _ASK == 0
+
+    def drafts_needed(self, width: int) -> int | None:
+        """How many drafts the drafter's head is run for where `width` are verified: one more, which says what a wider round would
+        have accepted. None, all, where their confidences are wanted."""
+        return None if self.wants_confidence else width + 1
 
     @_locked
     def confidence_cut(self, confidence: Sequence[float]) -> int:

@@ -239,14 +239,21 @@ class Drafter(nn.Module):
         return self.choose(self.slots(anchor, features, cache, start, block_size), anchor)[0]
 
     def draft_with_confidence(
-        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, *noise: Any
+        self,
+        anchor: mx.array,
+        features: mx.array,
+        cache: list[Any],
+        start: int,
+        block_size: int,
+        *noise: Any,
+        n: int | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """`draft`, and how sure the drafter is at each slot: its greatest probability there, [B, block_size - 1] float32.
 
         None where there is none to be had, as of a head that writes no logits: widths then go by what was accepted alone.
-        noise: `draw` and noise, as in `choose`.
+        noise: `draw` and noise, as in `choose`; n: the head runs for the first n slots only; None: for all.
         """
-        return self.choose(self.slots(anchor, features, cache, start, block_size), anchor, *noise)
+        return self.choose(self.slots(anchor, features, cache, start, block_size)[:, :n], anchor, *noise)
 
     def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
         """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""

@@ -3,11 +3,13 @@
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from kit import greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
 
-from dflash_mlx.draft_length.policy import FixedDraftLength
+from dflash_mlx.draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from dflash_mlx.errors import GenerationError
+from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.proposers import Draft
 from dflash_mlx.sampling import Distribution
@@ -122,3 +124,68 @@ def test_a_source_that_drafts_what_is_no_token_is_named(tiny):
     model, line, drafter = tiny
     with pytest.raises(GenerationError, match="the draft source 'beyond' drafted token 61; the target's tokens are 0 to 60"):
         run(model, drafter, PROMPT, 10, letters(), block_size=5, proposers=[Beyond(PROMPT + line)])
+
+
+class Chosen(FixedDraftLength):
+    """A width that the policy has chosen, with its own say of how many drafts it needs."""
+
+    drafts_needed = DraftLengthPolicy.drafts_needed
+
+    def prompt_lookup_width(self, width, rates):
+        return 0
+
+
+def rows_of_the_head(drafter, monkeypatch):
+    """How many rows the drafter's head is run for, each time."""
+    rows, head = [], drafter._head
+    monkeypatch.setattr(drafter, "_head", lambda hidden: rows.append(hidden.shape[1]) or head(hidden))
+    return rows
+
+
+@pytest.mark.parametrize("width, wants, needed", [(1, False, 2), (2, False, 3), (4, False, 4), (2, True, 4)])
+def test_the_head_runs_for_the_drafts_that_are_needed(tiny, monkeypatch, width, wants, needed):
+    model, line, drafter = tiny
+    policy = Chosen(width)
+    policy.wants_confidence = wants
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: policy)
+    rows = rows_of_the_head(drafter, monkeypatch)
+    got = run(model, drafter, PROMPT, 30, block_size=None)
+    drafted = [r["drafted"] for r in got[-1].stats.rounds if r["width"]]
+    assert ids_of(got) == line[:30] and set(rows) == {needed} == {len(ids) for ids in drafted}
+    # The first of those that are drafted where the head runs for all.
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: FixedDraftLength(width))
+    all_of_them = [r["drafted"] for r in run(model, drafter, PROMPT, 30, block_size=None)[-1].stats.rounds if r["width"]]
+    assert rows[-1] == 4 and drafted == [ids[:needed] for ids in all_of_them]
+
+
+def test_a_block_size_that_was_asked_for_keeps_every_draft(tiny, monkeypatch):
+    model, line, drafter = tiny
+    rows = rows_of_the_head(drafter, monkeypatch)
+    got = run(model, drafter, PROMPT, 30, block_size=5, acceptance="match")
+    assert set(rows) == {4} and all(len(r["drafted"]) == 4 for r in got[-1].stats.rounds if r["width"])
+
+
+def test_the_draft_is_handed_over_before_the_targets_pass_is_put_together(tiny, monkeypatch):
+    model, _, drafter = tiny
+    order, hand_over, target_pass = [], mx.async_eval, Target.__call__
+
+    def handing(*arrays):
+        order.append("handed")
+        return hand_over(*arrays)
+
+    def passing(self, ids, *args, **kwargs):
+        order.append(f"pass of {ids.size}")
+        return target_pass(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "async_eval", handing)
+    monkeypatch.setattr(Target, "__call__", passing)
+    drafted = type(drafter).slots
+
+    def drafting(self, *args):
+        order.append("draft")
+        return drafted(self, *args)
+
+    monkeypatch.setattr(type(drafter), "slots", drafting)
+    run(model, drafter, PROMPT, 20, block_size=5)
+    drafts = [i for i, what in enumerate(order) if what == "draft"]
+    assert len(drafts) > 5 and {tuple(order[i : i + 3]) for i in drafts} == {("draft", "handed", "pass of 5")}

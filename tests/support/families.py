@@ -576,8 +576,8 @@ class Known(Drafter):
         known = [*self._line[at + 1 : at + block_size], *[0] * block_size][: block_size - 1]
         return mx.array([[t if self.right(at + 1 + i) else (t + 1) % 50 for i, t in enumerate(known)]], dtype=mx.int32)
 
-    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise):
-        drafted = self.draft(anchor, features, cache, start, block_size)
+    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None):
+        drafted = self.draft(anchor, features, cache, start, block_size)[:, :n]
         return drafted, mx.full(drafted.shape, 0.5)
 
 

@@ -94,12 +94,23 @@ def test_cache_that_is_held_twice_is_copied_whole(ledger, recorded, afresh, monk
     assert found["kernels"]["copy of a whole cache"] == 1
 
 
+def test_draft_is_handed_over_by_itself_and_its_head_runs_for_the_drafts_that_are_needed(ledger):
+    round_ = ledger.walk("qwen3-8b", 1024).primitives(4, 2, 3)
+    assert [h.stage for h in round_.handed if h.real][:2] == ["draft", "verify"]
+    vocabulary = 151936
+    heads = {
+        p.stage: p.outputs[0][1] for p in round_.primitives if p.kind == "QuantizedMatmul" and p.outputs[0][1][-1] == vocabulary
+    }
+    assert heads == {"draft": (1, 4, vocabulary), "accept": (1, 4, vocabulary)}
+
+
 def test_walk_leaves_weights_and_memory_as_they_were(ledger):
     walk = ledger.walk("qwen3-8b", 1024)
     before = {k: id(v) for k, v in walk.drafter.items()}
     mx.reset_peak_memory()
+    held = mx.get_active_memory()
     walk.primitives(4, 2, 3)
-    assert mx.get_peak_memory() < 1 << 20
+    assert mx.get_peak_memory() - held < 1 << 20
     assert {k: id(v) for k, v in walk.drafter.items()} == before
     assert walk.drafter.fc.weight.shape == (4096, 5 * 4096 // 8)
 
