@@ -16,7 +16,7 @@ import typer
 from ..errors import DFlashError
 from ..machine import switch
 from ..version import __version__
-from . import generate, serving, tools, train
+from . import generate, lists, serving, tools, train
 from .options import NamingWhatIsMissing, example
 from .output import say
 
@@ -36,7 +36,8 @@ _COMMANDS = (
     (serving.serve, "dflash-mlx serve --model mlx-community/Qwen3-8B-4bit --draft-model auto --port 8080"),
     (tools.doctor, "dflash-mlx doctor --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
     (tools.bench, "dflash-mlx bench --kinds code,chat --max-tokens 64"),
-    (tools.models, "dflash-mlx models"),
+    (lists.models, "dflash-mlx models"),
+    (lists.cache, "dflash-mlx cache --delete trials/cost_models"),
 )
 for command, shown in _COMMANDS:
     app.command(cls=NamingWhatIsMissing, epilog=example(shown))(command)

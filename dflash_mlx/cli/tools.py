@@ -1,4 +1,4 @@
-"""`dflash-mlx convert`, `doctor`, `bench` and `models`."""
+"""`dflash-mlx convert`, `doctor` and `bench`."""
 
 from __future__ import annotations
 
@@ -310,37 +310,3 @@ def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, A
     type_ = activation_dtype(lm)
     lm = write_out(lm, type_)
     return lm, write_out(load_drafter(drafter, lm, revision=asked.revision, bits="none"), type_)
-
-
-def models(
-    as_json: AsJson = False,
-) -> None:
-    """List the built-in pairs and the published drafters that --draft-model auto knows, with sizes."""
-    from ..pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR, builtin_path
-    from ..pairs.published import PUBLISHED
-
-    rows = []
-    for name, pair in BUILTIN_PAIRS.items():
-        drafter = builtin_path(name, "drafter")
-        size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9 if drafter else None
-        note = pair.about + (" (default)" if name == DEFAULT_PAIR else "")
-        rows.append({"target": name, "draft_model": name if drafter else None, "size_gb": size, "built_in": True, "note": note})
-    rows += [
-        {"target": p.target, "draft_model": p.repo, "size_gb": p.size_gb, "built_in": False, "note": p.note} for p in PUBLISHED
-    ]
-    if as_json:
-        print(json.dumps(rows))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None)
-    for heading in ("target", "drafter", "drafter GB"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("note")
-    for row in rows:
-        size = "" if row["size_gb"] is None else f"{row['size_gb']:.3g}"
-        table.add_row(row["target"], row["draft_model"] or "", size, row["note"])
-    console = Console()
-    # Names stay whole in a pipe too.
-    (console if console.is_terminal else Console(width=200)).print(table)

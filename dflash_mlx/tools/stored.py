@@ -1,0 +1,121 @@
+"""What this project, and the hub's client for it, keep on this machine: fetched models, trials, chat sessions, prompt caches.
+
+Lists and deletes by name. Deletes only what it listed, and follows no link. Knows no models.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import DFlashError
+from ..machine import cache_directory, state_directory
+
+# Folder, below the cache directory, in which `generate --prompt-cache-file NAME` looks too.
+PROMPT_CACHES = "prompt_caches"
+# Names of the kinds, in the order in which they are shown.
+KINDS = {
+    "model": "Fetched models",
+    "trials": "Trials and measured times",
+    "session": "Chat sessions",
+    "prompts": "Prompt caches",
+}
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One thing that can be deleted. name: unique in the list; kind: of `KINDS`; used_at: seconds since 1970."""
+
+    name: str
+    kind: str
+    size_bytes: int
+    used_at: float
+    path: Path
+    delete: Callable[[], None]
+
+
+def stored() -> list[Stored]:
+    """Everything that is kept here, by kind and name."""
+    found = [*_hub_models(), *_own_models(), *_trials(), *_files("session", state_directory() / "sessions", ".json")]
+    found += _files("prompts", cache_directory() / PROMPT_CACHES, ".safetensors")
+    kinds = [*KINDS]
+    return sorted(found, key=lambda one: (kinds.index(one.kind), one.name))
+
+
+def named(names: Iterable[str], among: list[Stored]) -> list[Stored]:
+    """Those of the list with these names, each once.
+
+    Raises:
+      DFlashError: a name that is not listed.
+    """
+    by_name = {one.name: one for one in among}
+    if unknown := [name for name in names if name not in by_name]:
+        raise DFlashError(
+            f"nothing here is called {', '.join(unknown)}", "Nothing was deleted. `dflash-mlx cache` lists the names"
+        )
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def age_text(used_at: float, now: float | None = None) -> str:
+    """How long ago: "12 min", "5 h", "3 days"."""
+    seconds = max((time.time() if now is None else now) - used_at, 0)
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    if seconds < _DAY:
+        return f"{seconds // 3600:.0f} h"
+    days = int(seconds // _DAY)
+    return f"{days} day{'s' if days != 1 else ''}"
+
+
+def _hub_models() -> Iterator[Stored]:
+    """Models in the hub's own cache, which other programs share. The hub's client deletes them."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        scan = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, ValueError):
+        return
+    for repo in scan.repos:
+        if repo.repo_type == "model":
+            # A copy of a repo, or a data set, may have a revision of the same name: only this one is to be found.
+            alone = replace(scan, repos=frozenset([repo]))
+            hashes = [revision.commit_hash for revision in repo.revisions]
+            delete = lambda alone=alone, hashes=hashes: alone.delete_revisions(*hashes).execute()  # noqa: E731
+            yield Stored(repo.repo_id, "model", repo.size_on_disk, repo.last_accessed, repo.repo_path, delete)
+
+
+def _own_models() -> Iterator[Stored]:
+    """Targets of built-in pairs, converted into our cache directory."""
+    for folder in _listing(cache_directory()):
+        if folder.is_dir() and not folder.is_symlink() and (folder / "config.json").is_file():
+            files = [file.stat() for file in folder.rglob("*") if file.is_file()]
+            used = max(max(s.st_atime, s.st_mtime) for s in files)
+            size = sum(s.st_size for s in files)
+            yield Stored(folder.name, "model", size, used, folder, lambda folder=folder: shutil.rmtree(folder))
+
+
+def _trials() -> Iterator[Stored]:
+    """What was measured here, which the next run measures again: one file a kind."""
+    top = cache_directory()
+    yield from _files("trials", top, ".json")
+    yield from _files("trials", top / "kernels", ".json")
+
+
+def _files(kind: str, folder: Path, ending: str) -> Iterator[Stored]:
+    for file in _listing(folder):
+        if file.suffix == ending and file.is_file() and not file.is_symlink():
+            stat = file.stat()
+            yield Stored(f"{kind}/{file.stem}", kind, stat.st_size, max(stat.st_atime, stat.st_mtime), file, file.unlink)
+
+
+def _listing(folder: Path) -> list[Path]:
+    """A folder's entries but hidden ones; none where there is no folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
