@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -237,6 +238,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
         line.stop()
         say(output.figures(result))
 
+    show = _shown(asked, tokenizer, stdout)
     with live("Reading the prompt") as line, leave_prefill_at_ctrl_c(leave) as begun:
         responses = stream_generate(
             lm,
@@ -257,12 +259,49 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             quantized_kv_start=asked.quantized_kv_start,
             prompt_progress_callback=line.prefill,
         )
-        if asked.as_json:
-            show = output.nothing
-        else:
-            show = output.draft_marker(tokenizer, stdout) if asked.show_drafts else output.plain_text(stdout)
-        end = output.nothing if asked.as_json else lambda _: print(file=stdout, flush=True)
-        return run(until(responses, asked.stop) if asked.stop else responses, show, begun, end) | {"seed": seed}
+        return run(until(responses, asked.stop) if asked.stop else responses, show, begun, lambda _: show.close()) | {
+            "seed": seed
+        }
+
+
+class _Nothing:
+    """Shows nothing of an answer."""
+
+    def __call__(self, response: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Answer:
+    """Shows the text of each response, between words wrapped on a terminal."""
+
+    def __init__(self, console: Any):
+        from ..serving.wrapping import WrappedText
+
+        self.out = WrappedText(console)
+
+    def __call__(self, response: Any) -> None:
+        self.out.write(response.text)
+
+    def close(self) -> None:
+        self.out.close()
+
+
+def _shown(asked: SimpleNamespace, tokenizer: Any, stdout: Any) -> Any:
+    """What shows each response, and ends the last line by `close`. The legend of marked drafts comes first, on stderr."""
+    if asked.as_json:
+        return _Nothing()
+    from rich.console import Console
+
+    from ..serving.draft_marks import DraftMarks, legend
+
+    console = Console(file=stdout, highlight=False)
+    if not asked.show_drafts:
+        return _Answer(console)
+    Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty()).print(legend(console))
+    return DraftMarks(tokenizer, console)
 
 
 def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:

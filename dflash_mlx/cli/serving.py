@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from . import inputs, output
+from . import inputs
 from .options import (
     MEMORY,
     OUTPUT,
@@ -123,9 +123,9 @@ def chat(
     room = Chat(
         conversation,
         load,
-        output.draft_marker,
         given=given,
         session=session or ("last" if sys.stdin.isatty() else None),
+        resumed=state,
         plain=plain,
     )
     if plain and not room.drawing:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -17,10 +17,13 @@ from rich.text import Text
 
 from ..errors import DFlashError
 from ..first_use import try_after_answer
-from ..generation import GenerationResponse
-from .commands import run_command
+from .attachments import Attachment, completions, named_files, no_files, read_attachment, with_files
+from .commands import COMMANDS, run_command
 from .conversation import Conversation, Pair
-from .screen import MarkdownScreen, PlainScreen, line_editor, read_line, stop_on_ctrl_c
+from .draft_marks import DraftMarks
+from .editor import LineEditor, keys_wait, read_line
+from .recap import figures, first_line, nothing_shown, recap
+from .screen import MarkdownScreen, MarkedScreen, PlainScreen, stop_on_ctrl_c
 from .sessions import write_session
 
 
@@ -29,61 +32,70 @@ class Chat:
 
     Args:
       load: (target name, drafter name) to a `Pair`.
-      marker: (tokenizer, stream) to a function that shows a response with its drafts marked.
       given: names of settings that the user gave: what changes nothing here is said once.
       session: name under which the session is kept after every turn; None: it is kept only when told.
+      resumed: the state of the session that goes on, of which a recap is shown.
     """
 
     def __init__(
         self,
         conversation: Conversation,
         load: Callable[[str | None, str | None], Pair],
-        marker: Callable[[Any, TextIO], Callable[[GenerationResponse], None]],
         *,
         given: Collection[str] = (),
         session: str | None = None,
+        resumed: Mapping[str, Any] | None = None,
         plain: bool = False,
         stdin: TextIO | None = None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ):
-        self.conversation, self.load, self.marker, self.given, self.session = conversation, load, marker, given, session
+        self.conversation, self.load, self.given, self.session, self.resumed = conversation, load, given, session, resumed
         self.stdin, self.stdout, self.stderr = stdin or sys.stdin, stdout or sys.stdout, stderr or sys.stderr
         self.interactive = self.stdin.isatty()
-        smart = self.interactive and self.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-        self.console = Console(file=self.stdout, highlight=False)
-        self.notes = Console(file=self.stderr, highlight=False, soft_wrap=True)
         # Whether Markdown could be drawn here, and whether it is.
-        self.drawing = smart
-        self.markdown = smart and not plain
+        self.drawing = self.interactive and self.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        self.markdown = self.drawing and not plain
+        self.console = Console(file=self.stdout, highlight=False)
+        # A terminal's notes are wrapped between words; a file's lines stay whole.
+        self.notes = Console(file=self.stderr, highlight=False, soft_wrap=not self.stderr.isatty())
         self.show_drafts = self.failed = False
-        self.read = self._reader(smart)
+        self.folded = self.drawing
+        # Files that go with the next message.
+        self.files: list[Attachment] = []
+        self.editor = LineEditor(self.stdout, completions(lambda: [f"/{name}" for name in COMMANDS])) if self.drawing else None
 
-    def _reader(self, smart: bool) -> Callable[[str], str]:
-        if not self.interactive:
-            return lambda prompt: read_line(self.stdin)
-        if smart:
-            try:
-                return line_editor(self.stdout)
-            except ImportError:
-                self.note("Line editing, history and pasting need prompt_toolkit: pip install prompt_toolkit")
-        if self.stdout.isatty():
-            return input
-
-        def read(prompt: str) -> str:
+    def read(self, prompt: str) -> str:
+        """A line; with the line editor it may be several. Raises: EOFError at the end of the input, KeyboardInterrupt."""
+        if self.editor:
+            return self.editor(prompt)
+        if self.interactive and self.stdout.isatty():
+            return input(prompt)
+        if self.interactive:
             self.stderr.write(prompt)
             self.stderr.flush()
-            return read_line(self.stdin)
-
-        return read
+        return read_line(self.stdin)
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line that is not part of an answer: stderr, quiet."""
         self.notes.print(Text(text, style))
 
+    def show(self, what: Any) -> None:
+        """Something drawn that is not part of an answer, such as a table."""
+        self.notes.print(what)
+
     def run(self) -> None:
         """Until Ctrl-D, `/exit` or the end of a pipe."""
-        self._greet()
+        with ExitStack() as stack:
+            if self.editor:
+                stack.callback(self.editor.close)
+                stack.enter_context(keys_wait(self.stdin))
+            self._greet()
+            self._turns()
+            if self.interactive and self.session and self.conversation.messages:
+                self.note(f"Session kept: dflash-mlx chat --session {self.session}")
+
+    def _turns(self) -> None:
         while True:
             try:
                 text = self._message()
@@ -112,20 +124,17 @@ class Chat:
                 kind = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: "
                 self.note(f"Error: {kind}{error}", "red")
                 self.failed = True
-        if self.interactive and self.session and self.conversation.messages:
-            self.note(f"Session kept: dflash-mlx chat --session {self.session}")
 
     def _greet(self) -> None:
-        pair = self.conversation.pair
-        how = f"drafter {pair.draft_name}" if pair.draft_name else "no drafter: plain decoding"
-        self.note(f"{pair.name}, {how}." + (" /help lists commands." if self.interactive else ""))
+        talk = self.conversation
+        self.note(first_line(talk.pair, talk.settings) + (" /help lists commands." if self.interactive else ""))
         if self.conversation.raw:
             self.note("This tokenizer has no chat template: what you type is continued as it is.")
             if self.conversation.system is not None:
                 raise DFlashError("this tokenizer has no chat template, so there is no place for --system", "Leave it out")
         self.note_without_effect(self.given)
-        if self.conversation.messages:
-            self.note(f"Continuing a session of {len(self.conversation.messages)} messages.")
+        if self.resumed is not None:
+            self.note("\n".join(recap(talk, self.resumed)))
 
     def note_without_effect(self, names: Collection[str]) -> None:
         """Say of each of these settings that changes nothing here why it does not."""
@@ -150,53 +159,60 @@ class Chat:
         # A pipe may hold bytes that are no text.
         return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
+    def attach(self, name: str) -> Attachment:
+        """Let a text file go with the next message. Raises: DFlashError, as `read_attachment`."""
+        found = read_attachment(name, self.conversation.pair.tokenizer, self.conversation.limit)
+        self.files.append(found)
+        return found
+
     def say(self, text: str) -> None:
-        """Add a message and answer it."""
-        self.conversation.messages.append({"role": "user", "content": text})
-        self._answer()
+        """Add a message, with the files that go with it, and answer it."""
+        talk, waiting = self.conversation, self.files
+        count = len(talk.messages)
+        self.files = list(waiting)
+        try:
+            for name in named_files(text):
+                self.note(f"{self.attach(name).about()}.")
+            for name in no_files(text):
+                self.note(f"@{name} is no file here; it is sent as a word.")
+            talk.messages.append({"role": "user", "content": with_files(text, self.files, raw=talk.raw)})
+            self._answer()
+        finally:
+            # What /file added goes with another message, where this one was refused or taken back.
+            self.files = [] if len(talk.messages) > count else waiting
+
+    def _screen(self) -> PlainScreen:
+        """What shows one answer."""
+        talk = self.conversation
+        if self.show_drafts and talk.pair.drafter:
+            return MarkedScreen(self.console, self.notes, DraftMarks(talk.pair.tokenizer, self.console), live=self.drawing)
+        if self.markdown and not talk.raw:
+            return MarkdownScreen(self.console, folded=self.folded)
+        return PlainScreen(self.console, self.notes, folded=self.folded, live=self.drawing)
 
     def _answer(self) -> None:
-        talk = self.conversation
+        talk, screen = self.conversation, self._screen()
         count = len(talk.messages)
-        mark = self.marker(talk.pair.tokenizer, self.stdout) if self.show_drafts and talk.pair.drafter else None
-        screen = MarkdownScreen(self.console) if self.markdown and not talk.raw else PlainScreen(self.console, self.notes)
-        seen = None
+        # Who reads keys has made the terminal quiet for the whole chat.
+        quiet = keys_wait(self.stdin, lines=True) if self.interactive and not self.editor else nullcontext()
         try:
             with (
+                quiet,
                 stop_on_ctrl_c(lambda: talk.last or screen.stopping()) as pressed,
                 screen,
                 closing(talk.answer(pressed, screen.progress)) as pieces,
             ):
                 for kind, piece, response in pieces:
-                    if mark is None:
-                        screen.show(kind, piece)
-                    elif response is not seen:
-                        mark(response)
-                    seen = response
+                    screen.show(kind, piece, response)
         finally:
             if len(talk.messages) == count:
                 # Nothing came: the message is not part of the conversation.
                 talk.undo()
-        if mark:
-            self.stdout.write("\n")
-        self._status()
-        if self.session:
-            write_session(self.session, self.conversation.state())
-
-    def _status(self) -> None:
-        talk, last = self.conversation, self.conversation.last
-        if last is None:
+        if talk.last is None:
             self.note("Stopped before the first token; the message is taken back.")
             return
-        parts = [f"{last.generation_tokens} tokens", f"{last.generation_tps:.1f} tokens/s"]
-        if last.stats and last.stats.tau is not None:
-            parts.append(f"tau {last.stats.tau:.2f}")
-        if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
-            parts.append(last.stats.width_reason.partition(":")[0])
-        limit = f" of {talk.limit}" if talk.limit else ""
-        parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
-        if talk.stopped:
-            parts.append("stopped")
-        elif last.finish_reason == "length":
-            parts.append(f"cut at {last.generation_tokens} tokens")
-        self.note(", ".join(parts))
+        if nothing := nothing_shown(talk.messages[-1], talk.stopped):
+            self.note(nothing)
+        self.note(figures(talk))
+        if self.session:
+            write_session(self.session, talk.state())

@@ -5,20 +5,30 @@ Each is one function, given the chat and what follows the name; its help line an
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
 
 from ..errors import DFlashError
 from .conversation import Settings
+from .draft_marks import legend
+from .recap import kept_sessions, recap, setting_text, short
 from .sessions import read_session, session_path, write_session
 
 if TYPE_CHECKING:
     from .chat import Chat
 
 _FOOT = """\
-Ctrl-C stops an answer and keeps what there is. Alt-Enter starts a new line; a message between two lines of three double
-quotes may have many. A message that begins with / is written with //."""
+Ctrl-C stops an answer and keeps what there is. Alt-Enter starts a new line; Ctrl-X Ctrl-E opens the line in $EDITOR; a message \
+between two lines of three double quotes may have many lines. @PATH in a message adds that text file. A message that begins \
+with / is written with //."""
+# What people type elsewhere.
+_OTHER_NAMES = {"?": "help", "quit": "exit", "bye": "exit", "q": "exit"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +53,12 @@ def _command(name: str, takes: str, about: str, *, changes: bool = False) -> Cal
     return add
 
 
-def help_text() -> str:
-    lines = [f"/{name} {one.takes}".ljust(19) + one.about for name, one in COMMANDS.items()]
-    return "\n".join([*lines, _FOOT])
+def columns(rows: list[tuple[str, ...]]) -> Table:
+    """Rows whose last column is wrapped, as the others are where there is no room."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
 def run_command(chat: Chat, text: str) -> bool:
@@ -55,9 +68,12 @@ def run_command(chat: Chat, text: str) -> bool:
       DFlashError: no such command, or words behind one that takes none.
     """
     name, _, rest = text[1:].strip().partition(" ")
-    command, rest = COMMANDS.get(name), rest.strip()
+    name, rest = _OTHER_NAMES.get(name, name), rest.strip()
+    command = COMMANDS.get(name)
     if command is None:
-        raise DFlashError(f"there is no command /{name}", "/help lists them; // begins a message with a slash")
+        near = get_close_matches(name.lower(), COMMANDS, 1, 0.5)
+        remedy = f"Did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
+        raise DFlashError(f"there is no command /{short(name)}", remedy)
     if rest and not command.takes:
         # Words that would be dropped were meant for something.
         raise DFlashError(f"/{name} takes nothing behind it; found {short(rest)!r}", "Leave it out")
@@ -67,13 +83,10 @@ def run_command(chat: Chat, text: str) -> bool:
     return bool(ends)
 
 
-def short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 @_command("help", "", "this list")
 def _help(chat: Chat, rest: str) -> None:
-    chat.note(help_text(), "")
+    chat.show(columns([(f"/{name} {one.takes}", one.about) for name, one in COMMANDS.items()]))
+    chat.note(_FOOT, "")
 
 
 @_command("system", "TEXT", "set the system message; alone: show it; off: remove it", changes=True)
@@ -91,6 +104,7 @@ def _system(chat: Chat, rest: str) -> None:
 @_command("clear", "", "forget the conversation", changes=True)
 def _clear(chat: Chat, rest: str) -> None:
     chat.conversation.messages.clear()
+    chat.files.clear()
     chat.note("Cleared.")
 
 
@@ -102,7 +116,7 @@ def _undo(chat: Chat, rest: str) -> None:
 
 @_command("retry", "", "answer the last message again")
 def _retry(chat: Chat, rest: str) -> None:
-    talk = chat.conversation
+    talk, before = chat.conversation, list(chat.conversation.messages)
     text = talk.undo()
     if text is None:
         raise DFlashError("there is no message to answer again", "Write one")
@@ -111,7 +125,41 @@ def _retry(chat: Chat, rest: str) -> None:
     elif talk.settings.seed is not None:
         talk.settings = replace(talk.settings, seed=(talk.settings.seed + 1) % (1 << 32))
         chat.note(f"Seed {talk.settings.seed}.")
-    chat.say(text)
+    count = len(talk.messages)
+    try:
+        chat.say(text)
+    finally:
+        if len(talk.messages) == count:
+            # No new answer came: the old one stays.
+            talk.messages = before
+
+
+@_command("edit", "[TEXT]", "write a message in $EDITOR (also Ctrl-X Ctrl-E in a line)")
+def _edit(chat: Chat, rest: str) -> None:
+    if chat.editor is None:
+        raise DFlashError("/edit needs a terminal that can be drawn on", "Write the message in a line")
+    chat.editor.edit(rest)
+
+
+@_command("file", "PATH", "add a text file to the next message (also @PATH in a message)")
+def _file(chat: Chat, rest: str) -> None:
+    if not rest:
+        raise DFlashError("/file needs the path of a text file", "Give one, as in /file notes.txt")
+    found = chat.attach(rest.strip("\"'"))
+    chat.note(f"{found.about()}. It goes with your next message.")
+
+
+@_command("copy", "", "copy the last answer to the clipboard")
+def _copy(chat: Chat, rest: str) -> None:
+    texts = [message["content"] for message in chat.conversation.messages if message["role"] == "assistant"]
+    if not texts:
+        raise DFlashError("there is no answer to copy", "Write a message")
+    if not chat.drawing:
+        raise DFlashError("/copy needs a terminal, which holds the clipboard", "Take the answer from the output")
+    # OSC 52: the terminal puts it there, also through ssh.
+    chat.stdout.write(f"\x1b]52;c;{base64.b64encode(texts[-1].encode()).decode()}\x07")
+    chat.stdout.flush()
+    chat.note(f"Copied {len(texts[-1]):,} letters, if this terminal lets programs copy (OSC 52).")
 
 
 @_command("save", "[NAME]", "keep the session (default: last)")
@@ -127,9 +175,16 @@ def _save(chat: Chat, rest: str) -> None:
 def _load(chat: Chat, rest: str) -> None:
     state, talk = read_session(rest or "last"), chat.conversation
     talk.restore(state)
-    if state["model"] != talk.pair.name:
-        chat.note(f"That session was with {state['model']}; it goes on with {talk.pair.name}.")
-    chat.note(f"Continuing a session of {len(talk.messages)} messages.")
+    chat.note("\n".join(recap(talk, state)))
+
+
+@_command("sessions", "", "list the kept sessions; /load NAME continues one")
+def _sessions(chat: Chat, rest: str) -> None:
+    rows = kept_sessions()
+    if not rows:
+        chat.note("No session is kept. /save makes one.")
+        return
+    chat.show(columns([("name", "age", "messages", "model", "begins with"), *rows]))
 
 
 @_command("model", "[M [D]]", "show the models, or change to target M with drafter D (or auto)", changes=True)
@@ -163,10 +218,8 @@ def _set(chat: Chat, rest: str) -> None:
         if value:
             talk.set(name, value)
         chat.note_without_effect([name])
-    # As they are typed: 1 is no switch, though it equals True.
-    shown = {None: "default", True: "on", False: "off"}
-    values = [v if type(v) in (int, float) else shown[v] for v in asdict(talk.settings).values()]
-    chat.note(", ".join(f"{one.name} {value}" for one, value in zip(fields(Settings), values, strict=True)))
+    values = asdict(talk.settings)
+    chat.note(", ".join(f"{one.name} {setting_text(values[one.name])}" for one in fields(Settings)))
 
 
 @_command("stats", "", "totals of this session")
@@ -187,12 +240,26 @@ def _stats(chat: Chat, rest: str) -> None:
     chat.note("\n".join(lines), "")
 
 
+@_command("thoughts", "[on|off]", "show what the model thought last; on, off: show thinking as it comes, or fold it")
+def _thoughts(chat: Chat, rest: str) -> None:
+    if rest not in ("", "on", "off"):
+        raise DFlashError(f"/thoughts takes on or off; found {short(rest)!r}", "Alone it shows the last thinking")
+    if rest:
+        chat.folded = rest == "off"
+        chat.note("Thinking is folded." if chat.folded else "Thinking is shown as it comes.")
+        return
+    last = next((m for m in reversed(chat.conversation.messages) if m["role"] == "assistant"), {})
+    chat.note(last.get("reasoning_content") or "The last answer came without thinking.")
+
+
 @_command("drafts", "", "mark accepted, rejected and bonus tokens in answers, or stop doing so")
 def _drafts(chat: Chat, rest: str) -> None:
     if chat.conversation.pair.drafter is None:
         raise DFlashError("there is no drafter, so no drafts can be marked", "/model TARGET DRAFTER adds one")
     chat.show_drafts = not chat.show_drafts
     chat.note("Drafts are marked in answers." if chat.show_drafts else "Drafts are not marked.")
+    if chat.show_drafts:
+        chat.show(legend(chat.console))
 
 
 @_command("exit", "", "leave (also Ctrl-D)")

@@ -162,8 +162,8 @@ class Conversation:
             prompt = render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra)
         if self.limit and len(prompt.ids) >= self.limit:
             raise DFlashError(
-                f"the conversation has {len(prompt.ids)} tokens; the target's context holds {self.limit}",
-                "/undo or /clear makes room",
+                f"with this message the conversation has {len(prompt.ids)} tokens; the target's context holds {self.limit}",
+                "The message is taken back: write a shorter one, or /clear",
             )
         return prompt
 

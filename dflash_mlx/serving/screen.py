@@ -1,4 +1,4 @@
-"""What the chat's terminal shows: text as it comes or growing Markdown, a line editor, and Ctrl-C while an answer runs."""
+"""What the chat's terminal shows of an answer: text as it comes or growing Markdown, folded thinking, how long it is waiting."""
 
 from __future__ import annotations
 
@@ -8,59 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
-from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from .commands import COMMANDS
+from .draft_marks import DraftMarks
 from .interrupt import at_ctrl_c
-from .sessions import history_file
+from .markdown import AnswerMarkdown, split_blocks
+from .wrapping import WrappedText, printable
 
-
-def read_line(stream: TextIO) -> str:
-    line = stream.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\r\n")
-
-
-def line_editor(stdout: TextIO) -> Callable[[str], str]:
-    """prompt_toolkit: editing, history across sessions, pasted blocks as one message, command names by Tab."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings
-    from prompt_toolkit.output import create_output
-
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def _send(event: Any) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def _new_line(event: Any) -> None:
-        event.current_buffer.insert_text("\n")
-
-    try:
-        history = FileHistory(str(history_file()))
-    except OSError:
-        history = InMemoryHistory()
-    names = [f"/{name}" for name in COMMANDS]
-    session: PromptSession[str] = PromptSession(
-        history=history,
-        key_bindings=keys,
-        multiline=True,
-        prompt_continuation="  ",
-        completer=WordCompleter(names, sentence=True),
-        complete_while_typing=False,
-        output=create_output(stdout),
-    )
-    return session.prompt
+# Seconds without a change after which the screen says how many they are.
+SILENT_S = 1.0
 
 
 @contextmanager
@@ -84,92 +45,247 @@ def stop_on_ctrl_c(say: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-class PlainScreen:
-    """Text as it comes; thinking goes to stderr, so that a pipe carries answers only."""
+class _Waiting:
+    """The live line under an answer: what is going on, once nothing has come for `SILENT_S`."""
 
-    def __init__(self, console: Console, notes: Console):
-        self.console, self.notes = console, notes
+    def __init__(self) -> None:
+        self.what, self.since = "Waiting for the first token", time.monotonic()
+
+    def heard(self, what: str = "Waiting for the next token") -> None:
+        self.what, self.since = what, time.monotonic()
+
+    def progress(self, done: int, total: int) -> None:
+        if total - done > 1:
+            self.what = f"Reading {done} of {total} tokens"
+
+    def line(self) -> Text | None:
+        silent = time.monotonic() - self.since
+        return Text(f"{self.what} ({silent:.0f} s)", "dim") if silent >= SILENT_S else None
+
+
+class _Thinking:
+    """Thinking that is not shown: how long it took and how much it was."""
+
+    def __init__(self) -> None:
+        self.text, self.since = "", time.monotonic()
+
+    def add(self, text: str) -> None:
+        if not self.text:
+            self.since = time.monotonic()
+        self.text += text
+
+    def line(self) -> Text:
+        return Text(f"Thinking ({time.monotonic() - self.since:.0f} s, {len(self.text.split())} words)", "dim italic")
+
+    def end(self) -> Text | None:
+        """The line that stays in place of the thinking; None where there was none."""
+        text, self.text = self.text, ""
+        if not text.strip():
+            return None
+        seconds = time.monotonic() - self.since
+        return Text(f"Thought for {seconds:.1f} s, {len(text.split())} words. /thoughts shows them.", "dim italic")
+
+
+class PlainScreen:
+    """Text as it comes; thinking goes to stderr, so that a pipe carries answers only.
+
+    Args:
+      folded: show of thinking only how much it was.
+      live: the console is a terminal that can draw a line anew: it says how long the first token takes.
+    """
+
+    def __init__(self, console: Console, notes: Console, *, folded: bool = False, live: bool = False):
+        self.answer, self.thoughts = WrappedText(console), WrappedText(notes)
+        self.console, self.notes, self.folded = console, notes, folded
         self.open: str | None = None
+        self.waiting, self.thinking = _Waiting(), _Thinking()
+        self.live = _Live(console, self._bottom) if live else None
 
     def __enter__(self) -> PlainScreen:
+        if self.live:
+            self.live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._close()
+        self._stop_live()
+
+    def _bottom(self) -> Text:
+        return self.thinking.line() if self.thinking.text else self.waiting.line() or Text("")
+
+    def _stop_live(self) -> None:
+        if self.live:
+            live, self.live = self.live, None
+            live.stop()
 
     def _close(self) -> None:
-        if self.open:
-            (self.console if self.open == "answer" else self.notes).file.write("\n")
-        self.console.file.flush()
+        if self.open == "thinking" and self.folded:
+            self._stop_live()
+            if line := self.thinking.end():
+                self.notes.print(line)
+        elif self.open:
+            (self.answer if self.open == "answer" else self.thoughts).close()
         self.open = None
 
     def progress(self, done: int, total: int) -> None:
-        pass
+        self.waiting.progress(done, total)
 
     def stopping(self) -> None:
         """Said while the prompt is read, from another thread."""
-        self.notes.print(Text("Stopping ...", "dim"))
+        if self.live:
+            self.waiting.what = "Stopping"
+        else:
+            self.notes.print(Text("Stopping ...", "dim"))
 
-    def show(self, kind: str, text: str) -> None:
+    def show(self, kind: str, text: str, response: Any = None) -> None:
+        """A piece of an answer of kind "answer" or "thinking"; response: what it came with."""
         if not text:
             return
         if self.open != kind:
             self._close()
         self.open = kind
+        if kind == "thinking" and self.folded:
+            self.thinking.add(text)
+            return
+        self._stop_live()
         if kind == "answer":
-            self.console.file.write(text)
-            self.console.file.flush()
+            self.answer.write(text)
         else:
-            self.notes.print(Text(text, "dim italic"), end="")
+            self.thoughts.write(text, "dim italic")
+
+
+class MarkedScreen(PlainScreen):
+    """All tokens of an answer, its thinking included, with their drafts marked."""
+
+    def __init__(self, console: Console, notes: Console, marks: DraftMarks, *, live: bool = False):
+        super().__init__(console, notes, live=live)
+        self.marks, self.seen = marks, None
+
+    def show(self, kind: str, text: str, response: Any = None) -> None:
+        if response is not self.seen:
+            self.seen = response
+            self._stop_live()
+            self.marks(response)
+
+    def _close(self) -> None:
+        self.marks.close()
 
 
 class MarkdownScreen:
-    """Markdown as it grows: finished blocks are printed for good, only the last one is drawn again."""
+    """Markdown as it grows: finished blocks are printed for good, only the last one is drawn again.
 
-    def __init__(self, console: Console):
-        self.console = console
-        self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self.kind, self.tail, self.drawn = "answer", "", 0.0
+    folded: show of thinking only how much it was.
+    """
+
+    def __init__(self, console: Console, *, folded: bool = True):
+        self.console, self.folded = console, folded
+        self.kind, self.tail, self.drawn, self.ended = "answer", "", 0.0, False
+        self.waiting, self.thinking = _Waiting(), _Thinking()
+        self.live = _Live(console, self._bottom)
 
     def __enter__(self) -> MarkdownScreen:
         self.live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.live.update(Text(""), refresh=True)
+        with self.live.lock:
+            self.ended = True
+            self.live.refresh()
         self.live.stop()
-        self._print(self.tail)
+        self._end_kind()
+
+    def _bottom(self) -> Any:
+        if self.ended:
+            return Text("")
+        if self.thinking.text:
+            return self.thinking.line()
+        parts = [_Bottom(self._rendered(self.tail))] if self.tail.strip() else []
+        if line := self.waiting.line():
+            parts.append(line)
+        return Group(*parts) if parts else Text("")
 
     def progress(self, done: int, total: int) -> None:
-        if total - done > 1:
-            self.live.update(Text(f"reading {done} of {total} tokens", "dim"), refresh=True)
+        self.waiting.progress(done, total)
 
     def stopping(self) -> None:
-        self.console.print(Text("Stopping ...", "dim"))
+        self.live.print(Text("Stopping ...", "dim"))
 
-    def show(self, kind: str, text: str) -> None:
+    def show(self, kind: str, text: str, response: Any = None) -> None:
         if not text:
             return
         if kind != self.kind:
-            self._print(self.tail)
-            self.kind, self.tail = kind, ""
-        self.tail += text
+            with self.live.lock:
+                self._end_kind()
+                self.kind = kind
+        self.waiting.heard()
+        if kind == "thinking" and self.folded:
+            self.thinking.add(text)
+            return
+        with self.live.lock:
+            self.tail += text
         now = time.monotonic()
         # Drawing takes milliseconds: not more than 12 times a second.
         if now - self.drawn < 0.08:
             return
         self.drawn = now
-        done, self.tail = split_blocks(self.tail)
-        self.live.update(_Bottom(self._rendered(self.tail)))
-        self._print(done)
-        self.live.refresh()
+        with self.live.lock:
+            done, self.tail = split_blocks(self.tail)
+            self._print(done)
+            self.live.refresh()
+
+    def _end_kind(self) -> None:
+        """Print for good what is still being drawn."""
+        if line := self.thinking.end():
+            self.live.print(line)
+        text, self.tail = self.tail, ""
+        self._print(text)
 
     def _rendered(self, text: str) -> Any:
-        return Text(text.strip("\n"), "dim italic") if self.kind == "thinking" else Markdown(text)
+        return Text(printable(text).strip("\n"), "dim italic") if self.kind == "thinking" else AnswerMarkdown(text)
 
     def _print(self, text: str) -> None:
         if text.strip():
-            self.console.print(self._rendered(text))
+            self.live.print(self._rendered(text))
+
+
+class _Live:
+    """The last lines of a terminal, drawn anew four times a second, and everything printed above them.
+
+    rich's own thread may draw in the middle of a print and then erases lines of it: here one lock holds for both.
+    """
+
+    def __init__(self, console: Console, bottom: Callable[[], Any]):
+        self.console, self.lock, self.ended = console, threading.RLock(), threading.Event()
+        self.live = Live(
+            console=console,
+            get_renderable=bottom,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self.ticking = threading.Thread(target=self._tick, daemon=True)
+
+    def start(self) -> None:
+        self.live.start()
+        self.ticking.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.ticking.join()
+        self.live.stop()
+
+    def refresh(self) -> None:
+        with self.lock:
+            self.live.refresh()
+
+    def print(self, what: Any) -> None:
+        with self.lock:
+            self.console.print(what)
+
+    def _tick(self) -> None:
+        while not self.ended.wait(0.25):
+            self.refresh()
 
 
 @dataclass
@@ -180,28 +296,6 @@ class _Bottom:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(self.inner, options, pad=False)
-        for line in lines[-max(console.height - 2, 1) :]:
+        for line in lines[-max(console.height - 3, 1) :]:
             yield from line
             yield Segment.line()
-
-
-def split_blocks(text: str) -> tuple[str, str]:
-    """Cut growing Markdown behind its last finished block: (finished, the rest).
-
-        "# A\\n\\ntext\\n\\n- one\\n"  ->  ("# A\\n\\ntext\\n\\n", "- one\\n")
-
-    An empty line ends a block, but not inside a code fence.
-    """
-    fence, cut, at, ended = None, 0, 0, False
-    for line in text.splitlines(keepends=True):
-        # An indented line after an empty one still belongs to its list item.
-        if ended and not line[0].isspace():
-            cut = at
-        at += len(line)
-        mark = line.lstrip()[:3]
-        ended = fence is None and line == "\n" or ended and line[0].isspace()
-        if fence is None and mark in ("```", "~~~"):
-            fence = mark
-        elif fence is not None and mark == fence:
-            fence = None
-    return text[:cut], text[cut:]

@@ -105,7 +105,7 @@ def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
         copied = conversation.last.stats.sources["prompt_lookup"]
         rounds, tokens = rounds + copied["rounds"], tokens + copied["accepted"]
     said = []
-    room = Chat(conversation, None, None)
+    room = Chat(conversation, None)
     monkeypatch.setattr(room, "note", lambda text, style="dim": said.append(text))
     run_command(room, "/stats")
     assert rounds > 2 and f"prompt lookup: {tokens} tokens in {rounds} of these rounds" in said[0]

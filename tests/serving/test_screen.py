@@ -5,7 +5,8 @@ import os
 import pytest
 from rich.console import Console
 
-from dflash_mlx.serving.screen import MarkdownScreen, split_blocks
+from dflash_mlx.serving.markdown import split_blocks
+from dflash_mlx.serving.screen import MarkdownScreen
 
 
 @pytest.mark.parametrize(
@@ -38,4 +39,4 @@ def test_markdown_that_comes_letter_by_letter_is_printed_for_good_once(redraw):
             screen.show("answer", letter)
     assert "".join(kept) == text
     drawn = console.export_text()
-    assert all(line in drawn for line in ("Title", "Some words and code.", " 1 one", " 2 two", "x = 1", "y = 2", "The end."))
+    assert all(line in drawn for line in ("Title", "Some words and code.", " 1. one", " 2. two", "x = 1", "y = 2", "The end."))

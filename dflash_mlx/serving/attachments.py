@@ -1,0 +1,135 @@
+"""Text files that go with a message of the chat: `/file PATH`, and `@PATH` within the message."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DFlashError
+from ..machine import size_text
+
+# Bytes of a file that are read at all; what a context holds is seldom more than a tenth of that.
+LARGEST = 4_000_000
+# @path, @"a path with blanks"; an address such as me@host is none.
+_NAMED = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))""")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A file's name as it was written, its text, and how many bytes and tokens it has."""
+
+    name: str
+    text: str
+    size_bytes: int
+    tokens: int
+
+    def about(self) -> str:
+        lines = self.text.count("\n") + (not self.text.endswith("\n"))
+        size = f"{self.size_bytes:,} bytes" if self.size_bytes < 100_000 else size_text(self.size_bytes)
+        return f"{self.name}: {size}, {lines:,} line{'' if lines == 1 else 's'}, {self.tokens:,} tokens"
+
+    def block(self) -> str:
+        """The text as the model reads it: under its name, in a fence that is longer than any in it."""
+        fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", self.text))])
+        end = "" if self.text.endswith("\n") else "\n"
+        return f"{self.name}:\n{fence}\n{self.text}{end}{fence}"
+
+
+def read_attachment(name: str, tokenizer: Any, limit: int | None) -> Attachment:
+    """Read a text file.
+
+    Args:
+      limit: tokens that the target's context holds; None: unknown.
+
+    Raises:
+      DFlashError: no file, no text, or more than the model can read.
+    """
+    path = os.path.expanduser(name)
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
+        raise DFlashError(f"{name} {what}", "Give the path of a text file")
+    size = os.path.getsize(path)
+    if size > LARGEST:
+        raise DFlashError(f"{name} has {size_text(size)}; at most {size_text(LARGEST)} can be read", "Give a part of it")
+    data = Path(path).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+        wrong = data.find(0)
+    except UnicodeDecodeError as error:
+        wrong = error.start
+    if wrong >= 0:
+        raise DFlashError(f"{name} is not text: byte {wrong} is 0x{data[wrong]:02x}", "Give a text file in UTF-8")
+    if not text:
+        raise DFlashError(f"{name} is empty", "Give a file with text in it")
+    tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    if limit and tokens >= limit:
+        raise DFlashError(f"{name} has {tokens:,} tokens; the target's context holds {limit:,}", "Give a part of it")
+    return Attachment(name, text, len(data), tokens)
+
+
+def _names(message: str) -> Iterator[tuple[str, bool]]:
+    """What stands behind each @ of a message, once: (name, whether there is a file, or a path that leads to something else)."""
+    seen = set()
+    for quoted, word in _NAMED.findall(message):
+        # "see @notes.txt." names notes.txt.
+        names = [quoted] if quoted else [word, word.rstrip(".,;:!?)]}'")]
+        found = [
+            name for name in names if os.path.isfile(path := os.path.expanduser(name)) or "/" in name and os.path.exists(path)
+        ]
+        name = (found or names)[0]
+        if name not in seen:
+            seen.add(name)
+            yield name, bool(found)
+
+
+def _leads_somewhere(path: str) -> bool:
+    # A word that is also a folder's name is only a word.
+    return os.path.isfile(path) or "/" in path and os.path.exists(path)
+
+
+def named_files(message: str) -> list[str]:
+    """The files that a message names with @."""
+    return [name for name, found in _names(message) if found]
+
+
+def no_files(message: str) -> list[str]:
+    """Paths behind @ that lead nowhere. A word without a slash, such as a decorator, is only a word."""
+    return [name for name, found in _names(message) if not found and "/" in name]
+
+
+def with_files(message: str, files: list[Attachment], *, raw: bool) -> str:
+    """A message with its files behind it. raw: without a chat template texts are continued, so the files stand in front."""
+    if raw:
+        return "".join(file.text for file in files) + message
+    return "\n\n".join([message, *(file.block() for file in files)])
+
+
+def complete_path(text: str) -> Iterator[tuple[int, str]]:
+    """Completions of the path at the end of a line, behind `@` or `/file `: (start relative to the cursor, text)."""
+    found = re.search(r"""(?:^/file\s+|(?<!\S)@)"?([^\s"]*)$""", text)
+    if not found:
+        return
+    folder, _, start = found.group(1).rpartition("/")
+    place = os.path.expanduser(f"{folder}/" if folder or found.group(1).startswith("/") else ".")
+    try:
+        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith(start) and (start or not entry.name.startswith(".")):
+            yield -len(start), entry.name + ("/" if entry.is_dir() else "")
+
+
+def completions(commands: Callable[[], list[str]]) -> Callable[[str], Iterator[tuple[int, str]]]:
+    """What Tab offers: commands at the beginning of a line, and paths."""
+
+    def complete(text: str) -> Iterator[tuple[int, str]]:
+        yield from complete_path(text)
+        if text.startswith("/") and " " not in text:
+            yield from ((-len(text), name) for name in commands() if name.startswith(text))
+
+    return complete

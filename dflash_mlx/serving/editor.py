@@ -1,0 +1,175 @@
+"""The chat's line editor, on prompt_toolkit: history, folded pastes, $EDITOR, and keys that were typed while nobody read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from .sessions import history_file
+
+# A paste of more lines or letters than these is shown as one mark.
+FOLD_LINES, FOLD_LETTERS = 8, 800
+
+
+def read_line(stream: TextIO) -> str:
+    line = stream.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\r\n")
+
+
+class Pastes:
+    """Long pasted texts, each under the mark that stands for it in the line."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def fold(self, text: str) -> str:
+        """A pasted text as the line shows it: as it is, or its mark if it is long."""
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        lines = text.count("\n") + 1
+        if lines <= FOLD_LINES and len(text) <= FOLD_LETTERS:
+            return text
+        size = f"{lines} lines" if lines > 1 else f"{len(text)} letters"
+        mark = f"[paste {len(self.texts) + 1}: {size}]"
+        self.texts[mark] = text
+        return mark
+
+    def unfold(self, text: str) -> str:
+        """A line with the texts in place of their marks."""
+        for mark, pasted in self.texts.items():
+            text = text.replace(mark, pasted)
+        return text
+
+
+class LineEditor:
+    """Reads a message: called with what stands before it, it returns the text, pasted texts unfolded.
+
+    Args:
+      complete: (text before the cursor) to (start relative to the cursor, completion) pairs, for Tab.
+
+    Raises, when called:
+      EOFError: Ctrl-D on an empty line. KeyboardInterrupt: Ctrl-C.
+    """
+
+    def __init__(self, stdout: TextIO, complete: Callable[[str], Iterable[tuple[int, str]]] = lambda text: ()):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.output import create_output
+
+        self.pastes = Pastes()
+        self.output = create_output(stdout)
+        self.session: PromptSession[str] = PromptSession(
+            history=self._history(),
+            key_bindings=self._keys(),
+            multiline=True,
+            prompt_continuation="  ",
+            completer=_completer(complete),
+            complete_while_typing=False,
+            tempfile_suffix=".md",
+            output=self.output,
+        )
+        # Text to begin with in $EDITOR at the next prompt; None: no editor.
+        self._to_edit: str | None = None
+
+    def __call__(self, prompt: str) -> str:
+        text, self._to_edit = self._to_edit, None
+        try:
+            if text is None:
+                return self.pastes.unfold(self.session.prompt(prompt))
+            opened = lambda: self.session.default_buffer.open_in_editor(validate_and_handle=True)  # noqa: E731
+            return self.pastes.unfold(self.session.prompt(prompt, default=text, pre_run=opened))
+        finally:
+            # What is pasted while an answer runs keeps its marks, so that its lines are not sent one by one.
+            self.output.enable_bracketed_paste()
+            self.output.flush()
+
+    def edit(self, text: str) -> None:
+        """Open $EDITOR with this text at the next prompt; what is saved there is sent."""
+        self._to_edit = text
+
+    def close(self) -> None:
+        self.output.disable_bracketed_paste()
+        self.output.flush()
+
+    def _history(self) -> Any:
+        """The lines of earlier chats. They hold pasted texts unfolded: marks mean nothing later."""
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+        try:
+            kind, arguments = FileHistory, [str(history_file())]
+        except OSError:
+            kind, arguments = InMemoryHistory, []
+        pastes = self.pastes
+
+        class Unfolded(kind):
+            def append_string(self, string: str) -> None:
+                super().append_string(pastes.unfold(string))
+
+        return Unfolded(*arguments)
+
+    def _keys(self) -> Any:
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _send(event: Any) -> None:
+            event.current_buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def _new_line(event: Any) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add(Keys.BracketedPaste)
+        def _paste(event: Any) -> None:
+            event.current_buffer.insert_text(self.pastes.fold(event.data))
+
+        @keys.add("c-x", "c-e")
+        def _edit(event: Any) -> None:
+            buffer = event.current_buffer
+            buffer.text = self.pastes.unfold(buffer.text)
+            buffer.open_in_editor()
+
+        return keys
+
+
+def _completer(complete: Callable[[str], Iterable[tuple[int, str]]]) -> Any:
+    from prompt_toolkit.completion import Completer, Completion
+
+    class Ours(Completer):
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
+            for start, text in complete(document.text_before_cursor):
+                yield Completion(text, start_position=start)
+
+    return Ours()
+
+
+@contextmanager
+def keys_wait(stdin: TextIO, *, lines: bool = False) -> Iterator[None]:
+    """Keys that are typed here are not shown; they wait in the terminal until somebody reads them. Ctrl-C stays a signal.
+
+    lines: whoever reads them reads lines, and no keys.
+    """
+    try:
+        import termios
+
+        fd = stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (ImportError, OSError, ValueError, termios.error):
+        # No terminal of this kind, so none that shows keys.
+        yield
+        return
+    quiet = termios.tcgetattr(fd)
+    if not lines:
+        quiet[0] &= ~termios.ICRNL
+        quiet[3] &= ~termios.ICANON
+    quiet[3] &= ~termios.ECHO
+    # A signal's key would throw away what was typed before it.
+    quiet[3] |= termios.NOFLSH
+    termios.tcsetattr(fd, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)

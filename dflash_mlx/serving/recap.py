@@ -1,0 +1,128 @@
+"""What the chat says of itself: its first line, a session that goes on, figures under an answer, the list of kept sessions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from ..drafter_checks import largest_block
+from ..errors import DFlashError
+from ..machine import array_bytes, chip, size_text, state_directory
+from .conversation import Conversation, Pair, Settings
+from .sessions import read_session
+
+
+def short(text: str, most: int = 60) -> str:
+    """A text's beginning in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def first_line(pair: Pair, settings: Settings) -> str:
+    """The model, its size, the device, and whether drafting is on."""
+    return f"{pair.name}, {_size(pair.model)}, on {_device()}. {drafting(pair, settings)}"
+
+
+def drafting(pair: Pair, settings: Settings) -> str:
+    if pair.drafter is None:
+        return "Drafting is off: there is no drafter."
+    if settings.block_size == 1:
+        return "Drafting is off: block_size is 1."
+    if settings.block_size:
+        return f"Drafting is on: {settings.block_size - 1} tokens a round by {pair.draft_name}."
+    return f"Drafting is on: up to {largest_block(pair.drafter) - 1} tokens a round by {pair.draft_name}, where that is faster."
+
+
+def _size(model: Any) -> str:
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import get_total_parameters
+
+    n = get_total_parameters(model)
+    count = f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.1f} million"
+    return f"{count} parameters, {size_text(array_bytes(array for _, array in tree_flatten(model.parameters())))}"
+
+
+def _device() -> str:
+    import mlx.core as mx
+
+    if mx.default_device() == mx.cpu:
+        return f"the CPU ({chip()})"
+    name = mx.device_info().get("device_name") or chip()
+    return f"the GPU ({name})"
+
+
+def setting_text(value: Any) -> str:
+    """A setting's value as it is typed: 1 is no switch, though it equals True."""
+    return str(value) if type(value) in (int, float) else {None: "default", True: "on", False: "off"}[value]
+
+
+def recap(talk: Conversation, state: Mapping[str, Any]) -> list[str]:
+    """What a session is about that goes on: messages, another model, settings, system message, the last exchange."""
+    n = len(talk.messages)
+    lines = [f"Continuing a session of {n} message{'' if n == 1 else 's'}."]
+    if state["model"] != talk.pair.name:
+        lines.append(f"That session was with {state['model']}; it goes on with {talk.pair.name}.")
+    changed = {one.name: asdict(talk.settings)[one.name] for one in fields(Settings)}
+    changed = {name: value for name, value in changed.items() if value != getattr(Settings(), name)}
+    if changed:
+        lines.append("Settings: " + ", ".join(f"{name} {setting_text(value)}" for name, value in changed.items()) + ".")
+    if talk.system is not None:
+        lines.append(f"System message: {short(talk.system, 200)}")
+    last = max((i for i, message in enumerate(talk.messages) if message["role"] == "user"), default=None)
+    if last is not None:
+        lines.append(f"You: {short(talk.messages[last]['content'], 200)}")
+        answer = "".join(message["content"] for message in talk.messages[last + 1 :])
+        lines.append(f"Answer: {short(answer, 300) or 'nothing'}")
+    return lines
+
+
+def figures(talk: Conversation) -> str:
+    """The line under an answer."""
+    last = talk.last
+    parts = [f"{last.generation_tokens} token{'' if last.generation_tokens == 1 else 's'}", f"{last.generation_tps:.1f} tokens/s"]
+    if last.stats and last.stats.tau is not None:
+        parts.append(f"{last.stats.tau:.1f} tokens a round")
+    if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
+        parts.append(last.stats.width_reason.partition(":")[0])
+    limit = f" of {talk.limit}" if talk.limit else ""
+    parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
+    if talk.stopped:
+        parts.append("stopped")
+    elif last.finish_reason == "length":
+        parts.append(f"cut at {last.generation_tokens} tokens (/set max_tokens allows more)")
+    return ", ".join(parts)
+
+
+def nothing_shown(message: Mapping[str, Any], stopped: bool) -> str | None:
+    """Why an answer shows nothing, in a sentence; None: it shows something."""
+    if message["content"].strip():
+        return None
+    if message.get("reasoning_content", "").strip():
+        return "The model thought and gave no answer" + (": it was stopped." if stopped else ". /thoughts shows what it thought.")
+    return "The answer is empty: " + ("it was stopped." if stopped else "the model ended it at once.")
+
+
+def kept_sessions() -> list[tuple[str, str, str, str, str]]:
+    """Name, age, messages, model and beginning of each kept session, the newest first."""
+    files = sorted((state_directory() / "sessions").glob("*.json"), key=lambda file: -file.stat().st_mtime)
+    rows = []
+    for file in files:
+        age = _age(time.time() - file.stat().st_mtime)
+        try:
+            state = read_session(file.stem)
+        except (DFlashError, OSError) as error:
+            rows.append((file.stem, age, "", "", short(str(error))))
+            continue
+        began = next((message["content"] for message in state["messages"] if message["role"] == "user"), "")
+        rows.append((file.stem, age, str(len(state["messages"])), state["model"], short(began, 40)))
+    return rows
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            n = int(seconds / length)
+            return f"{n} {unit}{'' if n == 1 else 's'}"
+    return "now"
