@@ -330,7 +330,7 @@ class Run:
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
         """Enqueue the plain pass after a plain one before that one is read; None: the host has a say in between."""
         self._chosen = None
-        last, measures = self.emitted + 1 == self.options.max_tokens, not self.emitted and not self.policy.ready
+        last, measures = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
         quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
         may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._deep)

@@ -6,16 +6,20 @@ Nothing that changes while tokens are generated is an attribute of a model: it i
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
-from .draft_length.measure import stored_cost_model
+from .draft_length.cost_model import CostModel, NotYet
+from .draft_length.measure import Measurement
 from .draft_length.policy import DraftLengthHistory, DraftLengthPolicy
 from .errors import CacheError
 from .first_use import try_after_answer, try_before_answers
+from .machine import open_streams
 from .models.drafter import Drafter
 from .models.target import Target, family
 from .prompt_cache import PairCache, is_pair_cache
@@ -43,6 +47,7 @@ class DFlashPair:
         self.history = DraftLengthHistory()
         # The target whose kernels were tried before its first answer.
         self._tried: Target | None = None
+        self._measurement: Measurement | None = None
 
     @staticmethod
     def of(drafter: Drafter) -> DFlashPair:
@@ -70,15 +75,38 @@ class DFlashPair:
             return self.target
 
     def after_answer(self) -> None:
-        """What can wait until a stream of this pair has given its last token."""
+        """What can wait until a stream of this pair has given its last token; nothing while another stream is open."""
+        self.finish_measuring(stop=lambda: open_streams() > 1)
         try_after_answer(own_streams=1)
+
+    def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:
+        """Measure what is left of what passes cost, if that has begun. stop: asked before each pass; what is left waits."""
+        until = time.monotonic() + limit_s
+        if self.measures_later:
+            self.history.take(lambda: self._measurement.finish(lambda: stop() or time.monotonic() > until))
+
+    @property
+    def measures_later(self) -> bool:
+        """Whether what passes cost here is being measured, and part of it is left."""
+        return self._measurement is not None and self._measurement.costs is None
+
+    def measure(self, stream: Any) -> CostModel | NotYet:
+        """A piece of what passes cost here, for between two tokens."""
+        return self._measuring(stream).piece()
+
+    def _measuring(self, stream: Any) -> Measurement:
+        if self._measurement is None or self._measurement.target is not self.target:
+            self._measurement = Measurement(self.target, self.drafter, stream)
+        return self._measurement
 
     def draft_length_policy(self, stream: Any) -> DraftLengthPolicy:
         """The policy for one run. It knows what passes cost, and what earlier runs of this pair accepted."""
-        # What the policy holds must not hold the drafter.
-        target, drafter = self.target, self._drafter
-        most = self.drafter.config.block_size - 1
-        return self.history.next_policy(most, lambda: stored_cost_model(target, drafter(), stream))
+        most, this = self.drafter.config.block_size - 1, weakref.ref(self)
+        # What the policy holds must not hold the drafter, which holds this pair.
+        policy = self.history.next_policy(most, lambda: pair.measure(stream) if (pair := this()) else NotYet.LATER)
+        if not policy.ready and self.target.accelerator:
+            self.history.take(lambda: self._measuring(stream).prepare())
+        return policy
 
     def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
         """The prompt cache that a caller gave, or a new one. An empty list of mlx-lm's own gets the drafter's part.

@@ -138,8 +138,18 @@ def generate(
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         say(output.figures(result, show_stats, result["seed"]))
+        _measure_for_the_next(pair[4])
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
+
+
+def _measure_for_the_next(drafter: Any) -> None:
+    """Finish what was measured between tokens, where the answer was too short for it or a pass too long; Ctrl-C leaves it."""
+    if drafter is None or not drafter.pair.measures_later:
+        return
+    say("First run with this model on this machine: what drafting costs here is measured now, for the next answer.")
+    with live("Measuring"), contextlib.suppress(KeyboardInterrupt):
+        drafter.pair.finish_measuring()
 
 
 def _check_usage(asked: SimpleNamespace) -> None:

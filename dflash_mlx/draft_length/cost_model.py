@@ -5,11 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 # Widths that are measured first (2, 4, 8, ... rows); the others as far as time allows.
 _FIRST = (1, 3, 7, 15, 31)
 # Usual rounds of one width after which the kept costs are corrected, if rounds cost so much more or less of plain decoding.
 _SETTLED, _OFF = 8, 1.5
+
+
+class NotYet(Enum):
+    """Why there are no costs yet: MORE passes are to be measured between tokens, or LATER, behind the answer."""
+
+    MORE, LATER = "more", "later"
 
 
 @dataclass

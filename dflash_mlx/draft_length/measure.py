@@ -1,9 +1,15 @@
-"""Timing the passes of a pair once on this machine, on caches of their own. Knows both models; nothing of the loop."""
+"""Timing the passes of a pair once on this machine, on caches of their own, in pieces between tokens. Knows nothing of the loop.
+
+A pass cannot be cut, so a piece ends before a pass that would take longer than what is left of it. A pass that takes longer than
+a whole piece waits for the end of the answer, and all that follow. What it takes is known from its second run on: the first may
+compile. So of a kind of pass that tells nothing before, such as a draft, two runs may be longer than a piece.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
 from typing import Any
 
 import mlx.core as mx
@@ -12,91 +18,195 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ..kernels.autotune import fingerprint
 from ..models.drafter import Drafter
 from ..models.target import Target
+from ..progress import tell
 from ..rollback import rollback, rollback_point
 from ..target_sampler import pack_drafts
 from ..traced import setting
 from ..verify import logprobs, verify_block
-from .cost_model import CostModel, first_widths
+from .cost_model import CostModel, NotYet, first_widths
 from .cost_store import load_cost_model, pair_key, save_cost_model
 
+# Time between two tokens of an answer that a piece of the measurement may take.
+PIECE_S = 0.2
+# Rows of text that the measured passes stand behind, and how many of them go through the target at once.
+_CONTEXT, _CHUNK = 32, 4
+# What yields says before each pass how long it should take; None: it is prepared, which is not timed and may take long.
+Times = Generator[float | None, None, CostModel]
 
-def stored_cost_model(target: Target, drafter: Drafter, stream: Any) -> CostModel:
-    """What passes of this pair cost here: as measured before, or measured now on caches of their own."""
-    info = mx.device_info()
-    device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
-    key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint())
-    costs = load_cost_model(key)
-    if costs is None:
-        with mx.stream(stream):
-            costs = measure_cost_model(target, drafter)
-        save_cost_model(key, costs)
-    return costs
+
+class Measurement:
+    """What passes of one pair cost on this machine: as kept from an earlier run, or measured now, by and by.
+
+    clock: tests give their own.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, stream: Any, clock: Callable[[], float] = time.perf_counter):
+        # The drafter holds its pair, and the pair this.
+        self.target, self._drafter, self._stream, self._clock = target, weakref.ref(drafter), stream, clock
+        info = mx.device_info()
+        device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
+        key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint())
+        self._key, self.costs = key, load_cost_model(key)
+        self._passes: Times | None = None
+        # What the next pass should take, and how many were run.
+        self._next: float | None = None
+        self._n, self._is_prepared = 0, False
+
+    def prepare(self) -> CostModel | NotYet:
+        """Let the accelerator put its passes together, where there is one: that may take long, so it comes before an answer."""
+        if self.costs is None and self.target.accelerator:
+            tell("First run on this machine: preparing")
+            while self._step() and not (self._is_prepared and self._next is not None):
+                self._is_prepared |= self._next is None
+        return self.costs or NotYet.MORE
+
+    def piece(self, limit_s: float = PIECE_S) -> CostModel | NotYet:
+        """Run passes for at most `limit_s`. LATER: the next one takes longer than that, so it waits for the end of the answer."""
+        began = self._clock()
+        while self.costs is None:
+            spent, expected = self._clock() - began, self._next or 0.0
+            if expected > limit_s:
+                return NotYet.LATER
+            if spent and spent + expected > limit_s:
+                return NotYet.MORE
+            self._step()
+        return self.costs
+
+    def finish(self, stop: Callable[[], bool] = lambda: False) -> CostModel | NotYet:
+        """Run all passes that are left. stop: asked before each, True ends this; what is left waits."""
+        most = len(first_widths(self._drafter().config.block_size - 1))
+        while self.costs is None and not stop():
+            # At least so many: each kind of pass twice. What is left of the time goes to more turns.
+            total = _CONTEXT // _CHUNK + 2 * most + 12
+            tell("Measuring for the next answer", self._n, total if self._n < total else None, "passes")
+            self._step()
+        return self.costs or NotYet.LATER
+
+    def _step(self) -> bool:
+        """Run one pass; False: it was the last."""
+        if (passes := self._passes) is None:
+            passes, self._n = measuring(self.target, self._drafter, self._clock), 0
+        # What is interrupted inside of a pass begins anew.
+        self._passes = self._next = None
+        try:
+            with mx.stream(self._stream):
+                expected = next(passes)
+        except StopIteration as end:
+            self.costs = end.value
+            save_cost_model(self._key, self.costs)
+            return False
+        self._passes, self._next, self._n = passes, expected, self._n + 1
+        return True
 
 
 def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
-    """Time the passes of a pair."""
-    entries, context, K = mlx_lm_cache.make_prompt_cache(target.model), drafter.make_cache(), drafter.config.block_size
-    # Any text of different tokens.
-    text = mx.arange(1, 33, dtype=mx.int32)[None] * 37 % target.vocabulary
-    features = target(text, entries).features
-    mx.eval(features)
-    token, text = text[0, :1], mx.broadcast_to(text, (1 + K // 32, 32)).reshape(1, -1)
-    rows = injected = 0
+    """Time the passes of a pair, all at once."""
+    return _drained(measuring(target, weakref.ref(drafter)))
 
-    def choose(width: int, drafted: mx.array | None = None) -> mx.array:
-        nonlocal rows
-        point = rollback_point(entries, rows)
-        drafted = (text if drafted is None else drafted)[:, :width]
-        output = verify_block(target, token, drafted, entries, point)
-        chosen = mx.argmax(logprobs(target, output.hidden, output.logits), axis=-1)
-        mx.async_eval(chosen, output.features)
-        rows += 1
-        if width:
-            chosen.tolist()
-            rollback(entries, point, rows)
-            mx.eval([entry.state for entry in entries])
-        return chosen
 
-    def plain() -> None:
-        # As in the loop, the next pass is enqueued before the last one is read.
-        before = choose(0)
-        for _ in range(3):
-            before, now = choose(0), before
-            now.tolist()
-        before.tolist()
+def _drained(passes: Times) -> CostModel:
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
 
-    def draft() -> None:
-        nonlocal injected
-        mx.eval(Drafter.draft(drafter, token, features[:, :1], context, injected, K), [entry.state for entry in context])
-        injected += 1
 
-    def inject(n: int) -> None:
-        nonlocal injected
-        Drafter.inject(drafter, mx.broadcast_to(features[:, :1], (1, n, features.shape[2])), context, injected)
-        mx.eval([entry.state for entry in context])
-        injected += n
-
-    def both(width: int, waits: bool) -> None:
-        nonlocal injected
-        drafted, confidence = Drafter.draft_with_confidence(drafter, token, features[:, :1], context, injected, K)
-        if waits:
-            pack_drafts(drafted, confidence).tolist()
-        choose(width, drafted)
-        mx.eval([entry.state for entry in context])
-        injected += 1
-
+def measuring(target: Target, drafter: Callable[[], Drafter], clock: Callable[[], float] = time.perf_counter) -> Times:
+    """Time the passes of a pair; yields before each. drafter: a weak reference."""
+    models, took = _Passes(target, drafter), []
+    for at in range(0, _CONTEXT, _CHUNK):
+        yield min(took[1:], default=0.0)
+        began = clock()
+        models.read(at)
+        took.append(clock() - began)
     # What is tried at first use is tried before anything is timed; on empty entries nothing is.
-    inject(1)
+    yield None
+    models.inject(1)
     if target.accelerator:
-        draft()
-        choose(1)
-        plain()
-    costs = time_by_turns(plain, draft, inject, choose, both, K - 1)
-    costs.plain_s /= 4
+        for prepare in (models.draft, lambda: models.choose(1), models.plain):
+            yield None
+            prepare()
+    for _ in range(2):
+        yield min(took[1:])
+        began = clock()
+        models.plain()
+    # As many plain passes in a row as a piece has room for. Alone a pass takes longer than in a row.
+    models.chain = max(1, min(4, int(PIECE_S / max(clock() - began, 1e-9))))
+    costs = yield from turns(models.plain, models.draft, models.inject, models.choose, models.both, models.K - 1)
+    costs.plain_s /= models.chain
     return costs
 
 
-def time_by_turns(
+class _Passes:
+    """The passes of a pair behind `_CONTEXT` rows of text, each run to its end. chain: how many plain ones in a row."""
+
+    def __init__(self, target: Target, drafter: Callable[[], Drafter]):
+        self.target, self._drafter, self.K, self.chain = target, drafter, drafter().config.block_size, 1
+        self.entries, self.context = mlx_lm_cache.make_prompt_cache(target.model), drafter().make_cache()
+        # Any text of different tokens.
+        self.start = mx.arange(1, _CONTEXT + 1, dtype=mx.int32)[None] * 37 % target.vocabulary
+        self.text = mx.broadcast_to(self.start, (1 + self.K // _CONTEXT, _CONTEXT)).reshape(1, -1)
+        self.token, self.rows, self.injected = self.start[0, :1], 0, 0
+
+    def read(self, at: int) -> None:
+        """Some rows of the text that the passes stand behind."""
+        self.features = self.target(self.start[:, at : at + _CHUNK], self.entries).features
+        mx.eval(self.features, [entry.state for entry in self.entries])
+
+    def choose(self, width: int, drafted: mx.array | None = None) -> mx.array:
+        """The target's pass over the anchor and `width` tokens."""
+        point = rollback_point(self.entries, self.rows)
+        drafted = (self.text if drafted is None else drafted)[:, :width]
+        output = verify_block(self.target, self.token, drafted, self.entries, point)
+        chosen = mx.argmax(logprobs(self.target, output.hidden, output.logits), axis=-1)
+        mx.async_eval(chosen, output.features)
+        self.rows += 1
+        if width:
+            chosen.tolist()
+            rollback(self.entries, point, self.rows)
+            mx.eval([entry.state for entry in self.entries])
+        return chosen
+
+    def plain(self) -> None:
+        """Plain passes. As in the loop, the next one is enqueued before the last one is read."""
+        before = self.choose(0)
+        for _ in range(self.chain - 1):
+            before, now = self.choose(0), before
+            now.tolist()
+        before.tolist()
+
+    def draft(self) -> None:
+        """The drafter's pass over its block."""
+        ids = Drafter.draft(self._drafter(), self.token, self.features[:, :1], self.context, self.injected, self.K)
+        mx.eval(ids, [entry.state for entry in self.context])
+        self.injected += 1
+
+    def inject(self, n: int) -> None:
+        """The drafter's keys and values of n rows."""
+        features = mx.broadcast_to(self.features[:, :1], (1, n, self.features.shape[2]))
+        Drafter.inject(self._drafter(), features, self.context, self.injected)
+        mx.eval([entry.state for entry in self.context])
+        self.injected += n
+
+    def both(self, width: int, waits: bool) -> None:
+        """A draft and its verifying; waits: the host reads the drafter's confidences in between."""
+        row = self.features[:, :1]
+        args = (self.token, row, self.context, self.injected, self.K)
+        drafted, confidence = Drafter.draft_with_confidence(self._drafter(), *args)
+        if waits:
+            pack_drafts(drafted, confidence).tolist()
+        self.choose(width, drafted)
+        mx.eval([entry.state for entry in self.context])
+        self.injected += 1
+
+
+def time_by_turns(*passes: Any, **options: Any) -> CostModel:
+    """`turns` at once."""
+    return _drained(turns(*passes, **options))
+
+
+def turns(
     plain: Callable[[], None],
     draft: Callable[[], None],
     inject: Callable[[int], None],
@@ -105,7 +215,7 @@ def time_by_turns(
     most: int,
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> CostModel:
+) -> Times:
     """Time passes by turns, because a machine is now faster, now slower; each function runs one to its end. The fastest counts.
 
     Args:
@@ -115,49 +225,65 @@ def time_by_turns(
       most: the largest width, block_size - 1.
       budget_s: once it is spent, without each pass's first run, no wider block is measured; two always are. The widths between
         are measured only while all runs together took no longer. What is left goes to more turns.
+    Yields: before each pass, what it should take.
     """
-    began, spent = clock(), 0.0
+    spent, in_all = 0.0, 0.0
     runs: dict[Any, Callable[[], object]] = {}
     times: dict[Any, list[float]] = {}
 
-    def once(name: object) -> float:
-        nonlocal spent
+    def once(name: object, expected_s: float = 0.0) -> Times:
+        nonlocal spent, in_all
+        # A first run may compile, so two tell what the others will take.
+        yield min(times[name]) if len(times.get(name, ())) > 1 else expected_s
         start = clock()
         runs[name]()
         took = max(clock() - start, 1e-9)
+        in_all += took
         # The first run may compile, for seconds or minutes.
         spent += took if name in times else 0.0
         times.setdefault(name, []).append(took)
-        return took
 
-    def begin(name: object, run: Callable[[], object]) -> float:
+    def begin(name: object, run: Callable[[], object], expected_s: float = 0.0) -> Times:
         runs[name] = run
-        return min(once(name), once(name))
+        yield from once(name, expected_s)
+        yield from once(name, expected_s)
 
-    begin("plain", plain)
-    begin("draft", draft)
+    yield from begin("plain", plain)
+    yield from begin("draft", draft)
     pending = [32]
-    if begin(("inject", 32), lambda: inject(32)) < budget_s / 50:
-        begin(("inject", 256), lambda: inject(256))
+    yield from begin(("inject", 32), lambda: inject(32))
+    if min(times["inject", 32]) < budget_s / 50:
+        yield from begin(("inject", 256), lambda: inject(256))
         pending.append(256)
     first, widths = first_widths(most), []
     for width in [*first, *(w for w in range(1, most) if w not in first)]:
-        if len(widths) >= 2 and (spent > budget_s or (width not in first and clock() - began > budget_s)):
+        if len(widths) >= 2 and (spent > budget_s or (width not in first and in_all > budget_s)):
             break
-        begin(width, lambda width=width: verify(width))
+        expected = _beyond(width, {w: min(times[w]) for w in widths})
+        yield from begin(width, lambda width=width: verify(width), expected)
         widths.append(width)
     some = first[len(widths) > 2]
     runs.update({("both", waits): lambda waits=waits: both(some, waits) for waits in (False, True)})
+    expected = min(times["draft"]) + min(times[some])
     for _ in range(1 + (spent <= budget_s)):
-        once(("both", False))
-        once(("both", True))
+        yield from once(("both", False), expected)
+        yield from once(("both", True), expected)
     while spent < budget_s and len(times["plain"]) < 9:
         for name in runs:
-            once(name)
+            yield from once(name)
     least = {name: min(took) for name, took in times.items()}
     inject_s = min(least["inject", n] / n for n in pending)
     cut_s = max(least["both", True] - least["both", False], 0.0)
-    return CostModel(least["plain"], least["draft"], inject_s, _level({w: least[w] for w in widths}), cut_s, clock() - began)
+    return CostModel(least["plain"], least["draft"], inject_s, _level({w: least[w] for w in widths}), cut_s, in_all)
+
+
+def _beyond(width: int, known: dict[int, float]) -> float:
+    """What a pass over one row more than `width` should take, by the narrower ones that are known: on the line through two."""
+    narrower = sorted(w for w in known if w < width)
+    if len(narrower) < 2:
+        return known[narrower[0]] if narrower else 0.0
+    a, b = narrower[-2:]
+    return known[b] + max(known[b] - known[a], 0.0) / (b - a) * (width - b)
 
 
 def _level(verify_s: dict[int, float]) -> dict[int, float]:

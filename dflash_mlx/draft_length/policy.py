@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 
 from .acceptance import AcceptanceRate, Calibration, expected_tokens
-from .cost_model import CostModel, first_widths
+from .cost_model import CostModel, NotYet, first_widths
 
 # Time for tries as a share of the time at width 0, and what keeping the drafter's context up may cost besides.
 _TRY_SHARE, _CONTEXT_SHARE = 0.006, 0.004
@@ -92,7 +92,7 @@ class DraftLengthPolicy:
     drafter that has become good is taken up at once; one that stays bad costs less and less often.
 
     Args:
-      most: the largest width; measure: called at the first choice that needs costs, unless they are there already.
+      most: the largest width; measure: called at each choice while there are no costs; it runs a piece of the measurement.
       lock: held during each step; the policies of one pair share it with their cost model.
     """
 
@@ -101,11 +101,13 @@ class DraftLengthPolicy:
         most: int,
         acceptance: AcceptanceRate,
         costs: CostModel | None,
-        measure: Callable[[], CostModel],
+        measure: Callable[[], CostModel | NotYet],
         lock: threading.RLock | None = None,
     ):
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
+        # Whether what is left to measure waits for the end of the answer.
+        self._later = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
         # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
@@ -138,7 +140,7 @@ class DraftLengthPolicy:
     @property
     def ready(self) -> bool:
         """Whether the next choice measures nothing."""
-        return self.cost_model is not None
+        return self.cost_model is not None or self._later
 
     @property
     def plain_s(self) -> float | None:
@@ -149,7 +151,11 @@ class DraftLengthPolicy:
     def choose(self, pending: int = 0) -> int:
         """The next round's width. `pending`: rows that the drafter must be given before it can draft."""
         if self.cost_model is None:
-            self.cost_model = self._measure()
+            found = self._measure()
+            if isinstance(found, NotYet):
+                self._later = found is NotYet.LATER
+                return 0
+            self.cost_model = found
         costs, plain_s = self.cost_model, self.cost_model.plain()
         self.cuts_by_confidence = False
         if self.credit is None:
@@ -384,8 +390,8 @@ class DraftLengthHistory:
         self._last: DraftLengthPolicy | None = None
         self._costs: CostModel | None = None
 
-    def next_policy(self, most: int, measure: Callable[[], CostModel]) -> DraftLengthPolicy:
-        """The policy of a new run. most: the largest width; measure: called once, when a first choice needs costs."""
+    def next_policy(self, most: int, measure: Callable[[], CostModel | NotYet]) -> DraftLengthPolicy:
+        """The policy of a new run. most: the largest width; measure: called until it gives costs, once for all policies."""
         with self._lock:
             known, acceptance = self._last, AcceptanceRate(most)
             if known is not None:
@@ -397,7 +403,13 @@ class DraftLengthHistory:
             self._last = policy
             return policy
 
-    def _measured(self, measure: Callable[[], CostModel]) -> CostModel:
+    def _measured(self, measure: Callable[[], CostModel | NotYet]) -> CostModel | NotYet:
         with self._lock:
-            self._costs = self._costs or measure()
-            return self._costs
+            found = self._costs or measure()
+            if isinstance(found, CostModel):
+                self._costs = found
+            return found
+
+    def take(self, measure: Callable[[], CostModel | NotYet]) -> None:
+        """Run a part of the measurement now, which belongs to no choice."""
+        self._measured(measure)

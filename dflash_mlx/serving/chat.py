@@ -114,6 +114,8 @@ class Chat:
                     self.say(text[1:] if text.startswith("//") else text)
                     # While the answer is read.
                     try_after_answer()
+                    if (drafter := self.conversation.pair.drafter) is not None:
+                        drafter.pair.finish_measuring(limit_s=2.0)
             except KeyboardInterrupt:
                 self.note("Interrupted.")
             except BrokenPipeError:

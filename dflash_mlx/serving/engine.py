@@ -220,7 +220,10 @@ class Engine:
                 except queue.Empty:
                     if answered:
                         answered = False
-                        try_after_answer(stop=lambda: not self._queue.empty() or self._closing.is_set())
+                        stop = lambda: not self._queue.empty() or self._closing.is_set()  # noqa: E731
+                        if self.pair.drafter is not None:
+                            self.pair.drafter.pair.finish_measuring(stop)
+                        try_after_answer(stop=stop)
                     continue
                 self._serve(generation, stream)
                 answered = True

@@ -7,15 +7,18 @@ import threading
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from kit import greedy_ids, ids_of, run, tiny_drafter, tiny_target
 from simulation import MACHINES, PROCESSES, Simulation, rule_for
 
 from dflash_mlx import machine
 from dflash_mlx.draft_length import cost_store, measure
-from dflash_mlx.draft_length.cost_model import CostModel
+from dflash_mlx.draft_length.cost_model import CostModel, NotYet
 from dflash_mlx.draft_length.cost_store import load_cost_model, save_cost_model
 from dflash_mlx.draft_length.policy import DraftLengthHistory
+from dflash_mlx.pair import DFlashPair
 
 
 def test_a_wider_pass_that_took_a_little_less_is_noise_that_is_shared_out():
@@ -80,15 +83,18 @@ class Machine:
         self.calls.append(name)
 
     def measure(self, most, **options):
-        return measure.time_by_turns(
+        return measure.time_by_turns(*self.passes(), most, clock=lambda: self.now, **options)
+
+    def turns(self, most):
+        return measure.turns(*self.passes(), most, clock=lambda: self.now)
+
+    def passes(self):
+        return (
             lambda: self.run("plain", self.seconds["plain"]),
             lambda: self.run("draft", self.seconds["draft"]),
             lambda n: self.run(("inject", n), self.seconds["inject"] * n),
             lambda w: self.run(w, self.verify_cost(w)),
             lambda w, waits: self.run(("both", w, waits), self.seconds["draft"] + self.verify_cost(w) + waits * self.cut),
-            most,
-            clock=lambda: self.now,
-            **options,
         )
 
 
@@ -300,3 +306,86 @@ def test_two_runs_of_one_pair_measure_once_and_share_what_rounds_show():
         thread.join()
     assert measured == [1] and len({id(policy.cost_model) for policy in policies}) == 1
     assert history.next_policy(7, lambda: pytest.fail("measured")).cost_model is policies[0].cost_model
+
+
+# In pieces between tokens
+
+
+def measurement(monkeypatch, machine, most=7):
+    """A `Measurement` whose passes are a made-up machine's; what it keeps is in the list."""
+    kept = []
+    monkeypatch.setattr(measure, "load_cost_model", lambda key: None)
+    monkeypatch.setattr(measure, "save_cost_model", lambda key, costs: kept.append(costs))
+    monkeypatch.setattr(measure, "measuring", lambda *_: machine.turns(most))
+    model = tiny_target(seed=2)
+    made = measure.Measurement(DFlashPair.of(drafter := tiny_drafter(model)).begin(), drafter, mx.default_stream(mx.cpu))
+    made.holds = drafter
+    made._clock = lambda: machine.now
+    return made, kept
+
+
+def pieces(made, machine):
+    """Seconds of each piece until there are costs, or what is left waits."""
+    took, found = [], NotYet.MORE
+    while found is NotYet.MORE:
+        began, found = machine.now, made.piece()
+        took.append(machine.now - began)
+    return took, found
+
+
+def test_costs_are_measured_in_pieces_of_at_most_200_ms_and_are_the_same(monkeypatch):
+    args = (0.02, 0.013, 0.0001, lambda w: 0.03 + 0.005 * w)
+    machine = Machine(*args)
+    made, kept = measurement(monkeypatch, machine)
+    took, found = pieces(made, machine)
+    assert len(took) > 5 and max(took) <= measure.PIECE_S == 0.2
+    whole = Machine(*args).measure(7)
+    assert kept == [found] and found == whole and sum(took) == pytest.approx(whole.measured_in_s)
+
+
+def test_a_pass_that_takes_longer_than_a_piece_waits_for_the_end_of_the_answer(monkeypatch):
+    machine = Machine(0.05, 0.02, 0.001, lambda w: 0.1 + 0.03 * w)
+    made, kept = measurement(monkeypatch, machine, most=15)
+    took, found = pieces(made, machine)
+    # A pass over 8 rows takes 310 ms, by the line through those before it too: it never ran.
+    assert found is NotYet.LATER and not kept and 7 not in machine.calls and max(took) < 2 * measure.PIECE_S
+    assert made.piece() is NotYet.LATER and made.finish(stop=lambda: True) is NotYet.LATER and 7 not in machine.calls
+    assert made.finish() is kept[0] and made.piece() is kept[0] and set(kept[0].verify_s) >= {1, 3, 7}
+
+
+def test_what_is_interrupted_inside_a_pass_is_measured_anew(monkeypatch):
+    machine = Machine(0.02, 0.01, 0.0001, lambda w: 0.03)
+    made, kept = measurement(monkeypatch, machine)
+    made.piece()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            made.finish()
+    machine.calls.clear()
+    assert made.finish() is kept[0] and machine.calls[:2] == ["plain", "plain"]
+
+
+def test_a_policy_decodes_plainly_until_costs_are_there_and_looks_ahead_while_they_wait():
+    costs, answers = CostModel(1.0, 0.1, 0.0, {1: 1.0, 7: 1.0}, _seen={0: (1.0, 2)}), [NotYet.MORE, NotYet.LATER]
+    history = DraftLengthHistory()
+    policy = history.next_policy(7, lambda: answers.pop(0) if answers else costs)
+    assert policy.choose() == 0 and not policy.ready and policy.plain_s is None
+    assert policy.choose() == 0 and policy.ready
+    # Behind the answer; the next one knows them from the start.
+    history.take(lambda: costs)
+    assert history.next_policy(7, lambda: pytest.fail("measured")).cost_model is costs and policy.choose() > 0
+
+
+def test_ids_do_not_depend_on_what_is_measured_between_tokens(monkeypatch):
+    model, steps = tiny_target(seed=2), []
+    drafter = tiny_drafter(model)
+
+    def one_pass(self):
+        steps.append(self._step())
+        return self.costs or NotYet.MORE
+
+    monkeypatch.setattr(measure, "load_cost_model", lambda key: None)
+    monkeypatch.setattr(measure.Measurement, "piece", one_pass)
+    got = run(model, drafter, [5, 9, 33, 7, 20], 24, block_size=None)
+    assert len(steps) >= 22 and ids_of(got) == greedy_ids(model, [5, 9, 33, 7, 20], 24)
+    assert not drafter.pair.measures_later and got[-1].stats.widths == {0: 23}

@@ -33,7 +33,6 @@ from rows import same_ids
 
 import dflash_mlx
 from dflash_mlx import loop, make_prompt_cache, proposers, sampling
-from dflash_mlx import pair as pair_module
 from dflash_mlx import rollback as cache_module
 from dflash_mlx import target_sampler as choose
 from dflash_mlx.draft_length import measure as timing
@@ -323,8 +322,8 @@ def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
 def test_costs_are_measured_once_a_pair_after_the_first_token(tiny, monkeypatch, costs_file):
     model = tiny_target(seed=2, intermediate_size=52)
     calls = []
-    original = timing.measure_cost_model
-    monkeypatch.setattr(timing, "measure_cost_model", lambda *args: (calls.append(1), original(*args))[1])
+    original = timing.measuring
+    monkeypatch.setattr(timing, "measuring", lambda *args: (calls.append(1), original(*args))[1])
     steps = dflash_mlx.stream_generate(model, letters(), PROMPT, 9, tiny_drafter(model))
     next(steps)
     assert calls == []
@@ -343,9 +342,10 @@ def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch,
 
     def measure(plain, draft, inject, verify, both, most):
         passes["both"] = both
+        yield from ()
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(timing, "time_by_turns", measure)
+    monkeypatch.setattr(timing, "turns", measure)
     drafter = tiny_drafter(model)
     timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
     for second in (False, True, False):
@@ -371,9 +371,10 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
             plain()
             draft()
         assert tried == before and all(passes.passes for passes in drafter.pair.accelerator.passes)
+        yield from ()
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
-    monkeypatch.setattr(timing, "time_by_turns", measure)
+    monkeypatch.setattr(timing, "turns", measure)
     timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
 
 
@@ -389,7 +390,7 @@ def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
 
 def test_an_asked_for_block_size_measures_nothing_and_gives_no_reason(tiny, monkeypatch):
     model, line, noisy = tiny
-    monkeypatch.setattr(timing, "measure_cost_model", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(timing, "measuring", lambda *_: pytest.fail("measured"))
     stats = run(model, noisy, PROMPT, 20, block_size=4)[-1].stats
     assert set(stats.widths) == {3} and stats.width_reason is None and stats.confidence_cut == {}
 
@@ -727,7 +728,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
     oracle = tiny_drafter(model, cls=Oracle).learn(PROMPT + line, model)
     # Far less than any pass takes, so that only their ratios count.
     costs = CostModel(1e-6, 1e-8, 0.0, {1: 1e-6, 4: 1e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(DFlashPair, "measure", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, oracle, PROMPT, 60, block_size=None)[-1].stats
     assert stats.widths.get(4, 0) >= 11 and stats.tau > 4.5
@@ -738,7 +739,7 @@ def test_an_oracle_is_found_where_drafting_pays(tiny, monkeypatch):
 def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair, monkeypatch):
     model, tokenizer, drafter = pair
     costs = CostModel(6e-6, 5e-7, 0.0, {w: 6e-6 + 1.5e-6 * w for w in range(1, 8)}, 1e-8, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(DFlashPair, "measure", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     monkeypatch.setattr(CostModel, "reprice", lambda *_: None)
     monkeypatch.setattr(DFlashPair.of(drafter), "history", DraftLengthHistory())
@@ -761,7 +762,7 @@ def test_where_rows_cost_the_trained_drafters_confidence_chooses_the_widths(pair
 def test_a_hopeless_drafter_is_left_alone_soon(tiny, monkeypatch):
     model, line, _ = tiny
     costs = CostModel(1e-6, 1e-6, 0.0, {1: 1e-6, 4: 1.5e-6}, _seen={0: (1.0, 2)})
-    monkeypatch.setattr(pair_module, "stored_cost_model", lambda *_: costs)
+    monkeypatch.setattr(DFlashPair, "measure", lambda *_: costs)
     monkeypatch.setattr(CostModel, "refine", lambda *_: None)
     stats = run(model, tiny_drafter(model), PROMPT, 100, block_size=None)[-1].stats
     assert stats.widths[0] > 90

@@ -157,6 +157,6 @@ def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(force
     for value in ("on", "off"):
         monkeypatch.setenv(traced.VARIABLE, value)
         target = DFlashPair.of(drafter).begin()
-        costs.stored_cost_model(target, drafter, generation.generation_stream)
+        costs.Measurement(target, drafter, generation.generation_stream).finish()
         assert value == "off" or drafter.pair.accelerator.passes[0].passes
     assert len(set(keys)) == 2
