@@ -1,30 +1,19 @@
 """What a target writes, told apart: answer, reasoning, tool calls. Chat and server both read with it.
 
-Knows marks in text and mlx-lm's tool parsers. Knows no HTTP and no messages.
+Knows marks in text; how a call is read is `tool_calls`'. Knows no HTTP and no messages.
 
-mlx-lm's tokenizer wrapper names the marks of most families. `_THINKING`, `_CALLS` and `_Harmony` hold those that it lacks. A
+mlx-lm's tokenizer wrapper names the marks of most families. `_THINKING`, `CALLS` and `_Harmony` hold those that it lacks. A
 grammar belongs to a tokenizer whose vocabulary or chat template has its marks.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call as parse_xml_call
-
-
-@dataclass
-class Call:
-    """A tool call as a client gets it; arguments is the text of a JSON object."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+from .tool_calls import CALLS, Call, mistral_calls, open_value, tried
 
 
 @dataclass
@@ -91,53 +80,6 @@ _THINKING = (
 _FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 
 
-def _json_calls(text: str, tools: Any) -> Any:
-    return json.loads(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"))
-
-
-def _single_key_calls(text: str, tools: Any) -> Any:
-    return [{"name": name, "arguments": value} for call in json.loads(text) for name, value in call.items()]
-
-
-def _deepseek_calls(text: str, tools: Any) -> Any:
-    body = (
-        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)"
-        r"(?:\s*```json\s*|<｜tool▁sep｜>)(.*?)(?:\s*```)?\s*<｜tool▁call▁end｜>"
-    )
-    calls = [{"name": name.strip(), "arguments": arguments} for name, arguments in re.findall(body, text, re.DOTALL)]
-    if not calls or re.sub(body, "", text, flags=re.DOTALL).strip():
-        raise ValueError("not all of it is calls")
-    return calls
-
-
-_CALL_ID = re.compile(r"\[CALL_ID\]\s*(\w+)\s*(?=\[ARGS\])")
-
-
-def _mistral_calls(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """mlx-lm's parser of `name[ARGS]{...}`, for `name[CALL_ID]id[ARGS]{...}` too: it takes the id for the name."""
-
-    def read_with_ids(text: str, tools: Any) -> Any:
-        ids, parsed = _CALL_ID.findall(text), read(_CALL_ID.sub("", text), tools)
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        return [{**call, "id": id} for call, id in zip(calls, ids, strict=True)] if len(ids) == len(calls) else parsed
-
-    return read_with_ids
-
-
-# (start, end, reader) of tool calls that mlx-lm's wrapper does not know; "" ends with the answer.
-_CALLS: tuple[tuple[str, str, Callable[[str, Any], Any]], ...] = (
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),
-    ("<seed:tool_call>", "</seed:tool_call>", parse_xml_call),
-    ("<|START_ACTION|>", "<|END_ACTION|>", _json_calls),
-    ("<|tools_prefix|>", "<|tools_suffix|>", _single_key_calls),
-    ("<|tool_call|>", "<|/tool_call|>", _json_calls),
-    ("<TOOLCALL>", "</TOOLCALL>", _json_calls),
-    ("<tool_call>", "</tool_call>", _json_calls),
-    ("<|tool_call|>", "", _json_calls),
-    ("<|python_tag|>", "", _json_calls),
-)
-
-
 def _vocabulary(tokenizer: Any) -> Any:
     return tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
 
@@ -158,80 +100,9 @@ def _thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
 def _call_grammar(tokenizer: Any) -> tuple[str, str, Callable[[str, Any], Any]] | None:
     if tokenizer.has_tool_calling:
         start, read = tokenizer.tool_call_start, tokenizer.tool_parser
-        return start, tokenizer.tool_call_end or "", _mistral_calls(read) if start == "[TOOL_CALLS]" else read
+        return start, tokenizer.tool_call_end or "", mistral_calls(read) if start == "[TOOL_CALLS]" else read
     spelled = _spelled(tokenizer)
-    return next(((start, end, read) for start, end, read in _CALLS if spelled(start) and (not end or spelled(end))), None)
-
-
-def read_calls(parsed: Any) -> list[Call]:
-    """Calls from what a parser gives: an object or a list of them.
-
-    Arguments may be an object or its text, absent or null: then there are none.
-
-    Raises:
-      ValueError: one of them has no name, or its arguments are no JSON object. Then none of them is a call.
-    """
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    if not calls:
-        raise ValueError("there is no call in it")
-    return [_read_call(call) for call in calls]
-
-
-def _read_call(call: Any) -> Call:
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        call = {**call, **call["function"]}
-    name = (call.get("name") or call.get("tool_name")) if isinstance(call, dict) else None
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError("a call has no name")
-    arguments = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text = text.strip() or "{}"
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("its arguments are no object")
-    given = call.get("id") or call.get("tool_call_id")
-    return Call(name.strip(), text, given) if isinstance(given, str) else Call(name.strip(), text)
-
-
-def _tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-    """The calls, or none where they cannot be read: parsers raise what they like on what a target may write.
-
-    Others take anything for a call. So a name must be one that was offered or written.
-    """
-    try:
-        calls = read_calls(read())
-    except Exception:  # noqa: BLE001 - KeyError, AttributeError, RecursionError and others of mlx-lm's parsers
-        return []
-    known = [made.get("name") for tool in tools if isinstance(made := tool.get("function", tool), dict)]
-    names = [name for call in calls for name in {call.name, *_UNREAD.intersection(json.loads(call.arguments))}]
-    stand = all(name in known or name in written or json.dumps(name)[1:-1] in written for name in names)
-    return calls if stand and all(_NAME.fullmatch(call.name) for call in calls) else []
-
-
-# The argument under which mlx-lm's glm47 and laguna give what they could not read.
-_UNREAD = {"raw"}
-# Of a function: no blanks, and no letters of JSON, of marks or of Python calls; no end tag.
-_NAME = re.compile(r"""(?!/)[^\s{}\[\]()<>"'=|,]+""")
-
-
-# A value in a call: between tags, between marks as Gemma's, or quoted.
-_VALUE = re.compile(
-    r"""<((?:\w+:)?param(?:eter)?|\w*arg_value)\b[^>]*>.*?(?:</\1>|(?=<\1\b)|\Z)"""
-    r"""|(<\|"\|>|<escape>).*?(?:\2|\Z)|(["'])(?:\\.|(?!\3)[^\\])*(?:\3|\Z)""",
-    re.DOTALL,
-)
-
-
-def _open_value(text: str, end: str) -> str:
-    """The value within which this text of a call ends, from its opening on; "" where none is open.
-
-    A value that runs over the end of a call into the tags of the next one is open too: it was never closed.
-    """
-    behind = "\0"
-    for found in _VALUE.finditer(text + behind):
-        torn = found[1] and end and end in found[0] and not found[0].endswith(f"</{found[1]}>")
-        if torn or found[0].endswith(behind):
-            return found[0]
-    return ""
+    return next(((start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))), None)
 
 
 class _Scanner:
@@ -318,10 +189,10 @@ class _Marked:
         Else it goes on where its end stands within a value. If not, its mark is text, and what came behind it is read anew.
         """
         text, (_, mark, read) = self.call, self.calls
-        value = _open_value(text, mark)
+        value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
-        if whole and (calls := _tried(lambda: read(text, self.tools), text, self.tools)):
+        if whole and (calls := tried(lambda: read(text, self.tools), text, self.tools)):
             pieces.append(Piece("call", calls=calls))
             return True
         if end and value:
@@ -408,6 +279,6 @@ class _Harmony:
     def _closed(self, end: str) -> Piece:
         name = re.search(r"to=functions\.([^\s<]+)", self.header)[1]
         body = self.body
-        calls = _tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
+        calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
         written = f"{self.header}<|message|>{body}{end}"
         return Piece("call", calls=calls) if calls else Piece("answer", written)

@@ -10,10 +10,11 @@ import uuid
 from typing import Any
 
 from ..text import token_bytes
-from .channels import Call, Channels, Piece
+from .channels import Channels, Piece
 from .engine import Generation, LoadedPair, Token
 from .messages import Prompt
 from .requests import CompletionRequest
+from .tool_calls import Call
 
 
 class Response:

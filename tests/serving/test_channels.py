@@ -11,7 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from serving_kit import MESSAGES, WEATHER, ask, running
 
 from dflash_mlx import stream_generate
-from dflash_mlx.serving.channels import Channels, has_tool_calls, parse_xml_call
+from dflash_mlx.serving.channels import Channels, has_tool_calls
+from dflash_mlx.serving.tool_calls import parse_xml_call
 
 
 @pytest.mark.parametrize("stream", [False, True])
