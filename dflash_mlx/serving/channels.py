@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .tool_calls import CALLS, Call, mistral_calls, open_value, tried
+from .tool_calls import CALLS, Call, Reader, is_json, mended, open_value, read_whole, tried
 
 
 @dataclass
@@ -97,10 +97,10 @@ def _thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
     return next(((start, end) for start, end in _THINKING if spelled(start) and spelled(end)), None)
 
 
-def _call_grammar(tokenizer: Any) -> tuple[str, str, Callable[[str, Any], Any]] | None:
+def _call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
     if tokenizer.has_tool_calling:
         start, read = tokenizer.tool_call_start, tokenizer.tool_parser
-        return start, tokenizer.tool_call_end or "", mistral_calls(read) if start == "[TOOL_CALLS]" else read
+        return start, tokenizer.tool_call_end or "", mended(start, read)
     spelled = _spelled(tokenizer)
     return next(((start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))), None)
 
@@ -127,6 +127,41 @@ class _Scanner:
         return text, None
 
 
+# Letters of a call that may be held behind an end of it that stands within a value. A value that goes on for longer is taken to
+# be one that was never closed.
+_MOST_HELD = 32_768
+
+
+class _Json:
+    """Whether growing text can still be one JSON value, and where it stands within a string."""
+
+    def __init__(self) -> None:
+        self.possible, self.within, self._escaped, self._over = True, False, False, False
+        # Of objects and lists; None: none has begun.
+        self._depth: int | None = None
+
+    def feed(self, text: str) -> bool:
+        """Whether it can be one with this text behind it."""
+        for letter in text if self.possible and not self._over else "":
+            if self._escaped:
+                self._escaped = False
+            elif self.within:
+                # A string holds no line ends: so text of which a string was never closed is soon known to be no call.
+                self.possible = letter >= " "
+                self.within, self._escaped = letter != '"', letter == "\\"
+            elif self._depth == 0 and letter == "<":
+                # Behind it marks may stand.
+                self._over = True
+                break
+            elif not letter.isspace():
+                self.possible = bool(self._depth) or self._depth is None and letter in "{["
+                self._depth = (self._depth or 0) + (letter in "{[") - (letter in "}]")
+                self.within = letter == '"'
+            if not self.possible:
+                break
+        return self.possible
+
+
 class _Marked:
     """Grammars of marks in one stream of text: states, and in each the marks that lead to another."""
 
@@ -139,8 +174,8 @@ class _Marked:
         if thinking and before.rfind(thinking[0]) > before.rfind(thinking[1]):
             self.state = "reasoning"
         self.state = tokenizer.response_initial_state or self.state
-        # Of a call on its way: the state before it, the mark that opened it, and its text.
-        self.before, self.mark, self.call = self.state, "", ""
+        # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.
+        self.before, self.mark, self.call, self.json = self.state, "", "", _Json()
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
         """state -> [(mark, next state)], as mlx-lm's `make_text_state_machine`; without tools no mark opens a call."""
@@ -170,6 +205,9 @@ class _Marked:
             part, mark = self.scanner.next(list(ways), last)
             if self.state == "tool":
                 self.call += part
+                if self._given_up(part):
+                    self._reread(mark or "", pieces)
+                    continue
                 if (mark or last) and not self._closed(mark or "", pieces):
                     continue
             else:
@@ -177,7 +215,7 @@ class _Marked:
             if mark is None:
                 return pieces
             if ways[mark] == "tool":
-                self.before, self.mark, self.call = self.state, mark, ""
+                self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
             self.state = ways[mark]
 
     def _text(self, text: str) -> Piece:
@@ -192,15 +230,29 @@ class _Marked:
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
-        if whole and (calls := tried(lambda: read(text, self.tools), text, self.tools)):
+        if whole and (calls := tried(lambda: read_whole(read, text, self.tools), text, self.tools)):
             pieces.append(Piece("call", calls=calls))
             return True
         if end and value:
+            self.json.feed(end)
             self.call += end
-            return False
-        self.state, self.scanner.held = self.before, text + end + self.scanner.held
-        pieces.append(self._text(self.mark))
+        else:
+            self._reread(end, pieces)
         return False
+
+    def _given_up(self, part: str) -> bool:
+        """Whether what is held can be no call any more, whatever follows; part: the newest of it."""
+        _, end, read = self.calls
+        if is_json(read) and not self.json.feed(part):
+            return True
+        # An end that is held stands within a value.
+        at = self.call.find(end) if end and len(self.call) > _MOST_HELD else -1
+        return 0 <= at < len(self.call) - _MOST_HELD
+
+    def _reread(self, end: str, pieces: list[Piece]) -> None:
+        """What is held is no call: its mark is text, and what came behind it is read anew."""
+        self.state, self.scanner.held = self.before, self.call + end + self.scanner.held
+        pieces.append(self._text(self.mark))
 
 
 class _Harmony:
@@ -208,14 +260,26 @@ class _Harmony:
 
     The final channel and commentary to nobody are the answer, commentary to functions.NAME is a call, the rest is reasoning.
     A prompt ends behind `<|start|>assistant`, so an answer begins within a header.
+
+    A target may also write about its marks. One that ends a message has a header behind it, or nothing; any other is text. So is
+    one within a string of a call, or of an answer in JSON.
     """
 
     _ENDS = ("<|end|>", "<|return|>", "<|call|>")
     _STARTS = ("<|start|>", "<|channel|>")
+    _ROLES = ("assistant", "functions.", "system", "developer", "user", "tool", "python", "browser")
+    # How what stands behind a mark begins, and all of it.
+    _FOLLOWS = {"<|start|>": _ROLES, "<|channel|>": ("analysis", "commentary", "final")}
+    _HEADER = re.compile(
+        r"\s*(?:<\|start\|>)?[^<]{0,160}(?:<\|channel\|>[^<]{0,160})?(?:<\|constrain\|>[^<]{0,40})?<\|message\|>"
+    )
+    _LONGEST_HEADER = 400
 
     def __init__(self, before: str, tools: Any):
         self.tools, self.scanner = tools, _Scanner()
         self.header, self.body, self.kind, self.first = "", "", "header", True
+        # Whether a body is JSON, and where in a call's the first mark stands within a string.
+        self.json, self.torn, self.given_up = _Json(), -1, False
         opened = before.rpartition("<|start|>")[2]
         if "<|channel|>" in opened and not any(end in opened for end in self._ENDS):
             # The prompt chose the channel.
@@ -248,7 +312,7 @@ class _Harmony:
             return False
         self.first = False
         if mark == "<|message|>":
-            self.kind, self.body = self._kind(), ""
+            self.kind, self.body, self.json, self.torn = self._kind(), "", _Json(), -1
         elif mark in self._ENDS or mark == "<|start|>":
             self.header = "<|start|>" if mark == "<|start|>" else ""
         else:
@@ -265,16 +329,60 @@ class _Harmony:
 
     def _body(self, last: bool, pieces: list[Piece]) -> bool:
         part, mark = self.scanner.next((*self._STARTS, *self._ENDS), last)
-        if self.kind == "call":
-            self.body += part
-            if mark or last:
-                pieces.append(self._closed(mark if mark in self._ENDS else ""))
-        else:
-            pieces.append(Piece(self.kind, part))
+        if not self._add(part, pieces):
+            return self._give_up(mark or "", pieces)
+        if mark is not None and not (ends := self._ends(mark, last)):
+            if ends is None:
+                # What is behind it will tell.
+                self.scanner.held = mark + self.scanner.held
+                return False
+            return self._add(mark, pieces) or self._give_up("", pieces)
+        end = mark if mark in self._ENDS else ""
+        if self.kind == "call" and (mark or last):
+            if self.json.within and self.torn >= 0:
+                return self._give_up(mark or "", pieces)
+            pieces.append(self._closed(end))
+        elif self.given_up:
+            pieces.append(Piece("answer", end))
         if mark is None:
             return False
-        self.kind, self.header = "header", mark if mark in self._STARTS else ""
+        self.kind, self.header, self.given_up = "header", mark if mark in self._STARTS else "", False
         return True
+
+    def _add(self, text: str, pieces: list[Piece]) -> bool:
+        """Text of a body. An answer's and reasoning's goes out, a call's is held. False: that can be no call."""
+        possible = self.json.feed(text)
+        if self.kind != "call":
+            pieces.append(Piece(self.kind, text))
+            return True
+        self.body += text
+        return bool(self.tools) and possible and not 0 <= self.torn < len(self.body) - _MOST_HELD
+
+    def _give_up(self, mark: str, pieces: list[Piece]) -> bool:
+        """What is held is no call but text, its marks too. From the first mark within a string on it is read anew: one that was
+        never closed costs no other message."""
+        at = self.torn if self.torn >= 0 else len(self.body)
+        pieces.append(Piece("answer", f"{self.header}<|message|>{self.body[:at]}"))
+        self.scanner.held = self.body[at:] + mark + self.scanner.held
+        self.kind, self.given_up, self.json.possible = "answer", True, False
+        return True
+
+    def _ends(self, mark: str, last: bool) -> bool | None:
+        """Whether a mark in a body ends the message; None: more text must come."""
+        within = self.json.possible and self.json.within and self.kind != "reasoning"
+        if within and self.kind == "call":
+            self.torn = len(self.body) if self.torn < 0 else self.torn
+            return False
+        behind = self.scanner.held
+        start, follows = behind.lstrip(), self._FOLLOWS.get(mark, (*self._STARTS, "assistant<|channel|>"))
+        if self._HEADER.match(behind) and start.startswith(follows):
+            return True
+        if last:
+            # Cut off within a header.
+            cut = not start and mark in self._ENDS or start and any(words.startswith(start) for words in follows)
+            return not within and bool(cut or start.startswith(follows))
+        waits = start.startswith(follows) or any(words.startswith(start) for words in follows)
+        return None if waits and len(behind) <= self._LONGEST_HEADER else False
 
     def _closed(self, end: str) -> Piece:
         name = re.search(r"to=functions\.([^\s<]+)", self.header)[1]

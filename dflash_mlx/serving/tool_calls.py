@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_lm.tool_parsers import json_tools
+from mlx_lm.tool_parsers.minimax_m2 import _convert_param_value_with_types as read_as
+from mlx_lm.tool_parsers.minimax_m2 import _get_param_types_from_config as types_of
+from mlx_lm.tool_parsers.qwen3_coder import _get_arguments_config as schemas_of
 from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call as parse_xml_call
+
+# (text between the marks, tools) -> a call as an object, or a list of them.
+Reader = Callable[[str, Any], Any]
 
 
 @dataclass
@@ -47,7 +54,7 @@ def _deepseek_calls(text: str, tools: Any) -> Any:
 _CALL_ID = re.compile(r"\[CALL_ID\]\s*(\w+)\s*(?=\[ARGS\])")
 
 
-def mistral_calls(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+def _mistral(read: Reader) -> Reader:
     """mlx-lm's parser of `name[ARGS]{...}`, for `name[CALL_ID]id[ARGS]{...}` too: it takes the id for the name."""
 
     def read_with_ids(text: str, tools: Any) -> Any:
@@ -58,8 +65,98 @@ def mistral_calls(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     return read_with_ids
 
 
+def _pythonic(read: Reader) -> Reader:
+    """mlx-lm's parser, without its guess at what is no Python: it takes several calls for one, and the rest for a value."""
+
+    def read_python(text: str, tools: Any) -> Any:
+        parsed = read(text, tools)
+        if isinstance(parsed, dict) and len(re.findall(r"[\w.]+\(", re.sub(_QUOTED, "", text))) > 1:
+            raise ValueError("it is no list of calls")
+        return parsed
+
+    return read_python
+
+
+_K3_PART = re.compile(
+    r'<\|open\|>call\b(?:(?!<\|sep\|>).)*?\btool="([^"]*)"|(<\|open\|>argument\b)((?:(?!<\|sep\|>).)*)(?=<\|sep\|>)', re.DOTALL
+)
+
+
+def _kimi_k3(read: Reader) -> Reader:
+    """mlx-lm's parser, for arguments that state no type, or another than the tool's schema does: it is the schema's."""
+
+    def read_typed(text: str, tools: Any) -> Any:
+        schemas: dict[str, Any] = {}
+
+        def typed(found: re.Match) -> str:
+            if found[1] is not None:
+                schemas.clear()
+                schemas.update(schemas_of(found[1], tools))
+                return found[0]
+            key = re.search(r'\bkey="([^"]*)"', found[3])
+            types = types_of(key[1], schemas) if key and key[1] in schemas else ["string", "null"]
+            stated = re.search(r'\s*\btype="[^"]*"', found[3])
+            if stated and "string" in types and len(types) > 1:
+                return found[0]
+            rest = found[3].replace(stated[0], "") if stated else found[3]
+            return f'{found[2]}{rest} type="{"string" if types == ["string"] else "json"}"'
+
+        calls = read(_K3_PART.sub(typed, text), tools)
+        for call in calls:
+            for key, value in call["arguments"].items():
+                types = types_of(key, schemas_of(call["name"], tools))
+                if isinstance(value, str) and "string" not in types:
+                    call["arguments"][key] = read_as(value, types)
+        return calls
+
+    return read_typed
+
+
+_MUSE_PART = re.compile(
+    r'<atem:invoke\b[^>]*?\bname="([^"]+)">|(<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>)(.*?)(?=</atem:parameter>)', re.DOTALL
+)
+
+
+def _muse(read: Reader) -> Reader:
+    """mlx-lm's parser reads each value as JSON if it is any; a parameter whose schema says string is text."""
+
+    def read_typed(text: str, tools: Any) -> Any:
+        schemas: dict[str, Any] = {}
+
+        def typed(found: re.Match) -> str:
+            if found[1] is not None:
+                schemas.clear()
+                schemas.update(schemas_of(found[1], tools))
+            elif found[3] in schemas and types_of(found[3], schemas) == ["string"]:
+                return found[2] + json.dumps(found[4].strip())
+            return found[0]
+
+        return read(_MUSE_PART.sub(typed, text), tools)
+
+    return read_typed
+
+
+# What mlx-lm's parsers lack, by the mark that starts their calls.
+_MENDED = {
+    "[TOOL_CALLS]": _mistral,
+    "<|tool_call_start|>": _pythonic,
+    "<|open|>tools<|sep|>": _kimi_k3,
+    "<atem:function_calls>": _muse,
+}
+
+
+def mended(start: str, read: Reader) -> Reader:
+    """A parser of mlx-lm's with what it lacks."""
+    return _MENDED[start](read) if start in _MENDED else read
+
+
+def is_json(read: Reader) -> bool:
+    """Whether calls are JSON and nothing else."""
+    return read in (_json_calls, _single_key_calls, json_tools.parse_tool_call)
+
+
 # (start, end, reader) of tool calls that mlx-lm's wrapper does not know; "" ends with the answer.
-CALLS: tuple[tuple[str, str, Callable[[str, Any], Any]], ...] = (
+CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),
     ("<seed:tool_call>", "</seed:tool_call>", parse_xml_call),
     ("<|START_ACTION|>", "<|END_ACTION|>", _json_calls),
@@ -101,6 +198,64 @@ def _read_call(call: Any) -> Call:
     return Call(name.strip(), text, given) if isinstance(given, str) else Call(name.strip(), text)
 
 
+# Where a call begins, in grammars that put several between one pair of marks.
+_CALL = re.compile(r"<function=|<invoke\b|<atem:invoke\b|<\|open\|>call\b|<\|tool_call_begin\|>|\bcall:[\w-]+\{")
+
+
+def read_whole(read: Reader, text: str, tools: Any) -> Any:
+    """What a parser gives for the text of a call, marks within values being the values', and no call left out.
+
+    mlx-lm's parsers end a call at its first end mark, in a value too, and some read only the first of several calls.
+    """
+    hidden, shown = _hide_marks(text)
+    try:
+        return _show(_read_each(read, hidden, tools), shown)
+    except Exception:  # noqa: BLE001 - as in `tried`
+        # What looked like a value may have been none: an apostrophe is no quote.
+        if hidden == text:
+            raise
+        return _read_each(read, text, tools)
+
+
+def _read_each(read: Reader, text: str, tools: Any) -> Any:
+    starts = [found.start() for found in _CALL.finditer(text)]
+    parsed = read(text, tools)
+    if len(starts) <= (len(parsed) if isinstance(parsed, list) else 1):
+        return parsed
+    pieces = [read(text[at:end], tools) for at, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    calls = [call for piece in pieces for call in (piece if isinstance(piece, list) else [piece])]
+    if len(calls) != len(starts):
+        raise ValueError(f"{len(starts)} calls are written and {len(calls)} can be read")
+    return calls
+
+
+def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
+    """A call's text with letters that begin a mark replaced within its values, and the table that gives them back."""
+    spare = (chr(n) for n in range(0xF0000, 0xFFFFE) if chr(n) not in text)
+    hidden = dict(zip("<[{}", spare, strict=False))
+
+    def hide(found: re.Match, letters: str) -> str:
+        value, opening, closing = found[0], *_ends_of(found)
+        end = value.rfind(closing) if closing and len(value) > len(opening) else -1
+        end = len(value) if end < len(opening) else end
+        table = str.maketrans({letter: hidden[letter] for letter in letters})
+        return opening + value[len(opening) : end].translate(table) + value[end:]
+
+    tagged = any(not found["quote"] for found in _VALUE.finditer(text))
+    letters = {"mark": "<{}", "quote": "" if tagged else "<["}
+    made = _VALUE.sub(lambda found: hide(found, next((letters[kind] for kind in letters if found[kind]), "<")), text)
+    return made, {ord(other): letter for letter, other in hidden.items()}
+
+
+def _show(value: Any, shown: dict[int, str]) -> Any:
+    """Give the letters back, in everything that was read."""
+    if isinstance(value, str):
+        return value.translate(shown)
+    if isinstance(value, dict):
+        return {_show(key, shown): _show(part, shown) for key, part in value.items()}
+    return [_show(part, shown) for part in value] if isinstance(value, (list, tuple)) else value
+
+
 def tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
     """The calls, or none where they cannot be read: parsers raise what they like on what a target may write.
 
@@ -122,12 +277,28 @@ _UNREAD = {"raw"}
 _NAME = re.compile(r"""(?!/)[^\s{}\[\]()<>"'=|,]+""")
 
 
-# A value in a call: between tags, between marks as Gemma's, or quoted.
+_QUOTED = r"""(?P<quote>["'])(?:\\.|(?!(?P=quote))[^\\])*(?:(?P=quote)|\Z)"""
+# A value in a call: of MiniCPM's CDATA, between tags, between Kimi K3's, between marks as Gemma's, or quoted.
 _VALUE = re.compile(
-    r"""<((?:\w+:)?param(?:eter)?|\w*arg_value)\b[^>]*>.*?(?:</\1>|(?=<\1\b)|\Z)"""
-    r"""|(<\|"\|>|<escape>).*?(?:\2|\Z)|(["'])(?:\\.|(?!\3)[^\\])*(?:\3|\Z)""",
+    r"""(?P<cdata><param\b[^>]*>\s*<!\[CDATA\[).*?(?:\]\]>\s*</param>|\Z)"""
+    r"""|(?P<opening><(?P<tag>(?:\w+:)?param(?:eter)?|\w*arg_value)\b[^>]*>).*?(?:</(?P=tag)>|(?=<(?P=tag)\b)|\Z)"""
+    r"""|(?P<begun><\|open\|>(?P<part>argument|json)\b(?:(?!<\|sep\|>).)*<\|sep\|>).*?"""
+    r"""(?:<\|close\|>(?P=part)<\|sep\|>|(?=<\|open\|>(?P=part)\b)|\Z)"""
+    rf"""|(?P<mark><\|"\|>|<escape>).*?(?:(?P=mark)|\Z)|{_QUOTED}""",
     re.DOTALL,
 )
+
+
+def _ends_of(value: re.Match) -> tuple[str, str]:
+    """What opens a value, and what closes it."""
+    if value["cdata"]:
+        return value["cdata"], "]]>"
+    if value["tag"]:
+        return value["opening"], f"</{value['tag']}>"
+    if value["part"]:
+        return value["begun"], f"<|close|>{value['part']}<|sep|>"
+    mark = value["mark"] or value["quote"]
+    return mark, mark
 
 
 def open_value(text: str, end: str) -> str:
@@ -137,7 +308,7 @@ def open_value(text: str, end: str) -> str:
     """
     behind = "\0"
     for found in _VALUE.finditer(text + behind):
-        torn = found[1] and end and end in found[0] and not found[0].endswith(f"</{found[1]}>")
+        torn = (found["tag"] or found["part"]) and end and end in found[0] and not found[0].endswith(_ends_of(found)[1])
         if torn or found[0].endswith(behind):
             return found[0]
     return ""

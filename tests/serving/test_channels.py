@@ -6,6 +6,7 @@ import json
 
 import mlx_lm.server
 import pytest
+from channels_kit import HARMONY, Hermes, Marked, marked, told
 from kit import scripted, text_of
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from serving_kit import MESSAGES, WEATHER, ask, running
@@ -123,40 +124,6 @@ def test_mlx_lm_still_writes_roles_out_and_parses_xml_calls():
     assert mlx_lm.server.get_system_fingerprint()
 
 
-class Marked:
-    """A tokenizer that has these marks and knows nothing else of its family."""
-
-    has_thinking = has_tool_calling = False
-    structural_markers, response_transitions, response_initial_state, chat_template = (), {}, None, ""
-
-    def __init__(self, *marks):
-        self.marks = dict.fromkeys(marks, 0)
-
-    def get_vocab(self):
-        return self.marks
-
-
-class Hermes(Marked):
-    """As mlx-lm's wrapper of a family that thinks and calls."""
-
-    has_thinking = has_tool_calling = True
-    think_start, think_end, tool_call_start, tool_call_end = "<think>", "</think>", "<tool_call>", "</tool_call>"
-    tool_parser = staticmethod(lambda text, tools: json.loads(text))
-
-
-def told(tokenizer, text, before="", tools=None, step=1):
-    """Kinds with their joined texts, or the calls; the text comes in pieces of `step` letters."""
-    channels, joined = Channels(tokenizer, before, tools), []
-    pieces = [piece for at in range(0, len(text), step) for piece in channels.feed(text[at : at + step])]
-    for piece in pieces + channels.feed("", last=True):
-        if piece.kind != "call" and joined and joined[-1][0] == piece.kind:
-            joined[-1] = (piece.kind, joined[-1][1] + piece.text)
-        else:
-            joined.append((piece.kind, piece.text or [(call.name, call.arguments) for call in piece.calls]))
-    return joined
-
-
-HARMONY = Marked("<|start|>", "<|channel|>", "<|message|>")
 CALLED = [("ls", '{"a": 1}')]
 THOUGHT, FINAL = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
 ASKED = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a": 1}'
@@ -281,17 +248,6 @@ def test_a_call_that_cannot_be_read_is_text_with_its_marks(written, step):
         assert told(Hermes(), f"Look: {text}", tools=WEATHER, step=step) == [("answer", f"Look: {text}")]
 
 
-def marked(parser):
-    """A tokenizer of a family that calls as this parser of mlx-lm's reads."""
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-
-    class Family(Hermes):
-        tool_parser = staticmethod(module.parse_tool_call)
-        tool_call_start, tool_call_end = module.tool_call_start, module.tool_call_end
-
-    return Family()
-
-
 # What stands between the marks, with VALUE for a text, by mlx-lm's parser.
 VALUES = {
     "json_tools": '{"name": "ls", "arguments": {"a": "VALUE", "b": "c"}}',
@@ -301,6 +257,12 @@ VALUES = {
     "qwen3_coder": "<function=ls><parameter=a>VALUE</parameter><parameter=b>c</parameter></function>",
     "minimax_m2": '<invoke name="ls"><parameter name="a">VALUE</parameter><parameter name="b">c</parameter></invoke>',
     "glm47": "ls<arg_key>a</arg_key><arg_value>VALUE</arg_value><arg_key>b</arg_key><arg_value>c</arg_value>",
+    "kimi_k3": '<|open|>call tool="ls" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>VALUE<|close|>argument<|sep|>'
+    '<|open|>argument key="b" type="string"<|sep|>c<|close|>argument<|sep|><|close|>call<|sep|>',
+    "longcat": "ls<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>VALUE</longcat_arg_value>"
+    "<longcat_arg_key>b</longcat_arg_key><longcat_arg_value>c</longcat_arg_value>",
+    "function_gemma": "call:ls{a:<escape>VALUE<escape>,b:<escape>c<escape>}",
+    "minicpm5": '"ls"><param name="a">VALUE</param><param name="b">c</param>',
     "muse_spark": '<atem:invoke name="ls"><atem:parameter name="a">VALUE</atem:parameter>'
     '<atem:parameter name="b">c</atem:parameter></atem:invoke>',
 }
@@ -334,7 +296,7 @@ def test_a_value_that_is_never_closed_is_text_and_costs_no_other_call(parser, st
 
 
 def test_an_end_tag_is_no_name_of_a_function():
-    text = '<function name="ls"><param name="a">x</function></param><param name="b">1</param></function>'
+    text = '<function name="ls"><param name="a">x</function><param name="b">1</param></function>'
     assert told(marked("minicpm5"), text, tools=WEATHER) == [("answer", text)]
 
 

@@ -1,0 +1,174 @@
+"""Calls as each grammar writes them: values that hold marks, types, several calls, and text that is no call any more."""
+
+import json
+
+import pytest
+from channels_kit import HARMONY, Marked, marked, told
+
+from dflash_mlx.serving import channels
+from dflash_mlx.serving.channels import Channels
+
+PROPERTIES = {"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}, "o": {"type": "object"}}
+LS = [{"type": "function", "function": {"name": "ls", "parameters": {"properties": PROPERTIES}}}]
+HEADER = "<|channel|>commentary to=functions.ls <|constrain|>json<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
+
+
+def k3(*arguments, call='<|open|>call tool="ls" index="1"<|sep|>'):
+    return f"{call}{''.join(arguments)}<|close|>call<|sep|>"
+
+
+def argument(key, value, type=None):
+    stated = f' type="{type}"' if type else ""
+    return f'<|open|>argument key="{key}"{stated}<|sep|>{value}<|close|>argument<|sep|>'
+
+
+# (mlx-lm's parser, what stands between the marks with VALUE for the text "a", marks of its own that the value may hold).
+INNER = [
+    ("kimi_k3", k3(argument("a", "VALUE", "string")), ["<|close|>call<|sep|>", "<|open|>call x<|sep|>"]),
+    ("kimi_k3", k3('<|open|>json type="object"<|sep|>{"a": "VALUE"}<|close|>json<|sep|>'), ["<|close|>call<|sep|>"]),
+    ("minicpm5", '"ls"><param name="a">VALUE</param>', ["</function>", '<function name="rm">']),
+    ("minicpm5", '"ls"><param name="a"><![CDATA[VALUE]]></param>', ["</function>", "</param>", '<param name="b">1</param>']),
+    ("minimax_m2", '<invoke name="ls"><parameter name="a">VALUE</parameter></invoke>', ["</invoke>", '<invoke name="rm">']),
+    ("muse_spark", '<atem:invoke name="ls"><atem:parameter name="a">VALUE</atem:parameter></atem:invoke>', ["</atem:invoke>"]),
+    ("qwen3_coder", "<function=ls><parameter=a>VALUE</parameter></function>", ["</function>", "<function=rm>"]),
+    (
+        "kimi_k2",
+        '<|tool_call_begin|>functions.ls:0<|tool_call_argument_begin|>{"a": "VALUE"}<|tool_call_end|>',
+        ["<|tool_call_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"],
+    ),
+    ("function_gemma", "call:ls{a:<escape>VALUE<escape>}", ["}", "{", "call:rm{}"]),
+    ("gemma4", 'call:ls{a:<|"|>VALUE<|"|>}', ["}", "call:rm{}"]),
+    ("pythonic", '[ls(a="VALUE")]', ["rm(x=1)", ")]"]),
+    ("mistral", 'ls[ARGS]{"a": "VALUE"}', ["[CALL_ID]9[ARGS]", "[TOOL_CALLS]rm[ARGS]{}"]),
+]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(("parser", "written", "mark"), [(p, w, m) for p, w, marks in INNER for m in marks])
+def test_a_grammars_own_marks_within_a_value_are_the_values(parser, written, mark, step):
+    family = marked(parser)
+    text = f"{family.tool_call_start}{written.replace('VALUE', f'x{mark}y')}{family.tool_call_end}"
+    assert told(family, text, tools=LS, step=step) == [("call", [("ls", json.dumps({"a": f"x{mark}y"}))])]
+
+
+TYPED = [
+    ("n", "3", None, 3),
+    ("b", "true", None, True),
+    ("a", "3", None, "3"),
+    ("o", '{"x": 1}', None, {"x": 1}),
+    # What is stated is not what the tool asks for, or not what is written.
+    ("n", "3", "string", 3),
+    ("a", "3", "number", "3"),
+    ("a", "true", "boolean", "true"),
+    ("a", "null", "string", "null"),
+    ("b", "True", "boolean", True),
+    # A tool that says nothing of it.
+    ("z", "3", "number", 3),
+    ("z", "3", "string", "3"),
+    ("z", "3", None, 3),
+    ("z", "x y", None, "x y"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "type", "read"), TYPED)
+def test_an_argument_of_kimi_k3_has_the_type_that_the_tool_asks_for(key, value, type, read):
+    family = marked("kimi_k3")
+    text = f"{family.tool_call_start}{k3(argument(key, value, type))}{family.tool_call_end}"
+    assert told(family, text, tools=LS) == [("call", [("ls", json.dumps({key: read}))])]
+
+
+@pytest.mark.parametrize(("value", "read"), [("3", "3"), ("true", "true"), ('{"x":1}', '{"x":1}'), (" x ", "x")])
+def test_an_argument_of_muse_that_is_to_be_text_is_text(value, read):
+    family = marked("muse_spark")
+    written = f'<atem:invoke name="ls"><atem:parameter name="a">{value}</atem:parameter>'
+    written += '<atem:parameter name="n">3</atem:parameter></atem:invoke>'
+    text = f"{family.tool_call_start}{written}{family.tool_call_end}"
+    assert told(family, text, tools=LS) == [("call", [("ls", json.dumps({"a": read, "n": 3}))])]
+
+
+def test_every_call_between_one_pair_of_marks_is_read():
+    family = marked("qwen3_coder")
+    two = "".join(f"<function=ls><parameter=n>{n}</parameter></function>" for n in (1, 2))
+    assert told(family, f"<tool_call>{two}</tool_call>", tools=LS) == [("call", [("ls", '{"n": 1}'), ("ls", '{"n": 2}')])]
+
+
+@pytest.mark.parametrize(
+    ("parser", "written"),
+    [
+        ("kimi_k3", k3(argument("a", "x", "string")) + k3(call='<|open|>call index="2"<|sep|>')),
+        ("qwen3_coder", "<function=ls><parameter=n>1</parameter></function><function=ls><parameter=n>two</parameter></function>"),
+        ("pythonic", "[ls(n=1), ls(n=)]"),
+    ],
+)
+def test_no_call_is_left_out_because_another_could_be_read(parser, written):
+    family = marked(parser)
+    text = f"{family.tool_call_start}{written}{family.tool_call_end}"
+    assert told(family, text, tools=LS) == [("answer", text)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("said", ["x<|end|>y", "<|call|>", "a<|channel|>b", f"<|end|>{FINAL}"])
+def test_gpt_oss_marks_within_a_string_are_the_strings(said, step):
+    body = json.dumps({"a": said})
+    assert told(HARMONY, f"{HEADER}{body}<|call|>", tools=LS, step=step) == [("call", [("ls", body)])]
+    if FINAL not in said:
+        answer = f"<|channel|>final <|constrain|>json<|message|>{body}<|return|>"
+        assert told(HARMONY, answer, tools=LS, step=step) == [("answer", body)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_gpt_oss_may_write_about_its_marks(step):
+    said = "`<|end|>` ends a message, `<|start|>` begins one, `<|channel|>` names it: <|end|>."
+    for kind, channel in (("answer", "final"), ("reasoning", "analysis")):
+        text = f"<|channel|>{channel}<|message|>{said}<|end|>{FINAL}"
+        wanted = [(kind, said), ("answer", "Hi!")] if kind == "reasoning" else [("answer", f"{said}Hi!")]
+        assert told(HARMONY, text, tools=LS, step=step) == wanted
+    # Reasoning that only begins as JSON does ends where its message does.
+    assert told(HARMONY, f'<|channel|>analysis<|message|>[5" wide<|end|>{FINAL}', step=step) == [
+        *(("reasoning", '[5" wide'), ("answer", "Hi!"))
+    ]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_string_of_gpt_oss_that_is_never_closed_costs_no_other_message(step):
+    torn = f'{HEADER}{{"a": "x<|end|>'
+    assert told(HARMONY, f"{torn}{FINAL}", tools=LS, step=step) == [("answer", f"{torn}Hi!")]
+    good = f'{torn}<|start|>assistant{HEADER}{{"n": 1}}<|call|>'
+    assert told(HARMONY, good, tools=LS, step=step) == [("answer", torn), ("call", [("ls", '{"n": 1}')])]
+
+
+def shown(tokenizer, text, tools=LS):
+    """The text that has come out before the stream ends."""
+    reader = Channels(tokenizer, tools=tools)
+    return "".join(piece.text for at in range(0, len(text), 5) for piece in reader.feed(text[at : at + 5]))
+
+
+JSON_MARKS = [("<tool_call>", marked("json_tools")), ("<|python_tag|>", Marked("<|python_tag|>")), (HEADER, HARMONY)]
+
+
+@pytest.mark.parametrize(("start", "tokenizer"), JSON_MARKS, ids=["json_tools", "python_tag", "gpt_oss"])
+@pytest.mark.parametrize(
+    "written", [" is the mark. ", '{"name": "ls", "arguments": {"a": "x</tool_call>\nIt failed. ', '{"name": "ls"} and so on. ']
+)
+def test_text_flows_as_soon_as_it_can_be_no_json_call(start, tokenizer, written):
+    text = f"Look: {start}{written}" if start != HEADER else f"{start}{written}"
+    assert shown(tokenizer, text + "And more. " * 3).startswith(text)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "json_tools"])
+def test_text_behind_the_end_of_a_call_is_held_within_a_bound(parser, monkeypatch):
+    monkeypatch.setattr(channels, "_MOST_HELD", 400)
+    inside = "<function=ls><parameter=a>x" if parser == "qwen3_coder" else '{"name": "ls", "arguments": {"a": "x'
+    text = f"<tool_call>{inside}</tool_call>"
+    assert shown(marked(parser), text + "z" * 300) == ""
+    assert shown(marked(parser), text + "z" * 500).startswith(text)
+    # Without an end it may be a long value.
+    assert shown(marked(parser), f"<tool_call>{inside}" + "z" * 5000) == ""
+
+
+def test_a_call_of_gpt_oss_is_held_within_a_bound(monkeypatch):
+    monkeypatch.setattr(channels, "_MOST_HELD", 400)
+    text = f'{HEADER}{{"a": "x<|end|>'
+    assert shown(HARMONY, text + "z" * 300) == ""
+    assert shown(HARMONY, text + "z" * 500).startswith(text)
