@@ -172,6 +172,9 @@ def bench(
     seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
     out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is up to date after every trial.")] = None,
     plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
+    html: Annotated[
+        str | None, option(OUTPUT, help="Write a page of figures and pictures here; it needs nothing else, not even a network.")
+    ] = None,
     as_json: AsJson = False,
     compare: Annotated[
         tuple[str, str] | None,
@@ -212,6 +215,10 @@ def bench(
         print(json.dumps(record) if as_json else b.table(record), file=stdout)
         if plot:
             b.plot(record, plot)
+        if html:
+            from ..tools.bench_page import write_page
+
+            write_page(record, html)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
     if b.faults(record):

@@ -220,6 +220,9 @@ def train_run(
     patience: Annotated[int, option(TRAINING, min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
     pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,
+    plot: Annotated[
+        str | None, option(OUTPUT, help="Write a page with the curves of loss and tau here; it needs nothing else.")
+    ] = None,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -228,6 +231,7 @@ def train_run(
     _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout(), live(f"Loading {model}"):
+        from ..train.curves import write_curves
         from ..train.data import load_docs
         from ..train.trainer import Source, TrainConfig, train
 
@@ -247,6 +251,9 @@ def train_run(
             train(target, part, out, raw, config, held_out, init, pause_s=pause_s, report=say, source=source)
         except KeyboardInterrupt:
             raise SystemExit(130) from None
+        finally:
+            if plot:
+                write_curves(out, plot)
     say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
 
 

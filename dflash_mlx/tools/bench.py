@@ -325,7 +325,7 @@ def make_hopeless(drafter: nn.Module) -> None:
 
 
 def acceptance(stats: Any) -> dict[str, Any]:
-    """Of a run's stats what a record keeps: tau, rounds by width, accepted tokens and source, seconds, the rule's reason."""
+    """Of a run's stats what a record keeps: tau, rounds by width and source, widths in order, accepted tokens, seconds."""
     accepted = Counter(r.accepted for r in stats.rounds if r.width)
     return {
         "tau": stats.tau,
@@ -334,6 +334,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
         "committed": stats.n_committed,
         "widths": {str(width): n for width, n in sorted(stats.widths.items())},
         "confidence_cut": {str(width): n for width, n in sorted(stats.confidence_cut.items())},
+        "width_order": [r.width for r in stats.rounds],
         "accepted": {str(count): n for count, n in sorted(accepted.items())},
         "sources": stats.sources,
         "seconds": dict(stats.seconds),

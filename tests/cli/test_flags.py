@@ -131,6 +131,7 @@ VALUES = {
         "--context": ["9"],
         "--trials": ["2"],
         "--plot": ["P.png"],
+        "--html": ["P.html"],
         "--compare": ["A.json", "B.json"],
         "--max-seconds": ["3"],
         "--kernels": ["off"],
@@ -170,6 +171,7 @@ VALUES = {
         "--predecessor": ["own", "--architecture", "dflash2"],
         "--patience": ["2"],
         "--pause-minutes": ["2"],
+        "--plot": ["P.html"],
     },
     "train eval": {"--data": ["DATA2"], "--limit": ["1"]},
 }
@@ -265,6 +267,7 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("tools.bench.write_record")
     for name, result in (("table", "a table"), ("plot", None), ("check_plot", None), ("faults", [])):
         stand_in(f"tools.bench.{name}", result)
+    stand_in("tools.bench_page.write_page")
     stand_in("tools.bench.compare", "two records")
     stand_in("tools.bench.read_record", {})
     stand_in("train.start.dense", model)
@@ -288,6 +291,7 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("train.data.load_docs", Docs())
     stand_in("train.data.make_data", {"conversations": 1, "answer_tokens": 1, "answer_tps": 1.0})
     stand_in("train.trainer.train")
+    stand_in("train.curves.write_curves")
     stand_in("train.start.mask_token", 3)
     stand_in("cli.train._digest", "0123")
     stand_in("conversion.load_drafter_weights", ({}, {}))
