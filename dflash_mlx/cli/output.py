@@ -18,13 +18,16 @@ def say(text: str) -> None:
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def wrapped(text: str, stream: Any) -> str:
-    """A text with its lines broken between words where they are over the width of the terminal that they go to, if they do."""
+def wrapped(text: str, stream: Any, indent: int = 0) -> str:
+    """A text with its lines broken between words where they are over the width of the terminal that they go to, if they do.
+
+    indent: blanks in front of what goes on in another line.
+    """
     try:
         width = os.get_terminal_size(stream.fileno()).columns
     except (AttributeError, OSError, ValueError):
         return text
-    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "subsequent_indent": " " * indent}
     return "\n".join(textwrap.fill(line, width, **keep) if len(line) > width else line for line in text.split("\n"))
 
 

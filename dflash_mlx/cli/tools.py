@@ -31,7 +31,7 @@ from .options import (
     refuse_without_effect,
     sampling_options,
 )
-from .output import only_ours_on_stdout, say
+from .output import only_ours_on_stdout, say, wrapped
 
 QuantizationMode = StrEnum("QuantizationMode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 
@@ -125,7 +125,7 @@ def doctor(
         inputs.check_revision(revision, model, draft_model)
         found = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
         line.stop()
-        print(json.dumps(found) if as_json else render(found), file=stdout)
+        print(json.dumps(found) if as_json else wrapped(render(found), stdout, indent=12), file=stdout)
     if found["faults"]:
         raise SystemExit(1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +30,7 @@ from ..memory import RunSize, cache_bytes, entries_after_rows, model_bytes
 from ..models.target import Target
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
+from ..progress import tell
 from ..rollback import check_rollback, leaves, rollback, rollback_point
 from ..verify import verify_block
 from . import system
@@ -39,6 +41,11 @@ _EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
 # A random drafter's: on average it accepts next to nothing.
 _RANDOM_TAU = 1.1
 _TOKENS = 32
+# Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
+_TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
+# Seconds after which no further turn begins.
+_ENOUGH_S = 10
+_FASTER = 1.05
 _PROBE_ROWS = 12
 # The first Apple GPU that computes bfloat16 itself (M3); rows on which values must stay finite before float16 is advised.
 _OWN_BFLOAT16, _FLOAT16_ROWS = 15, 256
@@ -54,8 +61,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, kernels, traced, advice,
-    faults, suspicions.
+    Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, speed, kernels, traced,
+    advice, faults, suspicions.
     """
     report: dict[str, Any] = {
         "versions": _versions(),
@@ -88,6 +95,7 @@ def diagnose(
         if fault := mask_row_fault(draft):
             suspicions.append(fault)
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
+        report["speed"] = _attempt(faults, lambda: _speed(lm, tokenizer, draft, model)) if report["acceptance"] else None
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)
     report["traced"] = _attempt(faults, lambda: _traced(draft))
@@ -296,8 +304,8 @@ def _context(report: dict[str, Any], suspicions: list[str]) -> None:
         suspicions.append(f"the drafter was made for {ours} positions, the target for {theirs}: beyond the first it drafts badly")
 
 
-def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: list[str]) -> dict[str, Any]:
-    """32 tokens with the drafter and 32 without: tau, and whether the ids are the same."""
+def _prompt(tokenizer: Any, draft: Any, model: str) -> tuple[str, list[int]]:
+    """What a target is asked in tests, in words and in ids."""
     builtin = BUILTIN_PAIRS.get(model)
     text = builtin.prompt if builtin else "Write a Python function that returns the n-th Fibonacci number."
     prompt: Any = [1, 2, 3, 4]
@@ -309,6 +317,12 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **extra)
     except (AttributeError, NotImplementedError, DFlashError):
         text = "token ids 1 2 3 4: this target has no tokenizer"
+    return text, prompt
+
+
+def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: list[str]) -> dict[str, Any]:
+    """32 tokens with the drafter and 32 without: tau, and whether the ids are the same."""
+    text, prompt = _prompt(tokenizer, draft, model)
     # Every round drafts: acceptance is to be seen, whether it pays here or not.
     got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size))
     plain = [r.token for r in stream_generate(lm, tokenizer, prompt, _TOKENS)]
@@ -334,9 +348,63 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
     }
 
 
+def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:
+    """The same answer without a drafter and as a user gets it with one, by turns: rates behind the first token, and the gain.
+
+    gain: the second rate over the first; None where the answer is too short to time. off: plain decoding was chosen throughout.
+    """
+    _, prompt = _prompt(tokenizer, draft, model)
+    rates: dict[str, list[float]] = {"plain_tps": [], "tps": []}
+    # Its first run measures what passes cost here.
+    tell("Measuring what passes cost here")
+    for _ in stream_generate(lm, tokenizer, prompt, _TOKENS, draft):
+        pass
+    start = time.perf_counter()
+    for turn in range(_TURNS):
+        if turn and time.perf_counter() - start > _ENOUGH_S:
+            break
+        for name, drafter in (("plain_tps", None), ("tps", draft)):
+            tell("Timing with the drafter and without", turn, _TURNS, "turns")
+            times = []
+            for response in stream_generate(lm, tokenizer, prompt, _TIMED_TOKENS, drafter):
+                times.append(time.perf_counter())
+                stats = response.stats
+            if len(times) >= _LEAST_TOKENS:
+                rates[name].append((len(times) - 1) / (times[-1] - times[0]))
+    best = {name: max(found, default=None) for name, found in rates.items()}
+    gain = best["tps"] / best["plain_tps"] if all(best.values()) else None
+    off = not stats.n_drafting or stats.widths.get(0, 0) >= 0.9 * stats.n_rounds
+    return {**best, "gain": gain, "off": off, "tokens": len(times), "reason": stats.width_reason}
+
+
+def verdict(report: Mapping[str, Any]) -> list[str]:
+    """What a report comes to: whether anything is wrong, and whether drafting is faster here, and by how much."""
+    n, odd = len(report["faults"]), len(report["suspicions"])
+    found = f"{n} fault{'s' if n > 1 else ''} found: see the end." if n else "No fault found."
+    if odd:
+        found += f" {odd} thing{'s look' if odd > 1 else ' looks'} odd: see the end."
+    if n:
+        return [found]
+    speed = report.get("speed")
+    if speed is None:
+        which = "a drafter" if report.get("target") else "--model"
+        return [found, f"Whether it is faster here needs {which}: it was not timed."]
+    if speed["gain"] is None:
+        return [found, f"Whether it is faster here is not known: the answer ended after {speed['tokens']} tokens."]
+    rates = f"{speed['tps']:.3g} tokens/s, {speed['plain_tps']:.3g} without the drafter"
+    if speed["off"]:
+        return [found, f"Not faster here: drafting turns itself off, as it would be slower. {rates}."]
+    if speed["gain"] >= _FASTER:
+        return [found, f"Faster here: about {speed['gain']:.1f} times plain decoding, on one prompt. {rates}."]
+    return [found, f"About as fast here as plain decoding, on one prompt. {rates}."]
+
+
 def render(report: Mapping[str, Any]) -> str:
-    """The report as lines for a terminal."""
+    """The report as lines for a terminal, the verdict first."""
+    first, *more = verdict(report)
     lines = [
+        f"verdict     {first}",
+        *(f"            {line}" for line in more),
         "versions    " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         *system.lines(report["machine"]),
     ]
@@ -383,7 +451,7 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(f"advice      {report['advice']}")
     lines += [f"suspicion   {text}" for text in report["suspicions"]]
     lines += [f"fault       {text}" for text in report["faults"]]
-    return "\n".join([*lines, "" if report["faults"] else "No fault found."]).rstrip()
+    return "\n".join(lines)
 
 
 def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:

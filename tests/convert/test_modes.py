@@ -77,3 +77,18 @@ def test_what_mlx_does_not_have_is_refused(tmp_path, source, options, message):
     for one in (source, str(TINY / "drafter")):
         with pytest.raises(ConversionError, match=message):
             convert(one, str(tmp_path / "out"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "hardly be told"),
+        ({"quantize": True, "q_bits": 8}, "That is fine"),
+        ({"quantize": True, "q_bits": 2}, "That is much"),
+    ],
+)
+def test_the_summary_says_whether_its_figures_are_fine(tmp_path, options, said):
+    group = {"q_group_size": 32} if options else {}
+    for part in ("target", "drafter"):
+        *_, last = convert(str(TINY / part), str(tmp_path / part), **options, **group).summary().splitlines()
+        assert said in last or part == "drafter" and said == "hardly be told" and "as the source does" in last

@@ -36,6 +36,37 @@ def test_the_built_in_pair_is_sound(sound):
     assert json.loads(json.dumps(sound)) == sound
 
 
+@pytest.mark.parametrize(
+    ("change", "first", "second"),
+    [
+        (
+            {},
+            "No fault found.",
+            "Faster here: about 1.8 times plain decoding, on one prompt. 18 tokens/s, 10 without",
+        ),
+        ({"gain": 1.0}, "No fault found.", "About as fast here as plain decoding"),
+        ({"off": True}, "No fault found.", "Not faster here: drafting turns itself off"),
+        ({"gain": None, "tokens": 3}, "No fault found.", "is not known: the answer ended after 3 tokens"),
+        ({"speed": None}, "No fault found.", "needs a drafter: it was not timed"),
+        ({"speed": None, "target": None}, "No fault found.", "needs --model: it was not timed"),
+        ({"faults": ["x"], "suspicions": ["y", "z"]}, "1 fault found: see the end. 2 things look odd: see the end.", None),
+    ],
+)
+def test_the_verdict_comes_first_and_says_whether_it_is_faster_here(sound, change, first, second):
+    speed = {"plain_tps": 10.0, "tps": 18.0, "gain": 1.8, "off": False, "tokens": 48, "reason": None}
+    speed |= {name: value for name, value in change.items() if name in speed}
+    report = {**sound, "speed": speed, **{name: value for name, value in change.items() if name not in speed}}
+    lines = render(report).splitlines()
+    assert lines[0] == f"verdict     {first}"
+    assert second is None or lines[1].startswith(" " * 12) and second in lines[1]
+
+
+def test_both_sides_are_timed_by_turns(sound):
+    speed = sound["speed"]
+    assert speed["tokens"] == doctor._TIMED_TOKENS and speed["plain_tps"] > 0 and speed["tps"] > 0
+    assert speed["gain"] == pytest.approx(speed["tps"] / speed["plain_tps"])
+
+
 def test_the_text_says_what_the_report_holds(sound):
     text = render(sound)
     for part in (
