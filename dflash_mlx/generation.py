@@ -88,7 +88,8 @@ def stream_generate(
 
     Args beyond mlx-lm's:
       draft_model: what `load_drafter` returned for this model object. None: mlx-lm's own loop; so with an ordinary mlx-lm model.
-      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone.
+      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone. Copy or save
+        it when its stream has ended or was closed: a copy made before is refused.
       block_size: slots drafted and verified in every round, the anchor included; 1: no drafting. None: passes are timed once on
         this machine, and each round verifies as many drafts as pay, or none. `num_draft_tokens` is the same less one.
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.

@@ -163,6 +163,7 @@ class Run:
     def prefill(self, prompt: list[int]) -> int:
         """All but the last token in chunks, whose features go straight into the drafter's cache. Returns the last one."""
         cache, progress = self.cache, self.options.progress
+        cache.begin()
         feed = cache.ids[cache.rows :] + prompt
         self._prompt_rows = len(feed)
         progress(0, len(feed))

@@ -23,6 +23,9 @@ from .rollback import cut_entries, leaves
 
 # First number of the layout row: tells our ArraysCache from a recurrent layer's.
 _MAGIC, _VERSION = 0x0DF1A54, 2
+# In the place of the rows while a stream writes to the list: entries are ahead of what is stored then, some by a pass that may be
+# rolled back. mlx-lm's classes have no hook that could end the stream first where the list is copied or saved.
+_AT_WORK = -1
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,18 @@ class PairCache:
         _end_stream(entries[-1])
         ids, features, layout = entries[-1].cache
         n_target, rows = layout[0, 2:].tolist()
+        if rows == _AT_WORK:
+            raise CacheError(
+                "this prompt cache was copied or saved while a stream was writing to it; its parts do not belong together",
+                "Read the stream to its end or close() it, then copy or save the cache",
+            )
         pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
         # An entry that the model does not use stays empty.
         moved = [e for e in leaves(pair.target) if type(e) is not ArraysCache and e.offset not in (0, rows)]
         if moved:
             raise CacheError(
                 f"{type(moved[0]).__name__} holds {moved[0].offset} rows; this prompt cache has {rows}",
-                "Start a new one. Only dflash_mlx may generate with it or trim it; close its stream before you copy or save it",
+                "Start a new one. Only dflash_mlx may generate with it or trim it",
             )
         return pair
 
@@ -147,12 +155,19 @@ class PairCache:
         _streams[self.entries[-1]] = weakref.ref(steps)
         return steps
 
+    def begin(self) -> None:
+        """Note that entries move from now on. Until `write`, a copy of the list is refused."""
+        self._store_layout(_AT_WORK)
+
     def write(self) -> None:
         """Store ids, rows and pending features back into the list's last entry."""
         state = self.entries[-1]
         state[0] = mx.array([self.ids], dtype=mx.int32) if self.ids else None
         state[1] = self.features
-        state[2] = mx.array([[_MAGIC, _VERSION, self.n_target, self.rows]], dtype=mx.int32)
+        self._store_layout(self.rows)
+
+    def _store_layout(self, rows: int) -> None:
+        self.entries[-1][2] = mx.array([[_MAGIC, _VERSION, self.n_target, rows]], dtype=mx.int32)
 
 
 def is_pair_cache(entries: Sequence[Any]) -> bool:

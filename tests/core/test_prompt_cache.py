@@ -3,6 +3,7 @@
 Comparisons are of rounds (every drafted id) with the trained pair, whose drafts depend on every context row.
 """
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import mlx.core as mx
 import mlx_lm
 import pytest
+from families import family, known_drafter, some_line
 from kit import (
     DATA,
     TINY,
@@ -362,3 +364,26 @@ def test_every_variant_drafts_the_same_over_prefill_steps_and_turns(pair, confor
                 path.stem,
                 taken,
             )
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_a_cache_copied_or_saved_while_a_stream_writes_to_it_is_refused(tmp_path, name):
+    """mamba's entries are states alone: nothing but the list itself tells that they are ahead of its ids."""
+    model = family(name)
+    drafter = known_drafter(model, some_line(40))
+    cache = make_prompt_cache(model, drafter)
+    steps = dflash_mlx.stream_generate(model, letters(), [5, 9, 33], 20, drafter, block_size=5, prompt_cache=cache)
+    unread = copy.deepcopy(cache)
+    for _ in range(6):
+        next(steps)
+    mlx_lm_cache.save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    for other in (copy.deepcopy(cache), mlx_lm_cache.load_prompt_cache(str(tmp_path / "cache.safetensors"))):
+        with pytest.raises(CacheError, match="copied or saved while a stream was writing to it.*close"):
+            run(model, drafter, [7], 4, prompt_cache=other)
+    steps.close()
+    turns = [run(model, drafter, [7], 8, prompt_cache=entries) for entries in (copy.deepcopy(cache), cache)]
+    assert same(*turns)
+    # A stream that never began has moved nothing.
+    assert run(model, drafter, [5, 9, 33], 4, prompt_cache=unread)
+    dflash_mlx.stream_generate(model, letters(), [7], 20, drafter, prompt_cache=cache)
+    assert run(model, drafter, [7], 4, prompt_cache=copy.deepcopy(cache))
