@@ -172,9 +172,7 @@ def bench(
     seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
     out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is up to date after every trial.")] = None,
     plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
-    html: Annotated[
-        str | None, option(OUTPUT, help="Write a page of figures and pictures here; it needs nothing else, not even a network.")
-    ] = None,
+    html: Annotated[str | None, option(OUTPUT, help="Write figures and pictures here, as a page that needs no network.")] = None,
     as_json: AsJson = False,
     compare: Annotated[
         tuple[str, str] | None,
@@ -203,7 +201,6 @@ def bench(
     asked = SimpleNamespace(**locals())
     with only_ours_on_stdout() as stdout:
         b = _bench_module()
-
         if compare:
             _refuse_beside_compare(asked)
             print(b.compare(*(b.read_record(path) for path in compare)), file=stdout)
@@ -213,16 +210,20 @@ def bench(
             b.check_plot()
         record = _bench(asked, b)
         print(json.dumps(record) if as_json else b.table(record), file=stdout)
-        if plot:
-            b.plot(record, plot)
-        if html:
-            from ..tools.bench_page import write_page
-
-            write_page(record, html)
+        _draw(record, plot, html, b)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
     if b.faults(record):
         raise SystemExit(1)
+
+
+def _draw(record: dict[str, Any], plot: str | None, html: str | None, b: Any) -> None:
+    if plot:
+        b.plot(record, plot)
+    if html:
+        from ..tools.bench_page import write_page
+
+        write_page(record, html)
 
 
 def _refuse_beside_compare(asked: SimpleNamespace) -> None:
