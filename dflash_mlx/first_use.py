@@ -41,7 +41,7 @@ def try_before_answers(target: Target, always: bool = False) -> bool:
         target.choices(hidden)
         accept(ids[:, 1:], ids)
     if autotune.waiting() and (always or autotune.tries_first()):
-        _log.warning("trying kernels on this GPU, once for each model: at most %.0f s", autotune.FIRST_S)
+        _log.warning("first run with this model on this GPU: kernels are tried first, at most %.0f s", autotune.FIRST_S)
         autotune.try_waiting(autotune.FIRST_S)
     return True
 

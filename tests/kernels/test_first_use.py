@@ -18,6 +18,8 @@ from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
 
 PROMPT = "def fibonacci(n):"
+# Said before the first answer's wait; the figure is the limit.
+FIRST = "first run with this model on this GPU: kernels are tried first, at most 20 s"
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_all_before_the_first_answer_takes_20_s_and_one_line_and_the_largest_sha
     device.compile_s = 0.75
     begin(quantized)
     found = autotune.results()
-    assert 18 < device.now <= 20 + 1.6 and caplog.messages == ["trying kernels on this GPU, once for each model: at most 20 s"]
+    assert 18 < device.now <= 20 + 1.6 and caplog.messages == [FIRST]
     shapes = list(dict.fromkeys(shape for shape, _ in trials_of(found)))
     sizes = {q.shape: share for q, share in autotune._waiting.values()}
     assert sizes and not set(shapes[:-1]) & set(sizes)
