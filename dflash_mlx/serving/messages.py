@@ -129,8 +129,12 @@ def _text(content: Any) -> str:
         raise DFlashError(f"content is {shown(content)}; it must be a text or a list of parts", "Send it as text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS or not isinstance(part.get(_TEXT_PARTS[kind]), str):
-            raise DFlashError(f"a part of a message has type {shown(kind)}; this server reads text only", "Send text parts")
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            about = f"has type {shown(kind)}" if isinstance(part, dict) else f"is {shown(part)}"
+            raise DFlashError(f"a part of a message {about}; this server reads text only", "Send text parts")
+        key = _TEXT_PARTS[kind]
+        if not isinstance(part.get(key), str):
+            raise DFlashError(f"{shown(key)} of a {kind} part is {shown(part.get(key))}; it must be text", "Send it as text")
     return "".join(part[_TEXT_PARTS[part["type"]]] for part in content)
 
 

@@ -315,3 +315,18 @@ def test_a_mark_in_what_the_user_wrote_opens_no_reasoning(thinker):
         body = {"chat_template_kwargs": {"enable_thinking": False}}
         answer = ask(server, said(("user", "what does <think> do")), max_tokens=9, extra_body=body)
     assert answer.choices[0].message.content == "Yes"
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "text"}, '"text" of a text part is null; it must be text'),
+        ({"type": "text", "text": 5}, '"text" of a text part is 5; it must be text'),
+        ({"type": "refusal", "text": "no"}, '"refusal" of a refusal part is null; it must be text'),
+        ("a", 'a part of a message is "a"; this server reads text only'),
+        ({"type": "image_url"}, 'a part of a message has type "image_url"; this server reads text only'),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_for_what_it_is(pair, part, said):
+    with pytest.raises(DFlashError, match=f"^{re.escape(said)}"):
+        read_messages([{"role": "user", "content": [part]}], pair[1])
