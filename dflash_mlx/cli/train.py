@@ -226,13 +226,17 @@ def train_run(
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
-    """Train a drafter on a target's own text. Ctrl-C saves what is trained; the same command goes on from there."""
+    """Train a drafter on a target's own text. Ctrl-C saves what is trained; the same command goes on from there.
+
+    `mlx.launch -n 2 dflash-mlx train run ...` shares each batch out among processes.
+    """
     asked = SimpleNamespace(**locals())
     _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout(), live(f"Loading {model}"):
         from ..train.curves import write_curves
         from ..train.data import load_docs
+        from ..train.ranks import Ranks
         from ..train.trainer import Source, TrainConfig, train
 
         target, tokenizer = _load_for_training(model, dtype, dense)
@@ -252,9 +256,10 @@ def train_run(
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         finally:
-            if plot:
+            if plot and Ranks().leads:
                 write_curves(out, plot)
-    say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
+    if Ranks().leads:
+        say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
 
 
 @train_app.command("eval", cls=NamingWhatIsMissing, epilog=_EXAMPLES["eval"])

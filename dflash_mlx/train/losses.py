@@ -249,8 +249,8 @@ def block_loss(
       - hidden: [R, N, H] rows of slots 1 ..
     Returns:
       - loss, a mean over blocks (over weights with a gamma); {"ce": sum of counted cross entropies of the text under the
-        backbone, "slots": [N] counted, "hits": [N] right, "runs": [N] right with all slots before right}, with a selector also
-        "held": [N] slots whose label is a candidate
+        backbone, "slots": [N] counted, "hits": [N] right, "runs": [N] right with all slots before right, "norm": what the loss
+        was divided by}, with a selector also "held": [N] slots whose label is a candidate
     """
     if config.gamma is None:
         norm = mx.maximum(want.counts[:, 0].sum(), 1)
@@ -276,5 +276,6 @@ def block_loss(
         metrics = chunk.metrics if not metrics else {name: metrics[name] + value for name, value in chunk.metrics.items()}
     if selector is not None:
         selector.update(outer)
+    metrics["norm"] = norm
     loss = mx.stop_gradient(loss)
     return loss + surrogate - mx.stop_gradient(surrogate), metrics

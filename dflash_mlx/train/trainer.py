@@ -37,6 +37,7 @@ from .forward import block_hidden, context_keys_values
 from .losses import LossConfig, Wanted, block_loss, labels_of
 from .offline_tau import mean_tau, replay_docs
 from .prompts import KINDS
+from .ranks import Ranks
 from .start import init_drafter, load_start
 
 # In a folder of its own: beside the weights it would be taken for a part of the drafter.
@@ -124,7 +125,7 @@ class Trainer:
 
     def __init__(self, drafter: Drafter, target: Target, raw: dict[str, Any], config: TrainConfig, dtype: mx.Dtype):
         self.drafter, self.target, self.raw, self.config, self.dtype = drafter, target, raw, config, dtype
-        self.K = raw["block_size"]
+        self.K, self.ranks = raw["block_size"], Ranks()
         # Flattened and built again: modules without weights (RoPE) leave no empty entry behind.
         weights = [(n, p.astype(mx.float32)) for n, p in tree_flatten(drafter.trainable_parameters())]
         self.params = tree_unflatten(weights)
@@ -178,9 +179,11 @@ class Trainer:
         teacher = mx.stop_gradient(self.target.head(output.hidden)) if self.config.learn_from == "target" else None
         features = mx.stop_gradient(output.features).astype(mx.float32)
         size = mx.sqrt(mx.square(features).mean(-1, keepdims=True))
-        features = features + noise * size * mx.random.uniform(-1, 1, features.shape, key=key)
+        # Every process makes the noise of the whole batch: a row's does not depend on their number.
+        rows = mx.random.uniform(-1, 1, (len(features) * self.ranks.size, *features.shape[1:]), key=key)
+        features = features + noise * size * self.ranks.part(rows)
         (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)
-        return loss, metrics, grads
+        return self.ranks.join(loss, metrics, grads)
 
     def _update(self, params, ema, grads, rate, keep):
         # The norm is a sum: in another order it rounds otherwise, and a restored state comes in another order.
@@ -193,7 +196,8 @@ class Trainer:
         return params, ema, norm
 
     def take(self, passes: list[tuple], share: float) -> tuple[mx.array, dict, mx.array]:
-        """One step on `accumulate` passes of (ids, answer, anchors, keep, temps); `share` of the run is done.
+        """One step on `accumulate` passes of (ids, answer, anchors, keep, temps), each process on its part of them; `share` of
+        the run is done.
 
         Returns: loss, metrics and gradient norm, not yet evaluated.
         """
@@ -201,7 +205,8 @@ class Trainer:
         noise = mx.array(c.noise if share < 0.8 else 0.0)
         for i, one in enumerate(passes):
             key = mx.random.key(c.seed * 1_000_003 + self.step * 64 + i)
-            part, found, grads = self._gradients(self.params, tuple(mx.array(a) for a in one), key, noise)
+            mine = tuple(mx.array(self.ranks.part(a)) for a in one)
+            part, found, grads = self._gradients(self.params, mine, key, noise)
             if c.accumulate > 1:
                 mx.eval(part, found, grads)
             total = grads if total is None else tree_map(mx.add, total, grads)
@@ -238,6 +243,15 @@ class Trainer:
     def kept(self) -> dict:
         """The weights to keep: the EMA's, or the best ones where the run watches for a stall."""
         return self.ema if self.best_ema is None else self.best_ema
+
+    def follow(self) -> None:
+        """Take rank 0's weights, state and place in the run."""
+        if self.ranks.size == 1:
+            return
+        state = self.ranks.first({"params": self.params, "ema": self.ema, "optimizer": self.optimizer.state})
+        self.params, self.ema, self.optimizer.state = state["params"], state["ema"], state["optimizer"]
+        step, self.elapsed = self.ranks.first(mx.array([self.step, self.elapsed])).tolist()
+        self.step = int(step)
 
     def save(self, out: Path) -> None:
         """State for an exact resume, and the drafter as it stands."""
@@ -294,6 +308,10 @@ class Source:
     data: tuple[str, ...] = ()
 
 
+def _silent(text: str) -> None:
+    pass
+
+
 def train(
     model: nn.Module,
     docs: Docs,
@@ -304,12 +322,13 @@ def train(
     init: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     pause_s: float | None = None,
-    report: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = _silent,
     source: Source = Source(),  # noqa: B008 (frozen)
 ) -> dict[str, Any]:
     """Train a drafter on a target's text and leave it in `out`; goes on where a stopped run of the same settings was.
 
     Ctrl-C ends the run: its state and the drafter as it stands are saved, then KeyboardInterrupt goes on.
+    Started by `mlx.launch`, every process calls this with the same arguments; rank 0 alone reads and writes `out`.
 
     Args:
       model: the target, as served (or `dense` of it). raw: from `drafter_config` or `as_dflash2`.
@@ -319,7 +338,6 @@ def train(
     """
     config.check()
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     # What is trained is float, whatever it starts from.
     raw = {key: value for key, value in raw.items() if key not in ("quantization", "quantization_config")}
     dtype = dtype or (mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16)
@@ -330,9 +348,15 @@ def train(
     if init is not None:
         load_start(drafter, init)
     trainer = Trainer(drafter, target, raw, config, dtype)
-    if (out / STATE).exists():
-        trainer.restore(out)
-        report(f"going on at step {trainer.step}")
+    trainer.ranks.check(config.batch, conversations=len(docs), ids=len(docs.ids))
+    if trainer.ranks.leads:
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / STATE).exists():
+            trainer.restore(out)
+            report(f"going on at step {trainer.step}")
+    else:
+        report = _silent
+    trainer.follow()
     return _Run(trainer, docs, held_out, out, report, source).go(pause_s)
 
 
@@ -349,8 +373,8 @@ class _Run:
         source: Source,
     ):
         self.trainer, self.docs, self.out, self.report, self.source = trainer, docs, out, report, source
-        self.held_out = None
-        if held_out is not None:
+        self.ranks, self.held_out = trainer.ranks, None
+        if held_out is not None and self.ranks.leads:
             greedy = held_out.pick((held_out.temp == 0) & ~held_out.looped)
             every = max(1, len(greedy) // trainer.config.eval_docs)
             self.held_out = greedy.pick(np.arange(0, len(greedy), every)) if len(greedy) else None
@@ -365,30 +389,34 @@ class _Run:
         feed = batches(self.docs, c.batch, c.anchors, c.max_len, c.seed, skip=trainer.step * c.accumulate)
         before, begun = trainer.elapsed, time.monotonic()
         last: mx.array | None = None
-        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as self.log:
-            try:
-                while True:
-                    trainer.elapsed = before + time.monotonic() - begun
-                    share = trainer.step / c.steps if c.steps else trainer.elapsed / c.seconds
-                    paused = pause_s is not None and time.monotonic() - begun > pause_s
+        try:
+            while True:
+                here = time.monotonic() - begun
+                ends = (pause_s is not None and here > pause_s) or (c.patience > 0 and trainer.stalled >= c.patience)
+                trainer.elapsed, ends = self.ranks.said([before + here, ends])
+                share = trainer.step / c.steps if c.steps else trainer.elapsed / c.seconds
+                if self.ranks.leads:
                     self._tell(share)
-                    if share >= 1 or paused or (c.patience and trainer.stalled >= c.patience):
-                        break
-                    loss = self._step([next(feed) for _ in range(c.accumulate)], share)
-                    if last is not None:
-                        mx.eval(last)  # one step ahead of the device, no more
-                    last = loss
-                    self._look_up()
-                if self.held_out is not None:
-                    self.line = {**self.line, **self.evaluate()}
-            except KeyboardInterrupt:
+                if share >= 1 or ends:
+                    break
+                loss = self._step([next(feed) for _ in range(c.accumulate)], share)
+                if last is not None:
+                    mx.eval(last)  # one step ahead of the device, no more
+                last = loss
+                self._look_up()
+            if self.held_out is not None:
+                self.line = {**self.line, **self.evaluate()}
+        except KeyboardInterrupt:
+            if self.ranks.leads:
                 trainer.save(self.out)
                 self.report(f"stopped at step {trainer.step}; {self.out} is saved, and the same command goes on from there")
-                raise
-        trainer.save(self.out)
-        self._write_card()
+            raise
+        if self.ranks.leads:
+            trainer.save(self.out)
+            self._write_card()
+            draw_curves(self.out)
+        self.ranks.wait()
         trainer.use(trainer.kept)
-        draw_curves(self.out)
         return self.line
 
     def _tell(self, share: float) -> None:
@@ -421,7 +449,7 @@ class _Run:
     def _look_up(self) -> None:
         """Save and evaluate where that is due."""
         now, c = time.monotonic(), self.trainer.config
-        if now - self.saved > c.save_every_s:
+        if self.ranks.leads and now - self.saved > c.save_every_s:
             self.trainer.save(self.out)
             self.saved = time.monotonic()
         if self.held_out is not None and now - self.evaluated > c.eval_every_s:
@@ -443,8 +471,9 @@ class _Run:
         return found
 
     def _log(self, line: dict[str, Any]) -> None:
-        self.log.write(json.dumps(line) + "\n")
-        self.log.flush()
+        if self.ranks.leads:
+            with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
 
     def _write_card(self) -> None:
         """README.md beside the drafter, with the same facts as JSON at its end."""

@@ -1,0 +1,81 @@
+"""One training run in several processes: each takes a part of every batch, all keep equal weights.
+
+    mlx.launch -n 2 dflash-mlx train run ...
+
+Rank 0 has the clock, evaluates, logs and saves; the others follow what it says. Knows nothing of drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ..errors import ConfigError
+
+
+class Ranks:
+    """The processes that `mlx.launch` started; alone, everything here gives back what it is given."""
+
+    def __init__(self) -> None:
+        self.group = mx.distributed.init()
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self._told: mx.array | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def check(self, batch: int, **numbers: int) -> None:
+        """Raises ConfigError if a batch cannot be shared out evenly, or if a number is not the same in all processes."""
+        if batch % self.size:
+            raise ConfigError(f"a batch of {batch} is no multiple of {self.size} processes", "Give --batch such a multiple")
+        for name, mine in numbers.items():
+            theirs = int(self.first(mx.array(mine)).item())
+            differ = mx.distributed.all_sum(mx.array(int(theirs != mine)), group=self.group).item()
+            if differ:
+                raise ConfigError(f"rank 0 has {theirs} {name}, rank {self.rank} {mine}", "Give every process the same files")
+
+    def part(self, rows: Any) -> Any:
+        """This process's rows of a batch [B, ...]."""
+        each = len(rows) // self.size
+        return rows[self.rank * each : (self.rank + 1) * each]
+
+    def first(self, tree: Any) -> Any:
+        """Rank 0's arrays, in all processes."""
+        if self.size == 1:
+            return tree
+        return tree_map(lambda a: mx.distributed.all_sum(a if self.leads else mx.zeros_like(a), group=self.group), _sorted(tree))
+
+    def said(self, values: Sequence[float]) -> Sequence[float]:
+        """Rank 0's numbers; of the call before where there are others, so that no step waits for them."""
+        if self.size == 1:
+            return values
+        told = self.first(mx.array(values, mx.float32))
+        mx.async_eval(told)
+        before, self._told = self._told, told
+        return (told if before is None else before).tolist()
+
+    def wait(self) -> None:
+        """Until every process is here: one that ends with a message under way takes the others along."""
+        mx.eval(self._told, mx.distributed.all_sum(mx.array(0), group=self.group))
+
+    def join(self, loss: mx.array, sums: dict[str, mx.array], gradients: dict) -> tuple[mx.array, dict[str, mx.array], dict]:
+        """Of all parts of a batch: the mean loss and its gradients, and the sums. A part counts by its sums["norm"], the number
+        that its loss was divided by."""
+        if self.size == 1:
+            return loss, sums, gradients
+        parts = tree_map(lambda a: a * sums["norm"], {"loss": loss, "gradients": gradients})
+        parts["sums"] = tree_map(lambda a: a.astype(mx.float32), sums)
+        mean = nn.average_gradients(_sorted(parts), self.group)
+        norm = mean["sums"]["norm"]
+        whole = tree_map(lambda a: a / norm, {name: mean[name] for name in ("loss", "gradients")})
+        return whole["loss"], tree_map(lambda a: a * self.size, mean["sums"]), whole["gradients"]
+
+
+def _sorted(tree: Any) -> Any:
+    """The same leaves in one order everywhere: MLX's own trees come in the order of a set, which differs by process."""
+    return tree if isinstance(tree, mx.array) else tree_unflatten(sorted(tree_flatten(tree)))

@@ -1,0 +1,63 @@
+"""Two processes of `mlx.launch`, each with half of every batch, train as one does."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LAUNCH = "from importlib.metadata import entry_points; next(iter(entry_points(name='mlx.launch'))).load()()"
+SETTINGS = {"steps": 20, "batch": 8, "anchors": 24, "max_len": 64, "ema": 0.98, "noise": 0.05, "lr": 4e-3}
+
+
+def trained(out, processes=1, stop_at=None, **settings):
+    """(what was printed, what each rank noted at its end): the launcher's own exit status is 0 whatever happens."""
+    worker = [sys.executable, str(SUPPORT / "ranks_worker.py"), str(out), json.dumps({**SETTINGS, **settings})]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-c", LAUNCH, "-n", str(processes), "--backend", "ring", "--starting-port", str(port), "--"]
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "STOP_AT": str(stop_at or "")}
+    done = subprocess.run([*(launch if processes > 1 else []), *worker], env=env, capture_output=True, text=True, timeout=300)
+    noted = [json.loads(path.read_text()) for path in sorted(Path(out).glob("rank-*.json"))]
+    return done.stdout + done.stderr, noted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "settings",
+    [{"loss": "dpace", "dflash2": True, "learn_from": "target", "tv": 0.5}, {"loss": "decay", "accumulate": 2, "batch": 4}],
+    ids=["dflash2", "dflash"],
+)
+def test_two_processes_train_as_one(settings, tmp_path):
+    _, (alone,) = trained(tmp_path / "one", **settings)
+    said, both = trained(tmp_path / "two", 2, **settings)
+    assert [b["step"] for b in both] == [20, 20], said
+    assert both[0]["weights"] == both[1]["weights"]
+    for one in both:
+        np.testing.assert_allclose(one["losses"], alone["losses"], atol=1e-4, rtol=0)
+    # One drafter, written once.
+    assert (tmp_path / "two/metrics.jsonl").read_text().count('"step": 20') == 1
+
+
+@pytest.mark.full
+def test_a_stopped_run_of_two_goes_on_from_what_rank_0_saved(tmp_path):
+    _, (alone,) = trained(tmp_path / "one")
+    said, noted = trained(tmp_path / "two", 2, stop_at=8)
+    assert not noted and "stopped at step 8" in said
+    said, both = trained(tmp_path / "two", 2)
+    assert "going on at step 8" in said and len(both) == 2, said
+    assert both[0]["weights"] == both[1]["weights"] and [len(b["losses"]) for b in both] == [12, 12]
+    np.testing.assert_allclose(both[1]["losses"], alone["losses"][8:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.full
+def test_a_batch_that_cannot_be_shared_out_ends_all_of_them(tmp_path):
+    said, noted = trained(tmp_path, 2, batch=7)
+    assert not noted and "a batch of 7 is no multiple of 2 processes" in said
