@@ -351,6 +351,7 @@ def train(
     trainer.ranks.check(config.batch, conversations=len(docs), ids=len(docs.ids))
     if trainer.ranks.leads:
         out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").touch()
         if (out / STATE).exists():
             trainer.restore(out)
             report(f"going on at step {trainer.step}")
