@@ -83,25 +83,25 @@ def chips() -> tuple[ledger_time.Chip, ...]:
 
 
 def host_parts(cell: dict[str, Any]) -> tuple[float, float, float]:
-    """The host's milliseconds of a round: until the draft is handed over, from there until the pass is, and committing."""
+    """The host's milliseconds: from a round's result until the next draft is handed over, for the rollback, and for the pass."""
     host = cell["host_ms"]
-    first, passed = host.get("draft", 0.0), host["verify"]
-    return first, passed - first, host["whole"] - host["verified"]
+    first, committed = host.get("draft", 0.0), host.get("committed", host["whole"])
+    return first + committed - host["verified"], host["whole"] - committed, host["verify"] - first
 
 
 def predicted_ms(cell: dict[str, Any], chip: ledger_time.Chip) -> float:
     """A round with the host's time of the record.
 
-    With drafts the device stands still while the host commits and drafts, and while it puts the pass together for longer than the
-    draft takes the device. A plain pass is enqueued before the last one is read: there the slower of the two counts.
+    With drafts the device stands still until it has the draft, and while the host takes longer for rollback and pass than it for
+    the draft. A plain pass is enqueued before the last one is read: there the slower of the two counts.
     """
     gpu = f"{chip.gpu.generation}{chip.gpu.size}"
     launches = ledger(cell["model"], cell["rows"], cell["context"], gpu).launches
-    device, (first, then, commit) = ledger_time.round_ms(launches, chip), host_parts(cell)
+    device, (first, rollback, then) = ledger_time.round_ms(launches, chip), host_parts(cell)
     if cell["rows"] == 1:
         return max(device, cell["host_ms"]["whole"])
     draft = ledger_time.round_ms([launch for launch in launches if launch.stage == "draft"], chip)
-    return device + first + max(then - draft, 0.0) + commit
+    return device + first + max(rollback + then - draft, 0.0)
 
 
 def tau(rows: int) -> float:
@@ -111,13 +111,13 @@ def tau(rows: int) -> float:
 def section(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     m3, m5, *_ = chips()
-    heads = "model|context|rows|launches (draft, verify, accept, commit)|of these wait|GB|10^9 multiply-adds"
-    heads += "|host ms: draft, pass, commit"
+    heads = "model|context|rows|launches (draft, verify, accept, rollback)|of these wait|GB|10^9 multiply-adds"
+    heads += "|host ms: draft, rollback, pass"
     heads += "".join(f"|{chip.name}: ms a round|ms a token" for chip in (m3, m5))
     lines = [f"| {heads.replace('|', ' | ')} |", "| --- | ---: | ---: | --- |" + " ---: |" * 8]
     for cell in record["cells"]:
         rows, stages = cell["rows"], cell["stages"]
-        each = ", ".join(str(stages.get(s, {}).get("launches", 0)) for s in ("draft", "verify", "accept", "commit"))
+        each = ", ".join(str(stages.get(s, {}).get("launches", 0)) for s in ("draft", "verify", "accept", "rollback"))
         total = {k: sum(of[k] for of in stages.values()) for k in ("launches", "waits", "bytes", "macs")}
         row = [cell["model"], f"{cell['context'] // 1024}k", rows, f"{total['launches']} ({each})", total["waits"]]
         row += [f"{total['bytes'] / 1e9:.1f}", f"{total['macs'] / 1e9:.0f}", ", ".join(f"{ms:.1f}" for ms in host_parts(cell))]

@@ -245,7 +245,7 @@ class Walk:
     def _round(
         self, arrays: list[mx.array], rows: int, accepted: int, pending: int, enter: Callable[[str], None]
     ) -> list[mx.array]:
-        """Propose, verify, and commit what `accepted` says; rows: of the target's pass, the anchor included.
+        """Propose, verify, commit what `accepted` says, and roll back; rows: of the target's pass, the anchor included.
 
         enter: told each stage as it begins. Returns: the drafted ids, [] at 1 row.
         """
@@ -262,6 +262,8 @@ class Walk:
             run.commit_row(output)
         else:
             run.commit(Kept(output, RoundResult([0] * (rows - 1), accepted, 0, lambda i: None)))
+            enter("rollback")
+            run.roll_back()
         return drafted
 
     def primitives(self, rows: int, accepted: int, pending: int) -> Round:
@@ -329,19 +331,19 @@ class Walk:
     def host_seconds(self, rows: int, accepted: int, pending: int, repeats: int = 5) -> dict[str, float]:
         """Thread CPU seconds of building a round, median: whole, and until each stage had first handed something over.
 
-        "verified": until the pass was enqueued. The graph is not evaluated; the recurrent kernel and each call of `mx.fast` are
-        one node.
+        "verified": until the pass was enqueued; "committed": until only the rollback is left, which the loop does behind the next
+        draft. The graph is not evaluated; the recurrent kernel and each call of `mx.fast` are one node.
         """
         runs = [self._timed(rows, accepted, pending) for _ in range(repeats)]
         return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
     def _timed(self, rows: int, accepted: int, pending: int) -> dict[str, float]:
-        caches, stage, at = self.inputs(pending), [], {}
+        caches, stage, at, ends = self.inputs(pending), [], {}, {"commit": "verified", "rollback": "committed"}
 
         def enter(name: str) -> None:
             stage.append(name)
-            if name == "commit":
-                at["verified"] = time.thread_time() - began
+            if name in ends:
+                at[ends[name]] = time.thread_time() - began
 
         with as_on_metal(lambda *_: at.setdefault(stage[-1], time.thread_time() - began)), _one_node_each():
             began = time.thread_time()

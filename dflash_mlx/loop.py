@@ -44,12 +44,11 @@ def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
         propose   fill a block behind the anchor with drafts; none where plain decoding is faster
         verify    one target pass over the block
         accept    wait for the pass: the drafts that the target agrees with, and one token of its own, the bonus
-        commit    keep these rows, roll the rest back
+        commit    keep these rows; the rest is rolled back behind the next draft
         emit      hand out the tokens; the bonus is the next anchor
 
     A round waits for the device once, or twice where the drafter's confidence decides how many drafts are verified.
-    However this ends (EOS seen by the caller, closed generator, Ctrl-C, an error), `settle` leaves both caches at exactly the
-    tokens that were yielded.
+    However it ends (EOS, closed generator, Ctrl-C, error), `settle` leaves both caches at exactly the tokens that were yielded.
     """
     try:
         anchor = run.prefill(prompt)
@@ -205,7 +204,8 @@ class Run:
         with mx.stream(self.stream):
             if n and self._proposer is self.blocks:
                 draft = self.blocks.propose(_row(anchor), block - 1, n)
-                draft.width = n
+                # The draft does not need it, and the device is at work on that.
+                began += self.roll_back()
                 self._cut_by_confidence(draft, began)
             else:
                 draft = self._proposer.propose(_row(anchor), block - 1) if n else Draft([])
@@ -231,8 +231,9 @@ class Run:
 
     def verify(self, anchor: int | mx.array, draft: Draft, lookahead: bool = False) -> PendingPass:
         """Enqueue the target's pass over the block [anchor, drafts...] and the accepting of its drafts."""
-        began = time.perf_counter()
         with mx.stream(self.stream):
+            self.roll_back()
+            began = time.perf_counter()
             if self.quantization and self.rows > self._begun:
                 # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
                 self.quantization.apply(self.cache)
@@ -293,21 +294,27 @@ class Run:
         self.rows += 1
 
     def commit(self, kept: Kept) -> None:
-        """Keep the anchor and the accepted drafts; roll the target's cache back to them."""
-        began, output = time.perf_counter(), kept.output
+        """Keep the anchor and the accepted drafts. Unless that is all of the pass, `roll_back` takes the others back later."""
+        output, n = kept.output, kept.result.accepted + 1
         with mx.stream(self.stream):
-            features = output.features[:, : kept.result.accepted + 1]
-            rows = self.rows + kept.result.accepted + 1
+            features, rows = output.features[:, :n], self.rows + n
             if output.draft.by_drafter:
-                context = Context(self.rows, FeatureRows(features), output.sliding)
-                self.rows, self.blocks.context = rows, context
+                self.rows, self.blocks.context = rows, Context(self.rows, FeatureRows(features), output.sliding)
             else:
                 # The drafter was not asked: these rows wait for it with those before them.
                 self.blocks.context.pending.append(features)
                 self.rows = rows
+            _evaluate(self._lazy if n > output.draft.width else [], features)
+
+    def roll_back(self) -> float:
+        """Take back what the last pass holds beyond the rows that are kept. Returns: the seconds it took."""
+        began = time.perf_counter()
+        if self.rows < self.point.length + self.point.rows:
             rollback(self.cache.target, self.point, self.rows)
-            _evaluate(self._lazy, features)
-        self.stats.seconds["rollback"] += time.perf_counter() - began
+            self.point.ended(self.rows - self.point.length)
+            _evaluate(self._lazy)
+        self.stats.seconds["rollback"] += (took := time.perf_counter() - began)
+        return took
 
     def emit(self, kept: Kept) -> Iterator[Step]:
         """Count a round and hand out its tokens."""
@@ -378,9 +385,7 @@ class Run:
 
 def _evaluate(entries: list[Any], *arrays: mx.array) -> None:
     """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
-    held = [entry.cache if type(entry) is ArraysCache else (entry.keys, entry.values) for entry in entries]
-    if held or arrays:
-        mx.async_eval(held, *arrays)
+    mx.async_eval([entry.cache if type(entry) is ArraysCache else (entry.keys, entry.values) for entry in entries], *arrays)
 
 
 def _row(anchor: int | mx.array) -> mx.array:

@@ -145,13 +145,12 @@ class BlockProposer:
         self.context = Context(rows - pending, FeatureRows(features), self.sliding())
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """[1] anchor to the drafts of a block of n that are needed where `width` are verified. The device is at work on them, and
-        the cache holds the rows that were pending."""
+        """[1] anchor to those of n drafts that `width` verified ones need, enqueued. The cache holds what was pending."""
         features, needed = self.context.pending.joined(), self._policy.drafts_needed(width)
         drafted, sure = self._sampler.draft(self.drafter, anchor, features, self.cache, self.context.rows, n + 1, needed)
-        draft = Draft(drafted, sure if self._policy.wants_confidence else None, source=self.source)
+        draft = Draft(drafted, sure if self._policy.wants_confidence else None, self.source, width)
         # Before the host puts the target's pass together: of a large model that takes it as long as the draft takes the device.
-        mx.async_eval(draft.row, *([] if draft.confidence is None else [draft.confidence]))
+        mx.async_eval(draft.row, draft.confidence)
         return draft
 
     def inject(self, *features: mx.array) -> None:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from kit import greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
 
+from dflash_mlx import loop
 from dflash_mlx.draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.models.target import Target
@@ -188,4 +189,32 @@ def test_the_draft_is_handed_over_before_the_targets_pass_is_put_together(tiny, 
     monkeypatch.setattr(type(drafter), "slots", drafting)
     run(model, drafter, PROMPT, 20, block_size=5)
     drafts = [i for i, what in enumerate(order) if what == "draft"]
-    assert len(drafts) > 5 and {tuple(order[i : i + 3]) for i in drafts} == {("draft", "handed", "pass of 5")}
+    assert len(drafts) > 5 and {tuple(order[i : i + 2]) for i in drafts} == {("draft", "handed")}
+    assert order.count("pass of 5") == len(drafts)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_the_rollback_is_put_together_behind_the_draft_and_before_a_wait_for_it(tiny, monkeypatch, cuts):
+    model, line, drafter = tiny
+    order, hand_over, undo, read, slots = [], mx.async_eval, loop.rollback, Draft.read, type(drafter).slots
+
+    class Cutting(FixedDraftLength):
+        wants_confidence = cuts_by_confidence = cuts
+
+        def confidence_cut(self, confidence):
+            return 4
+
+    def noting(what, function):
+        return lambda *args: order.append(what) or function(*args)
+
+    monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: Cutting(4))
+    monkeypatch.setattr(mx, "async_eval", noting("handed", hand_over))
+    monkeypatch.setattr(loop, "rollback", noting("rollback", undo))
+    monkeypatch.setattr(Draft, "read", noting("read", read))
+    monkeypatch.setattr(type(drafter), "slots", noting("draft", slots))
+    got = run(model, drafter, PROMPT, 20, block_size=None, prompt_lookup=False)
+    assert ids_of(got) == line[:20]
+    # The first round has nothing to roll back, and the second waits for its draft in any case.
+    drafts = [i for i, what in enumerate(order) if what == "draft"][2:-1]
+    found = {tuple(what for what in order[i : i + 5] if what != "handed") for i in drafts}
+    assert len(drafts) > 5 and found == {("draft", "rollback", "read") if cuts else ("draft", "rollback")}
