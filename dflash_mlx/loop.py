@@ -90,10 +90,9 @@ def plain_rounds(run: Run, output: PendingPass) -> Iterator[Step]:
 class PendingPass:
     """A target pass over the anchor and `draft.width` drafts that is enqueued and not read yet.
 
-    anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it.
+    anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it; seconds: spent so far.
     features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the result.
     sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: kernels or the accelerator ran in it.
-    seconds: spent on drafting, enqueuing and waiting so far.
     """
 
     anchor: mx.array
@@ -204,7 +203,6 @@ class Run:
         with mx.stream(self.stream):
             if n and self._proposer is self.blocks:
                 draft = self.blocks.propose(_row(anchor), block - 1, n)
-                # The draft does not need it, and the device is at work on that.
                 began += self.roll_back()
                 self._cut_by_confidence(draft, began)
             else:
@@ -307,7 +305,7 @@ class Run:
             _evaluate(self._lazy if n > output.draft.width else [], features)
 
     def roll_back(self) -> float:
-        """Take back what the last pass holds beyond the rows that are kept. Returns: the seconds it took."""
+        """Take back what the last pass holds beyond the kept rows: behind the next draft, which needs none. Returns: seconds."""
         began = time.perf_counter()
         if self.rows < self.point.length + self.point.rows:
             rollback(self.cache.target, self.point, self.rows)
