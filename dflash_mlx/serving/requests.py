@@ -221,11 +221,10 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
+    given = body.get("prompt")
+    prompt = given[0] if isinstance(given, list) and len(given) == 1 else given
     if not isinstance(prompt, str):
-        raise RequestError(f"prompt is {shown(prompt)}; it must be one text", "Send one request for each prompt")
+        raise RequestError(f"prompt is {shown(given)}; it must be one text", "Send one request for each prompt")
     return prompt
 
 
@@ -252,10 +251,10 @@ def _max_tokens(body: Mapping[str, Any], options: Options) -> int:
 
 
 def _stop(body: Mapping[str, Any]) -> list[str]:
-    stop = body.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
+    given = body.get("stop", [])
+    stop = [given] if isinstance(given, str) else given
     if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
-        raise RequestError(f"stop is {shown(stop)}; it must be a text or a list of texts, none of them empty")
+        raise RequestError(f"stop is {shown(given)}; it must be a text or a list of texts, none of them empty")
     # They are looked for behind every token.
     if len(stop) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in stop):
         found = f"stop has {len(stop)} texts, the longest of {max(map(len, stop))} letters"

@@ -24,7 +24,7 @@ from dflash_mlx.sampling import SamplingSettings
         ({"tool_choice": "required"}, 400, "this server cannot force calls"),
         ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),
         ({"temprature": 1}, 400, "the field 'temprature' is unknown to this server. Leave it out."),
-        ({"stop": ""}, 400, "none of them empty"),
+        ({"stop": ""}, 400, 'stop is ""; it must be a text or a list of texts, none of them empty'),
         ({"stop": [1]}, 400, "stop is [1]; it must be a text"),
         ({"stop": ["x"] * 65}, 400, "stop has 65 texts, the longest of 1 letters; at most 64 texts"),
         ({"stop": "x" * 1001}, 400, "stop has 1 texts, the longest of 1001 letters"),
@@ -98,9 +98,10 @@ def test_the_openai_client_sees_its_own_error_classes(served):
 
 
 def test_a_text_completion_of_many_prompts_or_none_is_refused(served):
-    for prompt in (["a", "b"], [1, 2], None, ""):
+    for prompt in (["a", "b"], [1, 2], [7], None, ""):
         status, body = served.post("/v1/completions", {"prompt": prompt})
-        assert status == 400 and "it must" in json.loads(body)["error"]["message"]
+        said = f"prompt is {json.dumps(prompt)}; it must" if prompt != "" else "the prompt is empty; it must"
+        assert status == 400 and json.loads(body)["error"]["message"].startswith(said)
 
 
 @pytest.mark.parametrize(
