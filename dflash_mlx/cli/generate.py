@@ -310,7 +310,11 @@ def _shown(asked: SimpleNamespace, tokenizer: Any, stdout: Any) -> Any:
     console = Console(file=stdout, highlight=False)
     if not asked.show_drafts:
         return _Answer(console)
-    Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty()).print(legend(console))
+    notes = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    with notes.capture() as drawn:
+        notes.print(legend(console))
+    # Not by the console itself: it would write into the live line.
+    print(drawn.get(), end="", file=sys.stderr, flush=True)
     return DraftMarks(tokenizer, console)
 
 
