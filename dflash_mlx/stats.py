@@ -128,7 +128,7 @@ class GenerationStats:
 
 
 def figures_of(response: Any) -> str:
-    """The lines that mlx-lm prints after a verbose answer, and tau where there is one."""
+    """The lines that mlx-lm prints after a verbose answer, and what drafting did where there was any."""
     lines = [
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec",
@@ -136,5 +136,5 @@ def figures_of(response: Any) -> str:
     ]
     stats = response.stats
     if stats is not None and stats.tau is not None:
-        lines.append(f"Acceptance: tau {stats.tau:.3f} (mean of accepted + 1 over {stats.n_drafting} rounds)")
+        lines.append(f"Drafting: {(response.generation_tokens - 1) / stats.n_rounds:.3f} tokens a round")
     return "\n".join(lines)

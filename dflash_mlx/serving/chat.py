@@ -115,7 +115,7 @@ class Chat:
                     # While the answer is read.
                     try_after_answer()
                     if (drafter := self.conversation.pair.drafter) is not None:
-                        drafter.pair.finish_measuring(limit_s=2.0)
+                        drafter.pair.finish_measuring(limit_s=1.0)
             except KeyboardInterrupt:
                 self.note("Interrupted.")
             except BrokenPipeError:

@@ -1,8 +1,10 @@
 import json
+from types import SimpleNamespace
 
 import pytest
+from screen import private_words
 
-from dflash_mlx.stats import GenerationStats, Round
+from dflash_mlx.stats import GenerationStats, Round, figures_of
 
 
 def make_stats(*rounds, **options):
@@ -76,3 +78,12 @@ def test_rounds_and_accepted_drafts_are_counted_by_source():
     stats.add_round([7, 7, 7, 7], 2, 1, 3, "prompt_lookup")
     assert stats.sources == {"drafter": {"rounds": 3, "accepted": 5}, "prompt_lookup": {"rounds": 2, "accepted": 5}}
     assert stats.looked_up == {3: 2} and stats.widths[3] == 2 and stats.n_drafting == 5
+
+
+def test_a_verbose_answer_says_what_drafting_did_in_no_word_of_ours():
+    stats = GenerationStats(8)
+    stats.add_round([1, 2], 2, 3, 2, "drafter")
+    stats.add_round([], 0, 4, 0, "plain")
+    figures = {"prompt_tokens": 3, "prompt_tps": 1.0, "generation_tokens": 5, "generation_tps": 2.0, "peak_memory": 0.1}
+    said = figures_of(SimpleNamespace(stats=stats, **figures))
+    assert said.splitlines()[-1] == "Drafting: 2.000 tokens a round" and not private_words(said)
