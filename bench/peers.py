@@ -2,7 +2,7 @@
 
     python bench/peers.py --envs DIR --pair tiny --z-lab CHECKOUT --out bench/results/peers-tiny.json
         [--sides mlx-lm ours mlx-dspark] [--small-draft DIR] [--kinds chat,code] [--max-tokens 64] [--trials 3]
-        [--max-seconds 600] [--before CHECKOUT]
+        [--max-seconds 600] [--before CHECKOUT] [--dense]
 
 Sides: mlx-lm (plain decoding), ours (default settings), z-lab (the authors' MLX code; give a checkout of z-lab/dflash),
 mlx-dspark, dflash-mlx-0.1.8 (both from the package index), mlx-lm-draft (mlx-lm's speculative decoding; its small model is
@@ -70,13 +70,14 @@ def machine_dtype() -> str:
     return "float32" if mx.default_device() == mx.cpu else "bfloat16"
 
 
-def written_target(name: str, source: str, folder: Path) -> str:
-    """A target as a directory in the number type of this machine (quantized matrices stay as they are), made once."""
+def written_target(name: str, source: str, folder: Path, dense: bool = False) -> str:
+    """A target as a directory in the number type of this machine, made once; quantized matrices stay as they are unless dense."""
     from dflash_mlx.conversion import convert
 
-    done = folder / f"{name}-target-{machine_dtype()}"
+    done = folder / f"{name}-target-{'dense-' * dense}{machine_dtype()}"
     if not (done / "config.json").exists():
-        convert(source, str(done), dtype=machine_dtype())
+        is_quantized = "quantization" in inspect_checkpoint(source).config
+        convert(source, str(done), dtype=machine_dtype(), dequantize=dense and is_quantized)
     return str(done)
 
 
@@ -246,7 +247,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.envs.mkdir(parents=True, exist_ok=True)
     models = args.envs / "models"
     name, drafter = Path(args.pair).name, args.draft_model or str(builtin_path(args.pair, "drafter"))
-    target = written_target(name, str(builtin_path(args.pair, "target") or args.pair), models)
+    target = written_target(name, str(builtin_path(args.pair, "target") or args.pair), models, args.dense)
     paths = {"target": target, "drafter": written_drafter(name, drafter, models)}
     model, tokenizer = load(target)
     layers = len(model.layers)
@@ -262,7 +263,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts = bench.Bench(model, tokenizer, None, plan)
     record = {
         "what": "bench/peers.py",
-        "pair": args.pair,
+        "pair": args.pair + ", dense" * args.dense,
         "drafter_sha256": inspect_checkpoint(drafter).digest(),
         "machine": bench.machine(),
         "versions": {},
@@ -288,9 +289,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return None
 
     try:
-        warm = prompts.ids(prompts.cells[0], 0)
+        warm, sides = prompts.ids(prompts.cells[0], 0), []
         # Loads a side, then warms it up; one that cannot is not asked again.
-        sides = [side for side in wanted if ask(side, warm, args.max_tokens) and ask(side, warm, args.max_tokens)]
+        for side in wanted:
+            if ask(side, warm, args.max_tokens) and ask(side, warm, args.max_tokens):
+                sides.append(side)
+                print(f"{side} is warm after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         for trial in range(args.trials):
             for cell in prompts.cells:
                 if args.max_seconds and time.perf_counter() - began > args.max_seconds:
@@ -310,6 +314,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                             | {"decode_tps": (len(a["ids"]) - 1) / a["decode_s"], "equal": equal}
                             | {"said": digest(said(a["ids"], eos, args.max_tokens))}
                         )
+                if args.out:
+                    bench.write_record(record, args.out)
         record["ended"] = "complete"
     except KeyboardInterrupt:
         record["ended"] = "interrupted"
@@ -330,6 +336,7 @@ def main() -> None:
     p.add_argument("--z-lab", type=Path, help="checkout of github.com/z-lab/dflash; without it that side is left out")
     p.add_argument("--before", type=Path, help="an older checkout of this project; without it that side is left out")
     p.add_argument("--small-draft", help="directory of a small model with the target's tokenizer, for mlx-lm-draft")
+    p.add_argument("--dense", action="store_true", help="write quantized matrices out: on CUDA theirs take minutes to compile")
     p.add_argument("--kinds")
     p.add_argument("--max-tokens", type=int, default=64)
     p.add_argument("--trials", type=int, default=3)
