@@ -203,13 +203,13 @@ def bench(
         b = _bench_module()
         if compare:
             _refuse_beside_compare(asked)
-            print(b.compare(*(b.read_record(path) for path in compare)), file=stdout)
+            print(wrapped(b.compare(*(b.read_record(path) for path in compare)), stdout), file=stdout)
             return
         _check_bench(asked)
         if plot:
             b.check_plot()
         record = _bench(asked, b)
-        print(json.dumps(record) if as_json else b.table(record), file=stdout)
+        print(json.dumps(record) if as_json else wrapped(b.table(record), stdout), file=stdout)
         _draw(record, plot, html, b)
     if record["ended"] == "interrupted":
         raise SystemExit(130)

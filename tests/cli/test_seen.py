@@ -212,7 +212,7 @@ def quiet(command, columns, **more):
 
 @pytest.mark.full
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_converting_and_training_are_not_silent_nor_over_the_width(columns, tmp_path):
+def test_converting_training_and_bench_are_not_silent_nor_over_the_width(columns, tmp_path):
     for command in (
         ["convert", "--hf-path", "tiny", "--mlx-path", "m", "-q"],
         [
