@@ -77,18 +77,17 @@ def _names(message: str) -> Iterator[tuple[str, bool]]:
     for quoted, word in _NAMED.findall(message):
         # "see @notes.txt." names notes.txt.
         names = [quoted] if quoted else [word, word.rstrip(".,;:!?)]}'")]
-        found = [
-            name for name in names if os.path.isfile(path := os.path.expanduser(name)) or "/" in name and os.path.exists(path)
-        ]
+        found = [name for name in names if _leads_somewhere(name)]
         name = (found or names)[0]
         if name not in seen:
             seen.add(name)
             yield name, bool(found)
 
 
-def _leads_somewhere(path: str) -> bool:
+def _leads_somewhere(name: str) -> bool:
+    path = os.path.expanduser(name)
     # A word that is also a folder's name is only a word.
-    return os.path.isfile(path) or "/" in path and os.path.exists(path)
+    return os.path.isfile(path) or "/" in name and os.path.exists(path)
 
 
 def named_files(message: str) -> list[str]:
