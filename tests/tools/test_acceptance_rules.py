@@ -27,13 +27,13 @@ class Known(Oracle):
 
     def learn(self, line, model):
         logits = model(mx.array([line]))
-        self._head = lambda rows: logits[:, rows]
+        self._head = lambda rows: logits[:, rows[0]]
         return super().learn(line, model)
 
     def slots(self, anchor, features, cache, start, block_size):
         self.inject(features, cache, start)
         at = start + features.shape[1]
-        return mx.arange(at, at + block_size - 1)
+        return mx.arange(at, at + block_size - 1)[None]  # [1, N]: places in the line, in the place of rows
 
     draft, draft_with_confidence = Drafter.draft, Drafter.draft_with_confidence
 
