@@ -111,6 +111,17 @@ def _check_run(asked: SimpleNamespace) -> None:
             raise refuse(flag(name), "it has no effect with --init, whose drafter keeps its shape")
 
 
+def _settings(asked: SimpleNamespace) -> dict[str, Any]:
+    """What of a run goes into its `TrainConfig`."""
+    same = ("steps", "batch", "anchors", "accumulate", "max_len", "lr", "loss", "seed", "patience")
+    return {name: getattr(asked, name) for name in same} | {
+        "seconds": asked.minutes * 60 if asked.minutes else None,
+        "learn_from": asked.learn_from.value,
+        "tv": asked.tv or 0.0,
+        "predecessor": (asked.predecessor or Predecessor.text).value,
+    }
+
+
 def _drafter_to_train(
     target: Any, tokenizer: Any, docs: Any, asked: SimpleNamespace, taps: list[int] | None
 ) -> tuple[str | None, dict[str, Any]]:
@@ -243,11 +254,7 @@ def train_run(
         docs = load_docs(*data)
         held_out = _held_out(data)
         init, raw = _drafter_to_train(target, tokenizer, docs, asked, chosen)
-        config = TrainConfig(
-            steps=steps, seconds=minutes * 60 if minutes else None, batch=batch, anchors=anchors, accumulate=accumulate,
-            max_len=max_len, lr=lr, loss=loss, seed=seed, learn_from=learn_from.value, tv=tv or 0.0,
-            predecessor=(predecessor or Predecessor.text).value, patience=patience,
-        )  # fmt: skip
+        config = TrainConfig(**_settings(asked))
         pause_s = pause_minutes * 60 if pause_minutes else None
         try:
             source = Source(model, _digest(model), tuple(data))
