@@ -197,6 +197,9 @@ PredecessorOption = Annotated[
 ]
 
 
+PlotPage = Annotated[str | None, option(OUTPUT, help="Write a page with the curves of loss and tau here; it needs nothing else.")]
+
+
 @train_app.command("run", cls=NamingWhatIsMissing, epilog=_EXAMPLES["run"])
 def train_run(
     model: Target,
@@ -231,9 +234,7 @@ def train_run(
     patience: Annotated[int, option(TRAINING, min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
     pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,
-    plot: Annotated[
-        str | None, option(OUTPUT, help="Write a page with the curves of loss and tau here; it needs nothing else.")
-    ] = None,
+    plot: PlotPage = None,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -245,7 +246,6 @@ def train_run(
     _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout(), live(f"Loading {model}"):
-        from ..train.curves import write_curves
         from ..train.data import load_docs
         from ..train.ranks import Ranks
         from ..train.trainer import Source, TrainConfig, train
@@ -263,10 +263,18 @@ def train_run(
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         finally:
-            if plot and Ranks().leads:
-                write_curves(out, plot)
+            _draw(out, plot)
     if Ranks().leads:
         say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
+
+
+def _draw(out: str, plot: str | None) -> None:
+    """The page of --plot, of what a run has written so far."""
+    from ..train.curves import write_curves
+    from ..train.ranks import Ranks
+
+    if plot and Ranks().leads:
+        write_curves(out, plot)
 
 
 @train_app.command("eval", cls=NamingWhatIsMissing, epilog=_EXAMPLES["eval"])
