@@ -148,6 +148,20 @@ def make_pair_cache(model: nn.Module, drafter: Drafter, max_kv_size: int | None)
     return PairCache.make(entries, drafter.make_cache())
 
 
+def adopt_cache(model: nn.Module, drafter: Drafter, entries: list[Any]) -> list[Any]:
+    """A prompt cache that mlx-lm filled without a drafter, for both: drafting starts from what follows.
+
+    Raises:
+      CacheError: it is not of this target, or of a kind that cannot be rolled back or does not say how long it is.
+    """
+    if (wanted := len(make_target_cache(model))) != len(entries):
+        raise CacheError(
+            f"the prompt cache has {len(entries)} entries; {family(model)} needs {wanted}", "Make it with this model"
+        )
+    check_rollback(entries, family(model))
+    return PairCache.adopt(entries, drafter.make_cache())
+
+
 def check_window(model: nn.Module, max_kv_size: int | None) -> None:
     """Refuse a window for a target that makes its own caches: mlx-lm would ignore it.
 

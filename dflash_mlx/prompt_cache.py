@@ -22,6 +22,7 @@ from .errors import CacheError, GenerationError
 from .rollback import cut_entries, leaves
 
 # First number of the layout row: tells our ArraysCache from a recurrent layer's.
+UNKNOWN = -1
 _MAGIC, _VERSION = 0x0DF1A54, 2
 # In the place of the rows while a stream writes to the list: entries are ahead of what is stored then, some by a pass that may be
 # rolled back. mlx-lm's classes have no hook that could end the stream first where the list is copied or saved.
@@ -90,7 +91,8 @@ def _end_stream(entry: Any) -> None:
 class PairCache:
     """A view of the flat list: which entries are the target's, which the drafter's, and what is pending.
 
-    `ids`: every committed token. The target holds the first `rows` of them; the last may still be missing (the anchor).
+    `ids`: every committed token, `UNKNOWN` where mlx-lm filled the cache. The target holds the first `rows` of them; the last may
+    still be missing (the anchor).
     `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
     """
 
@@ -150,6 +152,23 @@ class PairCache:
         cls(entries, len(target), [], 0, None).write()
         return entries
 
+    @classmethod
+    def adopt(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
+        """The flat list for target entries that mlx-lm filled alone, and empty drafter caches: drafting starts from what follows.
+
+        Its ids are not known: -1 stands for each.
+
+        Raises:
+          CacheError: no entry says how many rows there are, or they do not agree.
+        """
+        held = {e.offset for e in leaves(target) if type(e) is not ArraysCache and e.offset}
+        if len(held) != 1:
+            found = f"entries of {sorted(held)} rows" if held else "no entry that says how many rows it holds"
+            raise CacheError(f"the prompt cache has {found}, so a drafter cannot go on with it", "Run without a drafter")
+        rows, entries = held.pop(), [*target, *drafter, ArraysCache(3)]
+        cls(entries, len(target), [UNKNOWN] * rows, rows, None).write()
+        return entries
+
     def open(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Note who writes to this list from now on. Whoever reads the list next ends it there."""
         _streams[self.entries[-1]] = weakref.ref(steps)
@@ -199,8 +218,11 @@ def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
     num_tokens = min(num_tokens, len(pair.ids))
     length = len(pair.ids) - num_tokens
     held = pair.rows - pair.pending
-    if not cut_entries([*pair.target, *pair.drafter], length):
+    # Rows that the drafter never saw (`adopt`).
+    begin = held - pair.drafter[0].offset
+    if not cut_entries(pair.target, length):
         return 0
+    cut_entries(pair.drafter, max(length - begin, 0))
     pair.ids, pair.rows = pair.ids[:length], min(pair.rows, length)
     # What is left of the pending rows starts where the drafter's cache ends.
     left = max(min(length, held + pair.pending) - held, 0)

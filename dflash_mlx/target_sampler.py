@@ -59,7 +59,7 @@ class TargetSampler:
     ):
         self.sampler, self.processors, self.history = sampler, processors, History(prompt)
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
-        self._noise = KeyedNoise(self.seed)
+        self._noise, self.begin = KeyedNoise(self.seed), 0  # where the drafter's positions begin
 
     def _choose(self, rows: mx.array, position: int) -> mx.array:
         """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
@@ -74,7 +74,7 @@ class TargetSampler:
         noise = ()
         if isinstance(self.sampler, Distribution):
             # The last row is the bonus token's.
-            rows = self._noise.rows(start + features.shape[1] + 1, block_size, drafter.pair.target.vocabulary)
+            rows = self._noise.rows(self.begin + start + features.shape[1] + 1, block_size, drafter.pair.target.vocabulary)
             noise = (self.sampler.draw, rows[None, :-1][:, :n])
         return drafter.draft_with_confidence(anchor, features, cache, start, block_size, *noise, n=n)
 

@@ -46,6 +46,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
+        # Of a prompt cache that mlx-lm filled not all ids are known.
+        prompt = [token for token in prompt if token >= 0]
         # A new one at each access.
         mlx_lms = getattr(tokenizer, "detokenizer", None)
         cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))

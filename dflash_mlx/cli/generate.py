@@ -34,6 +34,7 @@ from .options import (
     MaxTokens,
     Model,
     PrefillStepSize,
+    PromptCacheFile,
     QuantizedKvStart,
     Revision,
     System,
@@ -51,6 +52,7 @@ from .options import (
     template_args,
 )
 from .output import only_ours_on_stdout, say
+from .prompt_file import encode_query, read_prompt_file
 
 Prompt = Annotated[
     str | None,
@@ -110,6 +112,7 @@ def generate(
     kv_bits: KvBits = None,
     kv_group_size: KvGroupSize = None,
     quantized_kv_start: QuantizedKvStart = None,
+    prompt_cache_file: PromptCacheFile = None,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
     as_json: AsJson = False,
@@ -125,6 +128,9 @@ def generate(
 
         settings = SamplingSettings(**sampling)
         notes = refuse_without_effect(settings, sampling)
+        asked.held = read_prompt_file(prompt_cache_file) if prompt_cache_file is not None else None
+        if asked.held:
+            model = asked.held.check(model, kv_bits)
         if asked.prompt is None:
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
@@ -169,6 +175,9 @@ def _check_usage(asked: SimpleNamespace) -> None:
     if asked.thinking is not None and "enable_thinking" in asked.template_args:
         raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
     refuse_lonely_kv_options(asked.kv_bits, kv_group_size=asked.kv_group_size, quantized_kv_start=asked.quantized_kv_start)
+    for name in ("system", "max_kv_size"):
+        if asked.prompt_cache_file is not None and getattr(asked, name) is not None:
+            raise refuse(flag(name), "it has no effect with --prompt-cache-file: that was settled when the file was made")
     if asked.prefill_response == "":
         raise refuse("--prefill-response", "it is empty; give some text")
     if asked.stop and "" in asked.stop:
@@ -213,8 +222,18 @@ def _run(asked: SimpleNamespace, tokenizer: Any) -> Any:
     from ..memory import RunSize
 
     answer = inputs.CONTEXT if asked.max_tokens == -1 else asked.max_tokens
-    tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer
+    tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer + (asked.held.rows if asked.held else 0)
     return RunSize(tokens, asked.max_kv_size, asked.kv_bits, asked.kv_group_size, asked.quantized_kv_start)
+
+
+def _prompt_ids(asked: SimpleNamespace, tokenizer: Any) -> list[int] | str:
+    """What is to be read: all of the prompt, or what follows the beginning that a file holds."""
+    if asked.held:
+        extra = {} if asked.thinking is None else {"enable_thinking": asked.thinking}
+        return encode_query(tokenizer, asked.prompt, asked.raw, {**extra, **asked.template_args}, asked.prefill_response)
+    return inputs.encode_prompt(
+        tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking, asked.template_args, asked.prefill_response
+    )
 
 
 def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, Any, Any, Any], stdout: Any) -> dict[str, Any]:
@@ -229,9 +248,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     block_size = asked.block_size
     if draft and block_size and block_size > draft.config.block_size:
         say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
-    prompt = inputs.encode_prompt(
-        tokenizer, asked.prompt, asked.system, asked.raw, asked.thinking, asked.template_args, asked.prefill_response
-    )
+    prompt, cache = _prompt_ids(asked, tokenizer), asked.held.open(lm, draft) if asked.held else None
     # Text that no chat template has rendered, or an answer that has begun, is continued: a leading blank stays.
     ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str) and asked.prefill_response is None
     if asked.prompt_lookup is False and (draft is None or block_size):
@@ -262,6 +279,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             seed=seed,
             sampler=sampler,
             logits_processors=processors,
+            prompt_cache=cache,
             prefill_step_size=asked.prefill_step_size,
             max_kv_size=asked.max_kv_size,
             kv_bits=asked.kv_bits,

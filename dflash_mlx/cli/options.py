@@ -94,6 +94,10 @@ QuantizedKvStart = Annotated[
     int | None,
     option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
 ]
+PromptCacheFile = Annotated[
+    str | None,
+    option(MEMORY, help="What mlx_lm.cache_prompt made of a beginning: the prompt goes on behind it, and it is not read again."),
+]
 MaxTokens = Annotated[
     int | None,
     option(OUTPUT, "--max-tokens", "-m", help="Most tokens of one answer; -1: no limit."),

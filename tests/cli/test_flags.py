@@ -7,9 +7,11 @@ stand-ins that write down what they were given; what is compared is that, the ou
 import re
 from types import FunctionType, SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from kit import with_template
+from mlx_lm.models import cache as mlx_lm_cache
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -109,6 +111,7 @@ VALUES = {
         "--no-copy": [],
         **KV,
         "--prefill-response": ["Sure"],
+        "--prompt-cache-file": ["CACHE.safetensors"],
         "--raw": [],
         "--ignore-chat-template": [],
         "--show-drafts": [],
@@ -202,6 +205,9 @@ def outcome(monkeypatch, tmp_path, pair):
     model, plain, drafter = pair
     calls = []
     (tmp_path / "FILE").write_text("def f():\n")
+    filled = mlx_lm_cache.make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=filled)
+    mlx_lm_cache.save_prompt_cache(str(tmp_path / "CACHE.safetensors"), filled, {"model": "M"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "auto")
