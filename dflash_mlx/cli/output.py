@@ -105,8 +105,7 @@ def _details(result: dict[str, Any]) -> list[str]:
         drafted = count(len(lengths), "round")
         lines.append(f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {drafted}; accepted: rounds {counts})")
         if (copied := result["sources"]["prompt_lookup"])["rounds"]:
-            rounds = count(copied["rounds"], "round")
-            lines.append(f"Copied from the text: {count(copied['accepted'], 'token')} in {rounds} of them.")
+            lines.append(f"Copied from the text: {count(copied['accepted'], 'token')} in {copied['rounds']} of these rounds.")
     elif result["widths"]:
         lines.append("Acceptance: no draft was verified, so there is no tau; each token took a pass of its own.")
     if result["width_reason"]:

@@ -93,7 +93,7 @@ def test_where_cuts_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
 def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
     asked, without, default = (
         run("generate", *TINY, "--raw", "--json", "-m", "120", "-p", "import os\n", "--block-size", "8", *extra)
-        for extra in (["--prompt-lookup"], ["--no-prompt-lookup"], [])
+        for extra in (["--prompt-lookup", "--stats"], ["--no-prompt-lookup"], [])
     )
     got, plain = json.loads(asked.stdout), json.loads(default.stdout)
     copied = [r for r in got["rounds"] if r["source"] == "prompt_lookup"]

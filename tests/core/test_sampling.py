@@ -297,10 +297,10 @@ def test_drafts_share_the_noise_of_the_targets_draws(tiny):
     class Own(type(tiny_drafter(model))):
         def slots(self, anchor, features, cache, start, block_size):
             self.inject(features, cache, start)
-            return mx.arange(start + features.shape[1], start + features.shape[1] + block_size - 1)
+            return mx.arange(start + features.shape[1], start + features.shape[1] + block_size - 1)[None]
 
     drafter = tiny_drafter(model, cls=Own)
-    drafter._head = lambda at: logits[:, at]
+    drafter._head = lambda at: logits[0, at]
     for block in (4, 6):
         options = {"block_size": block, "seed": 7, "prompt_lookup": False}
         got = run(model, drafter, PROMPT, 12, sampler=Distribution(0.9), **options)
