@@ -37,7 +37,7 @@ _COMMANDS = (
     (tools.doctor, "dflash-mlx doctor --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
     (tools.bench, "dflash-mlx bench --kinds code,chat --max-tokens 64"),
     (lists.models, "dflash-mlx models"),
-    (lists.cache, "dflash-mlx cache --delete trials/cost_models"),
+    (lists.cache, "dflash-mlx cache --delete measured/cost_models"),
 )
 for command, shown in _COMMANDS:
     app.command(cls=NamingWhatIsMissing, epilog=example(shown))(command)

@@ -80,10 +80,10 @@ Stop = Annotated[
 ]
 ShowDrafts = Annotated[
     bool,
-    option(OUTPUT, "--show-drafts", help="Mark accepted, rejected and bonus tokens in the text."),
+    option(OUTPUT, "--show-drafts", help="Mark in the text which tokens were drafted, and which drafts were wrong."),
 ]
 
-ShowStats = Annotated[bool, option(OUTPUT, "--stats", help="Say all that was counted: rounds, acceptance, memory, seconds.")]
+ShowStats = Annotated[bool, option(OUTPUT, "--stats", help="Say all that was counted: passes, kept drafts, memory, seconds.")]
 
 
 @mlx_lm_names

@@ -82,7 +82,7 @@ def cache(
     yes: Annotated[bool, option(KEPT, "--yes", "-y", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what is kept on this machine, with size and age: fetched models, trials, chat sessions, prompt caches.
+    """List what is kept on this machine, with size and age: fetched models, measured times, chat sessions, prompt caches.
 
     Models fetched from the hub lie in the hub's own cache, which other programs share.
     """

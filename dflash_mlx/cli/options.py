@@ -83,7 +83,7 @@ BlockSize = Annotated[
     option(
         DRAFTING,
         min=1,
-        help="Tokens drafted and verified a round, the last known one included. Default: what is fastest here, also none.",
+        help="Tokens of a block, checked in one pass; the last known one is counted. Default: what is fastest here, also none.",
     ),
 ]
 PrefillStepSize = Annotated[int | None, option(MEMORY, min=1, help="Prompt tokens that go through the model at once.")]

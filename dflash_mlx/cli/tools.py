@@ -170,7 +170,7 @@ def bench(
     ] = None,
     block_size: BlockSize = None,
     seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
-    out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is up to date after every trial.")] = None,
+    out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is kept up to date.")] = None,
     plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
     html: Annotated[str | None, option(OUTPUT, help="Write figures and pictures here, as a page that needs no network.")] = None,
     as_json: AsJson = False,

@@ -163,7 +163,7 @@ def _held_out(data: list[str]) -> Any:
     held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
     if not held:
         lacking = ", ".join(data)
-        say(f"{lacking}: no held-out text, so tau is not measured. The same `train data` command writes what is missing.")
+        say(f"{lacking}: no held-out text to measure with. The same `train data` command writes what is missing.")
     return load_docs(*held, names="heldout.npz") if held else None
 
 
@@ -197,7 +197,7 @@ PredecessorOption = Annotated[
 ]
 
 
-PlotPage = Annotated[str | None, option(OUTPUT, help="Write a page with the curves of loss and tau here; it needs nothing else.")]
+PlotPage = Annotated[str | None, option(OUTPUT, help="Draw loss and tokens a round here, as a page that needs no network.")]
 
 
 @train_app.command("run", cls=NamingWhatIsMissing, epilog=_EXAMPLES["run"])
@@ -231,7 +231,9 @@ def train_run(
         option(TRAINING, min=0, max=1, help="dflash2: share of total variation in what is learned from the target."),
     ] = None,
     predecessor: PredecessorOption = None,
-    patience: Annotated[int, option(TRAINING, min=0, help="Stop after so many evaluations without a better tau; 0: never.")] = 5,
+    patience: Annotated[
+        int, option(TRAINING, min=0, help="Stop after so many evaluations without a better drafter; 0: never.")
+    ] = 5,
     pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,
     plot: PlotPage = None,
@@ -289,7 +291,7 @@ def train_eval(
     dense: Dense = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure tau on held-out text by replaying its rounds, beside three simpler sources of drafts."""
+    """Measure tokens a round on held-out text, by going through it again, beside three simpler sources of drafts."""
     with only_ours_on_stdout() as stdout, live(f"Loading {model}") as line:
         import numpy as np
 
@@ -309,12 +311,16 @@ def train_eval(
         if as_json:
             print(json.dumps({"tau": rows, "model": model, "draft_model": draft_model}), file=stdout)
             return
-        print("temp block loops kind     answers  drafter  zeroed  lookup  bigram", file=stdout)
+        print("Tokens a round:\ntemp block loops kind     answers  drafter  zeroed  lookup  bigram", file=stdout)
         for r in rows:
             loops = "yes" if r["looped"] else "no"
             taus = "".join(f"{r[name]:8.3f}" for name in ("drafter", "zeroed", "lookup", "bigram"))
             print(f"{r['temp']:4g} {r['block_size']:5} {loops:>5} {r['kind']:8} {r['answers']:7} {taus}", file=stdout)
-    say("tau: mean of accepted + 1 over verify rounds, before any cut at EOS; answers that fell into a loop stand apart.")
+    say(
+        "Drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. zeroed: the "
+        "drafter without the target's hidden states. lookup: copies from the text. bigram: the most frequent next token. "
+        "Answers that fell into a loop stand apart."
+    )
 
 
 def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> tuple[Any, Any]:

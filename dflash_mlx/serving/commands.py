@@ -252,7 +252,7 @@ def _thoughts(chat: Chat, rest: str) -> None:
     chat.note(last.get("reasoning_content") or "The last answer came without thinking.")
 
 
-@_command("drafts", "", "mark accepted, rejected and bonus tokens in answers, or stop doing so")
+@_command("drafts", "", "mark in answers which tokens were drafted, and which drafts were wrong, or stop doing so")
 def _drafts(chat: Chat, rest: str) -> None:
     if chat.conversation.pair.drafter is None:
         raise DFlashError("there is no drafter, so no drafts can be marked", "/model TARGET DRAFTER adds one")

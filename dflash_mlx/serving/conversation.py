@@ -45,7 +45,7 @@ class Settings(SamplingSettings):
     """
 
     max_tokens: int = setting(1024, int, 1, None, "refused", "Most tokens of one answer; -1: no limit.", unlimited=True)
-    block_size: int | None = setting(None, int, 1, None, "refused", "Slots drafted and verified a round, the anchor included.")
+    block_size: int | None = setting(None, int, 1, None, "refused", "Tokens of a block, the last known one included.")
     thinking: bool | None = setting(None, bool, help="The chat template's enable_thinking.")
 
     def changed(self, name: str, text: str) -> Settings:

@@ -197,7 +197,7 @@ class Bench:
         pairs = self.plan.trials * len(self.cells)
         try:
             self._warm_up()
-            self.say(f"Warm after {record['warm_up_s']:.0f} s; {len(self.cells)} cells, {self.plan.trials} trials.")
+            self.say(f"Warm after {record['warm_up_s']:.0f} s; pairs of answers to time: {pairs}.")
             warm = time.perf_counter()
             for trial in range(self.plan.trials):
                 for i, cell in enumerate(self.cells):
@@ -210,7 +210,7 @@ class Bench:
                     longest = max(longest, time.perf_counter() - start)
                 if trial == 0 and self.plan.trials > 1:
                     left = (time.perf_counter() - warm) * (self.plan.trials - 1)
-                    self.say(f"One trial of {self.plan.trials} done; about {left:.0f} s left. Ctrl-C keeps what is measured.")
+                    self.say(f"{len(self.cells)} of {pairs} pairs done; about {left:.0f} s left. Ctrl-C keeps what is measured.")
                 self.keep(record)
             record["ended"] = "complete"
         except KeyboardInterrupt:
@@ -518,39 +518,22 @@ def header(record: Mapping[str, Any]) -> str:
 
 def table(record: Mapping[str, Any]) -> str:
     """A record for people."""
-    head = [
-        "kind",
-        "T",
-        "context",
-        "mlx-lm",
-        "DFlash",
-        "speed-up",
-        "tau",
-        "width",
-        "copied",
-        "first token, s",
-        "memory, GB",
-        "same text",
-    ]
-    lines = [head]
+    speeds = [["kind", "T", "prompt", "mlx-lm", "DFlash", "speed-up", "tokens a round", "same"]]
+    rest = [["kind", "T", "prompt", "first token, s", "memory, GB", "copied", "drafts verified"]]
     for row in record["summary"]:
         of = [run for run in record["runs"] if row["kind"] in (run["kind"], "all") and _same_cell(run, row)]
-        equal = f"{row['equal']}/{len(of)}" + (f", {row['loops']} end in a loop" if row["loops"] else "")
+        what = [
+            row["kind"],
+            f"{row['temp']:g}",
+            f"{row['prompt_tokens']:g}" if row["kind"] != "all" else str(row["context"] or ""),
+        ]
         up, tau = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})", f"{row['tau']:.2f}" if row["tau"] else "-"
-        if row["kind"] == "all":
-            lines.append(["all", f"{row['temp']:g}", str(row["context"]), "", "", up, tau, "", "", "", "", equal])
-            continue
-        lines.append(
-            [
-                *(row["kind"], f"{row['temp']:g}", f"{row['prompt_tokens']:g}"),
-                *(f"{row[f'{side}_decode_tps']:.1f}" for side in SIDES),
-                *(up, tau, f"{row['mean_width']:.1f}", f"{row['copied_rounds']:.0%}"),
-                " ".join(f"{row[f'{side}_ttft_s']:.3f}" for side in SIDES),
-                " ".join(f"{row[f'{side}_memory_gb']:.2f}" for side in SIDES),
-                equal,
-            ]
-        )
-    return "\n".join([header(record), "", *align(lines), "", *notes(record)])
+        tps = ["", ""] if row["kind"] == "all" else [f"{row[f'{side}_decode_tps']:.1f}" for side in SIDES]
+        speeds.append([*what, *tps, up, tau, f"{row['equal']}/{len(of)}"])
+        if row["kind"] != "all":
+            both = [" ".join(f"{row[f'{side}_{name}']:.{n}f}" for side in SIDES) for name, n in (("ttft_s", 3), ("memory_gb", 2))]
+            rest.append([*what, *both, f"{row['copied_rounds']:.0%}", f"{row['mean_width']:.1f}"])
+    return "\n".join([header(record), "", *align(speeds), "", *align(rest), "", *notes(record)])
 
 
 def align(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -571,10 +554,12 @@ def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def notes(record: Mapping[str, Any]) -> list[str]:
     """What the figures mean, how the run ended, cold figures, and every text that was not mlx-lm's."""
     lines = [
-        "Tokens/s of decoding, first token to last; pairs run by turns; medians over trials (least-largest); all: the geometric "
+        "Tokens/s of decoding, first token to last; pairs run by turns; medians (least-largest); all: the geometric "
         "mean of the kinds.",
-        "tau: mean of accepted + 1 over verify rounds of width > 0, before any cut at EOS or max_tokens. width: drafted tokens "
-        "verified a round, zero included. copied: rounds whose drafts were copied from the text.",
+        "tokens a round: drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. "
+        "same: answers with mlx-lm's text.",
+        "In pairs, mlx-lm before DFlash. copied: checks of drafts that were copied from the text. drafts verified: in a pass, "
+        "plain ones included.",
     ]
     cold = record["cold"]
     if all(side in cold for side in SIDES):
@@ -592,21 +577,36 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     costs = [(run["dflash"]["tokens"] - 1) / run["dflash"]["rounds"] / run["speedup"] for run in timed]
     if costs:
         figures = f"{statistics.median(costs):.2f} ({min(costs):.2f}-{max(costs):.2f})"
-        lines.append(f"A round, plain ones included, took {figures} of mlx-lm's steps, median of {len(costs)} pairs.")
+        lines.append(
+            f"A pass and its drafts, plain ones included, took {figures} of mlx-lm's steps, median of {len(costs)} pairs."
+        )
     if record["ended"] != "complete":
-        trials = record["settings"]["trials"]
-        lines.append(f"This run is {record['ended']}: {len(record['runs'])} pairs of {trials} trials.")
-    reasons = Counter(run["dflash"]["width_reason"] for run in record["runs"] if run["dflash"]["width_reason"])
-    lines += [f"Widths in {n} of {len(record['runs'])} runs: {reason}" for reason, n in reasons.most_common(3)]
+        s = record["settings"]
+        planned = s["trials"] * len(s["kinds"]) * len(s["temps"]) * len(s["contexts"])
+        lines.append(f"This run is {record['ended']}: {len(record['runs'])} of {planned} pairs.")
+    if looped := sum(run["loops"] for run in record["runs"]):
+        lines.append(f"Answers that end in a loop: {looped}.")
+    lines += _chosen(record)
     for run in record["runs"]:
         if run["differs_at"] is not None:
             near = f", {run['margin']:.3g} nats apart" if "margin" in run else ""
-            where = f"{run['kind']}, T {run['temp']:g}, context {run['context']}, trial {run['trial']}"
+            where = f"{run['kind']}, T {run['temp']:g}, context {run['context']}, turn {run['trial'] + 1}"
             lines.append(f"Text differs from mlx-lm's at token {run['differs_at']}{near} ({where}).")
     if faults(record):
         lines.append("In float32 on a CPU that is a fault of this program: please report it.")
     elif any(run["differs_at"] is not None for run in record["runs"]):
         lines.append("A pass over many rows may round otherwise than a pass over one row and flip a near tie.")
+    return lines
+
+
+def _chosen(record: Mapping[str, Any]) -> list[str]:
+    """How many drafts the policy had verified, where it had the choice: one sentence for each reason."""
+    free = [run["dflash"] for run in record["runs"] if run["dflash"]["width_reason"]]
+    off = [ours for ours in free if ours["width_reason"].startswith("drafting off")]
+    of = f"of {len(record['runs'])} answers"
+    lines = [f"Drafting was off in {len(off)} {of}: it would be slower here. --block-size forces it."] if off else []
+    for reason, n in Counter(ours["width_reason"] for ours in free if ours not in off).most_common(2):
+        lines.append(f"In {n} {of}: {reason.replace('in most rounds', 'mostly').replace('rounds', 'passes')}.")
     return lines
 
 

@@ -43,6 +43,8 @@ _RANDOM_TAU = 1.1
 _TOKENS = 32
 # Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
+# What the self-tests are called for people.
+_SELF_TESTS = {"taps": "layers read", "rollback": "taking back"}
 # Seconds after which no further turn begins.
 _ENOUGH_S = 10
 _FASTER = 1.05
@@ -256,7 +258,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
             "numbers": f"failed: the target's own logits hold NaN or infinity in {found}: its weights are damaged, or overflow"
         }
     same = mx.array_equal(target.head(hidden), lm(mx.array([ids]), cache=make_target_cache(lm)), equal_nan=True).item()
-    tests = {"taps": f"{'passed' if same else 'failed'}: logits with taps on layers {list(layers)} are those without"}
+    tests = {"taps": f"{'passed' if same else 'failed'}: logits are the same where layers {list(layers)} are read"}
 
     # Half the rows one at a time; then the same after a block of wrong rows was taken back, and as one block.
     known, tail = ids[:_PROBE_ROWS], ids[_PROBE_ROWS:]
@@ -334,9 +336,9 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
         )
     if stats.tau is not None and stats.tau < (0.9 * expected if expected else _RANDOM_TAU):
         suspicions.append(
-            f"tau {stats.tau:.2f} over {stats.n_drafting} rounds is what a drafter for another target gives"
+            f"{stats.tau:.2f} tokens a round is what a drafter for another target gives"
             + (f"; {expected:.1f} is expected" if expected else "")
-            + ": check taps, mask token, RoPE and the number type above"
+            + ": check its layers read, mask token, RoPE and the number type above"
         )
     return {
         "prompt": text,
@@ -403,7 +405,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The report as lines for a terminal, the verdict first."""
     first, *more = verdict(report)
     lines = [
-        f"verdict     {first}",
+        f"result      {first}",
         *(f"            {line}" for line in more),
         "versions    " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         *system.lines(report["machine"]),
@@ -420,7 +422,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines += [
             f"drafter     {drafter['name']}: {drafter['architecture']}, {size_text(1e9 * drafter['weights_gb'])}"
             f"{' in ' + str(drafter['held_bits']) + ' bits' if drafter['held_bits'] else ''}, "
-            f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, taps {drafter['target_layer_ids']}",
+            f"block {drafter['block_size']}, mask token {drafter['mask_token_id']}, "
+            f"reads target layers {drafter['target_layer_ids']}",
             f"            own: {', '.join(drafter['own']) or 'nothing (embedding and head are the target' + chr(39) + 's)'}",
         ]
         if stated := drafter["trained_with_thinking"]:
@@ -434,13 +437,13 @@ def render(report: Mapping[str, Any]) -> str:
     if memory := report.get("memory"):
         sizes = ", ".join(f"{size_text(1e9 * needed)} at {context}" for context, needed in memory["total_gb"].items())
         lines.append(f"memory      weights {size_text(1e9 * memory['weights_gb'])}; in all {sizes} tokens")
-    lines += [f"self-test   {name}: {result}" for name, result in (report.get("self_tests") or {}).items()]
+    lines += [f"self-test   {_SELF_TESTS.get(name, name)}: {result}" for name, result in (report.get("self_tests") or {}).items()]
     if acceptance := report.get("acceptance"):
         expected = acceptance["expected_tau"]
         tau = "unknown" if acceptance["tau"] is None else f"{acceptance['tau']:.2f}"
         lines.append(
-            f"acceptance  tau {tau} over {acceptance['tokens']} tokens "
-            f"(mean of accepted + 1 a round; {f'{expected:.1f} expected' if expected else 'no expected number is known'}); "
+            f"drafts      {tau} tokens a round over {acceptance['tokens']} tokens "
+            f"({f'{expected:.1f} expected' if expected else 'no expected number is known'}); "
             f"ids {'equal' if acceptance['ids_equal_plain_decoding'] else 'DIFFER FROM'} plain decoding's"
         )
     if kernels := report.get("kernels"):
@@ -462,7 +465,7 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
         f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{_plan_name(v)}, {v['shape']}, {v['rows']} rows: {v['reason']}"
         for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"], v["rows"], v["plan"]))
     ]
-    return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} trials on this machine", *lines]
+    return [f"kernels     {autotune.VARIABLE} {kernels['asked']}; {len(lines)} tried on this machine", *lines]
 
 
 def _plan_name(verdict: Mapping[str, Any]) -> str:

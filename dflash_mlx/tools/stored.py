@@ -1,4 +1,4 @@
-"""What this project, and the hub's client for it, keep on this machine: fetched models, trials, chat sessions, prompt caches.
+"""What this project and the hub's client for it keep here: fetched models, measured times, chat sessions, prompt caches.
 
 Lists and deletes by name. Deletes only what it listed, and follows no link. Knows no models.
 """
@@ -19,7 +19,7 @@ PROMPT_CACHES = "prompt_caches"
 # Names of the kinds, in the order in which they are shown.
 KINDS = {
     "model": "Fetched models",
-    "trials": "Trials and measured times",
+    "measured": "Measured times",
     "session": "Chat sessions",
     "prompts": "Prompt caches",
 }
@@ -40,7 +40,7 @@ class Stored:
 
 def stored() -> list[Stored]:
     """Everything that is kept here, by kind and name."""
-    found = [*_hub_models(), *_own_models(), *_trials(), *_files("session", state_directory() / "sessions", ".json")]
+    found = [*_hub_models(), *_own_models(), *_measured(), *_files("session", state_directory() / "sessions", ".json")]
     found += _files("prompts", cache_directory() / PROMPT_CACHES, ".safetensors")
     kinds = [*KINDS]
     return sorted(found, key=lambda one: (kinds.index(one.kind), one.name))
@@ -99,11 +99,11 @@ def _own_models() -> Iterator[Stored]:
             yield Stored(folder.name, "model", size, used, folder, lambda folder=folder: shutil.rmtree(folder))
 
 
-def _trials() -> Iterator[Stored]:
+def _measured() -> Iterator[Stored]:
     """What was measured here, which the next run measures again: one file a kind."""
     top = cache_directory()
-    yield from _files("trials", top, ".json")
-    yield from _files("trials", top / "kernels", ".json")
+    yield from _files("measured", top, ".json")
+    yield from _files("measured", top / "kernels", ".json")
 
 
 def _files(kind: str, folder: Path, ending: str) -> Iterator[Stored]:

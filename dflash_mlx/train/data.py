@@ -424,8 +424,8 @@ class _Maker:
         self.made_here += new
         self.waiting.append(helper.submit(self.finish, number, written, kinds, families))
         self.report(
-            f"shard {number}: {new} answer ids in {took:.1f} s ({new / took:.0f}/s), temp {rows[0].temp:g}, "
-            f"{'own' if self.own else 'self-made' if rows[0].user else 'templates'}; kept so far {self.answers}"
+            f"Part {number}: {new} tokens of answers in {took:.1f} s ({new / took:.0f}/s), temperature {rows[0].temp:g}, "
+            f"{'own prompts' if self.own else 'self-made prompts' if rows[0].user else 'templates'}; kept before: {self.answers}"
         )
         self.number += 1
         return True
@@ -466,7 +466,7 @@ def make_data(
             if maker.number == 2:
                 maker.hold_out()
             if not maker.write(helper, deadline):
-                report(f"all prompts of {prompts} are answered")
+                report(f"All prompts of {prompts} are answered.")
                 break
         maker.hold_out()
         _collect(maker.waiting, 0)
@@ -509,9 +509,9 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
     """Answers to the held-out families, greedy and at temperature 1, and their questions as JSONL."""
     rows, kinds, families, texts = planner.held_out(pools)
     if not rows:
-        report("no held-out question fits into max_len: there will be no held-out text")
+        report("No held-out question fits into --max-len: there will be no held-out text.")
         return
-    asked = f"{config.held_out_per_kind} a kind" if planner.own is None else f"{len(rows)} of the prompts"
+    asked = f"{config.held_out_per_kind} of each kind" if planner.own is None else f"{len(rows)} of the prompts"
     report(f"Writing held-out questions: {asked}, answered greedily and at temperature 1; the limits do not cover this ...")
     keep = _Filter(config, planner.frame, frozenset())
     parts = []
@@ -522,13 +522,15 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
             part = again[start : start + config.rows]
             tell(f"Writing held-out text at temperature {temp:g}", start, len(again), "answers")
             written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start)
-            report(f"held out: {len(written)} of {len(rows)} answered at temperature {temp:g}")
+            report(f"Held out: {len(written)} of {len(rows)} answered at temperature {temp:g}.")
         keep.seen.clear()
         parts.append(keep(written, kinds, families, [TRAIN] * len(rows), dtype))
     Docs.join(parts).save(folder / "heldout.npz")
     lines = [json.dumps({"kind": KINDS[k], "prompt": text}) for k, text in zip(kinds, texts, strict=False)]
     (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n" * bool(lines))
-    report(f"held out: {len(rows)} questions of {len(set(families))} families, {sum(len(p) for p in parts)} answers kept")
+    report(
+        f"Held out: {len(rows)} of the questions, in {len(set(families))} of the families; kept answers: {sum(map(len, parts))}."
+    )
 
 
 def choose_anchors(rng: np.random.Generator, answer: np.ndarray, A: int) -> tuple[np.ndarray, np.ndarray]:

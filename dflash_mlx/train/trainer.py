@@ -354,7 +354,7 @@ def train(
         (out / "metrics.jsonl").touch()
         if (out / STATE).exists():
             trainer.restore(out)
-            report(f"going on at step {trainer.step}")
+            report(f"Going on at step {trainer.step}.")
     else:
         report = _silent
     trainer.follow()
@@ -410,7 +410,7 @@ class _Run:
         except KeyboardInterrupt:
             if self.ranks.leads:
                 trainer.save(self.out)
-                self.report(f"stopped at step {trainer.step}; {self.out} is saved, and the same command goes on from there")
+                self.report(f"Stopped at step {trainer.step}; {self.out} is saved, and the same command goes on from there.")
             raise
         if self.ranks.leads:
             trainer.save(self.out)
@@ -438,9 +438,9 @@ class _Run:
             self.line = line = _summary(self.window, trainer, passes[-1][5], share, took, self.seen_docs)
             self._log(line)
             self.report(
-                f"step {line['step']} loss {line['loss']:.3f} run {line['run']:.3f} lr {line['lr']:.2e} "
-                f"grad {line['grad_norm']:.2f} {line['step_s'] * 1e3:.0f} ms epoch {line['epoch']} "
-                f"peak {line['peak_memory_gb']:.1f} GB {share:.0%}"
+                f"Step {line['step']}: loss {line['loss']:.3f}, {line['run']:.3f} tokens a round at random places, "
+                f"learning rate {line['lr']:.2e}, gradient {line['grad_norm']:.2f}, {line['step_s'] * 1e3:.0f} ms a step, "
+                f"epoch {line['epoch']}, peak {line['peak_memory_gb']:.1f} GB, {share:.0%}"
             )
             self.window, self.seen_docs, self.marked = [], 0, time.monotonic()
             if not math.isfinite(line["loss"]):
@@ -467,7 +467,8 @@ class _Run:
             found[f"tau_{KINDS[kind]}"] = mean_tau(mine)
         trainer.note_tau(found["tau_heldout"])
         self._log(found)
-        self.report(f"step {trainer.step}: " + " ".join(f"{k[4:]} {v:.3f}" for k, v in found.items() if k.startswith("tau")))
+        kinds = ", ".join(f"{k[4:]} {v:.3f}" for k, v in found.items() if k.startswith("tau") and k != "tau_heldout")
+        self.report(f"Step {trainer.step}: {found['tau_heldout']:.3f} tokens a round on held-out text ({kinds})")
         self.evaluated = time.monotonic()
         return found
 

@@ -57,7 +57,7 @@ def test_the_verdict_comes_first_and_says_whether_it_is_faster_here(sound, chang
     speed |= {name: value for name, value in change.items() if name in speed}
     report = {**sound, "speed": speed, **{name: value for name, value in change.items() if name not in speed}}
     lines = render(report).splitlines()
-    assert lines[0] == f"verdict     {first}"
+    assert lines[0] == f"result      {first}"
     assert second is None or lines[1].startswith(" " * 12) and second in lines[1]
 
 
@@ -72,10 +72,10 @@ def test_the_text_says_what_the_report_holds(sound):
     for part in (
         "qwen3, 6 layers",
         "KVCache: rows cut: entries 0-5",
-        "block 8, mask token 3, taps [1, 2, 3]",
+        "block 8, mask token 3, reads target layers [1, 2, 3]",
         "layer 2   bidirectional in the block, window none, RoPE default base 10000",
         "mask_token_id = 3 from dflash_config.mask_token_id",
-        "rollback: passed",
+        "taking back: passed",
         "ids equal plain decoding's",
         "kernels     none without a GPU",
         "traced      none: unasked on CUDA alone",
@@ -93,7 +93,7 @@ def test_what_a_gpu_has_found_about_kernels_is_shown(monkeypatch, sound):
     monkeypatch.setattr(autotune, "results", lambda: [right, wrong])
     monkeypatch.setenv("DFLASH_MLX_KERNELS", "on")
     text = render({**sound, "kernels": doctor._kernels()})
-    assert "kernels     DFLASH_MLX_KERNELS on; 2 trials on this machine" in text
+    assert "kernels     DFLASH_MLX_KERNELS on; 2 tried on this machine" in text
     assert "  not used  accept, B 1, 1 rows: ids differ from stock MLX's" in text
     assert "  used      block_qmm columns 2, float16 N 8, 4 rows: right, 1.50 times as fast as stock MLX" in text
 
@@ -211,7 +211,7 @@ def test_wrong_taps_that_fit_are_a_suspicion_not_a_fault(tmp_path):
     path = copy(tmp_path)
     rewrite(path, dflash_config={"target_layer_ids": [0, 0, 0]})
     report = diagnose("tiny", str(path), mx.float32)
-    assert report["faults"] == [] and "check taps, mask token, RoPE" in report["suspicions"][0]
+    assert report["faults"] == [] and "check its layers read, mask token, RoPE" in report["suspicions"][0]
 
 
 def test_a_rollback_that_is_wrong_fails_its_self_test(monkeypatch):
@@ -294,7 +294,7 @@ def test_a_target_that_computes_no_numbers_is_named_and_rendered(tmp_path):
 
 def test_an_answer_that_ends_at_once_has_no_tau(sound):
     text = render({**sound, "acceptance": sound["acceptance"] | {"tau": None}})
-    assert "acceptance  tau unknown over 32 tokens" in text
+    assert "drafts      unknown tokens a round over 32 tokens" in text
 
 
 @pytest.mark.parametrize("taps", [[0, 1, 2], [2, 3, 4], [3, 2, 1]])
@@ -302,7 +302,7 @@ def test_taps_one_layer_off_or_out_of_order_are_suspected_by_their_tau(tmp_path,
     path = copy(tmp_path)
     rewrite(path, dflash_config={"target_layer_ids": taps})
     (suspicion,) = diagnose("tiny", str(path), mx.float32)["suspicions"]
-    assert "is what a drafter for another target gives; 2.3 is expected: check taps, mask token" in suspicion
+    assert "is what a drafter for another target gives; 2.3 is expected: check its layers read, mask token" in suspicion
 
 
 def test_a_mask_row_of_zeros_is_suspected(tmp_path):

@@ -43,7 +43,7 @@ def kept(tmp_path, monkeypatch):
     return tmp_path
 
 
-NAMES = ["SmolLM2", "org/M-4bit", "trials/cost_models", "trials/tuning", "session/last", "prompts/book"]
+NAMES = ["SmolLM2", "org/M-4bit", "measured/cost_models", "measured/tuning", "session/last", "prompts/book"]
 
 
 def run(*words, answer=None):
@@ -72,7 +72,7 @@ def test_only_what_was_named_is_deleted(kept, name):
     assert [other.name for other in stored()] == [other for other in NAMES if other != name]
 
 
-@pytest.mark.parametrize("name", ["linked", "trials/linked", "../outside", "history", "notes", "org/D", ""])
+@pytest.mark.parametrize("name", ["linked", "measured/linked", "../outside", "history", "notes", "org/D", ""])
 def test_what_is_not_listed_is_not_deleted(kept, name):
     before = sorted(kept.rglob("*"))
     done = run("--delete", "session/last", "--delete", name, "--yes")

@@ -288,7 +288,7 @@ def test_a_run_whose_tau_stalls_ends_and_keeps_the_best(model, docs, first, tmp_
     said = []
     settings = config(steps=400, lr=1e-12, warmup=0.0, patience=2, eval_every_s=0.0, log_every=400)
     train(model, docs, tmp_path, as_dflash2(first, rank=8), settings, held_out=docs, report=said.append)
-    assert len([line for line in said if "heldout" in line]) == 4  # the first is the best; two more; one at the end
+    assert len([line for line in said if "on held-out text" in line]) == 4  # the first is the best; two more; one at the end
 
 
 def test_settings_that_contradict_each_other_are_named():

@@ -50,9 +50,9 @@ def test_two_processes_train_as_one(settings, tmp_path):
 def test_a_stopped_run_of_two_goes_on_from_what_rank_0_saved(tmp_path):
     _, (alone,) = trained(tmp_path / "one")
     said, noted = trained(tmp_path / "two", 2, stop_at=8)
-    assert not noted and "stopped at step 8" in said
+    assert not noted and "Stopped at step 8" in said
     said, both = trained(tmp_path / "two", 2)
-    assert "going on at step 8" in said and len(both) == 2, said
+    assert "Going on at step 8" in said and len(both) == 2, said
     assert both[0]["weights"] == both[1]["weights"] and [len(b["losses"]) for b in both] == [12, 12]
     np.testing.assert_allclose(both[1]["losses"], alone["losses"][8:], atol=1e-4, rtol=0)
 

@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(model, docs, raw, tmp_path):
             train(model, docs, tmp_path / "cut", raw, config(steps=12, batch=4, accumulate=2, noise=0.05))
     said = []
     train(model, docs, tmp_path / "cut", raw, config(steps=12, batch=4, accumulate=2, noise=0.05), report=said.append)
-    assert said[0] == "going on at step 7"
+    assert said[0] == "Going on at step 7."
     whole, cut = (mx.load(str(tmp_path / name / STATE)) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
@@ -128,9 +128,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(model, docs, 
     finally:
         signal.signal(signal.SIGINT, handler)
     step = 4 if held_out else 2
-    assert said[-1].startswith(f"stopped at step {step};")
+    assert said[-1].startswith(f"Stopped at step {step};")
     train(model, docs, tmp_path / "cut", raw, settings, held_out, report=said.append)
-    assert f"going on at step {step}" in said
+    assert f"Going on at step {step}." in said
     whole, cut = (mx.load(str(tmp_path / name / STATE)) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys() and [n for n in whole if not mx.array_equal(whole[n], cut[n])] == []
 
