@@ -97,12 +97,12 @@ class _ByBytes:
     """Byte-level BPE: a text is its tokens' bytes, one behind the other. So only those of the new token are decoded."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        self._name, self._begun = tokenizer.convert_ids_to_tokens, False
+        self._name, self._begun = tokenizer.convert_ids_to_tokens, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in prompt[-_SHIELD:]:
             self.feed(token)
-        # Whether the prompt ends inside a character: its own text then ends with U+FFFD.
-        self._begun = self.holds
+        # A prompt that ends inside a character: with how many U+FFFD its own text ends (three bytes of a surrogate have two).
+        self._begun = len(self._decoder.getstate()[0].decode(errors="replace"))
 
     def feed(self, token: int) -> str:
         return self._piece(self._decoder.decode(_letters_bytes(self._name(token) or "")))
@@ -116,8 +116,8 @@ class _ByBytes:
 
     def _piece(self, text: str) -> str:
         if self._begun and text:
-            self._begun = False
-            return text.removeprefix("\ufffd")
+            begun, self._begun = self._begun, 0
+            return text[min(begun, len(text) - len(text.lstrip("\ufffd"))) :]
         return text
 
 

@@ -107,6 +107,14 @@ def test_a_prompt_that_ends_inside_a_character_gets_the_whole_character():
             assert "".join(pieces(tokenizer, [b, *ids[:cut]], [*ids[cut:], b])) == "\U0001f600b"
 
 
+def test_a_prompt_that_ends_in_half_a_surrogate_leaves_no_replacement_behind():
+    tokenizer, letters = byte_level(), {byte: letter for letter, byte in letter_bytes().items()}
+    half = [tokenizer.convert_tokens_to_ids(letters[byte]) for byte in b"\xed\xb2"]
+    b = tokenizer.convert_tokens_to_ids("b")
+    for ids in ([b], [half[1], b], [*half, b]):
+        assert "".join(pieces(tokenizer, [b, *half], ids)) == adds(tokenizer, [b, *half], ids)
+
+
 def test_after_a_chat_template_the_text_is_mlx_lms_without_one_leading_blank(tmp_path):
     tokenizer = load(with_template(tmp_path))[1]
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
