@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SHARD = re.compile(r"^(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+_SHARD = re.compile(r"^(?P<start>.+?[-_.])(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<count>0*[1-9]\d{0,4})\.safetensors$")
 # what a hub repository is asked for: never code, never PyTorch pickles
 _DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja", "README.md"]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.npy", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+_OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|ckpt|pkl|pickle|np[yz]|gguf|h5|msgpack|onnx|ot|pdparams)$", re.IGNORECASE)
 _NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$")
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
@@ -87,7 +87,7 @@ class Checkpoint:
     def role(self) -> str:
         """ "target", "drafter", or the name of another kind of speculator that is neither, of `_OTHER_SPECULATORS`."""
         if self.gguf is not None:
-            return "drafter" if self.gguf.is_drafter else "target"
+            return self.gguf.role
         with _reading("config with architectures and dflash_config", f"{self.source}/config.json"):
             return _role(self.config, self.tensors)
 
@@ -330,7 +330,7 @@ def _adapter(source: str, files: str) -> tuple[str, str]:
 def _weight_files(path: Path, source: str) -> tuple[tuple[str, ...], dict[str, str], dict[str, str] | None]:
     """-> (weight files, files left alone and why, the index's tensor -> file map)."""
     present = sorted(f.name for f in path.glob("*.safetensors"))
-    others = sorted(f.name for pattern in _OTHER_WEIGHTS for f in path.glob(pattern) if not _NO_WEIGHTS.match(f.name))
+    others = sorted(f.name for f in path.iterdir() if _OTHER_WEIGHTS.search(f.name) and not _NO_WEIGHTS.match(f.name))
     ignored = dict.fromkeys(others, "not safetensors")
     index = _read_index(path, source)
     if index is not None:
@@ -359,27 +359,27 @@ def _weight_files(path: Path, source: str) -> tuple[tuple[str, ...], dict[str, s
 
 
 def _shard_sets(shards: list[str]) -> dict[tuple[str, str], list[str]]:
-    """(stem, count) -> the shards present and missing of each set, missing ones by name."""
-    sets: dict[tuple[str, str], set[int]] = {}
+    """(name of a set's first shard, its number of shards) -> the shards of the set that are missing."""
+    sets: dict[tuple[str, str, str], list[str]] = {}
     for match in map(_SHARD.match, shards):
-        sets.setdefault((match["stem"], match["count"]), set()).add(int(match["number"]))
+        sets.setdefault((match["start"], match["of"], match["count"]), []).append(match["number"])
     missing = {}
-    for (stem, count), numbers in sets.items():
+    for (start, of, count), found in sets.items():
+        numbers, width = set(map(int, found)), min(map(len, found))
         # some tools number shards from 0
         due = range(int(count)) if numbers == set(range(int(count))) else range(1, int(count) + 1)
-        missing[stem, count] = [f"{stem}-{i:05d}-of-{count}.safetensors" for i in due if i not in numbers]
+        names = {i: f"{start}{i:0{width}}{of}{count}.safetensors" for i in due}
+        missing[names[due.start], count] = [name for i, name in names.items() if i not in numbers]
     return missing
 
 
 def _refuse_two_sets(shards: list[str], source: str) -> None:
     """A complete set of shards beside the single file: which one is meant, nobody says."""
-    for (stem, count), missing in _shard_sets(shards).items():
+    for (first, count), missing in _shard_sets(shards).items():
         if not missing:
-            raise CheckpointError(
-                f"{source} holds two sets of weights: {_SINGLE}, and {int(count)} shards ({stem}-00001-of-{count}.safetensors "
-                "and so on)",
-                f"Delete the one that does not belong to config.json, or add the {_INDEX} of the right one",
-            )
+            found = f"{source} holds two sets of weights: {_SINGLE}, and {int(count)} shards ({first} and so on)"
+            remedy = f"Delete the one that does not belong to config.json, or add the {_INDEX} of the right one"
+            raise CheckpointError(found, remedy)
 
 
 def _complete_shards(shards: list[str], source: str) -> tuple[str, ...]:

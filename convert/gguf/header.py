@@ -58,10 +58,21 @@ class GGUFFile:
 
     @property
     def is_drafter(self) -> bool:
-        """Whether it holds a DFlash drafter: by its architecture, or by two tensors that only a drafter has."""
+        """Whether it holds a DFlash drafter: by any name in it, or by two tensors that only a drafter has.
+
+        llama.cpp's architecture is "dflash", its forks' "dflash-draft" and others; some file a drafter as "qwen3", with keys
+        or tensors named after DFlash.
+        """
         names = {tensor.name.removeprefix("model.") for tensor in self.reader.tensors}
-        # llama.cpp writes "dflash", its forks "dflash-draft" and others
-        return "dflash" in self.architecture.lower() or {"fc.weight", "hidden_norm.weight"} <= names
+        named = any("dflash" in name.lower() for name in (self.architecture, *names, *self.metadata))
+        return named or {"fc.weight", "hidden_norm.weight"} <= names
+
+    @property
+    def role(self) -> str:
+        """What `Checkpoint.role` says of it."""
+        if self.is_drafter:
+            return "drafter"
+        return next((kind for kind in ("EAGLE", "Medusa") if kind.lower() in self.architecture.lower()), "target")
 
 
 _opened: WeakValueDictionary[tuple, GGUFFile] = WeakValueDictionary()

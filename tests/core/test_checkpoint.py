@@ -377,6 +377,23 @@ def test_a_complete_set_of_shards_beside_a_single_file_is_refused(tmp_path):
         inspect_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "spelling", ["model-{:05d}-of-{:06d}", "model_{}-of-{}", "model-{:02d}_of_{:02d}", "model.safetensors-{:05d}-of-{:05d}"]
+)
+def test_shards_are_known_however_publishers_write_their_numbers(tmp_path, spelling):
+    """DeepSeek's have six digits in their count."""
+    for i in range(1, 12):
+        write_checkpoint(tmp_path, SOME_CONFIG, {f"t{i}": mx.ones((1,))}, spelling.format(i, 11) + ".safetensors")
+    assert len(inspect_checkpoint(tmp_path).tensors) == 11
+    write_checkpoint(tmp_path, SOME_CONFIG, {"stray": mx.ones((2, 2))})
+    with pytest.raises(CheckpointError, match="two sets of weights"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / f"{spelling.format(7, 11)}.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"lacks 1 of 11 shards: {spelling.format(7, 11)}"):
+        inspect_checkpoint(tmp_path)
+
+
 def test_two_complete_sets_of_shards_are_refused(tmp_path):
     shards(tmp_path, index=False)
     shards(tmp_path, count=3, index=False)
@@ -392,7 +409,7 @@ def test_what_is_left_of_another_download_is_left_alone_and_listed(tmp_path):
 
 
 SIDE_FILES = ["mask_embedding.safetensors", "mask_embedding.npz", "mask_embedding.pt", "extra.bin", "other.gguf", "row.npy"]
-SIDE_FILES += ["tf_model.h5", "flax_model.msgpack", "model.onnx"]
+SIDE_FILES += ["tf_model.h5", "flax_model.msgpack", "model.onnx", "mask.pkl", "MASK.NPZ", "rust_model.ot"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

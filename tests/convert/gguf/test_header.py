@@ -111,12 +111,14 @@ def test_an_unknown_tensor_type_number_is_said(tmp_path, sound):
         read_gguf(tmp_path / "m.gguf")
 
 
-def drafter_file(path, architecture, leave_out=()):
-    """A drafter's tensors in a GGUF file, under the names of a published drafter."""
+def drafter_file(path, architecture, leave_out=(), renamed=(), keys=()):
+    """A drafter's tensors in a GGUF file, under the names of a published drafter or `renamed` ones."""
     writer = gguf.GGUFWriter(path, architecture)
+    for key in keys:
+        writer.add_uint32(key, 8)
     for name, value in mx.load(str(builtin_path("tiny", "drafter") / "model.safetensors")).items():
         if name not in leave_out:
-            writer.add_tensor(name, np.array(value.astype(mx.float32)))
+            writer.add_tensor(dict(renamed).get(name, name), np.array(value.astype(mx.float32)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -147,3 +149,25 @@ def test_a_gguf_drafter_given_as_a_target_is_named_as_a_drafter(tmp_path, name, 
     for use in (lambda: load(str(path)), lambda: convert(str(path), str(tmp_path / "out"))):
         with pytest.raises(ConversionError, match="a DFlash drafter in GGUF"):
             use()
+
+
+FUSION = ("fc.weight", "hidden_norm.weight")
+
+
+@pytest.mark.parametrize(
+    "filed",
+    [{"renamed": tuple((name, f"dflash_{name}") for name in FUSION)}, {"leave_out": FUSION, "keys": ("dflash.block_size",)}],
+)
+def test_a_drafter_that_is_filed_as_an_ordinary_architecture_is_known_by_its_names(tmp_path, filed):
+    model, _ = load("tiny")
+    path = drafter_file(tmp_path / "d.gguf", "qwen3", **filed)
+    with pytest.raises(CheckpointError, match="is a DFlash drafter in a GGUF file"):
+        load_drafter(str(path), model)
+    with pytest.raises(ConversionError, match="a DFlash drafter in GGUF"):
+        load(str(path))
+
+
+def test_another_kind_of_speculator_in_gguf_is_no_ordinary_model(tmp_path):
+    path = drafter_file(tmp_path / "e.gguf", "eagle3", leave_out=FUSION)
+    with pytest.raises(CheckpointError, match="is an EAGLE head, which is not supported"):
+        load_drafter(str(path), load("tiny")[0])
