@@ -35,6 +35,10 @@ _STACKED = {name: (name,) for name in ("gate_proj", "up_proj", "down_proj")} | {
     "w2_weight": ("down_proj",),
 }
 _JOINED = re.compile(rf"^(?P<module>.*\.experts\.({'|'.join(_STACKED)}))_(?P<part>weight_\w+|qweight|qzeros|g_idx)$")
+# formats of GPTQ's packing whose zero points are stored as they are meant, not one less (AutoRound has two)
+_ZEROS_AS_MEANT = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
+# what compressed-tensors rotates while the model runs; what it rotates in weights is in their values
+_ROTATED_IN_RUNS = ("input", "output", "q_attn", "k_cache")
 # calibrated for activations and caches, which stay float here
 _CALIBRATION = re.compile(r"\.(((input|output)_(scale|zero_point|global_scale))|[qkv]_(scale|zero_point)|kv_scale)$")
 # what stays beside a weight that somebody wrote out in floats
@@ -77,9 +81,12 @@ class Record:
         """What is stated of one matrix, in the words of `Packed.stated`."""
         if self.method == "compressed-tensors":
             return self._group_of(name)
-        if self.method in ("gptq", "awq"):
-            stated = {"num_bits": self.settings.get("bits"), "group_size": self.settings.get("group_size")}
-            stated["zeros_minus_one"] = self.settings.get("checkpoint_format") != "gptq_v2"
+        if self.method in ("gptq", "awq", "auto-round", "intel/auto-round"):
+            stated = {"group_size": self.settings.get("group_size")}
+            if self.method in ("gptq", "awq"):
+                stated["num_bits"] = self.settings.get("bits")
+            formats = [self.settings.get(key) for key in ("checkpoint_format", "format", "packing_format")]
+            stated["zeros_minus_one"] = not any(form in _ZEROS_AS_MEANT for form in formats)
             # GPTQModel's own bits for some layers: "+:" and a pattern, or the pattern alone
             rules = self.settings.get("dynamic")
             for pattern, own in rules.items() if isinstance(rules, Mapping) else ():
@@ -87,6 +94,19 @@ class Record:
                     stated["num_bits"] = own["bits"]
             return _numbers(stated)
         return {}
+
+    @property
+    def rotations(self) -> list[str]:
+        """Names of the record's transforms that change activations while the model runs (SpinQuant's and QuIP's)."""
+        transforms = self.settings.get("transform_config")
+        groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+        found = []
+        for name, scheme in groups.items() if isinstance(groups, Mapping) else ():
+            places = scheme.get("apply") if isinstance(scheme, Mapping) else None
+            places = [place.get("location") for place in places or () if isinstance(place, Mapping)]
+            if any(place in _ROTATED_IN_RUNS for place in places):
+                found.append(str(name))
+        return found
 
     def _group_of(self, name: str) -> Mapping:
         """The arguments for weights of the group whose targets name this module, or its class; of the only group otherwise."""
@@ -128,6 +148,12 @@ def decode_quantized(
       ConversionError: a method or a tensor that is not understood, named.
     """
     config, record = dict(config), Record.of(config)
+    if rotations := record.rotations:
+        raise ConversionError(
+            f"{checkpoint.source} rotates activations while it runs ({record.name}, transform_config {', '.join(rotations)}), "
+            "which mlx-lm's classes do not",
+            FLOAT_CHECKPOINT,
+        )
     inner = config.get("text_config")
     own = inner.get("model_type") if isinstance(inner, Mapping) else None
     alternating = special(own, config.get("model_type")).fused_experts.interleaved

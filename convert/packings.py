@@ -265,7 +265,10 @@ def _gptq(parts: Packed) -> Matrix:
     bits = _stated_bits(parts, possible, f"{qzeros.shape[-1]} words of zero points for {rows} outputs")
     columns = qweight.shape[0] * 32 // bits
     _check_order(parts, "g_idx", columns, groups)
-    zeros = unpack(qzeros.view(mx.uint32), bits, rows).astype(mx.int32) + int(parts.stated.get("zeros_minus_one", True))
+    zeros = unpack(qzeros.view(mx.uint32), bits, rows).astype(mx.int32)
+    # half the range everywhere is a symmetric matrix whose zero points nobody lessened, whatever the record says
+    if not mx.all(zeros == 1 << (bits - 1)).item():
+        zeros = zeros + int(parts.stated.get("zeros_minus_one", True))
     words = mx.contiguous(qweight.T).view(mx.uint32)
     return _Integers(bits, columns, mx.contiguous(scales.T), zeros.T, words=words).to_mlx(parts, "GPTQ")
 

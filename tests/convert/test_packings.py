@@ -197,6 +197,12 @@ CASES = {
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"},
         "affine",
     ),
+    "GPTQ layout of AutoRound, zero points as they are": (
+        partial(gptq, symmetric=False, v2=True),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 64, "packing_format": "auto_round:gptqmodel"},
+        "affine",
+    ),
+    "GPTQ, symmetric, v2 and not said": (partial(gptq, v2=True), None, "affine"),
     "GPTQ, 8 bits": (partial(gptq, bits=8, group=32), {"quant_method": "gptq", "bits": 8, "group_size": 32}, "affine"),
     "GPTQ, 3 bits": (partial(gptq, bits=3), {"quant_method": "gptq", "bits": 3, "group_size": 64}, "affine"),
     "GPTQ, 2 bits": (partial(gptq, bits=2), {"quant_method": "gptq", "bits": 2, "group_size": 64}, "affine"),
@@ -390,6 +396,9 @@ def llm_int8(weight):
     return {"weight": ("I8", weight.astype(np.int8)), "SCB": ("F32", np.ones(len(weight), np.float32))}, None
 
 
+ROTATED = {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}}
+
+
 def bitmask(weight):
     return {"compressed": ("F32", weight[:1]), "bitmask": ("U8", np.zeros((len(weight), 8), np.uint8))}, None
 
@@ -426,6 +435,11 @@ REFUSED = {
         without(partial(nvfp4, divisor=2), "weight_scale"),
         compressed(group_of(4, "float", "nvfp4-pack-quantized")),
         "weight_scale is missing",
+    ),
+    "rotated while it runs": (
+        INT4,
+        compressed(group_of(4, group_size=64)) | {"transform_config": {"config_groups": ROTATED}},
+        r"rotates activations while it runs .*transform_config R4",
     ),
     "marlin-24": (marlin, compressed(group_of(4), form="marlin-24"), "marlin-24"),
     "sparse": (bitmask, compressed(group_of(4), form="sparse-bitmask"), r"quantized with compressed-tensors \(sparse-bitmask\)"),
