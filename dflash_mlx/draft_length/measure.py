@@ -148,6 +148,8 @@ class _Passes:
         self.start = mx.arange(1, _CONTEXT + 1, dtype=mx.int32)[None] * 37 % target.vocabulary
         self.text = mx.broadcast_to(self.start, (1 + self.K // _CONTEXT, _CONTEXT)).reshape(1, -1)
         self.token, self.rows, self.injected = self.start[0, :1], 0, 0
+        # Each piece may be asked for by another thread, which cannot evaluate what an earlier one left lazy.
+        mx.eval(self.start, self.text, self.token)
 
     def read(self, at: int) -> None:
         """Some rows of the text that the passes stand behind."""
@@ -175,6 +177,7 @@ class _Passes:
             before, now = self.choose(0), before
             now.tolist()
         before.tolist()
+        mx.eval([entry.state for entry in self.entries])
 
     def draft(self) -> None:
         """The drafter's pass over its block."""

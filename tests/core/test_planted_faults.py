@@ -33,7 +33,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
-        (loop.Run, "commit", "features[:, : kept.result.accepted + 1]", "features[:, : max(kept.result.accepted, 1)]"),
+        (loop.Run, "commit", "output.features[:, :n]", "output.features[:, : max(n - 1, 1)]"),
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
@@ -44,13 +44,13 @@ FAULTS = {
         (
             loop.Run,
             "commit",
-            "output.features[:, : kept.result.accepted + 1]",
-            "mx.concatenate([output.features[:, :1], output.features[:, : kept.result.accepted + 1]], axis=1)",
+            "output.features[:, :n]",
+            "mx.concatenate([output.features[:, :1], output.features[:, :n]], axis=1)",
         ),
         (PLAIN, SLIDING),
     ),
     "rejected row kept in the context": (
-        (loop.Run, "commit", "features[:, : kept.result.accepted + 1]", "features[:, : kept.result.accepted + 2]"),
+        (loop.Run, "commit", "output.features[:, :n]", "output.features[:, : n + 1]"),
         (PLAIN, SLIDING),
     ),
     "window one too wide in the mask": (
