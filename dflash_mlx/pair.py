@@ -26,6 +26,9 @@ from .prompt_cache import PairCache, is_pair_cache
 from .rollback import check_rollback
 from .traced import Accelerator, accelerate
 
+# What measuring goes on behind an answer, beside the last pass: a shell gets its prompt back.
+AFTER_S = 10.0
+
 
 class DFlashPair:
     """One target model object with one drafter that is bound to it.
@@ -76,7 +79,7 @@ class DFlashPair:
 
     def after_answer(self) -> None:
         """What can wait until a stream of this pair has given its last token; nothing while another stream is open."""
-        self.finish_measuring(stop=lambda: open_streams() > 1)
+        self.finish_measuring(stop=lambda: open_streams() > 1, limit_s=AFTER_S)
         try_after_answer(own_streams=1)
 
     def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:

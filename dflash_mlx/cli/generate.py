@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -144,18 +145,30 @@ def generate(
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         say(output.figures(result, show_stats, result["seed"]))
-        _measure_for_the_next(pair[4])
+        _measure_for_the_next(pair[0], pair[1], pair[4])
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
 
 
-def _measure_for_the_next(drafter: Any) -> None:
+def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any) -> None:
     """Finish what was measured between tokens, where the answer was too short for it or a pass too long; Ctrl-C leaves it."""
     if drafter is None or not drafter.pair.measures_later:
         return
-    say("First run with this model on this machine: what drafting costs here is measured now, for the next answer.")
-    with live("Measuring"), contextlib.suppress(KeyboardInterrupt):
-        drafter.pair.finish_measuring()
+    from ..pair import AFTER_S
+
+    say(
+        f"First run with this model on this machine: both models are timed now, at most {AFTER_S:.0f} s, so that the next "
+        "answer drafts where it is faster. Ctrl-C skips this."
+    )
+    with live("Measuring"):
+        try:
+            drafter.pair.finish_measuring(limit_s=AFTER_S)
+        except KeyboardInterrupt:
+            say("Skipped: the next run times them.")
+            return
+    if drafter.pair.measures_later:
+        command = shlex.join(["dflash-mlx", "doctor", "--model", model, "--draft-model", draft_model or "none"])
+        say(f"Not done in {AFTER_S:.0f} s: the next run times them anew. To let it take its time once: {command}")
 
 
 def _check_usage(asked: SimpleNamespace) -> None:

@@ -234,6 +234,8 @@ class Bench:
                 for side in SIDES:
                     self._run(side, (kind, temp, context), 0, min(self.plan.max_tokens, _WARM_UP_TOKENS))
         # Else they came after measured answers, inside of their time.
+        if self.drafter is not None:
+            self.drafter.pair.finish_measuring()
         try_waiting(float("inf"))
         self.record["warm_up_s"] = time.perf_counter() - began
 

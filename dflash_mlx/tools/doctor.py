@@ -361,6 +361,7 @@ def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:
     tell("Measuring what passes cost here")
     for _ in stream_generate(lm, tokenizer, prompt, _TOKENS, draft):
         pass
+    draft.pair.finish_measuring()
     start = time.perf_counter()
     for turn in range(_TURNS):
         if turn and time.perf_counter() - start > _ENOUGH_S:

@@ -75,6 +75,8 @@ def run(pair: str, seconds: float, keep: Callable[[dict], None], tokens: int = T
                     theirs = ids["mlx_lm"]
                     record["sides"][side]["margin"] = margin(model, [*prompt, *theirs[:at]], theirs[at], ids[side][at])
             else:
+                if side == "policy":
+                    drafter.pair.finish_measuring()
                 record["sides"][side] = {"warm_up_s": time.perf_counter() - began}
             record["verdicts"] = [asdict(result) for result in autotune.results()]
             keep(record)

@@ -8,10 +8,13 @@ import time
 from importlib import metadata
 
 import pytest
+from kit import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
 from dflash_mlx import requirements
+from dflash_mlx.cli import generate
 from dflash_mlx.cli.app import app
+from dflash_mlx.pair import DFlashPair
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
 
@@ -142,3 +145,33 @@ def test_ctrl_c_while_the_prompt_is_read_says_stopping():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Stopping" in err and "Traceback" not in err, err
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("ends", ["in time", "not in time", "by Ctrl-C"])
+def test_what_is_timed_behind_a_first_answer_ends_and_says_how(monkeypatch, capsys, ends):
+    model = tiny_target(seed=2)
+    drafter = tiny_drafter(model)
+    pair, passes = DFlashPair.of(drafter), []
+
+    class Measuring:
+        costs = None
+
+        def finish(self, stop):
+            while not (stop() or len(passes) == 3):
+                passes.append(1)
+                if ends == "by Ctrl-C":
+                    raise KeyboardInterrupt
+            self.costs = "known" if len(passes) == 3 else None
+
+    pair._measurement = Measuring()
+    monkeypatch.setattr("dflash_mlx.pair.time.monotonic", iter(range(0, 1000, 3 if ends == "in time" else 6)).__next__)
+    generate._measure_for_the_next("org/some model", "org/drafter", drafter)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "at most 10 s" in said and "Ctrl-C skips" in said
+    assert len(passes) == {"in time": 3, "not in time": 1, "by Ctrl-C": 1}[ends]
+    assert ("doctor --model 'org/some model' --draft-model org/drafter" in said) == (ends == "not in time")
+    assert ("Skipped" in said) == (ends == "by Ctrl-C")
+    if ends == "not in time":
+        # As much again where a caller's own loop waits for it.
+        pair.after_answer()
+        assert len(passes) == 2
