@@ -246,6 +246,14 @@ def test_a_mask_row_of_zeros_is_said():
     assert "tau stays near 1" in mask_row_fault(drafter)
 
 
+@pytest.mark.parametrize("value", [1e-8, 1e-30])
+def test_a_mask_row_that_a_norms_epsilon_hides_is_said(value):
+    model, raw = tiny_target(), raw_config(mask=7)
+    model.model.embed_tokens.weight[7] = value
+    with pytest.warns(UserWarning, match="row of the mask token 7 is next to zero"):
+        pair_with(model, raw)
+
+
 def test_a_vocabulary_of_another_model_is_refused_and_a_padded_one_is_said():
     with pytest.warns(UserWarning, match="vocab_size 64, llama's embedding has 61 rows: right only where one of them is padded"):
         pair_with(tiny_target(), raw_config(vocab=64), weights_for(raw_config()))
