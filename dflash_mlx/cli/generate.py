@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DFlashError
+from ..kernels.crash_marker import leave_at_once
 from ..serving.interrupt import at_ctrl_c
 from . import inputs, output
 from .live import live
@@ -430,7 +431,7 @@ def leave_prefill_at_ctrl_c(leave: Callable[[], None]) -> Iterator[threading.Eve
         # A short pass ends by itself, and the run with it.
         if not ended.wait(0.7) and not begun.is_set():
             leave()
-            os._exit(130)
+            leave_at_once(130)
 
     try:
         with at_ctrl_c(act):

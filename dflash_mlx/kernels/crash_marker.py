@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 # Starts at which a trial is left out after a process died in it, for each time that one did.
 OFF_STARTS = 5
@@ -36,7 +36,8 @@ def marked(path: Path) -> Iterator[Marker]:
     """Round one trial: a locked file says "trying" for as long as it runs.
 
         file         {"trying": true, "crashes": 0, "skipped": 0}
-        exit seen    an error, Ctrl-C, SIGTERM, SIGHUP: the file is as it was before, and the next start tries again
+        exit seen    an error, Ctrl-C, SIGTERM, SIGHUP, SIGQUIT, `leave_at_once`: the file is as it was before, and the next start
+                     tries again
         exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
 
     After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
@@ -57,12 +58,29 @@ def marked(path: Path) -> Iterator[Marker]:
             _write_marker(path, file, before)
             yield marker
             return
+
+        def forget() -> None:
+            _write_marker(path, file, before)
+
+        _under_way.append(forget)
         try:
-            with _signals_first(lambda: _write_marker(path, file, before)):
+            with _signals_first(forget):
                 _write_marker(path, file, {**before, "trying": True})
                 yield marker
         finally:
+            _under_way.remove(forget)
             _write_marker(path, file, None if marker.done else before)
+
+
+# Of each trial that runs in this process: what undoes its marker.
+_under_way: list[Callable[[], None]] = []
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End the process from any thread without waiting for what MLX computes; a trial that runs is no crash."""
+    for forget in list(_under_way):
+        forget()
+    os._exit(status)
 
 
 def _locked(path: Path, open_files: contextlib.ExitStack) -> IO[str] | None:
@@ -98,12 +116,16 @@ def _write_marker(path: Path, file: IO[str], state: dict[str, Any] | None) -> No
 
 @contextlib.contextmanager
 def _signals_first(then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` before SIGTERM, or SIGHUP of a terminal that is closed, ends the process, where nobody else handles it.
+    """Call `then` before SIGTERM, SIGQUIT, or SIGHUP of a closed terminal ends the process, where nobody else handles it.
 
     Only the main thread may ask for that.
     """
     main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(number) == signal.SIG_DFL]
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        if main and signal.getsignal(number) == signal.SIG_DFL
+    ]
 
     def handler(number: int, frame: Any) -> None:
         then()

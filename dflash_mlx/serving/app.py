@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import os
 import select
 import signal
 import socket
@@ -25,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 from mlx_lm.server import get_system_fingerprint
 
 from ..errors import DFlashError
+from ..kernels.crash_marker import leave_at_once
 from .engine import Engine, Generation, Job, Options
 from .messages import Prompt
 from .requests import ClientDisconnected, CompletionRequest, RequestError, check_model, parse_body, read_request
@@ -335,7 +335,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]], say: Callable[[str], None]) -> None:
-    """Bind the address, load the pair and serve it until SIGINT or SIGTERM.
+    """Bind the address, load the pair and serve it until SIGINT, SIGTERM, or SIGHUP of a terminal that is closed.
 
     Args:
       open_pair: as for `Engine`.
@@ -343,7 +343,9 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
     Raises:
       DFlashError: the address cannot be bound; nothing was loaded. What `open_pair` raises.
     """
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # `nohup` ignores SIGHUP, and it stays ignored.
+    ends = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
+    before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         with Server(options) as server:
             engine = server.engine = Engine(options, open_pair)
@@ -360,7 +362,8 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
     except KeyboardInterrupt:
         say("Stopped.")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _introduce(server: Server, say: Callable[[str], None]) -> None:
@@ -382,7 +385,7 @@ def _end(engine: Engine, say: Callable[[str], None]) -> None:
             engine.join()
     except KeyboardInterrupt:
         say("Stopped.")
-        os._exit(130)
+        leave_at_once(130)
 
 
 def _interrupt(signum: int, frame: Any) -> None:

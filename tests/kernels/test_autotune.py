@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -209,11 +210,51 @@ def dies_of(name):
     assert done.returncode == -getattr(signal, name) or name == "SIGINT" and "KeyboardInterrupt" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
 def test_a_process_that_is_interrupted_in_a_trial_leaves_nothing_behind(name, gpu, fresh):
     dies_of(name)
     assert fresh.is_dir() and not list(fresh.glob("*.trying"))
     assert should_use(KERNEL, "s", trial())
+
+
+def test_leaving_at_once_leaves_no_trial_behind(gpu, fresh, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "_exit", lambda status: seen.append((status, *fresh.glob("*.trying"))))
+
+    def trial_of_somebody_in_a_hurry(rows):
+        assert list(fresh.glob("*.trying"))
+        crash_marker.leave_at_once(130)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        should_use(KERNEL, "s", trial_of_somebody_in_a_hurry)
+    assert seen == [(130,)]
+
+
+# Ctrl-C in `generate` while the first answer's trials are inside of a pass that nothing interrupts, and twice in `serve`.
+HURRIES = """
+import hashlib, os, signal, sys, threading
+from dflash_mlx.kernels.crash_marker import marked
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def trial():
+    with marked(Path(sys.argv[1]) / "s.trying"):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_ctrl_c_within_a_long_pass_of_a_trial_leaves_nothing_behind(command, tmp_path):
+    ways = {
+        "generate": "from dflash_mlx.cli.generate import leave_prefill_at_ctrl_c\n"
+        "with leave_prefill_at_ctrl_c(lambda: None):\n    trial()",
+        "serve": "from dflash_mlx.serving.app import Options, serve\n"
+        "serve(Options(port=0), trial, lambda line: line.startswith('Stopping') and os.kill(os.getpid(), signal.SIGINT))",
+    }
+    program = "from pathlib import Path" + HURRIES + ways[command]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and not list(tmp_path.iterdir()), done.stderr
 
 
 def test_a_shape_is_off_for_some_starts_after_a_process_was_killed_in_its_trial(gpu, fresh, caplog, monkeypatch):

@@ -261,7 +261,7 @@ def test_an_address_that_cannot_be_bound_is_told_before_anything_is_loaded(serve
     assert not loaded
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatty, number):
     model, said, links = scripted([7] * 100, vocab=1536, wait_s=1.5), [], []
 
@@ -278,11 +278,13 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
         said.append((time.monotonic(), "signal"))
         os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    due = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {each: signal.signal(each, handler) for each, handler in due.items()}
     try:
         serve(Options(port=0), lambda: ("served", None, model, chatty[1], None), say)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         links[0].close()
     lines = [line for _, line in said]
     stopping = "Stopping: what is being computed ends first. Ctrl-C again leaves at once."
