@@ -343,7 +343,7 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
     Raises:
       DFlashError: the address cannot be bound; nothing was loaded. What `open_pair` raises.
     """
-    # `nohup` ignores SIGHUP, and it stays ignored.
+    # Under nohup SIGHUP is ignored, and stays so.
     ends = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
     before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
