@@ -3,7 +3,7 @@
     Fetching Qwen/Qwen3-4B: 1.2 of 8.0 GB, 14 s, about 2 min left
 
 On a terminal the line is drawn four times a second and is gone at the end. Elsewhere, as in a pipe, it is printed every ten
-seconds. The seconds run on while one long step says nothing.
+seconds. The seconds run on while one long step says nothing. Ctrl-C is answered on it at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..progress import listening
+from ..serving.interrupt import at_ctrl_c
 
 # Work that ends sooner shows nothing. Between two drawings, and between two lines in a pipe.
 _DELAY_S, _DRAWN_S, _PRINTED_S = 0.3, 0.25, 10.0
@@ -32,7 +33,7 @@ class Line:
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
         self._clock, self._thread = clock, None
         self._lock, self._state = threading.Lock(), (what, None, None, "", clock(), 0.0)
-        self._end = threading.Event()
+        self._end, self._is_stopping = threading.Event(), False
 
     def update(self, what: str, done: float | None = None, total: float | None = None, unit: str = "") -> None:
         """As `progress.tell`."""
@@ -41,6 +42,10 @@ class Line:
             if what != now or done is not None and done < first:
                 began, first = self._clock(), done or 0.0
             self._state = what, done, total, unit, began, first
+
+    def stopping(self) -> None:
+        """Say from now on that Ctrl-C was heard: a pass ends before Python does, and may take seconds."""
+        self._is_stopping = True
 
     def prefill(self, done: int, total: int) -> None:
         """A `prompt_progress_callback`; where the prompt is read the line ends."""
@@ -53,6 +58,7 @@ class Line:
         """The line, in at most `width` characters: what goes on is cut before the figures are."""
         with self._lock:
             what, done, total, unit, began, first = self._state
+        what = f"Stopping after this: {what}" if self._is_stopping else what
         took = self._clock() - began
         how_far = far(done, total, unit) if done is not None else ""
         left = ""
@@ -132,7 +138,7 @@ def live(what: str) -> Iterator[Line]:
     line.show()
     token = _line.set(line)
     try:
-        with listening(line.update):
+        with listening(line.update), at_ctrl_c(line.stopping):
             yield line
     finally:
         line.stop()

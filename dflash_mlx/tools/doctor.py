@@ -89,6 +89,7 @@ def diagnose(
         draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision, bits=draft_bits))
     if lm is not None and report.get("target"):
         layers = draft.config.target_layer_ids if draft else (0,)
+        tell("Testing the target")
         report["self_tests"] = _attempt(faults, lambda: _self_tests(lm, layers))
         report["memory"] = _attempt(faults, lambda: _memory(report, lm, draft, contexts))
         faults += [text for text in (report["self_tests"] or {}).values() if text.startswith("failed")]
@@ -96,6 +97,7 @@ def diagnose(
         _context(report, suspicions)
         if fault := mask_row_fault(draft):
             suspicions.append(fault)
+        tell("Counting which drafts are accepted")
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
         report["speed"] = _attempt(faults, lambda: _speed(lm, tokenizer, draft, model)) if report["acceptance"] else None
     # Last: what ran above may have tried some.

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 import time
 
@@ -67,6 +68,21 @@ def test_nothing_is_silent_for_two_seconds_nor_over_the_width(columns):
     screen = slow_parts(columns, 2.5)
     assert screen.longest_pause < 2 and not screen.over, (screen.changes, screen.over)
     assert any("6.3 of 8.4 GB" in row for row in screen.rows) and any("tokens, 4 s" in row for row in screen.rows)
+
+
+def test_the_live_line_says_at_once_that_ctrl_c_was_heard():
+    # As inside of MLX, where Python itself hears of the signal only when the pass is through.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with cli_live.live("Warming up") as line:
+            signal.raise_signal(signal.SIGINT)
+            until = time.monotonic() + 10
+            while "Stopping" not in line.text(79) and time.monotonic() < until:
+                time.sleep(0.01)
+            line.update("Timing", 1, 3, "turns")
+            assert line.text(79) == "Stopping after this: Timing: 1 of 3 turns, 0 s"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
