@@ -19,7 +19,7 @@ KINDS = {
 MEANINGS = {
     "accepted": "drafted and right",
     "rejected": "drafted and wrong, not part of the text",
-    "bonus": "the model's own token that ends a round",
+    "bonus": "the model's own token behind drafts",
     "plain": "not drafted",
 }
 

@@ -85,7 +85,7 @@ def figures(talk: Conversation) -> str:
     if last.stats and last.stats.tau is not None:
         parts.append(f"{last.stats.tau:.1f} tokens a round")
     if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
-        parts.append(last.stats.width_reason.partition(":")[0])
+        parts.append("drafting off" if last.stats.widths[0] == last.stats.n_rounds else "drafting mostly off")
     limit = f" of {talk.limit}" if talk.limit else ""
     parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
     if talk.stopped:

@@ -528,9 +528,7 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
     Docs.join(parts).save(folder / "heldout.npz")
     lines = [json.dumps({"kind": KINDS[k], "prompt": text}) for k, text in zip(kinds, texts, strict=False)]
     (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n" * bool(lines))
-    report(
-        f"Held out: {len(rows)} of the questions, in {len(set(families))} of the families; kept answers: {sum(map(len, parts))}."
-    )
+    report(f"Held out: {sum(map(len, parts))} of {2 * len(rows)} answers kept.")
 
 
 def choose_anchors(rng: np.random.Generator, answer: np.ndarray, A: int) -> tuple[np.ndarray, np.ndarray]:

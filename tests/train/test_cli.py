@@ -21,7 +21,7 @@ def test_data_run_and_eval_make_a_drafter_that_generate_accepts(tmp_path, pair):
     data, out = str(tmp_path / "data"), str(tmp_path / "drafter")
     size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "4"]
     made = call("data", "--model", "tiny", "--out", data, *size)
-    texts = ("Writing held-out questions: 4 of each kind", "Held out: 4 of 4 answered", "Held out: questions 4,")
+    texts = ("Writing held-out questions: 4 of each kind", "Held out: 4 of 4 answered", " of 8 answers kept.")
     places = [made.stderr.index(text) for text in texts]
     assert places == sorted(places)
     run = ["run", "--model", "tiny", "--data", data, "--out", out, "--steps", "2", "--layers", "1", "--block-size", "4"]
