@@ -108,7 +108,10 @@ class SamplingSettings:
 
     def without_effect(self, given: Mapping[str, Any]) -> dict[str, str]:
         """Of the `given` names those that change nothing here, each with the reason."""
-        why_greedy = "at temperature 0" if self.temp < GREEDY_BELOW else "with top_p 0"
+        alone = "at temperature 0" if self.temp < GREEDY_BELOW else "with top_p 0" if self.greedy else None
+        if self.top_k == 1 and not self.xtc_probability:
+            # XTC comes before top_k, and may leave another token.
+            alone = alone or "with top_k 1"
         found = {}
         for one in fields(self):
             needs = one.metadata["needs"]
@@ -116,8 +119,8 @@ class SamplingSettings:
                 continue
             if needs != "temp" and getattr(self, needs) == getattr(type(self), needs):
                 found[one.name] = f"without {needs}"
-            elif self.greedy and needs in ("temp", "xtc_probability") and not (one.name == "top_p" and "top_p" in why_greedy):
-                found[one.name] = why_greedy
+            elif alone and needs in ("temp", "xtc_probability") and one.name not in alone:
+                found[one.name] = alone
         return found
 
     def make(

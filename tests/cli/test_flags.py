@@ -349,6 +349,10 @@ def test_every_flag_changes_something(outcome, command, flag):
             ["generate", "--model", "M", "-p", "x", "--temp", "1", "--top-p", "0", "--seed", "3"],
             "--seed has no effect with top_p 0",
         ),
+        (
+            ["generate", "--model", "M", "-p", "x", "--temp", "1", "--top-k", "1", "--seed", "3"],
+            "--seed has no effect with top_k 1",
+        ),
         (["generate", "--model", "M", "-p", "x", "--trust-remote-code"], "--trust-remote-code has no effect"),
         (["generate", "--model", "M", "-p", "x", "--top-k", "3"], "no effect at temperature 0; give --temp"),
         (["generate", "--model", "M", "-p", "x", "--temp", "1", "--xtc-threshold", "0.2"], "no effect without --xtc-probability"),
