@@ -145,8 +145,9 @@ class Handler(BaseHTTPRequestHandler):
     def _admit(self) -> None:
         """Raises: RequestError for a foreign web page, a foreign name of this machine, or a wrong key."""
         allowed = self.options.allowed_origins
-        host = self.headers.get("Host", "")
-        if "*" not in allowed and not is_own_name(host, self.options.host, allowed):
+        hosts = self.headers.get_all("Host", [])
+        host = next((host for host in hosts if not is_own_name(host, self.options.host, allowed)), None)
+        if "*" not in allowed and host is not None:
             problem = f"the request is for the host {host[:80]!r}, which is not a name of this server"
             raise RequestError(problem, "Use its address, or admit http://NAME with --allowed-origins", 403)
         origin = self.headers.get("Origin")

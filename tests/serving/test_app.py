@@ -206,6 +206,8 @@ def test_a_foreign_host_is_refused_everywhere(served, chatty):
                 link.sendall(f"{method} {path} HTTP/1.1\r\nHost: evil.example:80\r\nContent-Length: 0\r\n\r\n".encode())
                 status, body = read(link)
             assert status == 403 and "served" not in body and str(served.port) not in body
+    for hosts in (b"Host: 127.0.0.1\r\nHost: evil.example", b"Host: evil.example\r\nHost: 127.0.0.1"):
+        assert served.raw(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n\r\n")[0] == 403
     with running(*chatty, allowed_origins=["*"]) as server:
         assert server.raw(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
 
