@@ -163,10 +163,17 @@ def read_arguments(given: Any) -> Arguments:
         # A second time for text that was encoded twice.
         if isinstance(value, str):
             try:
-                text, value = value, json.loads(value)
+                text, value = value, _whole_characters(json.loads(value))
             except (ValueError, RecursionError):
                 break
     return Arguments(value if isinstance(value, dict) else {"arguments": text}, text)
+
+
+def _whole_characters(value: Any) -> Any:
+    """A JSON value with U+FFFD for half of a surrogate pair, which JSON may escape and no tokenizer takes."""
+    text = json.dumps(value, ensure_ascii=False)
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value if whole == text else json.loads(whole)
 
 
 def _reasoning_names(tokenizer: Any) -> tuple[str, ...]:

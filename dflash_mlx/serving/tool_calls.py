@@ -191,6 +191,9 @@ def _read_call(call: Any) -> Call:
         raise ValueError("a call has no name")
     arguments = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        # Half of a surrogate pair stays escaped: it is no character of its own.
+        text = json.dumps(arguments, allow_nan=False)
     text = text.strip() or "{}"
     if not isinstance(json.loads(text), dict):
         raise ValueError("its arguments are no object")

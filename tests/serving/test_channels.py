@@ -342,6 +342,8 @@ def test_what_stands_behind_a_call_that_cannot_be_read_is_read_anew(text, pieces
         ('{"name": "ls", "parameters": {"a": "é"}}', [("ls", '{"a": "é"}')]),
         ('{"type": "function", "function": {"name": "ls", "arguments": {"a": 1}}}', [("ls", '{"a": 1}')]),
         (f"[{GOOD}, {GOOD}]", [("ls", "{}"), ("ls", "{}")]),
+        # Half of a surrogate pair is no character that could be sent.
+        ('{"name": "ls", "arguments": {"a": "\\ud800"}}', [("ls", '{"a": "\\ud800"}')]),
         ('{"name": "caf\\u00e9", "arguments": {"\\u00e9": 1}}', [("café", '{"é": 1}')]),
     ],
 )

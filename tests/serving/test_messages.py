@@ -217,6 +217,12 @@ def test_arguments_of_earlier_calls_reach_every_kind_of_template(written, templa
     assert prompt == f"[user]x[assistant]<f:{text}>[tool]4"
 
 
+@pytest.mark.parametrize("template", [JOINS, DUMPS, EITHER, WALKS, LISTS])
+def test_half_a_surrogate_pair_in_an_earlier_call_never_reaches_a_tokenizer(written, template):
+    prompt = written(template, called('{"a\\udc00": ["b\\ud800", "\\ud83d\\ude00"]}'))
+    assert "b" in prompt and not any("\ud800" <= letter <= "\udfff" for letter in prompt)
+
+
 def test_a_call_in_openais_older_form_reaches_the_template(written):
     older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [*said(("user", "x")), older, {"role": "function", "name": "f", "content": "4"}]
