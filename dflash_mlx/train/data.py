@@ -505,6 +505,11 @@ def _collect(waiting: list[Future], leave: int) -> tuple[int, int]:
     return answers, docs_made
 
 
+def _held_out_progress(what: str, before: int, rows: int, total: int, max_len: int) -> Callable[[int, int, int], None]:
+    """A `progress` of `write_rows` for `rows` of `total` answers behind `before`: their share, as if all had `max_len` ids."""
+    return lambda position, active, ids: tell(what, 100 * (before + rows * position / max_len) / total, 100, "%")
+
+
 def _write_held_out(model, planner, pools, folder, dtype, config, report) -> None:
     """Answers to the held-out families, greedy and at temperature 1, and their questions as JSONL."""
     rows, kinds, families, texts = planner.held_out(pools)
@@ -517,11 +522,12 @@ def _write_held_out(model, planner, pools, folder, dtype, config, report) -> Non
     parts = []
     for temp in (0.0, 1.0):
         again = [Row(r.given, r.user, r.user_limit, temp) for r in rows]
-        written = []
+        written, what = [], f"Writing held-out text at temperature {temp:g}"
         for start in range(0, len(again), config.rows):
             part = again[start : start + config.rows]
-            tell(f"Writing held-out text at temperature {temp:g}", start, len(again), "answers")
-            written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start)
+            tell(what, 100 * start / len(again), 100, "%")
+            progress = _held_out_progress(what, start, len(part), len(again), config.max_len)
+            written += write_rows(model, part, planner.frame, config.max_len, seed=7 + start, progress=progress)
             report(f"Held out: {len(written)} of {len(rows)} answered at temperature {temp:g}.")
         keep.seen.clear()
         parts.append(keep(written, kinds, families, [TRAIN] * len(rows), dtype))

@@ -8,6 +8,7 @@ import pytest
 from kit import greedy_ids, tiny_qwen3, tiny_target
 
 from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.progress import listening
 from dflash_mlx.train.data import DataConfig, Docs, load_docs, loop_cuts, make_data
 from dflash_mlx.train.prompts import FAMILIES, KINDS, Pools, chat_ids, make_frame, read_prompts
 from dflash_mlx.train.rollout import Frame, Row, Written, in_loop, write_rows
@@ -181,9 +182,14 @@ def test_make_data_answers_every_prompt_of_a_file_once_and_then_ends(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(f"question {i} of many" for i in range(40)))
     config = DataConfig(rows=16, max_len=64, min_answer=4)
     said = []
-    make_data(model, Chars(), tmp_path / "d", config, answer_tokens=10**6, prompts=tmp_path / "p.jsonl", report=said.append)
+    told = []
+    with listening(lambda *args: told.append(args)):
+        make_data(model, Chars(), tmp_path / "d", config, answer_tokens=10**6, prompts=tmp_path / "p.jsonl", report=said.append)
+    # Behind the minutes asked for, so how far that is must be seen.
+    shares = [done for what, done, *_ in told if what == "Writing held-out text at temperature 1"]
+    assert shares == sorted(shares) and shares[0] == 0 < shares[1] <= 100 == shares[-1]
     docs, held = load_docs(tmp_path / "d"), load_docs(tmp_path / "d", names="heldout.npz")
-    assert "all prompts" in " ".join(said)
+    assert "All prompts" in " ".join(said)
     assert set(docs.family.tolist()) == {255} and 5 < len(docs) <= 38
     asked = {docs.doc(i)[0][: int(docs.doc(i)[1].argmax())].tobytes() for i in range(len(docs))}
     assert not asked & {held.doc(i)[0][: int(held.doc(i)[1].argmax())].tobytes() for i in range(len(held))}
