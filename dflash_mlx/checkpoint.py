@@ -166,17 +166,17 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
 
 
 def _locate(path_or_repo: str | Path, revision: str | None) -> Path:
-    path = Path(path_or_repo).expanduser()
-    if path.exists():
+    path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if text and path.exists():
         if path.is_dir() or path.suffix.lower() == ".gguf":
             return path
         raise CheckpointError(
             f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
         )
-    text = str(path_or_repo)
     if not _is_repo_id(text):
         raise CheckpointError(
-            f"{text} does not exist; it must be a directory, a .gguf file or a hub repository like org/name", "Check the path"
+            f"{text or 'an empty name'} does not exist; it must be a directory, a .gguf file or a hub repository like org/name",
+            "Check the path",
         )
     return _download(text, revision)
 

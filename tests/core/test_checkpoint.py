@@ -377,6 +377,14 @@ def test_a_complete_set_of_shards_beside_a_single_file_is_refused(tmp_path):
         inspect_checkpoint(tmp_path)
 
 
+def test_an_empty_name_is_not_the_directory_that_we_are_in(tmp_path, monkeypatch):
+    """As of an unset variable of a shell."""
+    monkeypatch.chdir(write_checkpoint(tmp_path, SOME_CONFIG, {"a": mx.ones((2, 2))}))
+    assert list(inspect_checkpoint(".").tensors) == ["a"]
+    with pytest.raises(CheckpointError, match="an empty name does not exist"):
+        inspect_checkpoint("")
+
+
 @pytest.mark.parametrize(
     "spelling", ["model-{:05d}-of-{:06d}", "model_{}-of-{}", "model-{:02d}_of_{:02d}", "model.safetensors-{:05d}-of-{:05d}"]
 )
