@@ -67,7 +67,7 @@ class RunOptions:
             self.prompt_lookup = self.copy if self.prompt_lookup is None else self.prompt_lookup
         for name, least in (("prefill_step_size", 1), ("max_kv_size", 1), ("quantized_kv_start", 0)):
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < least):
-                raise GenerationError(f"{name} is {value!r}; it must be at least {least}", "Leave it out for the default")
+                raise GenerationError(f"{name} is {value!r}; it must be a whole number of at least {least}", "Leave it out")
         for name, default in (("kv_group_size", 64), ("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)):
             # Programs written for mlx-lm pass its defaults on.
             if self.kv_bits is None and (value := getattr(self, name)) not in (None, default):
@@ -211,7 +211,7 @@ def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: in
     if block_size is None:
         return None
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise GenerationError(f"block_size is {block_size!r}; it must be at least 1 (it counts the anchor)")
+        raise GenerationError(f"block_size is {block_size!r}; it must be a whole number of at least 1 (it counts the anchor)")
     if block_size > (limit := largest_block(drafter)):
         raise GenerationError(
             f"block_size is {block_size}; this drafter was made for blocks of {drafter.config.block_size}, and a pass over "

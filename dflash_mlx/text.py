@@ -21,9 +21,14 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
         return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
     ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
-        shape = f" of shape {list(prompt.shape)}" if isinstance(prompt, mx.array) else ""
+        what = f"of type {type(prompt).__name__}"
+        if isinstance(prompt, mx.array):
+            what = f"an array of {str(prompt.dtype).removeprefix('mlx.core.')} and shape {list(prompt.shape)}"
+        elif isinstance(ids, (list, tuple)):
+            odd = next(i for i in ids if not isinstance(i, int))
+            what = f"a list that holds {str(odd)[:40]!r} of type {type(odd).__name__}"
         raise GenerationError(
-            f"the prompt is of type {type(prompt).__name__}{shape}; it must be text, a list of token ids or an array [T] of them",
+            f"the prompt is {what}; it must be text, a list of token ids or an array [T] of them",
             "Pass one prompt at a time",
         )
     return list(ids)

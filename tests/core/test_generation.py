@@ -241,7 +241,7 @@ def test_a_block_size_may_be_given_as_draft_tokens(tiny):
 
 @pytest.mark.parametrize("block", [0, -1, 2.0, True, "5"])
 def test_an_impossible_block_size_is_refused(tiny, block):
-    with pytest.raises(GenerationError, match=r"block_size is .*; it must be at least 1 \(it counts the anchor\)"):
+    with pytest.raises(GenerationError, match=r"block_size is .*; it must be a whole number of at least 1 \(it counts"):
         run(tiny[0], tiny[2], PROMPT, 4, block_size=block)
 
 
@@ -749,9 +749,9 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding, bl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"prefill_step_size": n}, f"prefill_step_size is {n}; it must be at least 1") for n in (0, -3, 1.5)),
-        ({"max_kv_size": 0}, "max_kv_size is 0; it must be at least 1"),
-        ({"quantized_kv_start": -5, "kv_bits": 8}, "quantized_kv_start is -5; it must be at least 0"),
+        *(({"prefill_step_size": n}, f"prefill_step_size is {n}; it must be a whole number of at least 1") for n in (0, -3, 1.5)),
+        ({"max_kv_size": 0}, "max_kv_size is 0; it must be a whole number of at least 1"),
+        ({"quantized_kv_start": -5, "kv_bits": 8}, "quantized_kv_start is -5; it must be a whole number of at least 0"),
         ({"kv_group_size": 32}, "kv_group_size is 32 without kv_bits"),
         ({"quantized_kv_start": 4}, "quantized_kv_start is 4 without kv_bits"),
     ],
@@ -768,9 +768,11 @@ def test_an_option_without_effect_or_meaning_is_refused_before_anything_runs(tin
     [
         ([5, -1, 7], r"token ids \[-1\]; this target's are 0 to 60"),
         ([5, 61, 7], r"token ids \[61\]; this target's are 0 to 60"),
-        (mx.array([[5, 9]]), r"of type array of shape \[1, 2\]; it must be text"),
+        (mx.array([[5, 9]]), r"an array of int32 and shape \[1, 2\]; it must be text"),
+        (mx.array([1.0]), r"an array of float32 and shape \[1\]; it must be text"),
         (None, "of type NoneType; it must be text"),
-        ([5, 1.5], "of type list; it must be text"),
+        ([5, 1.5], "a list that holds '1.5' of type float; it must be text"),
+        ([[5]], r"a list that holds '\[5\]' of type list; it must be text"),
     ],
 )
 def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):
