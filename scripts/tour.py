@@ -38,7 +38,11 @@ compares it with a fresh run, up to figures.
 """
 # Title, what is said of it, the command.
 COMMANDS = [
-    ("Generate", "The text is on stdout, all else on stderr.", f'generate {PAIR} -p "def test_" -m 24'),
+    (
+        "Generate",
+        "The text is on stdout, all else on stderr. A first run on a machine also measures what drafting costs: it is slow.",
+        f'generate {PAIR} -p "def test_" -m 24',
+    ),
     ("", "`--stats` says all that was counted.", f'generate {PAIR} -p "def test_" -m 24 --block-size 4 --stats'),
     ("Models", "", "models"),
     ("Doctor", "", f"doctor {PAIR}"),
@@ -104,7 +108,13 @@ def tour() -> Iterator[Shown]:
     with tempfile.TemporaryDirectory() as folder:
         for title, about, command in COMMANDS:
             yield _shown(title, about, command, folder)
-        yield _shown("Chat", "", f"chat {PAIR} --max-tokens 24", folder, _chat)
+        yield _shown(
+            "Chat",
+            "With `--block-size 4` there are drafts to mark; a terminal with colours has these for the marks.",
+            f"chat {PAIR} --max-tokens 24 --block-size 4",
+            folder,
+            _chat,
+        )
         yield from _serve(folder)
         yield _shown("Cache", "", "cache", folder)
         for i, command in enumerate(HELP):
@@ -114,7 +124,7 @@ def tour() -> Iterator[Shown]:
 def _alone(folder: str) -> list[str]:
     """What begins a command line in an environment that holds nothing of the user's."""
     kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS") if name in os.environ}
-    kept |= {"HOME": folder, "LANG": "C.UTF-8", "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"}
+    kept |= {"HOME": folder, "LANG": "C.UTF-8", "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     return ["env", "-i", *(f"{name}={value}" for name, value in kept.items()), *COMMAND]
 
 
