@@ -107,7 +107,7 @@ class DraftLengthPolicy:
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
         # Whether what is left to measure waits for the end of the answer.
-        self._later = False
+        self._later = self._is_slowed = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
         # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
@@ -144,8 +144,8 @@ class DraftLengthPolicy:
 
     @property
     def plain_s(self) -> float | None:
-        """Seconds of one token of plain decoding; None: not measured yet."""
-        return self.cost_model and self.cost_model.plain()
+        """Seconds of one token of plain decoding; None: not measured yet, or within this run, whose own rate that lowered."""
+        return None if self._is_slowed or self.cost_model is None else self.cost_model.plain()
 
     @_locked
     def choose(self, pending: int = 0) -> int:
@@ -153,7 +153,7 @@ class DraftLengthPolicy:
         if self.cost_model is None:
             found = self._measure()
             if isinstance(found, NotYet):
-                self._later = found is NotYet.LATER
+                self._later, self._is_slowed = found is NotYet.LATER, True
                 return 0
             self.cost_model = found
         costs, plain_s = self.cost_model, self.cost_model.plain()

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..machine import array_bytes, chip, size_text, state_directory
 from .conversation import Conversation, Pair, Settings
@@ -30,9 +29,8 @@ def drafting(pair: Pair, settings: Settings) -> str:
         return "Drafting is off: there is no drafter."
     if settings.block_size == 1:
         return "Drafting is off: block_size is 1."
-    if settings.block_size:
-        return f"Drafting is on: {settings.block_size - 1} tokens a round by {pair.draft_name}."
-    return f"Drafting is on: up to {largest_block(pair.drafter) - 1} tokens a round by {pair.draft_name}, where that is faster."
+    most, by = settings.block_size or pair.drafter.config.block_size, "" if settings.block_size else ", where that is faster"
+    return f"Drafting is on: up to {most} tokens a round by {pair.draft_name}{by}."
 
 
 def _size(model: Any) -> str:

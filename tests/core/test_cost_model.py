@@ -373,7 +373,10 @@ def test_a_policy_decodes_plainly_until_costs_are_there_and_looks_ahead_while_th
     assert policy.choose() == 0 and policy.ready
     # Behind the answer; the next one knows them from the start.
     history.take(lambda: costs)
-    assert history.next_policy(7, lambda: pytest.fail("measured")).cost_model is costs and policy.choose() > 0
+    later = history.next_policy(7, lambda: pytest.fail("measured"))
+    assert later.cost_model is costs and policy.choose() > 0
+    # Pieces of the measurement lie in this answer's time, so its rate is held against nothing.
+    assert policy.plain_s is None and later.plain_s == 1.0
 
 
 def test_ids_do_not_depend_on_what_is_measured_between_tokens(monkeypatch):
