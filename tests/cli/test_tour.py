@@ -54,6 +54,11 @@ def test_pages_are_the_same_up_to_figures_and_no_further():
     page = PAGE.read_text(encoding="utf-8")
     other = re.sub(r"\d+\.\d+ tokens/s", "99.25 tokens/s", re.sub(r"(?<=\d) MB\b", " GB", page))
     assert other != page and not tour.differences(page, other)
+    # What a first answer of a slower machine says besides.
+    wait = "First run with this model on this machine: both are timed now, at most 10 s, so that it is. Ctrl-C skips\nthis.\n"
+    late = "Not done in 10 s: the next run times them anew. To let it take its time once: dflash-mlx doctor --model tiny\n"
+    late += "--draft-model tiny\n"
+    assert not tour.differences(page, page.replace("end.\n```", f"end.\n{wait}{late}```", 1))
     for word, wrong in (("tokens/s", "tokens/h"), ("No fault found.", "No faults."), ("--top-k", "--tip-k")):
         assert word in page and tour.differences(page, page.replace(word, wrong, 1)), word
 
