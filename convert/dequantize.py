@@ -252,6 +252,7 @@ def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dt
     """Scales and biases that are float32 because a zero point times its scale needs it -> the type of the files' scales.
 
     Activations take the widest type of a layer: scales that stayed float32 would have everything computed in it.
+    Of a checkpoint of another tool: MLX's own files hold their scales in the type that is meant.
     """
     filed = Counter(_HALF[t.dtype] for t in checkpoint.tensors.values() if t.dtype in _HALF and t.name.endswith(_SCALES))
     if not filed:

@@ -110,7 +110,8 @@ def read_target(checkpoint: Checkpoint) -> LoadedTarget:
         weights, config, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint, keep_packed=False)
         loaded = build_target(config, weights, checkpoint.source, checkpoint)
     loaded.notes = notes + loaded.notes
-    loaded.types |= types_of_scales(loaded.model, checkpoint)
+    if "quantization" not in checkpoint.config:
+        loaded.types |= types_of_scales(loaded.model, checkpoint)
     return loaded
 
 

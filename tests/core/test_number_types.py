@@ -82,6 +82,14 @@ def test_a_converted_directory_has_the_types_of_its_source_and_mlx_lm_reads_them
     assert mlx_lms_types(tmp_path / "mlx") in (None, expected)
 
 
+def test_scales_that_a_quantized_file_holds_in_float32_stay_so(source, tmp_path):
+    """As of a float32 head beside bfloat16 layers: activations there are float32 in mlx-lm too."""
+    path = source("llama", lambda name, value: mx.float32 if "lm_head" in name else mx.bfloat16)
+    convert(str(path), str(tmp_path / "mlx"), quantize=True, q_group_size=32)
+    found = types_of(load(str(tmp_path / "mlx"), dtype="auto", lazy=True)[0])
+    assert found == mlx_lms_types(tmp_path / "mlx") and found["lm_head.scales"] == mx.float32
+
+
 def test_on_a_cpu_everything_is_float32_unless_a_type_is_named(source):
     path = source("qwen3_5", wide_vectors)
     assert set(types_of(load(str(path))[0]).values()) == {mx.float32}
