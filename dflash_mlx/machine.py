@@ -33,6 +33,10 @@ class CacheDirectoryError(DFlashError, RuntimeError):
     """The cache directory cannot be found, made or written."""
 
 
+class FileWriteError(DFlashError, OSError):
+    """A file that cannot be written; names it, with the system's reason."""
+
+
 # ---- environment switches
 
 
@@ -110,8 +114,12 @@ def cache_directory() -> Path:
 
 
 def state_directory() -> Path:
-    """Where the chat keeps its history and conversations: dflash-mlx in $XDG_STATE_HOME or ~/.local/state."""
-    return _home_expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "dflash-mlx"
+    """Where the chat keeps its history and conversations: dflash-mlx in $XDG_STATE_HOME or ~/.local/state.
+
+    Raises:
+      CacheDirectoryError: neither is told and the user has no home directory.
+    """
+    return _home_expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "XDG_STATE_HOME") / "dflash-mlx"
 
 
 def usable_cache_directory() -> Path:
@@ -139,11 +147,11 @@ def _unusable(directory: Path, error: OSError) -> CacheDirectoryError:
     )
 
 
-def _home_expanded(path: str) -> Path:
+def _home_expanded(path: str, variable: str = CACHE) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise CacheDirectoryError(f"{path} has no home directory to stand in", f"Set {CACHE} to a directory") from None
+        raise CacheDirectoryError(f"{path} has no home directory to stand in", f"Set {variable} to a directory") from None
 
 
 # ---- files
@@ -156,7 +164,7 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
       content: the bytes, the text, or a function that writes the file at the path it is given (beside `path`, with its suffix).
       mode: permissions of the new file, less the umask.
     Raises:
-      OSError: the file cannot be written; `path` is then as it was.
+      FileWriteError: the file cannot be written; `path` is then as it was.
     """
     path = Path(path)
     part = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}{path.suffix}")
@@ -169,6 +177,12 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
         else:
             part.write_bytes(content)
         os.replace(part, path)
+    except (OSError, RuntimeError) as error:
+        # MLX's writers raise RuntimeError. The system names no file where the disk is full.
+        if isinstance(error, RuntimeError) and not str(error).startswith("[write]"):
+            raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise FileWriteError(f"{path} cannot be written: {reason}", "Free some space, or write elsewhere") from error
     finally:
         with suppress(OSError):
             part.unlink()
@@ -212,7 +226,7 @@ class JsonCache:
             except (OSError, RuntimeError) as error:
                 if not self._said:
                     self._said = True
-                    _log.warning("%s is not kept: %s (%s says where)", self.name, error, CACHE)
+                    _log.warning("%s is not kept: %s (%s says where)", self.name, getattr(error, "problem", error), CACHE)
                 return False
         return True
 

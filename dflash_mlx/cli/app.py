@@ -6,6 +6,7 @@ heavy is imported inside the commands, so that `dflash-mlx -h` answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -74,6 +75,8 @@ def sentence(error: Exception) -> str:
             return f"{said}."
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "The disk is full. Free some space."
     if isinstance(error, (DFlashError, OSError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

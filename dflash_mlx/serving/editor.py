@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from ..errors import DFlashError
 from .sessions import history_file
 
 # A paste of more lines or letters than these is shown as one mark.
@@ -98,13 +99,18 @@ class LineEditor:
 
         try:
             kind, arguments = FileHistory, [str(history_file())]
-        except OSError:
+        except (DFlashError, OSError):
             kind, arguments = InMemoryHistory, []
         pastes = self.pastes
 
         class Unfolded(kind):
             def append_string(self, string: str) -> None:
                 super().append_string(pastes.unfold(string))
+
+            def store_string(self, string: str) -> None:
+                # A full disk costs later chats this line, and this chat nothing.
+                with suppress(OSError):
+                    super().store_string(string)
 
         return Unfolded(*arguments)
 

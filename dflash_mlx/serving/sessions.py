@@ -62,10 +62,13 @@ def history_file() -> Path:
     """The file of the lines typed so far, which no other user of this machine can read.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: it cannot be made, or is no file. DFlashError: there is no directory for it.
     """
     path = state_directory() / "history"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        # To open a pipe would wait for its reader.
+        raise OSError(f"{path} is no file")
     # What earlier versions left readable is closed too.
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     path.chmod(0o600)

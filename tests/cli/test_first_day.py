@@ -1,5 +1,6 @@
 """What someone meets on the first day: something not installed, a name with a typo, a command without its limit."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from dflash_mlx import requirements
 from dflash_mlx.cli import generate
-from dflash_mlx.cli.app import app
+from dflash_mlx.cli.app import app, sentence
 from dflash_mlx.pair import DFlashPair
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
@@ -175,3 +176,7 @@ def test_what_is_timed_behind_a_first_answer_ends_and_says_how(monkeypatch, caps
         # As much again where a caller's own loop waits for it.
         pair.after_answer()
         assert len(passes) == 2
+
+
+def test_a_full_disk_is_a_sentence_also_where_the_system_names_no_file():
+    assert sentence(OSError(errno.ENOSPC, "No space left on device")) == "The disk is full. Free some space."

@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import subprocess
@@ -158,6 +159,23 @@ def test_a_write_that_fails_or_is_interrupted_leaves_the_old_file_and_no_other(t
         with pytest.raises(type(error)):
             machine.write_atomically(tmp_path / "a.json", write)
         assert (tmp_path / "a.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("[write] Unable to write 8 bytes to file.")],
+    ids=["ours", "mlx"],
+)
+def test_a_file_that_a_full_disk_has_no_room_for_is_named(tmp_path, error):
+    """The system's own error there names no file, and MLX's neither."""
+    (tmp_path / "a.safetensors").write_text("old")
+
+    def write(part):
+        raise error
+
+    with pytest.raises(OSError, match=r"a\.safetensors cannot be written: .*(No space left|Unable to write).*Free some space"):
+        machine.write_atomically(tmp_path / "a.safetensors", write)
+    assert (tmp_path / "a.safetensors").read_text() == "old"
 
 
 def test_a_json_cache_keeps_the_newest_entries_and_survives_a_damaged_file(tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.serving.editor import LineEditor, Pastes
 from dflash_mlx.serving.sessions import history_file, read_session, session_path, write_session
 
 SESSION = {"version": 2, "model": "m", "draft_model": None, "system": None, "settings": {}, "messages": []}
@@ -94,3 +96,23 @@ def test_sessions_and_the_history_of_lines_are_readable_by_their_owner_alone(tmp
         os.umask(before)
     assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 3
     assert files[1].read_text() == "left by an earlier version\n"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "no home", "a full disk"])
+def test_a_history_that_cannot_be_kept_costs_the_chat_nothing(tmp_path, monkeypatch, kind):
+    pytest.importorskip("prompt_toolkit")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "dflash-mlx").mkdir()
+    if kind == "a pipe":
+        os.mkfifo(history_file().parent / "pipe")
+        os.replace(tmp_path / "dflash-mlx" / "pipe", tmp_path / "dflash-mlx" / "history")
+    elif kind == "no home":
+        monkeypatch.setenv("XDG_STATE_HOME", "~nobody-of-this-name")
+    history = LineEditor._history(SimpleNamespace(pastes=Pastes()))
+    if kind == "a full disk" and os.path.exists("/dev/full"):
+        history.filename = "/dev/full"
+    history.append_string("a line")
+    assert "a line" in history.get_strings()
+    if kind == "no home":
+        with pytest.raises(DFlashError, match="~nobody-of-this-name has no home directory.*Set XDG_STATE_HOME"):
+            history_file()
