@@ -123,7 +123,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(model, docs, 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            report = lambda text: (said.append(text), ctrl_c(place == "a step's report" and text.startswith("step 2")))  # noqa: E731
+            report = lambda text: (said.append(text), ctrl_c(place == "a step's report" and text.startswith("Step 2")))  # noqa: E731
             train(model, docs, tmp_path / "cut", raw, settings, held_out, report=report)
     finally:
         signal.signal(signal.SIGINT, handler)
