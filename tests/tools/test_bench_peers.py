@@ -83,9 +83,8 @@ def test_another_drafter_of_the_same_name_is_written_out_anew(tmp_path):
 
 def options(tmp_path, *sides, **changes):
     given = {"envs": tmp_path, "pair": "tiny", "draft_model": None, "sides": sides, "z_lab": None, "small_draft": None}
-    return Namespace(
-        **given | {"before": None, "kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None} | changes
-    )
+    given |= {"before": None, "kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None}
+    return Namespace(**given | {"dense": False, "out": tmp_path / "record.json"} | changes)
 
 
 @pytest.mark.full
@@ -94,12 +93,25 @@ def test_every_side_answers_in_its_own_process_and_one_that_cannot_is_left_out(t
     checkout.mkdir()
     record = peers.measure(options(tmp_path, "mlx-lm", "z-lab", "ours", "mlx-lm-draft", z_lab=checkout))
     assert record["ended"] == "complete" and set(record["failed"]) == {"z-lab"}
+    # Kept answer by answer.
+    assert json.loads((tmp_path / "record.json").read_text())["runs"] == record["runs"]
     assert record["drafter_sha256"] == kit.TINY_DRAFTER_SHA256
     assert "No module named 'dflash'" in record["failed"]["z-lab"]
     assert [r["side"] for r in record["runs"]] == ["mlx-lm", "ours", "mlx-lm-draft"] * 2 + ["mlx-lm-draft", "ours", "mlx-lm"] * 2
     assert all(r["equal"] for r in record["runs"]) and record["versions"]["ours"]["mlx"] == mx.__version__
     shown = peers.table(record)
     assert "z-lab left out" in shown and "4/4" in shown
+
+
+def test_a_dense_target_has_no_quantized_matrix(tmp_path):
+    def is_quantized(name, source, **options):
+        return "quantization" in json.loads(
+            (Path(peers.written_target(name, str(source), tmp_path, **options)) / "config.json").read_text()
+        )
+
+    convert(str(kit.TINY / "target"), str(tmp_path / "q"), quantize=True)
+    assert is_quantized("q", tmp_path / "q") and not is_quantized("q", tmp_path / "q", dense=True)
+    assert not is_quantized("float", kit.TINY / "target", dense=True)
 
 
 def test_a_worker_says_why_it_failed_and_goes_on(tmp_path):
