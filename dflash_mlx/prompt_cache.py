@@ -49,8 +49,11 @@ class KVQuantization:
         """Run three rows with a quantized cache, as plain decoding would, before anything else runs.
 
         Raises:
-          GenerationError: mlx-lm cannot run this target with it.
+          GenerationError: mlx-lm cannot run this target with it, or a size is no whole number.
         """
+        for name, value in (("kv_bits", self.bits), ("kv_group_size", self.group_size)):
+            if type(value) is not int or value < 1:
+                raise GenerationError(f"{name} is {value!r}; it must be a whole number of at least 1", "Leave it out")
         try:
             for _ in range(3):
                 logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
