@@ -743,17 +743,15 @@ def test_an_error_in_the_users_sampler_leaves_both_caches_consistent(sliding, bl
     assert rounds_of(again) == rounds_of(fresh)
 
 
-# What cannot be honoured
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         *(({"prefill_step_size": n}, f"prefill_step_size is {n}; it must be a whole number of at least 1") for n in (0, -3, 1.5)),
-        ({"max_kv_size": 0}, "max_kv_size is 0; it must be a whole number of at least 1"),
         ({"quantized_kv_start": -5, "kv_bits": 8}, "quantized_kv_start is -5; it must be a whole number of at least 0"),
-        ({"kv_bits": "4"}, "kv_bits is '4'; it must be a whole number of at least 1"),
-        ({"kv_bits": 8, "kv_group_size": 64.0}, "kv_group_size is 64.0; it must be a whole number of at least 1"),
+        *(
+            ({"kv_bits": 8, name: value}, f"{name} is {value!r}; it must be a whole number of at least 1")
+            for name, value in (("max_kv_size", 0), ("kv_bits", "4"), ("kv_group_size", 64.0))
+        ),
         ({"kv_group_size": 32}, "kv_group_size is 32 without kv_bits"),
         ({"quantized_kv_start": 4}, "quantized_kv_start is 4 without kv_bits"),
     ],
