@@ -77,6 +77,20 @@ def _pythonic(read: Reader) -> Reader:
     return read_python
 
 
+def _with_schemas(part: re.Pattern, text: str, tools: Any, rewrite: Callable[[re.Match, dict[str, Any]], str]) -> str:
+    """A text with each argument that `part` finds rewritten by the schemas of its call: group 1 is the name of a call."""
+    schemas: dict[str, Any] = {}
+
+    def seen(found: re.Match) -> str:
+        nonlocal schemas
+        if found[1] is None:
+            return rewrite(found, schemas)
+        schemas = schemas_of(found[1], tools)
+        return found[0]
+
+    return part.sub(seen, text)
+
+
 _K3_PART = re.compile(
     r'<\|open\|>call\b(?:(?!<\|sep\|>).)*?\btool="([^"]*)"|(<\|open\|>argument\b)((?:(?!<\|sep\|>).)*)(?=<\|sep\|>)', re.DOTALL
 )
@@ -85,23 +99,17 @@ _K3_PART = re.compile(
 def _kimi_k3(read: Reader) -> Reader:
     """mlx-lm's parser, for arguments that state no type, or another than the tool's schema does: it is the schema's."""
 
+    def typed(found: re.Match, schemas: dict[str, Any]) -> str:
+        key = re.search(r'\bkey="([^"]*)"', found[3])
+        types = types_of(key[1], schemas) if key and key[1] in schemas else ["string", "null"]
+        stated = re.search(r'\s*\btype="[^"]*"', found[3])
+        if stated and "string" in types and len(types) > 1:
+            return found[0]
+        rest = found[3].replace(stated[0], "") if stated else found[3]
+        return f'{found[2]}{rest} type="{"string" if types == ["string"] else "json"}"'
+
     def read_typed(text: str, tools: Any) -> Any:
-        schemas: dict[str, Any] = {}
-
-        def typed(found: re.Match) -> str:
-            if found[1] is not None:
-                schemas.clear()
-                schemas.update(schemas_of(found[1], tools))
-                return found[0]
-            key = re.search(r'\bkey="([^"]*)"', found[3])
-            types = types_of(key[1], schemas) if key and key[1] in schemas else ["string", "null"]
-            stated = re.search(r'\s*\btype="[^"]*"', found[3])
-            if stated and "string" in types and len(types) > 1:
-                return found[0]
-            rest = found[3].replace(stated[0], "") if stated else found[3]
-            return f'{found[2]}{rest} type="{"string" if types == ["string"] else "json"}"'
-
-        calls = read(_K3_PART.sub(typed, text), tools)
+        calls = read(_with_schemas(_K3_PART, text, tools, typed), tools)
         for call in calls:
             for key, value in call["arguments"].items():
                 types = types_of(key, schemas_of(call["name"], tools))
@@ -120,20 +128,12 @@ _MUSE_PART = re.compile(
 def _muse(read: Reader) -> Reader:
     """mlx-lm's parser reads each value as JSON if it is any; a parameter whose schema says string is text."""
 
-    def read_typed(text: str, tools: Any) -> Any:
-        schemas: dict[str, Any] = {}
+    def typed(found: re.Match, schemas: dict[str, Any]) -> str:
+        if found[3] in schemas and types_of(found[3], schemas) == ["string"]:
+            return found[2] + json.dumps(found[4].strip())
+        return found[0]
 
-        def typed(found: re.Match) -> str:
-            if found[1] is not None:
-                schemas.clear()
-                schemas.update(schemas_of(found[1], tools))
-            elif found[3] in schemas and types_of(found[3], schemas) == ["string"]:
-                return found[2] + json.dumps(found[4].strip())
-            return found[0]
-
-        return read(_MUSE_PART.sub(typed, text), tools)
-
-    return read_typed
+    return lambda text, tools: read(_with_schemas(_MUSE_PART, text, tools, typed), tools)
 
 
 # What mlx-lm's parsers lack, by the mark that starts their calls.
