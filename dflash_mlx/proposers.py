@@ -142,12 +142,13 @@ class BlockProposer:
     ):
         self.drafter, self.cache, self._sampler, self._policy = drafter, cache, target_sampler, policy
         self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
-        self._begin = target_sampler.begin = self.context.rows - cache[0].offset  # rows that no drafter saw: `PairCache.adopt`
+        self._begin = self.context.rows - cache[0].offset  # rows that no drafter saw: `PairCache.adopt`
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
         """[1] anchor to those of n drafts that `width` verified ones need, enqueued. The cache holds what was pending."""
-        (rows, pending, _), needed = self.context, self._policy.drafts_needed(width)
-        drafted, sure = self._sampler.draft(self.drafter, anchor, pending.joined(), self.cache, rows - self._begin, n + 1, needed)
+        features, rows = self.context.pending.joined(), self.context.rows
+        args = (anchor, features, self.cache, rows - self._begin, n + 1), self._policy.drafts_needed(width)
+        drafted, sure = self._sampler.draft(self.drafter, *args, position=rows + features.shape[1] + 1)
         draft = Draft(drafted, sure if self._policy.wants_confidence else None, self.source, width)
         # Before the host puts the target's pass together: of a large model that takes it as long as the draft takes the device.
         mx.async_eval(draft.row, draft.confidence)

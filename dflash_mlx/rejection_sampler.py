@@ -29,10 +29,10 @@ class RejectionSampler(TargetSampler):
         return mx.random.split(mx.random.key((self.seed << 32) | position), 3)
 
     def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, n: int | None
+        self, drafter: Drafter, block: tuple[mx.array, mx.array, list[Any], int, int], n: int | None, position: int
     ) -> tuple[mx.array, None]:
-        hidden = drafter.slots(anchor, features, cache, start, block_size)[:, :n]
-        key = self._keys(start + features.shape[1] + 1)[0]
+        hidden = drafter.slots(*block)[:, :n]
+        key, anchor = self._keys(position)[0], block[0]
         # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
         drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)
         return drawn, None

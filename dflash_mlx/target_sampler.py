@@ -59,7 +59,7 @@ class TargetSampler:
     ):
         self.sampler, self.processors, self.history = sampler, processors, History(prompt)
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
-        self._noise, self.begin = KeyedNoise(self.seed), 0  # where the drafter's positions begin
+        self._noise = KeyedNoise(self.seed)
 
     def _choose(self, rows: mx.array, position: int) -> mx.array:
         """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
@@ -67,16 +67,15 @@ class TargetSampler:
         return chosen.astype(mx.int32)
 
     def draft(
-        self, drafter: Drafter, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, n: int | None
+        self, drafter: Drafter, block: tuple[mx.array, mx.array, list[Any], int, int], n: int | None, position: int
     ) -> tuple[mx.array, mx.array | None]:
-        """`Drafter.draft_with_confidence`. A `Distribution` has the drafts drawn under the noise that its own draws there will
-        have: they match more often than the drafter's likeliest tokens do."""
+        """`Drafter.draft_with_confidence` of (anchor, features, cache, start, block_size); position: the first draft's, absolute.
+        A `Distribution` has them drawn under the noise that its own draws there will have: they match more often."""
         noise = ()
         if isinstance(self.sampler, Distribution):
-            # The last row is the bonus token's.
-            rows = self._noise.rows(self.begin + start + features.shape[1] + 1, block_size, drafter.pair.target.vocabulary)
-            noise = (self.sampler.draw, rows[None, :-1][:, :n])
-        return drafter.draft_with_confidence(anchor, features, cache, start, block_size, *noise, n=n)
+            rows = self._noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
+            noise = (self.sampler.draw, rows[None, :n])
+        return drafter.draft_with_confidence(*block, *noise, n=n)
 
     def start(
         self,
