@@ -21,8 +21,9 @@ from mlx_lm.models.cache import ArraysCache
 from .errors import CacheError, GenerationError
 from .rollback import cut_entries, leaves
 
-# First number of the layout row: tells our ArraysCache from a recurrent layer's.
+# Stands for the id of a row that mlx-lm read, which no file says.
 UNKNOWN = -1
+# First number of the layout row: tells our ArraysCache from a recurrent layer's.
 _MAGIC, _VERSION = 0x0DF1A54, 2
 # In the place of the rows while a stream writes to the list: entries are ahead of what is stored then, some by a pass that may be
 # rolled back. mlx-lm's classes have no hook that could end the stream first where the list is copied or saved.
@@ -159,7 +160,7 @@ class PairCache:
     def adopt(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
         """The flat list for target entries that mlx-lm filled alone, and empty drafter caches: drafting starts from what follows.
 
-        Its ids are not known: -1 stands for each.
+        Its ids are `UNKNOWN`.
 
         Raises:
           CacheError: no entry says how many rows there are, or they do not agree.

@@ -107,7 +107,6 @@ def load_pair(
         None: `CONTEXT` tokens.
       adapter_path: what mlx-lm trained for the target, put over it.
     """
-
     from .. import loading, traced
     from ..kernels import autotune
     from ..memory import RunSize

@@ -397,19 +397,16 @@ class DraftLengthHistory:
             if known is not None:
                 acceptance.counts = [list(counts) for counts in known.acceptance.counts]
                 acceptance.forget(4)
-            policy = DraftLengthPolicy(most, acceptance, self._costs, partial(self._measured, measure), self._lock)
+            policy = DraftLengthPolicy(most, acceptance, self._costs, partial(self.take, measure), self._lock)
             if known is not None:
                 policy.take_up(known)
             self._last = policy
             return policy
 
-    def _measured(self, measure: Callable[[], CostModel | NotYet]) -> CostModel | NotYet:
+    def take(self, measure: Callable[[], CostModel | NotYet]) -> CostModel | NotYet:
+        """Run a part of the measurement, unless the costs are there."""
         with self._lock:
             found = self._costs or measure()
             if isinstance(found, CostModel):
                 self._costs = found
             return found
-
-    def take(self, measure: Callable[[], CostModel | NotYet]) -> None:
-        """Run a part of the measurement now, which belongs to no choice."""
-        self._measured(measure)
