@@ -30,18 +30,14 @@ from .options import (
     DraftBitsOption,
     DraftModel,
     DtypeOption,
-    KvBits,
-    KvGroupSize,
-    MaxKvSize,
     MaxTokens,
     Model,
-    PrefillStepSize,
     PromptCacheFile,
-    QuantizedKvStart,
     Revision,
     System,
     Thinking,
     TrustRemoteCode,
+    cache_options,
     checked_max_tokens,
     flag,
     mlx_lm_names,
@@ -90,6 +86,7 @@ ShowStats = Annotated[bool, option(OUTPUT, "--stats", help="Say all that was cou
 
 @mlx_lm_names
 @sampling_options()
+@cache_options
 def generate(
     model: Model = None,
     adapter_path: AdapterPath = None,
@@ -109,11 +106,7 @@ def generate(
     block_size: BlockSize = None,
     prompt_lookup: PromptLookup = None,
     copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
-    prefill_step_size: PrefillStepSize = None,
-    max_kv_size: MaxKvSize = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = None,
-    quantized_kv_start: QuantizedKvStart = None,
+    caches: Any = None,
     prompt_cache_file: PromptCacheFile = None,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
@@ -132,7 +125,7 @@ def generate(
         notes = refuse_without_effect(settings, sampling)
         asked.held = read_prompt_file(prompt_cache_file) if prompt_cache_file is not None else None
         if asked.held:
-            model = asked.held.check(model, kv_bits)
+            model = asked.held.check(model, caches["kv_bits"])
         if asked.prompt is None:
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
@@ -188,9 +181,9 @@ def _check_usage(asked: SimpleNamespace) -> None:
     asked.template_args = template_args(asked.chat_template_args)
     if asked.thinking is not None and "enable_thinking" in asked.template_args:
         raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
-    refuse_lonely_kv_options(asked.kv_bits, kv_group_size=asked.kv_group_size, quantized_kv_start=asked.quantized_kv_start)
-    for name in ("system", "max_kv_size"):
-        if asked.prompt_cache_file is not None and getattr(asked, name) is not None:
+    refuse_lonely_kv_options(asked.caches)
+    for name, value in (("system", asked.system), ("max_kv_size", asked.caches["max_kv_size"])):
+        if asked.prompt_cache_file is not None and value is not None:
             raise refuse(flag(name), "it has no effect with --prompt-cache-file: that was settled when the file was made")
     if asked.prefill_response == "":
         raise refuse("--prefill-response", "it is empty; give some text")
@@ -233,11 +226,9 @@ def _default_prompt(model: str | None) -> str:
 
 def _run(asked: SimpleNamespace, tokenizer: Any) -> Any:
     """What this answer will ask of the caches: the prompt, without what a chat template adds, and the most that is written."""
-    from ..memory import RunSize
-
     answer = inputs.CONTEXT if asked.max_tokens == -1 else asked.max_tokens
     tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer + (asked.held.rows if asked.held else 0)
-    return RunSize(tokens, asked.max_kv_size, asked.kv_bits, asked.kv_group_size, asked.quantized_kv_start)
+    return inputs.run_size(tokens, asked.caches)
 
 
 def _prompt_ids(asked: SimpleNamespace, tokenizer: Any) -> list[int] | str:
@@ -294,12 +285,8 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             sampler=sampler,
             logits_processors=processors,
             prompt_cache=cache,
-            prefill_step_size=asked.prefill_step_size,
-            max_kv_size=asked.max_kv_size,
-            kv_bits=asked.kv_bits,
-            kv_group_size=asked.kv_group_size,
-            quantized_kv_start=asked.quantized_kv_start,
             prompt_progress_callback=line.prefill,
+            **asked.caches,
         )
         return run(until(responses, asked.stop) if asked.stop else responses, show, begun, lambda _: show.close()) | {
             "seed": seed

@@ -90,6 +90,13 @@ def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | 
     return model, found.repo
 
 
+def run_size(tokens: int, caches: Mapping[str, int | None]) -> RunSize:
+    """What a run of so many tokens asks of caches that are held as `cache_options` says."""
+    from ..memory import RunSize
+
+    return RunSize(tokens, **{name: value for name, value in caches.items() if name != "prefill_step_size"})
+
+
 def load_pair(
     model: str | None,
     draft_model: str | None,

@@ -86,14 +86,14 @@ BlockSize = Annotated[
         help="Tokens of a block, checked in one pass; the last known one is counted. Default: what is fastest here, also none.",
     ),
 ]
-PrefillStepSize = Annotated[int | None, option(MEMORY, min=1, help="Prompt tokens that go through the model at once.")]
-MaxKvSize = Annotated[int | None, option(MEMORY, min=1, help="Keep only this many rows of the KV cache.")]
-KvBits = Annotated[int | None, option(MEMORY, min=2, max=8, help="Hold the KV cache in this many bits.")]
-KvGroupSize = Annotated[int | None, option(MEMORY, min=1, help="Values that share a scale in it. Default: 64.")]
-QuantizedKvStart = Annotated[
-    int | None,
-    option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
-]
+# How caches are read and held: `cache_options`.
+_CACHES = {
+    "prefill_step_size": option(MEMORY, min=1, help="Prompt tokens that go through the model at once."),
+    "max_kv_size": option(MEMORY, min=1, help="Keep only this many rows of the KV cache."),
+    "kv_bits": option(MEMORY, min=2, max=8, help="Hold the KV cache in this many bits."),
+    "kv_group_size": option(MEMORY, min=1, help="Values that share a scale in it. Default: 64."),
+    "quantized_kv_start": option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
+}
 PromptCacheFile = Annotated[
     str | None,
     option(MEMORY, help="What mlx_lm.cache_prompt made of a beginning: the prompt goes on behind it, and it is not read again."),
@@ -148,21 +148,31 @@ def sampling_options(*, leave_out: tuple[str, ...] = ()) -> Callable:
     The command gets `sampling`: the values that the user gave, by name, each of them checked.
     """
 
+    made = {one.name: one for one in fields(sampling_settings.SamplingSettings) if one.name not in leave_out}
+
+    def given(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: checked(made[name], value) for name, value in values.items() if value is not None}
+
+    return _in_place_of("sampling", [_parameter(one) for one in made.values()], given)
+
+
+def cache_options(command: Callable) -> Callable:
+    """Give a command the options of caches where its parameter `caches` stands; it gets their values by name, None by default."""
+    return _in_place_of("caches", [_keyword(name, Annotated[int | None, made]) for name, made in _CACHES.items()], dict)(command)
+
+
+def _in_place_of(name: str, parameters: list[inspect.Parameter], gathered: Callable[[Mapping[str, Any]], Any]) -> Callable:
+    """Give a command these parameters where its parameter `name` stands, which gets what `gathered` makes of their values."""
+
     def add(command: Callable) -> Callable:
         own = inspect.signature(command, eval_str=True).parameters
-        made = {one.name: one for one in fields(sampling_settings.SamplingSettings) if one.name not in leave_out}
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {name: value for name in made if (value := values.pop(name)) is not None}
-            for name, value in given.items():
-                checked(made[name], value)
-            return command(**values, sampling=given)
+            taken = {one.name: values.pop(one.name) for one in parameters}
+            return command(**values, **{name: gathered(taken)})
 
-        parameters = [
-            new for name, old in own.items() for new in (map(_parameter, made.values()) if name == "sampling" else [old])
-        ]
-        return _with_parameters(run, parameters)
+        return _with_parameters(run, [new for old in own.values() for new in (parameters if old.name == name else [old])])
 
     return add
 
@@ -195,9 +205,7 @@ def mlx_lm_names(command: Callable) -> Callable:
     for name, (_, kind, _) in taken.items():
         least = 0 if kind == int | None else None
         hidden = typer.Option(flag(name), hidden=True, min=least)
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[kind, hidden])
-        )
+        parameters.append(_keyword(name, Annotated[kind, hidden]))
     return _with_parameters(run, parameters)
 
 
@@ -209,13 +217,17 @@ def _with_parameters(run: Callable, parameters: list[inspect.Parameter]) -> Call
     return run
 
 
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    """A parameter that may be left out."""
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
 def _parameter(one: Field) -> inspect.Parameter:
     """The option of one sampling setting."""
     zero = f" 0: {one.metadata['zero']}." if one.metadata["zero"] not in ("refused", "") else ""
     default = f" Default: {one.default:g}." if one.default is not None else ""
     kind = one.metadata["kind"]
-    annotation = Annotated[kind | None, option(SAMPLING, help=f"{one.metadata['help']}{default}{zero}")]
-    return inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+    return _keyword(one.name, Annotated[kind | None, option(SAMPLING, help=f"{one.metadata['help']}{default}{zero}")])
 
 
 def checked(one: Field, value: Any) -> Any:
@@ -258,10 +270,10 @@ def template_args(text: str | None) -> dict[str, Any]:
     return value
 
 
-def refuse_lonely_kv_options(kv_bits: int | None, **others: int | None) -> None:
+def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
     """Usage errors of options that say how --kv-bits works, where it is not given."""
-    for name, value in others.items():
-        if value is not None and not kv_bits:
+    for name in ("kv_group_size", "quantized_kv_start"):
+        if caches[name] is not None and not caches["kv_bits"]:
             raise refuse(flag(name), "it has no effect without --kv-bits")
 
 

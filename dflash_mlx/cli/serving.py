@@ -17,17 +17,13 @@ from .options import (
     DraftBitsOption,
     DraftModel,
     DtypeOption,
-    KvBits,
-    KvGroupSize,
-    MaxKvSize,
     MaxTokens,
     Model,
-    PrefillStepSize,
-    QuantizedKvStart,
     Revision,
     System,
     Thinking,
     TrustRemoteCode,
+    cache_options,
     checked_max_tokens,
     mlx_lm_names,
     option,
@@ -47,28 +43,22 @@ def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model:
         raise refuse("--block-size", "it needs a drafter")
 
 
-def _cache_options(
-    prefill_step_size: int | None,
-    max_kv_size: int | None,
-    kv_bits: int | None,
-    kv_group_size: int | None,
-    quantized_kv_start: int | None,
-) -> tuple[Any, Callable[[Any], Any]]:
+def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], Any]]:
     """How caches are held, and what is asked of them for `inputs.load_pair`; says from where --kv-bits begins."""
-    refuse_lonely_kv_options(kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-    from ..memory import RunSize
+    refuse_lonely_kv_options(given)
     from ..serving.prefix_cache import CacheOptions
 
-    caches = CacheOptions(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
-    if kv_bits:
-        say(f"--kv-bits {kv_bits} begins at row {caches.start} of a conversation; shorter ones are held as they are.")
+    held = CacheOptions(**given)
+    if held.kv_bits:
+        say(f"--kv-bits {held.kv_bits} begins at row {held.start} of a conversation; shorter ones are held as they are.")
         # Which each answer to a short one would say again.
         warnings.filterwarnings("ignore", message="kv_bits=.* had no effect")
-    return caches, lambda tokenizer: RunSize(inputs.CONTEXT, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    return held, lambda tokenizer: inputs.run_size(inputs.CONTEXT, given)
 
 
 @mlx_lm_names
 @sampling_options()
+@cache_options
 def chat(
     model: Model = None,
     adapter_path: AdapterPath = None,
@@ -81,11 +71,7 @@ def chat(
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
     block_size: BlockSize = None,
-    prefill_step_size: PrefillStepSize = None,
-    max_kv_size: MaxKvSize = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = None,
-    quantized_kv_start: QuantizedKvStart = None,
+    caches: Any = None,
     max_tokens: MaxTokens = None,
     session: Annotated[
         str | None,
@@ -97,7 +83,7 @@ def chat(
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
-    caches, size = _cache_options(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    held, size = _cache_options(caches)
     from ..serving.chat import Chat
     from ..serving.conversation import Conversation, Pair, Settings
     from ..serving.sessions import read_session, session_path
@@ -116,7 +102,7 @@ def chat(
     state = read_session(session) if session and session_path(session).exists() else None
     if state and model is None:
         model, draft_model = state["model"], draft_model or state["draft_model"]
-    conversation = Conversation(load(model, draft_model), Settings(**given), system, caches)
+    conversation = Conversation(load(model, draft_model), Settings(**given), system, held)
     if state:
         conversation.restore(state, given)
         conversation.system = system or conversation.system
@@ -155,6 +141,7 @@ AllowedOrigins = Annotated[
 
 @mlx_lm_names
 @sampling_options()
+@cache_options
 def serve(
     model: Model = None,
     adapter_path: AdapterPath = None,
@@ -166,11 +153,7 @@ def serve(
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
     block_size: BlockSize = None,
-    prefill_step_size: PrefillStepSize = None,
-    max_kv_size: MaxKvSize = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = None,
-    quantized_kv_start: QuantizedKvStart = None,
+    caches: Any = None,
     prompt_cache_size: PromptCacheSize = 10,
     prompt_cache_gb: PromptCacheGb = None,
     host: Host = "127.0.0.1",
@@ -191,7 +174,7 @@ def serve(
     if api_key == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
     variables = template_args(chat_template_args)
-    caches, size = _cache_options(prefill_step_size, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    held, size = _cache_options(caches)
     import logging
 
     from ..sampling_settings import SamplingSettings
@@ -210,7 +193,7 @@ def serve(
         sampling=SamplingSettings(**sampling),
         block_size=block_size,
         chat_template_args=variables,
-        caches=caches,
+        caches=held,
         prompt_cache_size=prompt_cache_size,
         prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
     )
