@@ -18,7 +18,7 @@ from dflash_mlx.errors import CheckpointError
 from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized
 from .layouts import Weights, unused_reason
-from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of
+from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 
 _PREFIX = "model."
 # tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
@@ -153,7 +153,7 @@ def quantize_tensors(
     recipe = Recipe()
     chosen: dict[str, dict] = {}
     out: Weights = {}
-    usual = {"group_size": group_size, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
+    usual = mlx_options(group_size, bits, mode)
     for name, value in weights.items():
         path = name.removesuffix(".weight")
         if not is_matrix(name, value.shape) or not mx.issubdtype(value.dtype, mx.floating):

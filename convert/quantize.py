@@ -105,7 +105,7 @@ def quantize(
     chosen: dict[str, dict] = {}
 
     def predicate_for(path: str, module: nn.Module) -> bool | dict:
-        fate, options = fate_of(path, module, _options(group_size, bits, mode), predicate, own_rules)
+        fate, options = fate_of(path, module, mlx_options(group_size, bits, mode), predicate, own_rules)
         for name, _ in tree_flatten(module.parameters()):
             recipe.fates[f"{path}.{name}"] = fate if name == "weight" or not options else "float: bias"
         if options:
@@ -117,11 +117,11 @@ def quantize(
     for name, value in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
             recipe.fates.setdefault(name, f"float: {_vector_kind(name, value)}")
-    recipe.settle(chosen, _options(group_size, bits, mode))
+    recipe.settle(chosen, mlx_options(group_size, bits, mode))
     return recipe
 
 
-def _options(group_size: int, bits: int, mode: str) -> dict:
+def mlx_options(group_size: int, bits: int, mode: str) -> dict:
     """As mlx-lm writes them: affine is not named."""
     return {"group_size": group_size, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
 
@@ -152,7 +152,7 @@ def fate_of(
         if isinstance(answer, dict):
             mode = answer.get("mode", "affine")
             size, bits = MODES.get(mode, (64, 4)) if mode != usual.get("mode", "affine") else (usual["group_size"], usual["bits"])
-            options = _options(answer.get("group_size", size), answer.get("bits", bits), mode)
+            options = mlx_options(answer.get("group_size", size), answer.get("bits", bits), mode)
             check_options(options["bits"], options["group_size"], None, mode)
     size = module.weight.shape[-1]
     if size % options["group_size"]:
