@@ -134,7 +134,12 @@ def figures_of(response: Any) -> str:
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec",
         f"Peak memory: {response.peak_memory:.3f} GB",
     ]
-    stats = response.stats
-    if stats is not None and stats.tau is not None:
-        lines.append(f"Drafting: {(response.generation_tokens - 1) / stats.n_rounds:.3f} tokens a round")
+    if (rate := tokens_a_round(response)) is not None:
+        lines.append(f"Drafting: {rate:.3f} tokens a round")
     return "\n".join(lines)
+
+
+def tokens_a_round(response: Any) -> float | None:
+    """Tokens that a target pass gave, the first token left out; plain passes count. None where nothing was drafted."""
+    stats = response.stats
+    return (response.generation_tokens - 1) / stats.n_rounds if stats is not None and stats.tau is not None else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import DFlashError
 from ..machine import array_bytes, chip, size_text, state_directory
+from ..stats import tokens_a_round
 from .conversation import Conversation, Pair, Settings
 from .sessions import read_session
 
@@ -80,8 +81,8 @@ def figures(talk: Conversation) -> str:
     """The line under an answer."""
     last = talk.last
     parts = [f"{last.generation_tokens} token{'' if last.generation_tokens == 1 else 's'}", f"{last.generation_tps:.1f} tokens/s"]
-    if last.stats and last.stats.tau is not None:
-        parts.append(f"{last.stats.tau:.1f} tokens a round")
+    if (rate := tokens_a_round(last)) is not None:
+        parts.append(f"{rate:.1f} tokens a round")
     if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
         parts.append("drafting off" if last.stats.widths[0] == last.stats.n_rounds else "drafting mostly off")
     limit = f" of {talk.limit}" if talk.limit else ""
