@@ -101,10 +101,11 @@ class Measurement:
 
 def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
     """Time the passes of a pair, all at once."""
-    return _drained(measuring(target, weakref.ref(drafter)))
+    return drained(measuring(target, weakref.ref(drafter)))
 
 
-def _drained(passes: Times) -> CostModel:
+def drained(passes: Times) -> CostModel:
+    """What all of them give, run one after the other."""
     while True:
         try:
             next(passes)
@@ -202,11 +203,6 @@ class _Passes:
         self.choose(width, drafted)
         mx.eval([entry.state for entry in self.context])
         self.injected += 1
-
-
-def time_by_turns(*passes: Any, **options: Any) -> CostModel:
-    """`turns` at once."""
-    return _drained(turns(*passes, **options))
 
 
 def turns(

@@ -21,6 +21,10 @@ from dflash_mlx.draft_length.policy import DraftLengthHistory
 from dflash_mlx.pair import DFlashPair
 
 
+def time_by_turns(*passes, **options):
+    return measure.drained(measure.turns(*passes, **options))
+
+
 def test_a_wider_pass_that_took_a_little_less_is_noise_that_is_shared_out():
     assert measure._level({1: 1.0, 3: 2.0, 7: 4.0, 15: 8.0}) == {1: 1.0, 3: 2.0, 7: 4.0, 15: 8.0}
     assert measure._level({15: 5.0, 7: 5.6, 3: 4.4, 1: 4.6}) == {1: 4.5, 3: 4.5, 7: 5.3, 15: 5.3}
@@ -40,9 +44,7 @@ def test_measured_costs_are_levelled():
 
     verify, both = lambda w: spend({1: 5.0, 3: 4.6}[w]), lambda w, waits: spend(6.0)
     # No time for a third width.
-    costs = measure.time_by_turns(
-        lambda: spend(4.0), lambda: spend(1.0), lambda n: spend(1e-3), verify, both, 15, clock=lambda: clock[0]
-    )
+    costs = time_by_turns(lambda: spend(4.0), lambda: spend(1.0), lambda n: spend(1e-3), verify, both, 15, clock=lambda: clock[0])
     assert costs.verify_s == pytest.approx({1: 4.8, 3: 4.8})
 
 
@@ -83,7 +85,7 @@ class Machine:
         self.calls.append(name)
 
     def measure(self, most, **options):
-        return measure.time_by_turns(*self.passes(), most, clock=lambda: self.now, **options)
+        return time_by_turns(*self.passes(), most, clock=lambda: self.now, **options)
 
     def turns(self, most):
         return measure.turns(*self.passes(), most, clock=lambda: self.now)
