@@ -151,6 +151,13 @@ def _brings_code(tokenizer: Any) -> bool:
     return "auto_map" in getattr(inner, "init_kwargs", {}) or type(inner).__module__.startswith("transformers_modules")
 
 
+def refuse_without_template(given: Mapping[str, Any]) -> None:
+    """Raises DFlashError for the first option that was given, where the tokenizer has no chat template."""
+    for name, value in given.items():
+        if value is not None:
+            raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
+
+
 def encode_prompt(
     tokenizer: Any,
     prompt: str,
@@ -171,9 +178,7 @@ def encode_prompt(
         return prompt
     if not tokenizer.has_chat_template:
         needed = {"--system": system, "--thinking": thinking, "--chat-template-args": template_args or None}
-        for name, value in {**needed, "--prefill-response": prefill}.items():
-            if value is not None:
-                raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
+        refuse_without_template({**needed, "--prefill-response": prefill})
         say("This tokenizer has no chat template: the prompt is used as it is.")
         return prompt
     from ..serving.messages import read_messages, render_chat

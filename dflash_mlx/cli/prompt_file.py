@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CacheError, DFlashError
+from .inputs import refuse_without_template
 from .output import count, say
 
 # Stands in the user's place to find where that begins; mlx-lm's own.
@@ -95,9 +96,7 @@ def encode_query(
       DFlashError: what belongs to a chat template without one, or a template that changes the user's text.
     """
     if raw or not tokenizer.has_chat_template:
-        if prefill is not None or template_args:
-            which = "--prefill-response" if prefill is not None else "--chat-template-args"
-            raise DFlashError(f"{which} needs a chat template; this tokenizer has none", f"Leave {which} out")
+        refuse_without_template({"--prefill-response": prefill, "--chat-template-args": template_args or None})
         return list(tokenizer.encode(prompt, add_special_tokens=False))
     end = {"add_generation_prompt": True} if prefill is None else {"add_generation_prompt": False, "continue_final_message": True}
 
