@@ -133,6 +133,7 @@ Host = Annotated[str, option(SERVER, help="Address to listen at.")]
 Port = Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")]
 ApiKey = Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")]
 MaxBodyMb = Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")]
+MaxQueue = Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")]
 AllowedOrigins = Annotated[
     str,
     option(SERVER, help="Web pages that may send requests, comma-separated; '*': all."),
@@ -160,6 +161,7 @@ def serve(
     port: Port = 8080,
     api_key: ApiKey = None,
     max_body_mb: MaxBodyMb = 8.0,
+    max_queue: MaxQueue = 128,
     allowed_origins: AllowedOrigins = "",
     max_tokens: MaxTokens = 512,
     verbose: Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr.")] = False,
@@ -178,8 +180,8 @@ def serve(
     import logging
 
     from ..sampling_settings import SamplingSettings
-    from ..serving.app import Options
-    from ..serving.app import serve as run
+    from ..serving.server import Options
+    from ..serving.server import serve as run
 
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
@@ -188,6 +190,7 @@ def serve(
         port=port,
         api_key=api_key,
         max_body_bytes=int(max_body_mb * 1e6),
+        max_queue=max_queue,
         allowed_origins=[origin for origin in allowed_origins.split(",") if origin],
         max_tokens=max_tokens,
         sampling=SamplingSettings(**sampling),

@@ -1,15 +1,16 @@
 """The thread that generates: requests wait in one queue and run one after the other, in the order in which they came.
 
-Knows models, prompts as token ids and the prefix cache. Knows no HTTP, no messages and no JSON. Its users know three calls:
-`Engine.submit`, `Generation.tokens` and `Generation.cancel`.
+Knows models, prompts as token ids and the prefix cache. Knows no HTTP, no messages and no JSON. Its users know three calls, made
+in one event loop: `Engine.submit`, `Generation.tokens` and `Generation.cancel`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +27,22 @@ from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
 from .requests import ClientDisconnected, RequestError
 
 _log = logging.getLogger(__name__)
+# Seconds after which a client that found the queue full may ask again.
+_RETRY_S = 5
 
 
 @dataclass
 class Options:
-    """What the server was started with. prompt_cache_bytes: None is no limit, 0 keeps nothing."""
+    """What the server was started with.
+
+    max_queue: requests that may wait. prompt_cache_bytes: None is no limit, 0 keeps nothing.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
     max_body_bytes: int = 8_000_000
+    max_queue: int = 128
     allowed_origins: list[str] = field(default_factory=list)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     block_size: int | None = None
@@ -108,32 +115,30 @@ class Token:
 
 
 class Generation:
-    """A submitted job. cached: tokens of its prompt that were held; done: those that have run, these included."""
+    """A submitted job. cached: tokens of its prompt that were held; done: those that have run, these included.
 
-    def __init__(self, job: Job, is_gone: Callable[[], bool]):
-        self.job, self.cached, self.done = job, 0, 0
-        self._is_gone, self._cancelled = is_gone, False
-        self._events: queue.SimpleQueue[Token | BaseException | None] = queue.SimpleQueue()
+    Its events go from the generating thread to the event loop in which it was made.
+    """
 
-    @property
-    def unwanted(self) -> bool:
-        """Whether it was cancelled or its client has left."""
-        return self._cancelled or self._is_gone()
+    def __init__(self, job: Job):
+        self.job, self.cached, self.done, self.cancelled = job, 0, 0, False
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
 
     def cancel(self) -> None:
-        """Nobody wants more of it: it ends after the pass under way, or never starts."""
-        self._cancelled = True
+        """Nobody wants more of it: its tokens end now. It runs to the end of the pass under way, or never."""
+        self.cancelled = True
+        self._events.put_nowait(ClientDisconnected())
 
-    def tokens(self, tick_s: float | None = None) -> Iterator[Token | None]:
+    async def tokens(self, tick_s: float | None = None) -> AsyncIterator[Token | None]:
         """The tokens as they come; None each time that nothing came for tick_s seconds.
 
         Raises:
-          RequestError: it could not be done. ClientDisconnected: it was ended before its end.
+          RequestError: it could not be done. ClientDisconnected: it was cancelled.
         """
         while True:
             try:
-                event = self._events.get(timeout=tick_s)
-            except queue.Empty:
+                event = await asyncio.wait_for(self._events.get(), tick_s)
+            except TimeoutError:
                 yield None
                 continue
             if event is None:
@@ -143,7 +148,11 @@ class Generation:
             yield event
 
     def put(self, event: Token | BaseException | None) -> None:
-        self._events.put(event)
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            # The loop has ended, and with it whoever waits.
+            self.cancelled = True
 
 
 class Engine:
@@ -156,7 +165,9 @@ class Engine:
 
     def __init__(self, options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]]):
         self.options, self._open = options, open_pair
-        self.ready, self.fault, self.running = threading.Event(), None, False
+        self.ready, self.fault = threading.Event(), None
+        # What runs now.
+        self.current: Generation | None = None
         self.pair: LoadedPair | None = None
         limit = options.prompt_cache_bytes
         self._cache = PrefixCache(options.prompt_cache_size, 1 << 63 if limit is None else limit)
@@ -169,19 +180,23 @@ class Engine:
         self._thread.start()
 
     @property
+    def running(self) -> bool:
+        return self.current is not None
+
+    @property
     def waiting(self) -> int:
-        """Requests in the queue, without the one that runs."""
-        return self._queue.qsize()
+        """Requests in the queue whose clients are there, without the one that runs."""
+        return sum(not generation.cancelled for generation in [*self._queue.queue])
 
     @property
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and self.fault is None and not self._closing.is_set()
 
-    def submit(self, job: Job, is_gone: Callable[[], bool] = lambda: False) -> Generation:
-        """Put a job in the queue. is_gone: asked once a token and once a prefill pass; True ends it.
+    def submit(self, job: Job) -> Generation:
+        """Put a job in the queue.
 
         Raises:
-          RequestError: the prompt does not fit, or the thread has ended.
+          RequestError: the prompt does not fit, the queue is full, or the thread has ended.
         """
         if not job.prompt:
             raise RequestError("the prompt is empty; it must have at least one token", "Send some text")
@@ -190,7 +205,10 @@ class Engine:
             raise RequestError(problem, "Send less", code="context_length_exceeded")
         if not self.is_healthy:
             raise RequestError("the generating thread has ended", "Start the server again", 503)
-        generation = Generation(job, is_gone)
+        if self.running and (waiting := self.waiting) >= self.options.max_queue:
+            problem = f"{waiting} requests are waiting; at most {self.options.max_queue} may"
+            raise RequestError(problem, "Ask again later", 503, "overloaded", {"Retry-After": str(_RETRY_S)})
+        generation = Generation(job)
         self._queue.put(generation)
         return generation
 
@@ -230,7 +248,7 @@ class Engine:
         finally:
             self._closing.set()
             while not self._queue.empty():
-                self._queue.get().put(RequestError("the server is stopping", "Ask again later", 503))
+                self._queue.get().put(_stopping())
             # Arrays end in the thread that made them. A stream of MLX's that is left behind ends the process with an abort.
             del self._cache
             if self.pair is not None:
@@ -238,13 +256,13 @@ class Engine:
             mx.clear_streams()
 
     def _serve(self, generation: Generation, stream: Any) -> None:
-        self.running = True
+        if generation.cancelled:
+            return
+        self.current = generation
         try:
-            if generation.unwanted:
-                raise ClientDisconnected
-            self._run(generation, stream)
-            generation.put(None)
-        except (RequestError, ClientDisconnected) as error:
+            finished = self._run(generation, stream)
+            generation.put(None if finished else _stopping())
+        except RequestError as error:
             generation.put(error)
         except Exception as error:
             # Requests were checked before: whatever is raised here is a fault of this program.
@@ -252,9 +270,10 @@ class Engine:
             told = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
             generation.put(RequestError(told, status=500))
         finally:
-            self.running = False
+            self.current = None
 
-    def _run(self, generation: Generation, stream: Any) -> None:
+    def _run(self, generation: Generation, stream: Any) -> bool:
+        """Whether the answer came to its end."""
         pair, job = self.pair, generation.job
         room = pair.limit - len(job.prompt) if pair.limit else job.max_tokens
         sampler, processors = job.sampling.make(pair.tokenizer, job.logit_bias)
@@ -270,7 +289,7 @@ class Engine:
             (pair.name, pair.draft_name),
             draft_model=pair.drafter,
             shared=job.shared,
-            should_stop=lambda: generation.unwanted or self._closing.is_set(),
+            should_stop=lambda: generation.cancelled or self._closing.is_set(),
             logits_processors=processors,
             prompt_progress_callback=progress,
             max_tokens=room if job.max_tokens == -1 else min(job.max_tokens, room),
@@ -289,8 +308,11 @@ class Engine:
                 generation.put(token)
                 if reason := token.finish_reason:
                     break
-        if reason is None:
-            raise ClientDisconnected
+        return reason is not None
+
+
+def _stopping() -> RequestError:
+    return RequestError("the server is stopping", "Ask again later", 503)
 
 
 class _Text:

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 
 class RequestError(DFlashError):
-    """A request that is answered with an error: a sentence, the status, OpenAI's code word."""
+    """A request that is answered with an error: a sentence, the status, OpenAI's code word, headers."""
 
-    def __init__(self, problem: str, remedy: str = "", status: int = 400, code: str | None = None):
+    def __init__(
+        self, problem: str, remedy: str = "", status: int = 400, code: str | None = None, headers: dict[str, str] | None = None
+    ):
         super().__init__(problem, remedy)
-        self.status, self.code = status, code
+        self.status, self.code, self.headers = status, code, headers
 
 
 class ClientDisconnected(Exception):

@@ -17,7 +17,7 @@ from .requests import CompletionRequest
 from .tool_calls import Call
 
 
-class Response:
+class Completion:
     """One answer as it grows: `add` takes a token, `end` comes after the last. Both give the events of a stream.
 
     `body` is the answer in one piece.

@@ -123,6 +123,7 @@ VALUES = {
         "--port": ["1"],
         "--api-key": ["k"],
         "--max-body-mb": ["1"],
+        "--max-queue": ["3"],
         "--allowed-origins": ["http://a"],
         **KV,
         "--prompt-cache-size": ["3"],
@@ -264,7 +265,7 @@ def outcome(monkeypatch, tmp_path, pair):
 
     monkeypatch.setattr("dflash_mlx.serving.chat.Chat", Room)
     monkeypatch.setattr("dflash_mlx.serving.prefix_cache.CacheOptions.check", lambda *_: None)
-    stand_in("serving.app.serve", lambda options, open_pair, say: open_pair() and None)
+    stand_in("serving.server.serve", lambda options, open_pair, say: open_pair() and None)
     monkeypatch.setattr("logging.basicConfig", lambda **k: calls.append(("log", told(k))))
     stand_in("tools.doctor.diagnose", {"faults": []})
     stand_in("tools.doctor.render", "a report")

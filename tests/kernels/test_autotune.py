@@ -249,7 +249,7 @@ def test_ctrl_c_within_a_long_pass_of_a_trial_leaves_nothing_behind(command, tmp
     ways = {
         "generate": "from dflash_mlx.cli.generate import leave_prefill_at_ctrl_c\n"
         "with leave_prefill_at_ctrl_c(lambda: None):\n    trial()",
-        "serve": "from dflash_mlx.serving.app import Options, serve\n"
+        "serve": "from dflash_mlx.serving.server import Options, serve\n"
         "serve(Options(port=0), trial, lambda line: line.startswith('Stopping') and os.kill(os.getpid(), signal.SIGINT))",
     }
     program = "from pathlib import Path" + HURRIES + ways[command]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 from kit import scripted, text_of
@@ -16,7 +17,8 @@ from serving_kit import MESSAGES, WEATHER, ask, expected, read, running
 
 from dflash_mlx import stream_generate
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.serving.app import Handler, Options, is_own_name, serve
+from dflash_mlx.serving.app import Answer, is_own_name
+from dflash_mlx.serving.server import Options, TimedProtocol, serve
 
 
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served):
@@ -26,41 +28,125 @@ def test_a_body_above_the_limit_is_refused_before_it_is_read(served):
 
 
 def test_odd_requests_are_answered(served):
-    line = b"POST /v1/chat/completions HTTP/1.1\r\n"
-    assert served.raw(line + b"\r\n")[0] == 411
+    line = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+    assert served.raw(line + b"\r\n")[0] == 400
     assert served.raw(line + b"Content-Length: -5\r\n\r\n")[0] == 400
     assert served.raw(line + b"Content-Length: many\r\n\r\n")[0] == 400
+    assert served.raw(line + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n")[0] == 400
+    status, body = served.raw(b"no request\r\n\r\n")
+    assert status == 400 and json.loads(body)["error"]["type"] == "invalid_request_error"
     assert served.post("/v1/embeddings", {})[0] == 404
     assert served.get("/nothing")[0] == 404
-    assert served.raw(b"BREW /pot HTTP/1.1\r\n\r\n")[0] == 501
 
 
-def test_a_client_that_never_finishes_its_request_is_let_go(served, monkeypatch):
-    monkeypatch.setattr(Handler, "timeout", 0.3)
+def test_a_method_that_an_address_does_not_take_is_405_in_json(served):
+    for line, allowed in ((b"BREW /v1/models", "GET"), (b"GET /v1/completions", "POST"), (b"POST /health", "GET")):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
+            link.sendall(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            answer = HTTPResponse(link)
+            answer.begin()
+            assert answer.status == 405 and allowed in answer.headers["Allow"]
+            assert allowed in json.loads(answer.read())["error"]["message"]
+
+
+def test_one_connection_carries_request_after_request_in_pieces_or_not(served):
+    link = HTTPConnection("127.0.0.1", served.port, timeout=30)
+    data = json.dumps({"prompt": "x", "max_tokens": 1, "stream": True}).encode()
+    for body in (data, iter([data[:9], data[9:]]), data):
+        link.request("POST", "/v1/completions", body)
+        answer = link.getresponse()
+        assert answer.version == 11 and answer.status == 200 and answer.read().endswith(b"data: [DONE]\n\n")
+        opened = link.sock
+    link.request("GET", "/health")
+    assert link.getresponse().read() and link.sock is opened
+    link.close()
+
+
+@pytest.mark.parametrize("sent", [b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"])
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go(served, monkeypatch, sent):
+    monkeypatch.setattr(TimedProtocol, "headers_s", 0.3)
+    monkeypatch.setattr(TimedProtocol, "body_s", 0.3)
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
-        link.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
-        assert link.recv(1) == b""
+        link.sendall(sent)
+        began = time.monotonic()
+        link.settimeout(0.05)
+        while time.monotonic() - began < 10:
+            try:
+                link.sendall(b"x")
+                if link.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+    assert 0.2 < time.monotonic() - began < 5
+
+
+def test_a_client_that_does_not_read_its_answer_is_let_go(chatty, monkeypatch):
+    monkeypatch.setattr(TimedProtocol, "unread_s", 0.2)
+    monkeypatch.setattr("dflash_mlx.serving.app.Completion.add", lambda self, token: {"text": "x" * 1_000_000})
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.001)
+    with running(model, chatty[1]) as server:
+        link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 4000, "stream": True})
+        while model.passes < 5:
+            time.sleep(0.005)
+        server.wait_idle()
+        link.close()
+    assert model.passes < 4000
+
+
+def test_a_full_queue_is_refused_with_the_time_to_come_again(chatty):
+    model = scripted([7] * 10_000, vocab=1536, wait_s=0.01)
+    with running(model, chatty[1], max_queue=1) as server:
+        body = {"prompt": "x", "max_tokens": 5000}
+        first = server.send("/v1/completions", body)
+        while not server.engine.running:
+            time.sleep(0.005)
+        second = server.send("/v1/completions", {**body, "max_tokens": 1})
+        while server.engine.waiting < 1:
+            time.sleep(0.005)
+        with server.send("/v1/completions", body) as third:
+            answer = HTTPResponse(third)
+            answer.begin()
+            assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
+            assert json.loads(answer.read())["error"]["code"] == "overloaded"
+        # A client that leaves the queue frees its place.
+        second.close()
+        while server.engine.waiting:
+            time.sleep(0.005)
+        second = server.send("/v1/completions", {**body, "max_tokens": 1})
+        time.sleep(0.05)
+        first.close()
+        assert read(second)[0] == 200
 
 
 def test_head_asks_for_no_body_and_a_question_mark_ends_an_address(served):
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
-        link.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        link.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         data = b"".join(iter(lambda: link.recv(1 << 16), b""))
     head, _, body = data.partition(b"\r\n\r\n")
     length = len(served.get("/health?verbose=1&x=2")[1])
-    assert head.startswith(b"HTTP/1.0 200") and f"Content-Length: {length}".encode() in head and body == b""
+    assert head.startswith(b"HTTP/1.1 200") and f"content-length: {length}".encode() in head.lower() and body == b""
     assert served.post("/v1/completions?api-version=1", {"prompt": "x", "max_tokens": 1})[0] == 200
     assert json.loads(served.get("/v1/models/serve%64")[1])["id"] == "served"
 
 
 def test_a_web_page_that_is_allowed_may_send_its_key(chatty):
     with running(*chatty, allowed_origins=["http://good.example"]) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as link:
-            link.sendall(b"OPTIONS /v1/chat/completions HTTP/1.1\r\nOrigin: http://good.example\r\n\r\n")
-            head = b"".join(iter(lambda: link.recv(1 << 16), b"")).decode()
-    assert " 204 " in head.splitlines()[0] and "Access-Control-Allow-Origin: http://good.example" in head
-    # The star stands for every header but this one.
-    assert "Access-Control-Allow-Headers: *" in head and "Access-Control-Allow-Headers: Authorization" in head
+        link = HTTPConnection("127.0.0.1", server.port, timeout=30)
+        origin = {"Origin": "http://good.example"}
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-api-key"}
+        link.request("OPTIONS", "/v1/chat/completions", headers={**origin, **asks})
+        answer = link.getresponse()
+        assert answer.status == 200 and answer.read() is not None
+        assert answer.headers.get_all("Access-Control-Allow-Origin") == ["http://good.example"]
+        assert answer.headers["Access-Control-Allow-Headers"] == "authorization,x-api-key"
+        # Once, and on refusals too.
+        for method, path in (("GET", "/v1/models"), ("GET", "/nothing"), ("POST", "/v1/completions")):
+            link.request(method, path, headers=origin)
+            answer = link.getresponse()
+            assert answer.read() and answer.headers.get_all("Access-Control-Allow-Origin") == ["http://good.example"]
+        link.close()
 
 
 def test_models_and_health_say_what_is_running(served):
@@ -90,7 +176,7 @@ def test_a_key_and_foreign_web_pages(chatty):
 
 
 def test_the_default_address_is_this_machine_alone(served):
-    assert Options().host == "127.0.0.1" and served.server.server_address[0] == "127.0.0.1"
+    assert Options().host == "127.0.0.1" and served.server.address[0] == "127.0.0.1"
 
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app", "serve"]
@@ -204,10 +290,12 @@ def test_a_foreign_host_is_refused_everywhere(served, chatty):
         for path in ("/v1/models", "/models/served", "/health", "/v1/chat/completions", "/nothing"):
             with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
                 link.sendall(f"{method} {path} HTTP/1.1\r\nHost: evil.example:80\r\nContent-Length: 0\r\n\r\n".encode())
-                status, body = read(link)
+                answer = HTTPResponse(link, method=method)
+                answer.begin()
+                status, body = answer.status, answer.read().decode()
             assert status == 403 and "served" not in body and str(served.port) not in body
     for hosts in (b"Host: 127.0.0.1\r\nHost: evil.example", b"Host: evil.example\r\nHost: 127.0.0.1"):
-        assert served.raw(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n\r\n")[0] == 403
+        assert served.raw(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n\r\n")[0] == 400
     with running(*chatty, allowed_origins=["*"]) as server:
         assert server.raw(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
 
@@ -219,13 +307,13 @@ def test_every_address_is_there_with_and_without_v1(served, prefix):
     assert served.post(f"{prefix}/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
     for path in (f"{prefix}/chat/completions", f"{prefix}/chat/completions/"):
         assert served.post(path, {"messages": MESSAGES, "max_tokens": 1})[0] == 200
-    assert served.post(f"{prefix}/models", {})[0] == 404 and served.get(f"{prefix}/completions")[0] == 404
+    assert served.post(f"{prefix}/models", {})[0] == 405 and served.get(f"{prefix}/completions")[0] == 405
 
 
 def test_a_queued_stream_gets_its_headers_at_once_and_comments_only_when_it_waits(chatty, monkeypatch):
-    assert 1 <= Handler.first_comment_s < Handler.next_comment_s <= 5
-    monkeypatch.setattr(Handler, "first_comment_s", 0.4)
-    monkeypatch.setattr(Handler, "next_comment_s", 0.6)
+    assert 1 <= Answer.first_comment_s < Answer.next_comment_s <= 5
+    monkeypatch.setattr(Answer, "first_comment_s", 0.4)
+    monkeypatch.setattr(Answer, "next_comment_s", 0.6)
     tokenizer = chatty[1]
     model = scripted([7] * 10_000, vocab=1536, wait_s=0.02)
     with running(model, tokenizer) as server:
@@ -233,15 +321,15 @@ def test_a_queued_stream_gets_its_headers_at_once_and_comments_only_when_it_wait
         while not server.engine.running:
             time.sleep(0.005)
         began = time.monotonic()
-        second = server.send("/v1/completions", {"prompt": "z y", "max_tokens": 3, "stream": True})
+        second = server.send("/v1/completions", {"prompt": "z y", "max_tokens": 3, "stream": True}, "Connection: close")
         head = second.recv(1 << 16)
-        assert head.startswith(b"HTTP/1.0 200") and time.monotonic() - began < 0.3 and server.engine.waiting == 1
+        assert head.startswith(b"HTTP/1.1 200") and time.monotonic() - began < 0.3 and server.engine.waiting == 1
         # Tokens come all the time: nothing to comment on.
         assert "\n:" not in read(first)[1]
         waited, body = time.monotonic() - began, (head + b"".join(iter(lambda: second.recv(1 << 16), b""))).decode()
         first.close(), second.close()
     comments = re.findall(r"(?m)^: prompt 0/\d+$", body)
-    assert 1 <= len(comments) <= 1 + waited / 0.6 and body.endswith("data: [DONE]\n\n")
+    assert 1 <= len(comments) <= 1 + waited / 0.6 and "data: [DONE]\n\n" in body
     assert body.index(": prompt") < body.index("data: ")
 
 
@@ -275,7 +363,7 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
     def interrupt(port):
         links.append(socket.create_connection(("127.0.0.1", port)))
         data = json.dumps({"prompt": "a b c d " * 20, "max_tokens": 5}).encode()
-        links[0].sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        links[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         time.sleep(0.5)
         said.append((time.monotonic(), "signal"))
         os.kill(os.getpid(), number)
@@ -296,7 +384,7 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
 
 def test_a_second_ctrl_c_leaves_at_once_also_while_models_load():
     program = (
-        "import time; from dflash_mlx.serving.app import Options, serve; "
+        "import time; from dflash_mlx.serving.server import Options, serve; "
         "serve(Options(port=0), lambda: (print('loading', flush=True), time.sleep(60)), lambda line: print(line, flush=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -112,7 +112,7 @@ def test_a_client_that_leaves_the_queue_costs_nothing(chatty):
         second = server.send("/v1/completions", {"prompt": "z", "max_tokens": 5000})
         while server.engine.waiting < 1:
             time.sleep(0.005)
-        assert json.loads(server.get("/health")[1]) == {"status": "ok", "queue": 1, "running": True}
+        assert json.loads(server.get("/health")[1]).items() >= {"status": "ok", "queue": 1, "running": True}.items()
         second.close()
         third = server.send("/v1/completions", {"prompt": "y", "max_tokens": 4})
         assert read(first)[0] == 200

@@ -2,15 +2,15 @@
 
 import json
 import socket
-import threading
 import time
 from contextlib import contextmanager
+from http.client import HTTPResponse
 
 import openai
 
 from dflash_mlx import stream_generate
-from dflash_mlx.serving.app import Options, Server
 from dflash_mlx.serving.engine import Engine
+from dflash_mlx.serving.server import Options, Server
 
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% for tool_call in [] %}{{ tool_call.name }}{% endfor %}{% endif %}"
@@ -25,9 +25,8 @@ WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"
 class Running:
     """A server at a free port, with its client."""
 
-    def __init__(self, server):
-        self.server, self.port = server, server.server_address[1]
-        self.engine = server.engine
+    def __init__(self, server, engine):
+        self.server, self.port, self.engine = server, server.address[1], engine
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
     def send(self, path, body, *headers):
@@ -59,35 +58,31 @@ class Running:
 
 
 def read(link):
-    data = b""
-    while piece := link.recv(1 << 16):
-        data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
-    return int(head.split()[1]), body.decode()
+    """Status and body of the next answer."""
+    answer = HTTPResponse(link)
+    answer.begin()
+    return answer.status, answer.read().decode()
 
 
 @contextmanager
 def running(model, tokenizer, drafter=None, **options):
     """A `Running` server of a pair; raises what kept it from starting."""
-    with Server(Options(port=0, **options)) as server:
-        engine = server.engine = Engine(
-            server.options, lambda: ("served", "drafter" if drafter else None, model, tokenizer, drafter)
-        )
-        try:
-            engine.start()
-            engine.ready.wait()
-            if engine.fault is not None:
-                raise engine.fault
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            try:
-                yield Running(server)
-            finally:
-                server.shutdown()
-                thread.join()
-        finally:
-            engine.close()
-            engine.join()
+    server = Server(Options(port=0, **options))
+    engine = Engine(server.options, lambda: ("served", "drafter" if drafter else None, model, tokenizer, drafter))
+    try:
+        engine.start()
+        engine.ready.wait()
+        if engine.fault is not None:
+            raise engine.fault
+        server.start(engine)
+        yield Running(server, engine)
+    finally:
+        engine.close()
+        server.stop()
+        engine.join()
+        if drafter is not None:
+            # What was begun belongs to the thread that has ended; the next server has another.
+            drafter.pair._measurement = None
 
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
