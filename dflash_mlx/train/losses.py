@@ -66,26 +66,33 @@ class Wanted:
     Shapes:
       - labels: [R, N] int32; counts: [R, N] bool, both as from `labels_of`; anchor: [R] the token before slot 1
       - heat: [R] the temperature that a block's drafts are judged at; None: 1
-      - sampled: [R] bool: learn from the target's probabilities at `heat`, not from the label
-      - teacher: target logits [T, V] of any number of rows; rows: [R, N] which of them chose the slot's token
+      - teacher: target logits [T, V] of any number of rows; rows: [P, N] which of them chose the slot's token. The first P
+        blocks learn from the target's probabilities at `heat`, the rest from labels.
     """
 
     labels: mx.array
     counts: mx.array
     anchor: mx.array
     heat: mx.array | None = None
-    sampled: mx.array | None = None
     teacher: mx.array | None = None
     rows: mx.array | None = None
 
     def part(self, start: int, stop: int) -> Wanted:
-        """Some of the blocks."""
+        """Some of the blocks, all of which learn from probabilities or none."""
+        soft = stop <= self.soft
+        rest = (self.teacher, self.rows[start:stop]) if soft else (None, None)
+        heat = None if self.heat is None else self.heat[start:stop]
+        return Wanted(self.labels[start:stop], self.counts[start:stop], self.anchor[start:stop], heat, *rest)
 
-        def cut(a: mx.array | None) -> mx.array | None:
-            return None if a is None else a[start:stop]
+    def cuts(self, size: int) -> list[tuple[int, int]]:
+        """Where parts of at most `size` blocks start and stop."""
+        ends = [(0, self.soft), (self.soft, len(self.labels))]
+        return [(start, min(start + size, stop)) for first, stop in ends for start in range(first, stop, size)]
 
-        rest = (cut(self.heat), cut(self.sampled), self.teacher, cut(self.rows))
-        return Wanted(self.labels[start:stop], self.counts[start:stop], self.anchor[start:stop], *rest)
+    @property
+    def soft(self) -> int:
+        """How many blocks learn from the target's probabilities."""
+        return 0 if self.rows is None else len(self.rows)
 
     @property
     def before(self) -> mx.array:
@@ -132,20 +139,92 @@ class _Chunk:
     metrics: dict[str, mx.array] = field(default_factory=dict)
 
 
-def _target_probabilities(want: Wanted, logits: mx.array) -> mx.array:
-    """What a slot's distribution should be, [R, N, V] float32: one-hot at the label, or the target's where text was sampled."""
-    label = (mx.arange(logits.shape[-1]) == want.labels[..., None]).astype(mx.float32)
-    if want.teacher is None:
-        return label
-    rows = want.teacher[want.rows].astype(mx.float32) / want.heat[:, None, None]
-    return mx.where(want.sampled[:, None, None], mx.softmax(rows, axis=-1), label)
+# Compiled, or each step of these is a pass over the whole vocabulary: 134 bytes of traffic a logit instead of some 30.
+@mx.compile
+def _heated(logits: mx.array, heat: mx.array) -> mx.array:
+    return logits.astype(mx.float32) / heat
 
 
-def _passes(want: Wanted, p: mx.array, q: mx.array, chance: mx.array) -> mx.array:
-    """How likely a slot passes: its label's probability `chance`, or what two distributions share where text was sampled."""
-    if want.teacher is None:
-        return chance
-    return mx.where(want.sampled[:, None], mx.minimum(p, q).sum(-1), chance)
+@mx.compile
+def _hard_slope(logits: mx.array, heat: mx.array, lse: mx.array, label: mx.array, scale: mx.array) -> mx.array:
+    """scale (q - [label]), rounded once, from rows of logits [M, V] and columns [M, 1] that belong to them."""
+    q = mx.exp(logits.astype(mx.float32) / heat - lse)
+    return ((q - (mx.arange(logits.shape[-1], dtype=label.dtype) == label)) * scale).astype(logits.dtype)
+
+
+@mx.compile
+def _soft_slope(
+    logits: mx.array, heat: mx.array, lse: mx.array, teacher: mx.array, teacher_lse: mx.array, scale: mx.array
+) -> mx.array:
+    """scale (q - p): as `_hard_slope`, for the target's logits [M, V]."""
+    q = mx.exp(logits.astype(mx.float32) / heat - lse)
+    return ((q - mx.exp(teacher.astype(mx.float32) / heat - teacher_lse)) * scale).astype(logits.dtype)
+
+
+@mx.compile
+def _cross(z: mx.array, teacher: mx.array, heat: mx.array, teacher_lse: mx.array) -> mx.array:
+    return z * mx.exp(teacher.astype(mx.float32) / heat - teacher_lse)
+
+
+@mx.compile
+def _shared(z: mx.array, lse: mx.array, teacher: mx.array, heat: mx.array, teacher_lse: mx.array) -> mx.array:
+    return mx.exp(mx.minimum(z - lse, teacher.astype(mx.float32) / heat - teacher_lse))
+
+
+class _SlotRows:
+    """Distributions of the slots of some blocks, and what each should be; no more float32 rows of V than one at a time.
+
+    Shapes:
+      - logits: [R, N, V]; inside, M = R * N rows and columns [M, 1]
+    """
+
+    def __init__(self, logits: mx.array, want: Wanted):
+        self.shape, self.want = logits.shape, want
+        R, N, V = logits.shape
+        heat = mx.ones(R) if want.heat is None else want.heat
+        self.heat, self.label = mx.repeat(heat, N)[:, None], want.labels.reshape(R * N, 1)
+        self.logits = logits.reshape(R * N, V)
+        self.z = _heated(self.logits, self.heat)
+        self.lse = mx.logsumexp(self.z, axis=-1, keepdims=True)
+        self.teacher = self.teacher_lse = None
+        if want.rows is not None:
+            self.teacher = want.teacher[want.rows.flatten()]
+            self.teacher_lse = mx.logsumexp(_heated(self.teacher, self.heat), axis=-1, keepdims=True)
+
+    def _back(self, a: mx.array) -> mx.array:
+        return a.reshape(*self.shape[:2], *a.shape[1:])
+
+    def label_ce(self) -> mx.array:
+        """[R, N]: cross-entropy at the label."""
+        return self._back((self.lse - mx.take_along_axis(self.z, self.label, axis=-1))[:, 0])
+
+    def ce(self) -> mx.array:
+        """[R, N]: cross-entropy of what a slot learns."""
+        if self.teacher is None:
+            return self.label_ce()
+        return self._back(self.lse[:, 0] - _cross(self.z, self.teacher, self.heat, self.teacher_lse).sum(-1))
+
+    def passes(self) -> mx.array:
+        """[R, N]: how likely a slot passes: its label's probability, or what the two distributions share."""
+        if self.teacher is None:
+            return mx.exp(-self.label_ce())
+        return self._back(_shared(self.z, self.lse, self.teacher, self.heat, self.teacher_lse).sum(-1))
+
+    def p_at(self, ids: mx.array) -> mx.array:
+        """[R, N, k] ids to what their probabilities should be."""
+        if self.teacher is None:
+            return (ids == self.want.labels[..., None]).astype(mx.float32)
+        rows = mx.take_along_axis(self.teacher, ids.flatten(0, 1), axis=-1)
+        return self._back(mx.exp(rows.astype(mx.float32) / self.heat - self.teacher_lse))
+
+    def slope(self, weight: mx.array) -> mx.array:
+        """Derivative of the sum of weight [R, N] times `ce` by the logits, [R, N, V] in their type."""
+        scale = weight.reshape(-1, 1) / self.heat
+        if self.teacher is None:
+            slope = _hard_slope(self.logits, self.heat, self.lse, self.label, scale)
+        else:
+            slope = _soft_slope(self.logits, self.heat, self.lse, self.teacher, self.teacher_lse, scale)
+        return self._back(slope)
 
 
 def _selector_loss(
@@ -153,6 +232,7 @@ def _selector_loss(
 ) -> Callable[..., tuple[mx.array, tuple]]:
     """A function of (hidden [R, N, H], unary [R, N, k], selector weights) to (sum of weighted losses, what was seen).
 
+    p: [R, N, k] what the candidates' probabilities should be.
     Seen: weights [R, N] of the slots, hits [R, N], whether the label is a candidate [R, N].
     """
     heat = 1.0 if want.heat is None else want.heat[:, None, None]
@@ -170,15 +250,12 @@ def _selector_loss(
         if config.own:
             reached = mx.cumprod(mx.concatenate([mx.ones(hits[:, :1].shape), hits[:, :-1].astype(mx.float32)], axis=1), axis=1)
             counts = counts & (reached > 0)
-        chance = mx.where(held, (q * is_label).sum(-1), 0.0)
-        passes = mx.stop_gradient(_passes(want, p, q, chance))
-        weight = slot_weights(-mx.log(mx.maximum(passes, 1e-9)), counts, config.gamma)
         # A label outside the candidates is the backbone's to learn alone: p is then zero at all of them.
-        cross = -(p * logq).sum(-1)
-        far = 0.5 * mx.abs(p - q).sum(-1)
-        slot = cross
-        if config.tv and want.teacher is not None:
-            slot = mx.where(want.sampled[:, None], (1 - config.tv) * cross + config.tv * far, cross)
+        passes = mx.stop_gradient(mx.minimum(p, q).sum(-1))
+        weight = slot_weights(-mx.log(mx.maximum(passes, 1e-9)), counts, config.gamma)
+        slot = -(p * logq).sum(-1)
+        if config.tv and want.rows is not None:
+            slot = (1 - config.tv) * slot + config.tv * 0.5 * mx.abs(p - q).sum(-1)
         return (weight * slot).sum(), (weight, hits & want.counts, held & want.counts)
 
     return loss
@@ -199,36 +276,30 @@ def _chunk_loss(
 ) -> _Chunk:
     """Loss and slopes of some blocks: hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
     logits = head(hidden)
-    high = logits.astype(mx.float32)
-    heat = 1.0 if want.heat is None else want.heat[:, None, None]
-    p = _target_probabilities(want, logits)
-    z = high / heat
-    lse = mx.logsumexp(z, axis=-1, keepdims=True)
-    q = mx.exp(z - lse)
-    chance = mx.take_along_axis(q, want.labels[..., None], axis=-1)[..., 0]
-    label_ce = -mx.log(mx.maximum(chance, 1e-30))
-    ce = label_ce if want.teacher is None else (lse[..., 0] - (p * z).sum(-1))
+    rows = _SlotRows(logits, want)
+    label_ce = rows.label_ce()
     metrics = {"ce": (label_ce * want.counts).sum(), "slots": want.counts.sum(0)}
     if selector is None:
-        weight, hits = slot_weights(-mx.log(mx.maximum(_passes(want, p, q, chance), 1e-9)), want.counts, config.gamma), None
+        weight = slot_weights(-mx.log(mx.maximum(rows.passes(), 1e-9)), want.counts, config.gamma)
         hits = (mx.argmax(logits, axis=-1) == want.labels) & want.counts
         share, chunk = 1.0, _Chunk(mx.array(0.0), mx.array(0.0))
+        slope = rows.slope(weight)
     else:
         share = config.backbone
         candidates = top_candidates(logits[..., : selector.successor_codebook.shape[0]], selector.top_k)
-        unary, p_here = (mx.take_along_axis(a, candidates, axis=-1) for a in (high, p))
-        run = mx.value_and_grad(_selector_loss(selector, config, want, candidates, p_here), argnums=(0, 1, 2))
+        unary = mx.take_along_axis(logits, candidates, axis=-1).astype(mx.float32)
+        run = mx.value_and_grad(_selector_loss(selector, config, want, candidates, rows.p_at(candidates)), argnums=(0, 1, 2))
         (loss, (own_weight, hits, held)), (by_hidden, by_unary, by_weights) = run(hidden, unary, weights)
         # The backbone learns every slot of the text, reached or not.
         weight = own_weight if not config.own else slot_weights(label_ce, want.counts, config.gamma)
         chunk = _Chunk(loss, by_hidden.astype(mx.float32), [g for _, g in sorted(tree_flatten(by_weights))])
         metrics["held"] = held.sum(0)
+        slope = rows.slope(share * weight)
+        by_unary = mx.take_along_axis(slope, candidates, axis=-1) + by_unary
+        slope = mx.put_along_axis(slope, candidates, by_unary.astype(slope.dtype), axis=-1)
     # Divided by the number of blocks behind the head: in float16 these slopes must not get smaller than they are.
-    slope = (q - p) * (share * weight / heat[..., 0] if want.heat is not None else share * weight)[..., None]
-    if selector is not None:
-        slope = mx.put_along_axis(slope, candidates, mx.take_along_axis(slope, candidates, axis=-1) + by_unary, axis=-1)
-    chunk.hidden_slope = chunk.hidden_slope + mx.vjp(head, [hidden], [slope.astype(logits.dtype)])[1][0].astype(mx.float32)
-    chunk.loss = chunk.loss + share * (weight * ce).sum()
+    chunk.hidden_slope = chunk.hidden_slope + mx.vjp(head, [hidden], [slope])[1][0].astype(mx.float32)
+    chunk.loss = chunk.loss + share * (weight * rows.ce()).sum()
     chunk.metrics = metrics | {"hits": hits.sum(0), "runs": mx.cumprod(hits.astype(mx.int32), axis=-1).sum(0)}
     return chunk
 
@@ -261,8 +332,7 @@ def block_loss(
     loss = surrogate = mx.array(0.0)
     metrics: dict[str, mx.array] = {}
     done = None
-    for start in range(0, hidden.shape[0], config.chunk_blocks):
-        stop = start + config.chunk_blocks
+    for start, stop in want.cuts(config.chunk_blocks):
         h = mx.stop_gradient(hidden[start:stop])
         if done is not None:
             # Chunks run one after the other, so that one chunk of logits is alive at a time.

@@ -156,32 +156,44 @@ class Trainer:
         return tree_map_with_path(lambda n, p: p if n.split(".")[0] in wide else p.astype(self.dtype), params)
 
     def loss(self, params: dict, features: mx.array, teacher: mx.array | None, one: tuple) -> tuple[mx.array, dict]:
-        """Loss of one pass on (ids, answer, anchors, keep, temps); see `forward` for the shapes. teacher: [B, S, V] or None."""
+        """Loss of one pass on (ids, answer, anchors, keep, temps); see `forward` for the shapes.
+
+        teacher: target logits [n, S, V] of the first n conversations, those of sampled text; None: all learn from the text.
+        """
         c, (ids, answer, anchors, keep, temps) = self.config, one
         self.drafter.update(self.cast(params))
         pairs = context_keys_values(self.drafter, features)
         hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:].flatten(0, 1)
         labels, counts = (a.flatten(0, 1) for a in labels_of(ids, answer, anchors, keep, self.K))
         anchor = mx.take_along_axis(ids, anchors, axis=1).flatten()
-        want = Wanted(labels, counts, anchor)
+        heat = at = None
+        if c.learn_from == "target":
+            heat = mx.repeat(mx.where(temps > 0, temps, c.greedy_heat), anchors.shape[1])
         if teacher is not None:
-            (B, S), A, N = ids.shape, anchors.shape[1], self.K - 1
+            (n, S, _), N = teacher.shape, self.K - 1
             # The target's row at anchor + k - 1 chose the token of slot k.
-            at = mx.minimum(anchors[:, :, None] + mx.arange(N), S - 1) + S * mx.arange(B)[:, None, None]
-            heat = mx.repeat(mx.where(temps > 0, temps, c.greedy_heat), A)
-            want = Wanted(labels, counts, anchor, heat, mx.repeat(temps > 0, A), teacher.flatten(0, 1), at.flatten(0, 1))
+            at = mx.minimum(anchors[:n, :, None] + mx.arange(N), S - 1) + S * mx.arange(n)[:, None, None]
+            teacher, at = teacher.flatten(0, 1), at.flatten(0, 1)
+        want = Wanted(labels, counts, anchor, heat, teacher, at)
         loss = LossConfig(self.gamma, c.backbone, c.tv, c.predecessor == "own", c.chunk_blocks)
         return block_loss(self.drafter._head, hidden, want, loss, self.selector)
 
-    # Not compiled: on an H100 (MLX 0.32.4) compiling the kernels of one step took over two minutes, a plain step takes 0.13 s.
+    # Not compiled as a whole: on an H100 (MLX 0.32.4) compiling the kernels of one step took over two minutes, a step 0.13 s.
     def _gradients(self, params, one, key, noise):
         output = self.target(one[0])
-        teacher = mx.stop_gradient(self.target.head(output.hidden)) if self.config.learn_from == "target" else None
         features = mx.stop_gradient(output.features).astype(mx.float32)
         size = mx.sqrt(mx.square(features).mean(-1, keepdims=True))
         # Every process makes the noise of the whole batch: a row's does not depend on their number.
         rows = mx.random.uniform(-1, 1, (len(features) * self.ranks.size, *features.shape[1:]), key=key)
         features = features + noise * size * self.ranks.part(rows)
+        teacher = None
+        if self.config.learn_from == "target":
+            # Sampled text goes first: the rest needs no row of the target's logits.
+            sampled = np.array(one[4]) > 0
+            order = mx.array(np.argsort(~sampled, kind="stable"))
+            features, one = features[order], tuple(a[order] for a in one)
+            if sampled.any():
+                teacher = mx.stop_gradient(self.target.head(output.hidden[order[: int(sampled.sum())]]))
         (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)
         return self.ranks.join(loss, metrics, grads)
 
