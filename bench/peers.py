@@ -36,6 +36,7 @@ from dflash_mlx import load
 from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, builtin_path
 from dflash_mlx.tools import bench
+from dflash_mlx.tools.columns import align
 
 HERE = Path(__file__).resolve().parent
 # What pip installs for a side; None: this environment has it.
@@ -238,7 +239,7 @@ def table(record: dict[str, Any]) -> str:
             f"ours over before: {b['ratio']:.3f} ({b['low']:.3f} to {b['high']:.3f}, 95 %) in {b['pairs']} pairs; "
             f"the same ids in {b['same_ids']}"
         )
-    return "\n".join([*lines, "", *bench.align(rows), "", f"This run is {record['ended']}."])
+    return "\n".join([*lines, "", *align(rows), "", f"This run is {record['ended']}."])
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

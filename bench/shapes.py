@@ -35,6 +35,7 @@ from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import bench
+from dflash_mlx.tools.columns import align
 from dflash_mlx.traced import prepare
 
 
@@ -360,7 +361,7 @@ def table(record: dict[str, Any]) -> str:
             else [f"{block['round_ms']:.2f}", f"{block['cost']:.2f}", "never" if even is None else f"{even:.2f}"]
         )
         rows.append([str(K or "rule"), *fixed, *(ups.get(a, "") for a in accepts), ""])
-    lines += [*bench.align(rows), "", f"Planned text in {s['equal']} of {s['runs']} runs; this run is {record['ended']}."]
+    lines += [*align(rows), "", f"Planned text in {s['equal']} of {s['runs']} runs; this run is {record['ended']}."]
     return "\n".join(lines)
 
 

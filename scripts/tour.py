@@ -1,6 +1,7 @@
 """docs/tour.md: every command as it is seen in a terminal of 80 columns, with the built-in pair `tiny`.
 
     python scripts/tour.py            run all of them and write the page
+    python scripts/tour.py --pages    make only the pages of --help anew, in seconds
     python scripts/tour.py --check    compare the page with a fresh run, up to figures; exit status 1: they differ
 
 Runs on the CPU, in an empty home directory, without a network. The page names neither the machine nor the user nor a path.
@@ -118,8 +119,12 @@ def tour() -> Iterator[Shown]:
         )
         yield from _serve(folder)
         yield _shown("Cache", "", "cache", folder)
-        for i, command in enumerate(HELP):
-            yield _shown("" if i else "Help", "", f"{command} --help".strip(), folder)
+        yield from help_pages(folder)
+
+
+def help_pages(folder: str) -> Iterator[Shown]:
+    for i, command in enumerate(HELP):
+        yield _shown("" if i else "Help", "", f"{command} --help".strip(), folder)
 
 
 def _alone(folder: str) -> list[str]:
@@ -214,6 +219,11 @@ def differences(committed: str, fresh: str) -> list[str]:
 
 
 def main() -> None:
+    if "--pages" in sys.argv[1:]:
+        before, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## Help\n")
+        with tempfile.TemporaryDirectory() as folder:
+            PAGE.write_text(before + "".join(one.markdown() for one in help_pages(folder)), encoding="utf-8")
+        return
     fresh = page(list(tour()))
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(fresh, encoding="utf-8")

@@ -18,10 +18,12 @@ from ..errors import DFlashError
 from ..machine import switch
 from ..version import __version__
 from . import generate, lists, serving, tools, train
+from .narrow_help import HelpfulGroup
 from .options import NamingWhatIsMissing, example
-from .output import say
+from .output import say, wrapped
 
 app = typer.Typer(
+    cls=HelpfulGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,7 +54,7 @@ def main() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # A warning is a sentence for the user, not a place in the code.
-    warnings.formatwarning = lambda message, *place, **more: f"Warning: {str(message).rstrip('.')}.\n"
+    warnings.formatwarning = lambda message, *place, **more: wrapped(f"Warning: {str(message).rstrip('.')}.\n", sys.stderr)
     try:
         app()
     except BrokenPipeError:

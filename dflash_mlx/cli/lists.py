@@ -7,7 +7,7 @@ import sys
 from typing import Annotated, Any
 
 from .options import AsJson, option, refuse
-from .output import say
+from .output import columns_of, say, wrapped
 
 KEPT = "What is kept"
 
@@ -18,6 +18,7 @@ def models(as_json: AsJson = False) -> None:
     Memory is computed for both models in 4 bits, as a Mac's GPU holds them; the text's cache comes on top.
     """
     from ..machine import limit_bytes, limit_text
+    from ..tools.columns import align
 
     rows, limit = [*_built_in(), *_published()], limit_bytes() / 1e9
     for row in rows:
@@ -25,15 +26,15 @@ def models(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    print(f"{'target':36}  {'size':>8}  {'drafter':>8}  {'memory':>8}  fits here")
+    lines, below = [["target", "size", "drafter", "memory", "fits here"]], []
     for row in rows:
-        sizes = "  ".join(f"{_size(row[name]):>8}" for name in ("target_gb", "drafter_gb", "memory_gb"))
-        print(f"{row['target']:36}  {sizes}  {row['fits']}")
+        sizes = [_size(row[name]) for name in ("target_gb", "drafter_gb", "memory_gb")]
+        lines.append([row["target"], *sizes, row["fits"]])
         note = f": {row['note']}" if row["note"] else ""
-        print(f"  {row['draft_model']}{note}" if row["draft_model"] != row["target"] else f"  {row['note']}")
-    print("Both in 4 bits, without the text's cache; ?: not known.")
+        below.append(f"{row['draft_model']}{note}" if row["draft_model"] != row["target"] else row["note"])
+    print(*align(lines, columns_of(sys.stdout), below), sep="\n")
     text = limit_text()
-    print(f"{text[0].upper()}{text[1:]}.")
+    print(wrapped(f"Both in 4 bits, without the text's cache; ?: not known.\n{text[0].upper()}{text[1:]}.", sys.stdout))
 
 
 def _size(gb: float | None) -> str:
@@ -104,7 +105,7 @@ def cache(
             print(heading)
             for one in some:
                 size = size_text(one.size_bytes) if one.size_bytes >= 1e5 else f"{one.size_bytes / 1e3:.1f} kB"
-                print(f"{size:>10}  {age_text(one.used_at):>9}  {one.name}")
+                print(wrapped(f"{size:>10}  {age_text(one.used_at):>9}  {one.name}", sys.stdout, indent=12))
     if not found:
         say("Nothing is kept here yet.")
         return

@@ -14,11 +14,11 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from .. import sampling_settings
 from ..errors import GenerationError
 from ..sampling_settings import check
+from .narrow_help import HelpfulCommand
 
 
 class Dtype(StrEnum):
@@ -50,7 +50,13 @@ AdapterPath = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    option(MODEL, "--dtype", help="Number type to compute in. Default: float32 on a CPU, the files' own on a GPU (auto)."),
+    option(
+        MODEL,
+        "--dtype",
+        metavar="<type>",
+        help="Number type to compute in: float32, float16, bfloat16 or auto. Default: float32 on a CPU, the files' own on a GPU "
+        "(auto).",
+    ),
 ]
 Revision = Annotated[str | None, option(MODEL, help="Branch, tag or commit of the hub repos.")]
 TrustRemoteCode = Annotated[
@@ -105,7 +111,7 @@ MaxTokens = Annotated[
 AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object and nothing else on stdout.")]
 
 
-class NamingWhatIsMissing(TyperCommand):
+class NamingWhatIsMissing(HelpfulCommand):
     """A command that names all options that it lacks, and its example. Typer names the first alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

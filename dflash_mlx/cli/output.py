@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from typing import Any
+
+from ..tools.columns import wrap
 
 # Share of plain rounds from which drafting is said to be off. Tokens that a rate needs before a gain is said of it.
 _OFF, _TIMED_TOKENS = 0.9, 16
@@ -18,17 +19,17 @@ def say(text: str) -> None:
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def wrapped(text: str, stream: Any, indent: int = 0) -> str:
-    """A text with its lines broken between words where they are over the width of the terminal that they go to, if they do.
-
-    indent: blanks in front of what goes on in another line.
-    """
+def columns_of(stream: Any) -> int | None:
+    """The width of the terminal that a stream goes to; None: it goes elsewhere."""
     try:
-        width = os.get_terminal_size(stream.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns
     except (AttributeError, OSError, ValueError):
-        return text
-    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "subsequent_indent": " " * indent}
-    return "\n".join(textwrap.fill(line, width, **keep) if len(line) > width else line for line in text.split("\n"))
+        return None
+
+
+def wrapped(text: str, stream: Any, indent: int = 0) -> str:
+    """As `columns.wrap`, for the terminal that a text goes to."""
+    return wrap(text, columns_of(stream), indent)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .options import (
     refuse_without_effect,
     sampling_options,
 )
-from .output import only_ours_on_stdout, say, wrapped
+from .output import columns_of, only_ours_on_stdout, say, wrapped
 
 QuantizationMode = StrEnum("QuantizationMode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 
@@ -47,10 +47,22 @@ def convert(
     quantize: Annotated[bool, option(QUANTIZING, "--quantize", "-q", help="Quantize the matrices.")] = False,
     q_bits: Annotated[int | None, option(QUANTIZING, help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
     q_group_size: Annotated[int | None, option(QUANTIZING, help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
-    dtype: Annotated[Dtype | None, option(QUANTIZING, help="Type of what stays float. Default: as in the checkpoint.")] = None,
+    dtype: Annotated[
+        Dtype | None,
+        option(
+            QUANTIZING,
+            metavar="<type>",
+            help="Type of what stays float: float32, float16, bfloat16 or auto. Default: as in the checkpoint.",
+        ),
+    ] = None,
     q_mode: Annotated[
         QuantizationMode | None,
-        option(QUANTIZING, help="MLX's format of quantized matrices. Default: affine; the others fix bits and group."),
+        option(
+            QUANTIZING,
+            metavar="<mode>",
+            help="MLX's format of quantized matrices: affine, mxfp4, nvfp4 or mxfp8. Default: affine; the others fix bits and "
+            "group.",
+        ),
     ] = None,
     dequantize: Annotated[bool, option(QUANTIZING, "--dequantize", "-d", help="Write quantized matrices out in floats.")] = False,
     quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
@@ -141,7 +153,7 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
         say(f"Measuring for at most {BUDGET_S / 60:.0f} minutes; Ctrl-C ends it and keeps what is measured.")
         with live("Measuring"):
             record = make_report(path, say)
-        print(json.dumps(record) if as_json else "\n".join(summary(record, path)), file=stdout)
+        print(json.dumps(record) if as_json else wrapped("\n".join(summary(record, path)), stdout), file=stdout)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
 
@@ -203,13 +215,13 @@ def bench(
         b = _bench_module()
         if compare:
             _refuse_beside_compare(asked)
-            print(wrapped(b.compare(*(b.read_record(path) for path in compare)), stdout), file=stdout)
+            print(wrapped(b.compare(*(b.read_record(path) for path in compare), columns_of(stdout)), stdout), file=stdout)
             return
         _check_bench(asked)
         if plot:
             b.check_plot()
         record = _bench(asked, b)
-        print(json.dumps(record) if as_json else wrapped(b.table(record), stdout), file=stdout)
+        print(json.dumps(record) if as_json else wrapped(b.table(record, columns_of(stdout)), stdout), file=stdout)
         _draw(record, plot, html, b)
     if record["ended"] == "interrupted":
         raise SystemExit(130)

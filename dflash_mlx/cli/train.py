@@ -11,6 +11,7 @@ import typer
 
 from . import inputs
 from .live import live
+from .narrow_help import HelpfulGroup
 from .options import (
     MODEL,
     OUTPUT,
@@ -25,11 +26,12 @@ from .options import (
     option,
     refuse,
 )
-from .output import only_ours_on_stdout, say
+from .output import columns_of, only_ours_on_stdout, say
 
 TEXT, DRAFTER, TRAINING, MEASURED = "Text", "Drafter", "Training", "What is measured"
 
 train_app = typer.Typer(
+    cls=HelpfulGroup,
     no_args_is_help=True,
     help="Train a drafter for a target: let it write text (data), learn from that (run), measure (eval).",
     epilog="dflash-mlx train data --model M --out DATA --minutes 30, then run --model M --data DATA --out DRAFTER --minutes 60, "
@@ -297,6 +299,7 @@ def train_eval(
 
         from ..loading import load_drafter
         from ..models.target import Target
+        from ..tools.columns import align
         from ..train.data import load_docs
         from ..train.offline_tau import evaluate
 
@@ -311,11 +314,12 @@ def train_eval(
         if as_json:
             print(json.dumps({"tau": rows, "model": model, "draft_model": draft_model}), file=stdout)
             return
-        print("Tokens a round:\ntemp block loops kind     answers  drafter  zeroed  lookup  bigram", file=stdout)
+        lines = [["kind", "temp", "block", "loops", "answers", "drafter", "zeroed", "lookup", "bigram"]]
         for r in rows:
+            taus = [f"{r[name]:.3f}" for name in ("drafter", "zeroed", "lookup", "bigram")]
             loops = "yes" if r["looped"] else "no"
-            taus = "".join(f"{r[name]:8.3f}" for name in ("drafter", "zeroed", "lookup", "bigram"))
-            print(f"{r['temp']:4g} {r['block_size']:5} {loops:>5} {r['kind']:8} {r['answers']:7} {taus}", file=stdout)
+            lines.append([r["kind"], f"{r['temp']:g}", f"{r['block_size']}", loops, f"{r['answers']}", *taus])
+        print("Tokens a round:", *align(lines, columns_of(stdout)), sep="\n", file=stdout)
     say(
         "Drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. zeroed: the "
         "drafter without the target's hidden states. lookup: copies from the text. bigram: the most frequent next token. "

@@ -45,6 +45,7 @@ from ..machine import chip, machine_bytes, switches_set, write_atomically
 from ..models.target import Target
 from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
+from .columns import align
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
@@ -518,8 +519,8 @@ def header(record: Mapping[str, Any]) -> str:
     )
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """A record for people."""
+def table(record: Mapping[str, Any], width: int | None = None) -> str:
+    """A record for people; width: columns of their terminal."""
     speeds = [["kind", "T", "prompt", "mlx-lm", "DFlash", "speed-up", "tokens a round", "same"]]
     rest = [["kind", "T", "prompt", "first token, s", "memory, GB", "copied", "drafts verified"]]
     for row in record["summary"]:
@@ -535,18 +536,7 @@ def table(record: Mapping[str, Any]) -> str:
         if row["kind"] != "all":
             both = [" ".join(f"{row[f'{side}_{name}']:.{n}f}" for side in SIDES) for name, n in (("ttft_s", 3), ("memory_gb", 2))]
             rest.append([*what, *both, f"{row['copied_rounds']:.0%}", f"{row['mean_width']:.1f}"])
-    return "\n".join([header(record), "", *align(speeds), "", *align(rest), "", *notes(record)])
-
-
-def align(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of one width each; the first and the last to the left, all others to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:-1], widths[1:-1], strict=True)), line[-1]]
-        ).rstrip()
-        for line in lines
-    ]
+    return "\n".join([header(record), "", *align(speeds, width), "", *align(rest, width), "", *notes(record)])
 
 
 def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
@@ -641,8 +631,8 @@ def plan_of(record: Mapping[str, Any]) -> Plan:
     return Plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Two records beside each other: what differs about them, then every cell that both have."""
+def compare(a: Mapping[str, Any], b: Mapping[str, Any], width: int | None = None) -> str:
+    """Two records beside each other: what differs about them, then every cell that both have. width: as in `table`."""
     lines = ["A: " + header(a), "B: " + header(b), ""]
     pairs = [(f"settings {k}", a["settings"].get(k), b["settings"].get(k)) for k in a["settings"]]
     pairs += [(f"weights {k}", a["weights"].get(k), b["weights"].get(k)) for k in a["weights"]]
@@ -651,15 +641,17 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     pairs += [("machine", a["machine"]["chip"], b["machine"]["chip"]), ("ended", a["ended"], b["ended"])]
     lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y]
     of_b = {(row["kind"], row["temp"], row["context"]): row for row in b["summary"]}
-    head = ["kind", "T", "context", "mlx-lm A", "B", "DFlash A", "B", "speed-up A", "B", "B/A", "tau A", "B"]
-    rows = [head]
-    for x in a["summary"]:
-        if y := of_b.get((x["kind"], x["temp"], x["context"])):
-            speeds = [f"{row[name]:.1f}" if (name := f"{side}_decode_tps") in row else "" for side in SIDES for row in (x, y)]
-            taus = [f"{row['tau']:.2f}" if row["tau"] else "-" for row in (x, y)]
-            ups = [f"{n:.2f}" for n in (x["speedup"], y["speedup"], y["speedup"] / x["speedup"])]
-            rows.append([x["kind"], f"{x['temp']:g}", str(x["context"]), *speeds, *ups, *taus])
-    lines += align(rows) if len(rows) > 1 else ["No cell is in both."]
+    both = [(x, of_b[cell]) for x in a["summary"] if (cell := (x["kind"], x["temp"], x["context"])) in of_b]
+    rows = [["kind", "T", "context", "mlx-lm A/B", "DFlash A/B", "speed-up A/B", "B/A", "tokens a round A/B"]]
+    for x, y in both:
+        names = [f"{side}_decode_tps" for side in SIDES]
+        speeds = [f"{x[name]:.1f}/{y[name]:.1f}" if name in x and name in y else "" for name in names]
+        taus = "/".join(f"{row['tau']:.2f}" if row["tau"] else "-" for row in (x, y))
+        ups = [f"{x['speedup']:.2f}/{y['speedup']:.2f}", f"{y['speedup'] / x['speedup']:.2f}"]
+        rows.append([x["kind"], f"{x['temp']:g}", str(x["context"]), *speeds, *ups, taus])
+    if not any(x["context"] for x, _ in both):
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    lines += align(rows, width) if both else ["No cell is in both."]
     return "\n".join(lines)
 
 

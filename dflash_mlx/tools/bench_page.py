@@ -63,7 +63,8 @@ def _speed_ups(record: Mapping[str, Any]) -> str:
 
 
 def _figures(record: Mapping[str, Any]) -> str:
-    head = ["kind", "temperature", "tokens before", "speed-up", "mlx-lm, tokens/s", "DFlash, tokens/s", "tau", "equal texts"]
+    head = ["kind", "temperature", "tokens before", "speed-up", "mlx-lm, tokens/s", "DFlash, tokens/s"]
+    head += ["tokens a round", "equal texts"]
     body = []
     for row in record["summary"]:
         rates = [f"{row[name]:.1f}" if name in row else "" for name in ("mlx_lm_decode_tps", "dflash_decode_tps")]
@@ -113,9 +114,9 @@ def width_over_time(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, floa
 def _widths(record: Mapping[str, Any]) -> str:
     series = {name: points for name, runs in _by_temperature(record) if (points := width_over_time(runs))}
     if not series:
-        return "<p>Width over time: not in this record.</p>"
+        return "<p>Drafts over time: not in this record.</p>"
     about = "drafts verified in a round, mean over the answers; 0 is plain decoding"
-    return svg.lines("Width over time", about, series, x_name="round")
+    return svg.lines("Drafts over time", about, series, x_name="round")
 
 
 def _memory(record: Mapping[str, Any]) -> str:
@@ -128,6 +129,6 @@ def _memory(record: Mapping[str, Any]) -> str:
 
 
 def _machine(record: Mapping[str, Any]) -> str:
-    about = {**record["machine"], **{f"version of {name}": version for name, version in record["versions"].items()}}
+    about = {name.replace("_gb", ", GB"): value for name, value in record["machine"].items()} | record["versions"]
     text = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)  # noqa: E731
     return "<h2>Machine</h2>" + svg.rows(["", ""], [[name.replace("_", " "), text(value)] for name, value in about.items()])

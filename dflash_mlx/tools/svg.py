@@ -16,8 +16,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 44
 STYLE = """\
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
-figure { margin: 2rem 0; } figcaption { font-weight: 600; } .about { font-weight: 400; opacity: .75; }
+svg { width: 100%; min-width: 34rem; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
+.wide { overflow-x: auto; } figure { margin: 2rem 0; } figcaption { font-weight: 600; } .about { font-weight: 400; opacity: .75; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { text-align: right; padding: .15rem .4rem; border-bottom: 1px solid #8884; }
 td:first-child, th:first-child { text-align: left; }
@@ -78,10 +78,11 @@ class _Plane:
             x += 26 + 6.5 * len(name)
 
     def figure(self, title: str, about: str) -> str:
-        drawing = "".join(self.parts)
+        drawing, view = "".join(self.parts), f"0 0 {_WIDTH} {_HEIGHT}"
         return (
             f'<figure><figcaption>{escape(title)} <span class="about">{escape(about)}</span></figcaption>\n'
-            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{drawing}</svg></figure>'
+            f'<div class="wide"><svg viewBox="{view}" role="img" aria-label="{escape(title)}">{drawing}</svg></div>'
+            "</figure>"
         )
 
 
@@ -138,7 +139,9 @@ def lines(
         colour = COLOURS[i % len(COLOURS)]
         places = [plane.at(x, y) for x, y in values]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        plane.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        # A line below another of the same values is seen through its gaps.
+        dashes = ' stroke-dasharray="9 5"' if i else ""
+        plane.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         for (x, y), (left, top) in zip(values, places, strict=True) if len(values) <= 200 else ():
             plane.parts.append(
                 f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.5" fill="{colour}">'
@@ -152,4 +155,5 @@ def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table."""
     cells = lambda kind, values: "".join(f"<{kind}>{escape(value)}</{kind}>" for value in values)  # noqa: E731
     lines = "".join(f"<tr>{cells('td', values)}</tr>" for values in body)
-    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{lines}</tbody></table>"
+    table = f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<div class="wide">{table}</div>'

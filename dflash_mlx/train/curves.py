@@ -24,7 +24,7 @@ def page(name: str, found: list[dict[str, Any]]) -> str:
     def of(key: str) -> list[tuple[float, float]]:
         return [(line["step"], line[key]) for line in found if key in line]
 
-    kept = {"random anchors, training": of("run"), "tau, held-out text": of("tau_heldout")}
+    kept = {"training text, from random places": of("run"), "held-out text": of("tau_heldout")}
     kept = {label: points for label, points in kept.items() if points}
     hits = next((line["hits"] for line in reversed(found) if line.get("hits")), [])
     parts = []
@@ -33,7 +33,7 @@ def page(name: str, found: list[dict[str, Any]]) -> str:
             svg.lines("Loss", "mean over the blocks of the last steps", {"training": losses}, x_name="step", from_zero=False)
         )
     if kept:
-        about = "mean of accepted + 1; at random anchors it is higher, where a block does not begin after a miss"
+        about = "drafts kept, and the model's own token; from random places more, as drafts there do not begin after a miss"
         parts.append(svg.lines("Tokens a round", about, kept, x_name="step"))
     if hits:
         series = {"last line": [(i + 1, hit) for i, hit in enumerate(hits)]}
@@ -42,7 +42,7 @@ def page(name: str, found: list[dict[str, Any]]) -> str:
         )
     if rate := of("lr"):
         parts.append(svg.lines("Learning rate", "", {"learning rate": rate}, x_name="step"))
-    head = ["step", "loss", "random anchors", "tau, held-out"]
+    head = ["step", "loss", "tokens a round, at random", "on held-out text"]
     cells = lambda line: [f"{line[key]:.4g}" if key in line else "" for key in ("loss", "run", "tau_heldout")]  # noqa: E731
     parts.append(svg.rows(head, [[str(line["step"]), *cells(line)] for line in found if "step" in line]))
     return svg.page(f"Training of {name}", parts)

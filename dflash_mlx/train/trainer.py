@@ -3,7 +3,7 @@
     out/config.json, model.safetensors   the drafter (EMA weights, bfloat16) in the published layout
     out/README.md                        its card: data, tokens, tau, the target's digest
     out/training/state.safetensors       everything an exact resume needs; written whole, then renamed
-    out/metrics.jsonl, curves.png        one line every `log_every` steps and every evaluation
+    out/metrics.jsonl, curves.html       one line every `log_every` steps and every evaluation
 
 The target runs frozen and online: features are never stored. Weights are float32, products run in `dtype`.
 Source: DFlash, arXiv 2602.06036, appendix A.
@@ -32,6 +32,7 @@ from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.target import Target
 from ..progress import tell
+from .curves import write_curves
 from .data import Docs, batches
 from .forward import block_hidden, context_keys_values
 from .losses import LossConfig, Wanted, block_loss, labels_of
@@ -427,7 +428,7 @@ class _Run:
         if self.ranks.leads:
             trainer.save(self.out)
             self._write_card()
-            draw_curves(self.out)
+            write_curves(self.out, self.out / "curves.html")
         self.ranks.wait()
         trainer.use(trainer.kept)
         return self.line
@@ -545,30 +546,3 @@ def _summary(window: list[tuple], trainer: Trainer, epoch: int, share: float, to
         "docs_per_s": docs / took,
         "peak_memory_gb": mx.get_peak_memory() / 1e9,
     }
-
-
-def draw_curves(out: Path) -> bool:
-    """Loss and tau over steps as curves.png; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return False
-    lines = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"], line["run"]) for line in lines if "loss" in line]
-    taus = [(line["step"], line["tau_heldout"]) for line in lines if "tau_heldout" in line]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
-    if losses:
-        left.plot([p[0] for p in losses], [p[1] for p in losses])
-        right.plot([p[0] for p in losses], [p[2] for p in losses], label="random anchors, training")
-    if taus:
-        right.plot([p[0] for p in taus], [p[1] for p in taus], "o-", label="tau, held-out families")
-        right.legend()
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    right.set(xlabel="step", ylabel="accepted + 1")
-    figure.tight_layout()
-    write_atomically(out / "curves.png", lambda part: figure.savefig(part, format="png"))
-    pyplot.close(figure)
-    return True

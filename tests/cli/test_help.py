@@ -34,7 +34,7 @@ def test_every_option_stands_in_a_group(path):
     assert not stray
     text = help_of(path)
     assert max(map(len, text.splitlines())) <= 80
-    shown = [name for name in re.findall(r"^╭─ (.*?) ─+╮$", text, re.MULTILINE) if name in GROUPS]
+    shown = [name for name in re.findall(r"^(\w.*):$", text, re.MULTILINE) if name in GROUPS]
     assert shown == [name for name in GROUPS if name in shown]
 
 
@@ -47,7 +47,7 @@ def test_every_command_has_an_example_that_the_command_line_takes(path):
 
 
 def test_generate_has_every_group_in_order():
-    assert re.findall(r"^╭─ (.*?) ─+╮$", help_of(("generate",)), re.MULTILINE)[1:] == GROUPS
+    assert re.findall(r"^(\w.*):$", help_of(("generate",)), re.MULTILINE) == [*GROUPS, "Options"]
 
 
 @pytest.mark.parametrize(

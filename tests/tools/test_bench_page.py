@@ -90,6 +90,8 @@ def whole(text):
     """A page that was checked to parse and to need nothing else."""
     page = Page(text)
     assert not page.open and text.count("<svg") == text.count("</svg>") > 0
+    # What is wider than a phone scrolls by itself.
+    assert text.count('<div class="wide"><') == text.count("<svg") + text.count("<table")
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(drawing)
     assert not any(name in ("src", "href", "xlink:href", "action", "data") for _, given in page.tags for name in given)
@@ -130,7 +132,7 @@ def test_acceptance_by_position_and_width_over_time_are_counted_from_the_runs(re
     assert bench_page.width_over_time(first) == [(1, 2.0), (2, 2.0), (3, 0.0), (4, 3.0), (5, 3.0)]
     for run in record["runs"]:
         del run["dflash"]["width_order"]
-    assert "Width over time: not in this record." in bench_page.page(record)
+    assert "Drafts over time: not in this record." in bench_page.page(record)
     long = {"dflash": {"width_order": [4] * 1000}}
     points = bench_page.width_over_time([long])
     assert len(points) <= 120 and {y for _, y in points} == {4} and points[-1][0] <= 1000
@@ -153,7 +155,7 @@ def test_the_curves_of_a_training_run_are_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     write_curves(tmp_path, tmp_path / "page.html")
     page = whole((tmp_path / "page.html").read_text())
-    assert {"training, 20: 2.5", "tau, held-out text, 20: 1.375", "last line, 2: 0.375"} <= {*page.texts["title"]}
+    assert {"training, 20: 2.5", "held-out text, 20: 1.375", "last line, 2: 0.375"} <= {*page.texts["title"]}
     assert {"3.5", "1.375", "20"} <= {*page.texts["td"]}
 
 

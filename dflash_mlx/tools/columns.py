@@ -1,0 +1,46 @@
+"""Text for a terminal of some width: lines broken between words, and tables that become lists where there is no room for them.
+
+A word that alone is wider than the terminal, such as a path, stays whole: the terminal breaks it, and it is copied in one piece.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+
+def wrap(text: str, width: int | None, indent: int = 0) -> str:
+    """A text with its lines broken between words where they are over a width; None: as it is.
+
+    indent: blanks in front of what goes on in another line.
+    """
+    if width is None:
+        return text
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    indent = min(indent, width // 4)
+    fill = lambda line: textwrap.fill(line, width, subsequent_indent=" " * indent, **keep)  # noqa: E731
+    return "\n".join(fill(line) if len(line) > width else line for line in text.split("\n"))
+
+
+def align(lines: Sequence[Sequence[str]], width: int | None = None, below: Sequence[str] = ()) -> list[str]:
+    """Columns of one width each; the first and the last to the left, all others to the right.
+
+    lines: the first names the columns. below: a line under each of the others. Over `width` each row is a list instead, under
+    what its first column says:
+
+        function
+          T 0, prompt 3, mlx-lm 46.1, DFlash 35.0
+    """
+    under = lambda i: wrap(f"  {below[i]}", width, 2).split("\n") if below and i >= 0 else []  # noqa: E731
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        listed = []
+        for i, (first, *others) in enumerate(lines[1:]):
+            said = ", ".join(f"{name} {value}" for name, value in zip(lines[0][1:], others, strict=True) if value)
+            listed += [*wrap(f"{first}\n  {said}", width, 2).split("\n"), *under(i)]
+        return listed
+    shown = []
+    for i, line in enumerate(lines):
+        middle = (cell.rjust(n) for cell, n in zip(line[1:-1], widths[1:-1], strict=True))
+        shown += ["  ".join([line[0].ljust(widths[0]), *middle, line[-1]]).rstrip(), *under(i - 1)]
+    return shown
