@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..models.dflash2 import CandidateSelector
+from ..models.dflash2 import CandidateSelector, top_candidates
 
 
 def labels_of(ids: mx.array, answer: mx.array, anchors: mx.array, keep: mx.array, K: int) -> tuple[mx.array, mx.array]:
@@ -111,22 +111,6 @@ class LossConfig:
     tv: float = 0.0
     own: bool = False
     chunk_blocks: int = 512
-
-
-def top_candidates(logits: mx.array, k: int) -> mx.array:
-    """Ids of the k largest of each row, in any order: [..., V] to [..., k].
-
-    A sort of a whole row is slow (22 ms for 7,680 rows of 49,152 on an H200, this 3 ms): the k best lie in the k groups whose
-    best are the best.
-    """
-    V, size = logits.shape[-1], 64
-    if V % size or V // size < 4 * k:
-        return mx.argpartition(logits, kth=-k, axis=-1)[..., -k:] if k < V else mx.broadcast_to(mx.arange(V), logits.shape)
-    groups = logits.reshape(*logits.shape[:-1], V // size, size)
-    best = mx.argpartition(groups.max(-1), kth=-k, axis=-1)[..., -k:]
-    found = mx.take_along_axis(groups, best[..., None], axis=-2).flatten(-2)
-    at = mx.argpartition(found, kth=-k, axis=-1)[..., -k:]
-    return mx.take_along_axis(best, at // size, axis=-1) * size + at % size
 
 
 @dataclass
@@ -241,7 +225,7 @@ def _selector_loss(
 
     def loss(hidden: mx.array, unary: mx.array, weights: Any) -> tuple[mx.array, tuple]:
         selector.update(weights)
-        scores = selector.scores(hidden, unary, candidates, want.before)
+        scores = selector.scores(hidden, unary, candidates, want.before[..., None])[..., 0, :]
         logq = scores / heat
         logq = logq - mx.logsumexp(logq, axis=-1, keepdims=True)
         q = mx.exp(logq)
@@ -286,7 +270,7 @@ def _chunk_loss(
         slope = rows.slope(weight)
     else:
         share = config.backbone
-        candidates = top_candidates(logits[..., : selector.successor_codebook.shape[0]], selector.top_k)
+        candidates = top_candidates(logits[..., : selector.rows], selector.top_k)
         unary = mx.take_along_axis(logits, candidates, axis=-1).astype(mx.float32)
         run = mx.value_and_grad(_selector_loss(selector, config, want, candidates, rows.p_at(candidates)), argnums=(0, 1, 2))
         (loss, (own_weight, hits, held)), (by_hidden, by_unary, by_weights) = run(hidden, unary, weights)

@@ -296,7 +296,7 @@ def test_noise_is_that_of_the_token_it_belongs_to(kind, numbers):
         scores, here = logits[:, i], ids[0, i]
         if kind == "DFlash 2":
             selector, here = drafter.candidate_selector, drafter.candidates(hidden)[1][0, i]
-            scores = selector.scores(hidden[:, i], drafter.candidates(hidden)[0][:, i], here[None], token)
+            scores = selector.scores(hidden[:, i], drafter.candidates(hidden)[0][:, i], here[None], token[:, None])[:, 0]
         p = sampler.probabilities(scores - mx.logsumexp(scores, axis=-1, keepdims=True))[0]
         token = here[mx.argmax(mx.log(p) + noise[0, i][here])][None]
         want.append(token.item())
@@ -433,20 +433,19 @@ FAULTS = {
         (dflash2.ConvolutionLayer, "sublayers", "h + DynamicConvolution.convolve(x, after)", "h + x"),
     ),
     "sides swapped": ((dflash2.ConvolutionLayer, "sublayers", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),),
-    "taps reversed": (
-        (dflash2.DynamicConvolution, "kernels", "return self.base_kernel[:", "return self.base_kernel[:, ::-1][:"),
-    ),
+    "taps reversed": ((dflash2.DynamicConvolution, "kernels", "self.base_kernel.reshape", "self.base_kernel[:, ::-1].reshape"),),
     "rows wrap round": (
         (dflash2.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
     ),
-    "codebooks swapped": (
-        (CandidateSelector, "_scores", "query = self.predecessor_codebook", "query = self.successor_codebook"),
-    ),
+    "codebooks swapped": ((CandidateSelector, "scores", "_rows_of(self.predecessor_", "_rows_of(self.successor_"),),
     "predecessor is always the anchor": (
-        (CandidateSelector, "__call__", "successors[:, i], token)", "successors[:, i], anchor)"),
+        (CandidateSelector, "__call__", "candidates[:, :-1]]", "mx.repeat(first, candidates.shape[1] - 1, axis=1)]"),
     ),
-    "hidden row of the next slot": ((CandidateSelector, "__call__", "(projected[:, i]", "(projected[:, i - 1]"),),
-    "unary left out": ((CandidateSelector, "_scores", "unary + ", ""),),
+    "hidden row of the next slot": (
+        (CandidateSelector, "__call__", "self.scores(hidden,", "self.scores(mx.roll(hidden, -1, 1),"),
+    ),
+    "unary left out": ((CandidateSelector, "scores", "unary[..., None, :] + ", ""),),
+    "each slot behind the best of the one before alone": ((dflash2, "follow", "step *= 2", "step = N"),),
 }
 
 
@@ -495,7 +494,7 @@ def test_codebooks_shorter_than_the_vocabulary_bound_the_candidates():
     assert max(drafter.choose(hidden, mx.array([60]))[0][0].tolist()) < 40
 
 
-def test_a_quantized_dflash2_drafter_loads_and_keeps_its_codebooks(pair, tmp_path):
+def test_a_dflash2_drafter_with_quantized_codebooks_is_served(pair, tmp_path):
     from dflash_mlx import convert, load_drafter
 
     data = references(DATA / "dflash2" / "rounds.json")
@@ -509,7 +508,7 @@ def test_a_quantized_dflash2_drafter_loads_and_keeps_its_codebooks(pair, tmp_pat
     assert meets(run(pair[0], loaded, case["prompt_ids"], len(case["ids"]), pair[1]), case["ids"], case["rounds"])
     convert(str(source), str(tmp_path / "q"), quantize=True, q_bits=8, q_group_size=32)
     loaded = load_drafter(str(tmp_path / "q"), pair[0])
-    assert loaded.candidate_selector.predecessor_codebook.dtype == mx.float32
+    assert loaded.candidate_selector.predecessor_codebook.bits == 8
     got = run(pair[0], loaded, case["prompt_ids"], len(case["ids"]), pair[1])
     assert [r.token for r in got] == case["ids"]
     expected = sum(r["accepted"] + 1 for r in case["rounds"]) / len(case["rounds"])

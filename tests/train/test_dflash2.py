@@ -10,12 +10,12 @@ from train_kit import make_docs, make_target
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
-from dflash_mlx.models.dflash2 import DFlash2Drafter
+from dflash_mlx.models.dflash2 import DFlash2Drafter, top_candidates
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
 from dflash_mlx.train.data import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
-from dflash_mlx.train.losses import LossConfig, Wanted, block_loss, top_candidates
+from dflash_mlx.train.losses import LossConfig, Wanted, block_loss
 from dflash_mlx.train.offline_tau import SharedNoise, drafter_guess, mean_tau, replay_docs, replay_with
 from dflash_mlx.train.start import as_dflash2, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, learning_rate, train
