@@ -70,6 +70,8 @@ def write_out(config: dict, weights: Weights) -> Weights:
         elif part == "weight":
             of = packing.get(module, packing)
             parts = (array, weights[f"{module}.scales"], weights.get(f"{module}.biases"))
+            # A codebook in floats has no `.weight`.
+            name = module if module.endswith("_codebook") else name
             dense[name] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"], mode=of.get("mode", "affine"))
     return dense
 
@@ -103,8 +105,8 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a drafter's tensor is a matrix that can be quantized: not a codebook, which is only ever gathered."""
-    return name.endswith(".weight") and len(shape) == 2 and "codebook" not in name
+    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook."""
+    return name.endswith((".weight", "_codebook")) and len(shape) == 2
 
 
 def group_for(inputs: int) -> int | None:
@@ -149,7 +151,8 @@ def cast_tensors(weights: Weights, dtype: str | None) -> Weights:
 def quantize_tensors(
     weights: Weights, group_size: int, bits: int, predicate: Predicate | None, mode: str = "affine"
 ) -> tuple[Weights, Recipe]:
-    """Quantize the matrices among a drafter's tensors. Shapes: `X.weight` [out, in]; see `quantize` for the recipe."""
+    """Quantize the matrices among a drafter's tensors. Shapes: `X.weight` [out, in]; a codebook [rows, rank], whose name
+    then ends in `.weight` too; see `quantize` for the recipe."""
     recipe = Recipe()
     chosen: dict[str, dict] = {}
     out: Weights = {}
@@ -158,17 +161,18 @@ def quantize_tensors(
         path = name.removesuffix(".weight")
         if not is_matrix(name, value.shape) or not mx.issubdtype(value.dtype, mx.floating):
             out[name] = value
-            recipe.fates[name] = f"float: {'codebook' if 'codebook' in name else 'norm' if 'norm' in name else 'not a matrix'}"
+            recipe.fates[name] = f"float: {'norm' if 'norm' in name else 'not a matrix'}"
             continue
-        layer = nn.Embedding(1, 1) if path.endswith("embed_tokens") else nn.Linear(1, 1, bias=False)
+        layer = nn.Embedding(1, 1) if path.endswith(("embed_tokens", "_codebook")) else nn.Linear(1, 1, bias=False)
         layer.weight = value
-        recipe.fates[name], options = fate_of(path, layer, usual, predicate, None)
+        fate, options = fate_of(path, layer, usual, predicate, None)
+        recipe.fates[name if options is None else f"{path}.weight"] = fate
         if options is None:
             out[name] = value
             continue
         chosen[path] = options
         parts = mx.quantize(value, **options)
         # Only affine has biases.
-        out.update(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=False))
+        out.update(zip((f"{path}.weight", f"{path}.scales", f"{path}.biases"), parts, strict=False))
     recipe.settle(chosen, usual)
     return out, recipe

@@ -4,9 +4,10 @@ Knows MLX's formats and what kinds of tensors there are. Knows no files and no f
 itself. The recipe per class of tensor:
 
     matrices of linear layers, embeddings, heads, stacked experts     quantized
+    codebooks of a drafter's selector, which are looked up in         quantized
     routers and gates that the family's mlx-lm class names            as that class says (mostly 8 bits)
     norms, biases, other vectors, recurrent parameters                float
-    codebooks (only ever gathered) and convolution kernels            float
+    convolution kernels                                               float
     a matrix whose rows do not divide into groups                     float, listed with the reason
 """
 
@@ -112,7 +113,7 @@ def quantize(
             chosen[path] = options
         return options or False
 
-    # nn.quantize asks once per leaf; parameters outside any leaf (A_log, sinks, codebooks) are filled in afterwards
+    # nn.quantize asks once per leaf; parameters outside any leaf (A_log, sinks) are filled in afterwards
     nn.quantize(model, group_size, bits, class_predicate=predicate_for)
     for name, value in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
@@ -137,8 +138,6 @@ def fate_of(
         if isinstance(module, nn.Conv1d | nn.Conv2d):
             return "float: convolution kernel", None
         return f"float: {'norm' if 'norm' in path.lower() else 'not a matrix'}", None
-    if "codebook" in path:
-        return "float: codebook", None
     options = usual
     for who, rules in (("the family's class", own_rules), ("the predicate", predicate)):
         answer = rules(path, module) if rules is not None else True
@@ -161,7 +160,7 @@ def fate_of(
 
 
 def _vector_kind(name: str, value: mx.array) -> str:
-    return "codebook" if "codebook" in name else "vector" if value.ndim <= 1 else "not the matrix of a layer"
+    return "vector" if value.ndim <= 1 else "not the matrix of a layer"
 
 
 def mixed_recipe(name: str, model: nn.Module, group_size: int) -> Predicate:

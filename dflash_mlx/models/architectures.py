@@ -35,6 +35,10 @@ def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) ->
         drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)
     if "lm_head.weight" in shapes:
         drafter.lm_head = nn.Linear(config.hidden_size, shapes["lm_head.weight"][0], bias=False)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        if shape := shapes.get(f"candidate_selector.{name}.weight"):
+            # A quantized one; in floats it has no `.weight`.
+            setattr(drafter.candidate_selector, name, nn.Embedding(shape[0], config.selector_rank))
     if "d2t" in shapes:
         drafter.d2t = mx.zeros((config.draft_vocab_size or shapes["d2t"][0],), dtype=mx.int32)
     return drafter

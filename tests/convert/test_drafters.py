@@ -75,18 +75,25 @@ def test_mixed_bits_load_with_each_layers_own(tmp_path, pair):
     assert (drafter.fc.bits, drafter.fc.group_size, drafter.layers[0].self_attn.q_proj.bits) == (8, 32, 4)
 
 
-def test_codebooks_and_convolution_kernels_stay_float(tmp_path, published, conformance):
+def test_codebooks_are_quantized_and_convolution_kernels_stay_float(tmp_path, published, conformance, pair):
     _, weights = published
     extra = dict(mx.load(str(conformance / "pair" / "dflash2" / "extra.safetensors")))
     config = json.loads((conformance / "pair" / "dflash2" / "rounds.json").read_text())["config"]
     source = write_checkpoint(tmp_path / "dflash2", config, weights | extra)
-    record = convert(str(source), str(tmp_path / "mlx"), quantize=True, q_bits=8).record
+    record = convert(str(source), str(tmp_path / "mlx"), quantize=True, q_bits=8, q_group_size=32).record
     assert 0 < record["parity"]["max_hidden_difference"] < 0.1 * record["parity"]["max_hidden"]
     recipes = {name: entry["recipe"] for name, entry in record["tensors"].items()}
-    assert recipes["candidate_selector.predecessor_codebook"] == "float: codebook"
+    assert recipes["candidate_selector.predecessor_codebook.weight"] == recipes["fc.weight"] == "affine 8-bit, group 32"
     assert recipes["layers.0.attention_conv.base_kernel"] == "float: not a matrix"
-    assert recipes["fc.weight"] == "affine 8-bit, group 64"
-    assert set(mx.load(str(tmp_path / "mlx" / "model.safetensors"))) >= set(extra)
+    selector = load_drafter(str(tmp_path / "mlx"), pair[0]).candidate_selector
+    assert (selector.predecessor_codebook.bits, selector.successor_codebook.group_size) == (8, 32)
+    # Written out again they have their published names and what they held, to 8 bits.
+    convert(str(tmp_path / "mlx"), str(tmp_path / "float"), dequantize=True)
+    back = mx.load(str(tmp_path / "float" / "model.safetensors"))
+    assert set(back) == {*weights, *extra}
+    for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"):
+        was = extra[name].astype(mx.float32)
+        assert mx.abs(back[name] - was).max() < 0.02 * mx.abs(was).max()
 
 
 def test_a_reduced_vocabulary_keeps_its_head_and_its_map(tmp_path, published):
