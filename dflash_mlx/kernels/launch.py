@@ -136,6 +136,7 @@ class Kernel:
       cuda_header: the same functions where CUDA has other instructions for them; None: `header` serves both.
       row_contiguous: False hands inputs over as they lie, so that a slice of a long cache is not copied.
       form: which of several texts of this name, for MLX, which knows a text by its name.
+      at_once: whether it runs on CUDA without being asked for. MLX compiles it anew there in every process, some 2 s.
     """
 
     name: str
@@ -146,9 +147,7 @@ class Kernel:
     cuda_header: str | None = None
     row_contiguous: bool = True
     form: str = ""
-
-    # MLX compiles a custom CUDA kernel anew in every process, some 2 s each.
-    at_once = False
+    at_once: bool = False
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ Knows the routes (`routing`) and what was tuned (`autotune`); knows no pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +14,7 @@ import mlx.nn as nn
 from . import autotune
 from .block_qmm import MAX_ROWS
 from .head_argmax import head_argmax_plan
-from .routing import KernelRoute, PassState, attention_calls, kernel_calls
+from .routing import KernelRoute, PassState, Recurrence, attention_calls, kernel_calls, recurrence_calls
 from .small_batch import attention
 
 __all__ = ["LayerRoutes", "attention", "finite_bits", "is_finite"]
@@ -41,11 +42,18 @@ class LayerRoutes:
             return []
         if self._calls is None:
             about = (self.model, self._own_class, self._passes)
-            self._calls = kernel_calls(*about) + attention_calls(*about)
+            recurrences = [(route.module, route, "__call__") for route in self.recurrences.values()]
+            self._calls = kernel_calls(*about) + attention_calls(*about) + recurrences
         plans = autotune.plans()
         if self._routed.get(rows, (None,))[0] is not plans:
             self._routed[rows] = (plans, self._calls)
         return self._routed[rows][1]
+
+    @cached_property
+    def recurrences(self) -> dict[int, Recurrence]:
+        """id(module) -> the route of each module with a gated delta rule; also where no kernel may run."""
+        found = recurrence_calls(self.model, self._own_class, self._passes)
+        return {id(module): route for module, route, _ in found}
 
     def begin(self) -> None:
         """A pass of this thread begins: none has served a layer in it."""

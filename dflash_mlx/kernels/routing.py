@@ -1,8 +1,10 @@
 """The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
-block_attention; and on CUDA, those of few rows through other operations of MLX's (see `small_batch`).
+block_attention, gated delta rules by gated_delta; and on CUDA, those of few rows through other operations of MLX's (see
+`small_batch`).
 
 Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
-call mlx-lm's `QuantizedSwitchLinear`, and mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given.
+call mlx-lm's `QuantizedSwitchLinear`, mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given, and its
+`gated_delta_update`, of which a call's inputs may be noted: see `Recurred`.
 Knows no family, and not how a call is intercepted: `models.intercept` does that, for the length of a pass.
 """
 
@@ -10,21 +12,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gated_delta
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import small_batch
+from . import autotune, small_batch
 from .block_attention import block_attention_plan
 from .block_gather_qmm import block_gather_qmm_plan
 from .block_qmm import block_qmm_plan
+from .gated_delta import Launch, gated_delta_ops, gated_delta_plan
 from .masks import BufferMask, PassMasks, WindowMask
 
 ATTENTION = scaled_dot_product_attention.__name__
+UPDATE = gated_delta.gated_delta_update.__name__
 
 # (what the layer's own class would do, the call's arguments by place and by name) -> the call's value.
 Handler = Callable[[Callable[..., Any], tuple, dict], Any]
@@ -114,6 +121,84 @@ class Attention(KernelRoute):
         # MLX would make floats of it, and one of all heads, in each layer.
         mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+
+
+@dataclass
+class Recurred:
+    """What a call of a recurrence was given, and the state that it left: enough to run its first rows again in one launch.
+
+    given: (q, k, v, g, beta, state) as `gated_delta` takes them; steps: mlx-lm's own code for this call.
+    """
+
+    given: tuple[mx.array, ...]
+    steps: Launch
+    state: mx.array | None = None
+
+    def first(self, rows: int) -> mx.array:
+        """The state behind the first rows."""
+        launch = gated_delta_plan(*self.given) if autotune.may_run() else None
+        return (launch or self.steps)(*self.given, rows)[1]
+
+
+class _Listening(threading.local):
+    """In this thread: where a call that is under way is noted, if it is, and whether a kernel may serve it."""
+
+    noted: list[Recurred] | None = None
+    kernels = True
+
+
+class Recurrence(KernelRoute):
+    """A handler of a module with a gated delta rule: its call with ours in the place of mlx-lm's function."""
+
+    def __init__(self, module: nn.Module, call: FunctionType, passes: PassState):
+        super().__init__(module, passes)
+        self._call, self._listening = renamed(call, UPDATE, self._update), _Listening()
+
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._call(self.module, *args, **kwargs)
+
+    def recorded(self, args: tuple, kwargs: dict, kernels: bool) -> tuple[Any, list[Recurred]]:
+        """The call's value, and each recurrence in it."""
+        here, noted = self._listening, []
+        here.noted, here.kernels = noted, kernels
+        try:
+            return self._call(self.module, *args, **kwargs), noted
+        finally:
+            here.noted, here.kernels = None, True
+
+    def _update(
+        self, q, k, v, a, b, A_log, dt_bias, state=None, mask=None, *, use_kernel=True, lower_bound=None, allow_neg_eigval=False
+    ):
+        here, beta = self._listening, mx.sigmoid(b)
+        beta = beta * 2.0 if allow_neg_eigval else beta
+        by_bound = (A_log, a, dt_bias, lower_bound)
+        g = gated_delta.compute_g(A_log, a, dt_bias) if lower_bound is None else gated_delta.compute_lower_bound_g(*by_bound)
+        if state is None:
+            state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], q.shape[3]), dtype=mx.float32)
+        if mask is not None:
+            return gated_delta_ops(q, k, v, g, beta, state, None, mask, use_kernel)
+        # A slice of the convolution's output: a kernel would copy it, now and in a rollback.
+        given = (q, k, v if here.noted is None else mx.contiguous(v), g, beta, state)
+        launch = gated_delta_plan(*given) if here.kernels and autotune.may_run() else None
+        (self.passes.served if launch else self.passes.left).add(self)
+        call = Recurred(given, partial(gated_delta_ops, use_kernel=use_kernel))
+        y, call.state = (launch or call.steps)(*given)
+        if here.noted is not None:
+            here.noted.append(call)
+        return y, call.state
+
+
+def recurrence_calls(
+    model: nn.Module, class_of: Callable[[nn.Module], type], passes: PassState
+) -> list[tuple[nn.Module, Recurrence, str]]:
+    """(module, handler, method) for each module that itself calls mlx-lm's `gated_delta_update`."""
+    found = []
+    for _, module in model.named_modules():
+        call = class_of(module).__call__ if callable(module) else None
+        if isinstance(call, FunctionType) and call.__globals__.get(UPDATE) is gated_delta.gated_delta_update:
+            if UPDATE in call.__code__.co_names:
+                found.append((module, Recurrence(module, call, passes), "__call__"))
+    return found
 
 
 def _is_window(mask: mx.array, cache: Any) -> bool:

@@ -1,12 +1,14 @@
 """The modules of a target that change a recurrent or convolution state: which they are, and running them again.
 
 Their inputs are remembered for the length of a block, so that any number of the block's rows can be run through them again.
+Of a gated delta rule those of the recurrence itself are: its first rows are one launch (`kernels.gated_delta`), and a
+convolution's state is a piece of its input. Any other module is run again from its linear layers' outputs.
 Knows calls of modules and cache entries; knows no family by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import CacheError
+from ..kernels.layer_routes import LayerRoutes
+from ..kernels.routing import Recurred, Recurrence
 from ..rollback import RollbackPoint, leaves
 from .intercept import Handler, intercept
 
@@ -22,19 +26,30 @@ from .intercept import Handler, intercept
 class StatefulModules:
     """The smallest modules of a model outside of which no `ArraysCache` changes; found in the first pass that has one."""
 
-    def __init__(self, model: nn.Module, family: str):
-        self.model, self.family = model, family
+    def __init__(self, model: nn.Module, family: str, routes: LayerRoutes):
+        self.model, self.family, self._routes = model, family, routes
         self._found: list[nn.Module] | None = None
 
-    def during(self, cache: Sequence[Any] | None, point: RollbackPoint | None, rows: int) -> AbstractContextManager:
-        """Round one pass of `rows` rows: the first one finds the modules, those with a rollback point record their inputs."""
+    def during(
+        self, cache: Sequence[Any] | None, point: RollbackPoint | None, rows: int, kernels: bool
+    ) -> AbstractContextManager:
+        """Round one pass of `rows` rows: the first one finds the modules, those with a rollback point record their inputs.
+
+        kernels: whether one may serve a recurrence.
+        """
         if not any(type(entry) is ArraysCache for entry in leaves(cache or ())):
             return nullcontext()
         if self._found is None:
             return self._find_stateful(cache)
         if point is None:
             return nullcontext()
-        return intercept([(module, _recorder(module, point, rows)) for module in self._found])
+        handlers: list[tuple[nn.Module, Handler]] = []
+        for module in self._found:
+            if route := self._routes.recurrences.get(id(module)):
+                handlers += _recurrence_recorder(route, point, rows, kernels)
+            else:
+                handlers.append((module, _recorder(module, point, rows)))
+        return intercept(handlers)
 
     @contextmanager
     def _find_stateful(self, cache: Sequence[Any]) -> Iterator[None]:
@@ -88,6 +103,67 @@ class StatefulModules:
 def _given(args: tuple, kwargs: dict) -> list[Any]:
     """The caches among a call's arguments: entries, not lists of a whole model's."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, (ArraysCache, CacheList))]
+
+
+def _recurrence_recorder(route: Recurrence, point: RollbackPoint, rows: int, kernels: bool) -> list[tuple[nn.Module, Handler]]:
+    """Leaves in `point` how to have a gated delta rule's states behind the first n rows of its call.
+
+        convolution's input    s0 s1 s2 | x0 x1 x2 x3     its state behind n rows: the three before x[n]
+        recurrence's input     q k v g beta, a row each   its first n rows, once more
+
+    Handlers of the module and of its convolutions.
+    """
+    inputs: list[mx.array] = []
+
+    def convolution(inner, args, kwargs):
+        inputs.append(args[0])
+        return inner(*args, **kwargs)
+
+    def handler(inner, args, kwargs):
+        inputs.clear()
+        out, calls = route.recorded(args, kwargs, kernels)
+        for entry in _given(args, kwargs):
+            states = _states_behind(entry, list(inputs), calls, rows)
+
+            def replay(n: int, entry: Any = entry, states: Any = states) -> None:
+                if states:
+                    entry.cache = states(n)
+                else:
+                    cut = {key: _first_rows(a, rows, n) for key, a in kwargs.items()}
+                    route.recorded(tuple(_first_rows(a, rows, n) for a in args), cut, kernels)
+
+            point.replays.setdefault(id(entry), []).append(replay)
+        return out
+
+    convolutions = [(m, convolution) for _, m in route.module.named_modules() if isinstance(m, nn.Conv1d)]
+    return [(route.module, handler), *convolutions]
+
+
+def _states_behind(
+    entry: Any, inputs: list[mx.array], calls: list[Recurred], rows: int
+) -> Callable[[int], list[mx.array]] | None:
+    """What an entry's arrays are behind the first n rows of the pass that left it as it is; None: it is not known to be this.
+
+    One of them is what the call's one recurrence left. The others are the last rows of its convolutions' inputs, in their order.
+    """
+    if type(entry) is not ArraysCache or entry.lengths is not None or entry.left_padding is not None or len(calls) != 1:
+        return None
+    call, others = calls[0], [i for i, a in enumerate(entry.cache) if a is not calls[0].state]
+    if len(others) != len(entry.cache) - 1 or len(others) != len(inputs):
+        return None
+    kept = [entry.cache[i].shape[1] for i in others]
+    for i, n, given in zip(others, kept, inputs, strict=True):
+        B, _, *rest = entry.cache[i].shape
+        if given.shape != (B, n + rows, *rest):
+            return None
+
+    def states(n: int) -> list[mx.array]:
+        found = [call.first(n)] * len(entry.cache)
+        for i, more, given in zip(others, kept, inputs, strict=True):
+            found[i] = given[:, n : n + more]
+        return found
+
+    return states
 
 
 def _recorder(module: nn.Module, point: RollbackPoint, rows: int) -> Handler:

@@ -17,6 +17,7 @@ from ..kernels import block_attention as attention
 from ..kernels import block_gather_qmm as gathering
 from ..kernels import block_linear as linear
 from ..kernels import block_qmm as qmm
+from ..kernels import gated_delta as recurrence
 from ..kernels import head_argmax as head
 from ..kernels import trials
 from ..kernels.launch import Kernel
@@ -58,6 +59,8 @@ AROUND = {
     ],
     "27B": [("gate and up", 34816, 5120, "norm gated"), ("down", 5120, 17408, "residual")],
 }
+# Key heads, value heads and their size: Qwen3.5-9B's and 27B's recurrent layers.
+RECURRENT = {"8B": (16, 32, 128), "27B": (16, 48, 128)}
 HEADS = {"8B": (151936, 4096), "27B": (248320, 5120)}
 # (model, query heads, KV heads, head dimension, keys, window)
 CACHES = {
@@ -228,6 +231,29 @@ def accept(bench: Bench, model: str) -> Shapes:
     yield Shape("accept", "drafts of one sequence", ways, stock, given, trials.same_ids, nbytes), 2
 
 
+def gated_delta(bench: Bench, model: str) -> Shapes:
+    hk, hv, d = RECURRENT[model]
+    state = (1, hv, d, d)
+    about = ((1, MOST, hk, d), (1, MOST, hv, d), False, bench.dtype, mx.float32, bench.dtype, mx.float32)
+    made = cache(recurrence.trials(*about, (Candidate(recurrence.KERNEL),)))
+
+    def calls(which: Callable[[trials.Trial], Call]) -> Call:
+        return lambda q: list(which(made(q.shape[1]))(q))
+
+    yield (
+        Shape(
+            "gated_delta",
+            f"{model} HK {hk} HV {hv} D {d}",
+            {plan_name(Candidate(recurrence.KERNEL)): calls(lambda trial: trial.ours[0])},
+            calls(lambda trial: trial.stock),
+            lambda rows: made(rows).x,
+            made(1).same,
+            lambda rows: 2 * 4 * math.prod(state),
+        ),
+        1,
+    )
+
+
 def block_attention(bench: Bench, model: str) -> Shapes:
     for name, hq, hk, d, s, window in CACHES[model][: 2 if bench.quick else None]:
         if d * bench.dtype.size <= 512:
@@ -269,7 +295,17 @@ def _attention(bench: Bench, what: str, hq: int, hk: int, d: int, s: int, window
 
 
 SHAPES: dict[str, Callable[[Bench, str], Shapes]] = {
-    of.__name__: of for of in (block_qmm, block_qmm_tiles, block_linear, block_gather_qmm, accept, head_argmax, block_attention)
+    of.__name__: of
+    for of in (
+        block_qmm,
+        block_qmm_tiles,
+        block_linear,
+        block_gather_qmm,
+        accept,
+        head_argmax,
+        block_attention,
+        gated_delta,
+    )
 }
 
 

@@ -9,6 +9,7 @@ from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
+from dflash_mlx.kernels.gated_delta import gated_delta_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 pytestmark = pytest.mark.skipif(cuda_text.nvcc() is None, reason="no nvcc")
@@ -31,6 +32,15 @@ def no_spills():
 
 def test_accept():
     accept_kernel(mx.zeros((1, 15), dtype=mx.int32), mx.zeros((1, 16), dtype=mx.int32))
+    no_spills()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vector", [False, True])
+def test_gated_delta(vector):
+    k, v = mx.zeros((1, 16, 16, 128), dtype=mx.bfloat16), mx.zeros((1, 16, 32, 128), dtype=mx.bfloat16)
+    g = mx.zeros((1, 16, 32, 128) if vector else (1, 16, 32))
+    gated_delta_kernel(k, k, v, g, v[..., 0], mx.zeros((1, 32, 128, 128)))
     no_spills()
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, head_argmax
+from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, gated_delta, head_argmax
 
 
 def checks_of(name):
@@ -30,6 +30,7 @@ test_block_attention = checks_of("block_attention")
 test_block_gather_qmm = checks_of("block_gather_qmm")
 test_block_linear = checks_of("block_linear")
 test_block_qmm = checks_of("block_qmm")
+test_gated_delta = checks_of("gated_delta")
 test_head_argmax = checks_of("head_argmax")
 
 pytestmark = [
@@ -144,6 +145,12 @@ def check_accept():
         test_accept.test_every_place_of_the_first_difference(n)
 
 
+def check_gated_delta():
+    t = test_gated_delta
+    t.check(*t.made(3, b=2), rows=(1, 2))
+    t.check(*t.made(2, vector=True))
+
+
 def check_head_argmax():
     t = test_head_argmax
     t.check(*t.made(299, 288, mx.float32, 4, rows=3))
@@ -212,6 +219,7 @@ TEXTS = [
     (block_linear, (16, False, False, False), check_block_linear_dense),
     (block_gather_qmm, "KERNEL", check_block_gather_qmm),
     (accept, "KERNEL", check_accept),
+    (gated_delta, "KERNEL", check_gated_delta),
     (head_argmax, "KERNEL", check_head_argmax),
     (head_argmax, "REDUCE", check_head_argmax),
     (block_attention, "KERNEL", check_block_attention),

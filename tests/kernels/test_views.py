@@ -13,6 +13,7 @@ from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
+from dflash_mlx.kernels.gated_delta import gated_delta_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 pytestmark = pytest.mark.emulator
@@ -98,6 +99,13 @@ def test_block_attention_takes_views(dtype):
 def test_accept_takes_views():
     draft, target = mx.array([[5, 6, 7]], dtype=mx.int32), mx.array([[5, 6, 9, 1]], dtype=mx.int32)
     same(accept_kernel, (draft, target), (view(draft, 0, 1), view(target, 0, 3)))
+
+
+def test_gated_delta_takes_views():
+    k, v = normal(1, 3, 2, 32), normal(1, 3, 4, 8, seed=1)
+    g, state = mx.full((1, 3, 4), 0.5), normal(1, 4, 8, 32, dtype=mx.float32)
+    moved = (view(k, 0, 1), view(k, 1), view(v, 0, 3), view(g, 0, 1), view(v[..., 0], 0, 1), view(state, 0, 1))
+    same(gated_delta_kernel, (k, k, v, g, v[..., 0], state), moved)
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="on a GPU a misaligned address ends the process")

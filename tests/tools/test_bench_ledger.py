@@ -104,6 +104,11 @@ def test_draft_is_handed_over_by_itself_and_its_head_runs_for_the_drafts_that_ar
     assert heads == {"draft": (1, 4, vocabulary), "accept": (1, 4, vocabulary)}
 
 
+def test_a_rollback_is_one_launch_a_recurrent_layer(ledger):
+    launches = [launch.kernel for launch in ledger.ledger("qwen3.5-9b", 8, 1024).launches if launch.stage == "rollback"]
+    assert launches == ["gated delta"] * 24
+
+
 def test_walk_leaves_weights_and_memory_as_they_were(ledger):
     walk = ledger.walk("qwen3-8b", 1024)
     before = {k: id(v) for k, v in walk.drafter.items()}

@@ -22,6 +22,7 @@ from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import TILE_TYPES, block_qmm_kernel, block_qmm_tiles_kernel
+from dflash_mlx.kernels.gated_delta import gated_delta_kernel
 from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 # What stands around a product, each a text: (norm, residual, gated).
@@ -126,6 +127,13 @@ def every_attention() -> None:
             block_attention_kernel(q, kv, kv, 0.1, causal=False)
 
 
+def every_recurrence() -> None:
+    for dtype, vector in itertools.product((mx.float32, mx.float16, mx.bfloat16), (False, True)):
+        k, v = mx.zeros((1, 2, 2, 128), dtype=dtype), mx.zeros((1, 2, 4, 128), dtype=dtype)
+        g = mx.zeros((1, 2, 4, 128) if vector else (1, 2, 4))
+        gated_delta_kernel(k, k, v, g, v[..., 0], mx.zeros((1, 4, 128, 128)))
+
+
 def every_accept() -> None:
     for n in (3, 15):
         accept_kernel(mx.zeros((1, n), dtype=mx.int32), mx.zeros((1, n + 1), dtype=mx.int32))
@@ -140,6 +148,7 @@ EXAMPLES = {
     "head_argmax": every_head,
     "block_attention": every_attention,
     "accept": every_accept,
+    "gated_delta": every_recurrence,
 }
 
 

@@ -94,6 +94,15 @@ def accept(large: bool) -> None:
     v.test_accept_takes_views()
 
 
+def recurrence(large: bool) -> None:
+    t, v = tests_of("gated_delta"), tests_of("views")
+    for dtype in t.TYPES if large else ():
+        t.check(*t.made(16, hk=16, hv=32, dk=128, dv=128, dtype=t.TYPES[dtype]), rows=(1, 9, 16))
+    t.check(*t.made(3), rows=(2,))
+    t.test_heads_sequences_and_columns_that_decay_by_themselves()
+    v.test_gated_delta_takes_views()
+
+
 def matrix_units(large: bool) -> None:
     """A product of two 8 x 8 matrices of a simd group, in both types that kernels multiply."""
     for kind in ("half", "bfloat"):
@@ -131,6 +140,7 @@ CHECKS = {
     "accept": accept,
     "head_argmax": head,
     "block_attention": attention,
+    "gated_delta": recurrence,
 }
 
 
