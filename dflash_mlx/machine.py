@@ -162,6 +162,7 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
 
     Args:
       content: the bytes, the text, or a function that writes the file at the path it is given (beside `path`, with its suffix).
+        A path that it returns is taken in place of `path`.
       mode: permissions of the new file, less the umask.
     Raises:
       FileWriteError: the file cannot be written; `path` is then as it was.
@@ -171,7 +172,8 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
     try:
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         if callable(content):
-            content(part)
+            made = content(part)
+            path = made if isinstance(made, Path) else path
         elif isinstance(content, str):
             part.write_text(content, encoding="utf-8")
         else:

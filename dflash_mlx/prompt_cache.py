@@ -19,7 +19,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache
 
 from .errors import CacheError, GenerationError
-from .rollback import cut_entries, leaves
+from .rollback import check_rollback, cut_entries, leaves
 
 # Stands for the id of a row that mlx-lm read, which no file says.
 UNKNOWN = -1
@@ -217,7 +217,14 @@ def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
     if not entries or not can_trim_prompt_cache(entries):
         return 0
     if not is_pair_cache(entries):
-        return [entry.trim(num_tokens) for entry in entries][0]
+        try:
+            check_rollback(entries, "this target")
+        except CacheError:
+            return [entry.trim(num_tokens) for entry in entries][0]
+        # mlx-lm's own trim minds neither the rows in front that a chunk has dropped nor those of concatenated entries.
+        rows = max(entry.offset for entry in leaves(entries))
+        num_tokens = min(num_tokens, rows)
+        return num_tokens if cut_entries(entries, rows - num_tokens) else 0
     pair = PairCache.read(entries)
     num_tokens = min(num_tokens, len(pair.ids))
     length = len(pair.ids) - num_tokens

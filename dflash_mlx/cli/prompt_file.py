@@ -62,29 +62,21 @@ def read_prompt_file(name: str) -> PromptFile:
     Raises:
       OSError: it cannot be read. CacheError: it is no prompt cache.
     """
-    from mlx_lm.models.cache import load_prompt_cache
-
     from ..machine import cache_directory
-    from ..prompt_cache import PairCache, is_pair_cache
-    from ..rollback import leaves
+    from ..prompt_files import read_cache_file
     from ..tools.stored import PROMPT_CACHES
 
     path = Path(os.path.expanduser(name))
     kept = cache_directory() / PROMPT_CACHES / f"{name.removesuffix('.safetensors')}.safetensors"
     if not path.exists() and os.sep not in name and kept.exists():
         path = kept
-    path.stat()
     try:
-        entries, metadata = load_prompt_cache(str(path), return_metadata=True)
-        rows = (
-            len(PairCache.read(entries).ids) if is_pair_cache(entries) else max(getattr(e, "offset", 0) for e in leaves(entries))
-        )
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, DFlashError):
-            raise
-        said = " ".join(str(error).split())[:200]
-        raise CacheError(f"{name} is no prompt cache: {said}", "mlx_lm.cache_prompt makes one") from None
-    return PromptFile(name, entries, rows, metadata.get("model") if isinstance(metadata, dict) else None)
+        entries, metadata, rows = read_cache_file(path)
+    except CacheError as error:
+        if error.problem.startswith("no prompt cache"):
+            raise CacheError(f"{name} is {error.problem}", "mlx_lm.cache_prompt makes one") from None
+        raise
+    return PromptFile(name, entries, rows, metadata.get("model"))
 
 
 def encode_query(

@@ -56,6 +56,20 @@ def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], A
     return held, lambda tokenizer: inputs.run_size(inputs.CONTEXT, given)
 
 
+def _log_to_stderr(verbose: bool) -> None:
+    import logging
+
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
+
+
+def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: float | None) -> None:
+    if directory is None and limit_gb != DIRECTORY_GB:
+        raise refuse("--prompt-cache-dir-gb", "it has no effect without --prompt-cache-dir")
+    if directory is not None and kept_gb == 0:
+        raise refuse("--prompt-cache-dir", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
+
+
 @mlx_lm_names
 @sampling_options()
 @cache_options
@@ -129,6 +143,15 @@ PromptCacheGb = Annotated[
     float | None,
     option(MEMORY, min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none."),
 ]
+PromptCacheDir = Annotated[
+    str | None,
+    option(MEMORY, help="Keep them in this directory too, for the next start: one file a prompt, in mlx-lm's format."),
+]
+PromptCacheDirGb = Annotated[
+    float,
+    option(MEMORY, min=0.001, help="Most room of that directory, in GB; what was used longest ago goes."),
+]
+DIRECTORY_GB = 20.0
 Host = Annotated[str, option(SERVER, help="Address to listen at.")]
 Port = Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")]
 ApiKey = Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")]
@@ -157,6 +180,8 @@ def serve(
     caches: Any = None,
     prompt_cache_size: PromptCacheSize = 10,
     prompt_cache_gb: PromptCacheGb = None,
+    prompt_cache_dir: PromptCacheDir = None,
+    prompt_cache_dir_gb: PromptCacheDirGb = DIRECTORY_GB,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     api_key: ApiKey = None,
@@ -175,16 +200,14 @@ def serve(
     checked_max_tokens(max_tokens)
     if api_key == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
+    _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     variables = template_args(chat_template_args)
     held, size = _cache_options(caches)
-    import logging
-
     from ..sampling_settings import SamplingSettings
     from ..serving.server import Options
     from ..serving.server import serve as run
 
-    form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
+    _log_to_stderr(verbose)
     options = Options(
         host=host,
         port=port,
@@ -199,6 +222,8 @@ def serve(
         caches=held,
         prompt_cache_size=prompt_cache_size,
         prompt_cache_bytes=int(prompt_cache_gb * 1e9) if prompt_cache_gb is not None else None,
+        prompt_cache_dir=prompt_cache_dir,
+        prompt_cache_dir_bytes=int(prompt_cache_dir_gb * 1e9),
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:

@@ -21,6 +21,7 @@ from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..first_use import try_after_answer
 from ..models.target import Target
+from ..prompt_files import PrefixFiles
 from ..sampling import SamplingSettings
 from ..text import StopText, TextStream, token_bytes
 from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
@@ -51,6 +52,8 @@ class Options:
     caches: CacheOptions = field(default_factory=CacheOptions)
     prompt_cache_size: int = 10
     prompt_cache_bytes: int | None = None
+    prompt_cache_dir: str | None = None
+    prompt_cache_dir_bytes: int = 20 * 10**9
 
 
 @dataclass
@@ -171,6 +174,9 @@ class Engine:
         self.pair: LoadedPair | None = None
         limit = options.prompt_cache_bytes
         self._cache = PrefixCache(options.prompt_cache_size, 1 << 63 if limit is None else limit)
+        # Before anything is loaded: the directory may be one that cannot be used.
+        kept = options.prompt_cache_dir
+        self._files = PrefixFiles(kept, options.prompt_cache_dir_bytes) if kept is not None else None
         self._queue: queue.Queue[Generation] = queue.Queue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="generate")
@@ -227,6 +233,8 @@ class Engine:
             try:
                 self.pair = LoadedPair(*self._open())
                 self.pair.check(self.options)
+                if self._files is not None:
+                    self._cache.keep_in(self._files, self.pair.model, self.pair.drafter, self.pair.name, self.options.caches)
             except BaseException as error:
                 self.fault = error
             finally:
@@ -242,6 +250,7 @@ class Engine:
                         if self.pair.drafter is not None:
                             self.pair.drafter.pair.finish_measuring(stop)
                         try_after_answer(stop=stop)
+                    self._cache.write_next()
                     continue
                 self._serve(generation, stream)
                 answered = True
@@ -249,6 +258,8 @@ class Engine:
             self._closing.set()
             while not self._queue.empty():
                 self._queue.get().put(_stopping())
+            while self._cache.write_next(quiet_s=0):
+                pass
             # Arrays end in the thread that made them. A stream of MLX's that is left behind ends the process with an abort.
             del self._cache
             if self.pair is not None:

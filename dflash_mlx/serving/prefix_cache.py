@@ -10,6 +10,7 @@ lengths that later prompts share, serve instead.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,11 +23,43 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
 from ..generation import GenerationResponse, make_prompt_cache, stream_generate
 from ..prompt_cache import KVQuantization, PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
+from ..prompt_files import PrefixFiles, models_key
 from ..sampling import KeyedSampler, LogitsProcessor, choose_seed
+
+# Seconds without a new prefix after which what no file holds is written: a tool that an agent runs takes less.
+WRITE_AFTER_S = 30.0
 
 
 class PrefixCache(LRUPromptCache):
-    """mlx-lm's store of prompt caches, for lists that also carry a drafter's part."""
+    """mlx-lm's store of prompt caches, for lists that also carry a drafter's part. files: what holds them beyond this process."""
+
+    files: PrefixFiles | None = None
+    _changed_at = 0.0
+
+    def keep_in(self, files: PrefixFiles, model: nn.Module, draft_model: nn.Module | None, name: str, about: object) -> None:
+        """Look for prefixes in a directory too, and write there what is stored from now on; `write_next` does that.
+
+        Args:
+          name: the target's; about: what else caches depend on, such as `CacheOptions`.
+        """
+        models = [one for one in (model, draft_model) if one is not None]
+        config = getattr(draft_model, "config", None)
+        files.belong_to(name, models_key(models, config, about, str(mx.default_device().type)))
+        self.files = files
+
+    def write_next(self, quiet_s: float = WRITE_AFTER_S) -> bool:
+        """Write one prefix that no file holds, the newest first, if nothing was stored for `quiet_s` seconds.
+
+        Returns: whether there was one.
+        """
+        if self.files is None or time.monotonic() - self._changed_at < quiet_s:
+            return False
+        for kind, stored in self._lru._lrus.items():
+            for model, tokens in reversed(stored):
+                if self.files.lacks(tokens):
+                    self.files.write(tokens, self._trie.get(model, tokens).prompt_cache, kind)
+                    return True
+        return False
 
     @property
     def keeps(self) -> bool:
@@ -38,6 +71,19 @@ class PrefixCache(LRUPromptCache):
 
         Unlike mlx-lm's, at least one token is left: the loop needs one to run.
         """
+        entries, rest = self._nearest(model, tokens)
+        file = self.files.find(tokens[:-1], len(tokens) - len(rest)) if self.files is not None and self.keeps else None
+        if file is None or self._holds(model, ids := file.ids.tolist()) or (loaded := self.files.load(file)) is None:
+            return entries, rest
+        changed_at = self._changed_at
+        self.insert_cache(model, ids, loaded, cache_type=file.kind)
+        self._changed_at = changed_at
+        return self._nearest(model, tokens)
+
+    def _holds(self, model: Any, tokens: list[int]) -> bool:
+        return self._trie.search(model, tokens).exact is not None
+
+    def _nearest(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         found = self._trie.search(model, tokens[:-1])
         held = found.exact if found.exact is not None else found.shorter or []
         if found.exact is None and found.longer is not None and found.common_prefix > len(held):
@@ -54,10 +100,10 @@ class PrefixCache(LRUPromptCache):
         """Store a cache under the tokens it holds; the shorter ones that it can be cut to are dropped."""
         if not self.keeps:
             return
+        self._changed_at = time.monotonic()
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         # mlx-lm's drops them too, but calls no pair list trimmable.
-        kept = self._trie.search(model, tokens).exact is not None
-        if kept and is_pair_cache(prompt_cache) and can_trim_prompt_cache(prompt_cache):
+        if self._holds(model, tokens) and is_pair_cache(prompt_cache) and can_trim_prompt_cache(prompt_cache):
             for length, entry in self._trie.pop_prefixes(model, tokens):
                 self._n_bytes -= entry.nbytes
                 self._n_bytes_by_type[entry.cache_type] -= entry.nbytes

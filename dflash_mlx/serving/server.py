@@ -201,7 +201,7 @@ def _end(server: Server, engine: Engine, say: Callable[[str], None]) -> None:
     try:
         engine.close()
         if not engine.join(_PATIENCE_S):
-            say("Stopping: what is being computed ends first. Ctrl-C again leaves at once.")
+            say("Stopping: what is being computed or written ends first. Ctrl-C again leaves at once.")
             engine.join()
         server.stop()
     except KeyboardInterrupt:

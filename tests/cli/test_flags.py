@@ -128,6 +128,8 @@ VALUES = {
         **KV,
         "--prompt-cache-size": ["3"],
         "--prompt-cache-gb": ["0"],
+        "--prompt-cache-dir": ["KEPT"],
+        "--prompt-cache-dir-gb": ["3", "--prompt-cache-dir", "KEPT"],
         "--verbose": [],
     },
     "bench": {

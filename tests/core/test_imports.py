@@ -62,6 +62,7 @@ ORDER = (
     "loop",
     "plain",
     "generation",
+    "prompt_files",
     "serving.prefix_cache",
     ("serving", "train", "tools"),
     "cli",

@@ -377,7 +377,7 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
             signal.signal(each, handler)
         links[0].close()
     lines = [line for _, line in said]
-    stopping = "Stopping: what is being computed ends first. Ctrl-C again leaves at once."
+    stopping = "Stopping: what is being computed or written ends first. Ctrl-C again leaves at once."
     assert lines[1:] == ["signal", stopping, "Stopped."], lines
     assert said[2][0] - said[1][0] < 1
 

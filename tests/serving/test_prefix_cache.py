@@ -344,3 +344,13 @@ def test_a_store_of_no_size_keeps_nothing_and_makes_no_copies(kind, limit, rows)
         # The prompt in one pass: nothing stops at 20 for a copy.
         assert held == 0 and ids_of(responses) == want and max(rows) == 39
     assert len(store) == 0 and store.nbytes == 0
+
+
+@pytest.mark.parametrize(("back", "kept"), [(1, 0), (9, 0), (-5, 65)])
+def test_a_chunk_whose_front_is_gone_is_not_cut_without_a_drafter(back, kept):
+    # llama4's layers attend from their chunk's first row; what is held of 68 rows begins at row 52, chunks at 48 and 64.
+    model, prompt, store = family("llama4"), some_line(60), PrefixCache(6)
+    _, first = turn(model, None, prompt, store, 8)
+    other = [*[*prompt, *ids_of(first)][: len(prompt) - back], 6, 7]
+    held, responses = turn(model, None, other, store, 8)
+    assert ids_of(responses) == ids_of(run(model, None, other, 8)) and held == kept
