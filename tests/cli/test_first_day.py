@@ -6,22 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from importlib import metadata
 
 import pytest
+from cli_kit import run
 from kit import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
-from dflash_mlx import requirements
+from dflash_mlx import load, requirements
 from dflash_mlx.cli import generate
 from dflash_mlx.cli.app import app, sentence
+from dflash_mlx.errors import CheckpointError
 from dflash_mlx.pair import DFlashPair
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app"]
-
-
-def run(*args, **env):
-    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=120, env={**os.environ, **env})
 
 
 def test_without_mlx_linux_users_are_told_the_extras(monkeypatch):
@@ -79,7 +78,9 @@ def test_an_import_of_nothing_that_is_needed_is_not_explained(name):
 def test_a_command_without_mlx_ends_with_one_sentence(tmp_path):
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").touch()
-    done = run("generate", "--model", "tiny", "-p", "x", PYTHONPATH=str(tmp_path))
+    command = [*COMMAND, "generate", "--model", "tiny", "-p", "x"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1 and not done.stdout
     assert "MLX is not installed" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -89,7 +90,7 @@ def test_a_command_without_mlx_ends_with_one_sentence(tmp_path):
     ("command", "flags"), [("data", ("--minutes", "--answer-tokens")), ("run --data d", ("--minutes", "--steps"))]
 )
 def test_training_without_a_limit_names_the_commands_own_flags(tmp_path, command, flags):
-    done = run("train", *command.split(), "--model", "tiny", "--out", str(tmp_path / "out"), COLUMNS="200")
+    done = run("train", *command.split(), "--model", "tiny", "--out", str(tmp_path / "out"), env={"COLUMNS": "200"})
     assert done.returncode == 2 and not done.stdout
     assert all(flag in done.stderr for flag in flags) and "seconds" not in done.stderr, done.stderr
 
@@ -125,8 +126,9 @@ def test_draft_model_none_is_plain_decoding():
 def test_a_typo_is_answered_with_the_name_in_the_command_and_in_python():
     done = run("generate", "--model", "smolm2", "-p", "x")
     assert done.returncode == 1 and done.stderr.endswith("Did you mean smollm2?\n") and "Traceback" not in done.stderr
-    code = "import dflash_mlx; dflash_mlx.load('smolm2')"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stderr
+    with pytest.raises(CheckpointError) as error:
+        load("smolm2")
+    shown = "".join(traceback.format_exception(error.value))
     assert shown.count("Traceback") == 1 and shown.endswith("Did you mean smollm2?\n"), shown
 
 

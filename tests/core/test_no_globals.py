@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import dflash_mlx
 from dflash_mlx import conversion
 
@@ -17,8 +15,8 @@ ROOTS = {
     "dflash_mlx.conversion": Path(inspect.getfile(conversion)).parent,
 }
 
-# Run in a fresh process with mlx and mlx-lm imported first, then a fork a module: no module sees what another one did, and
-# mlx and mlx-lm are imported once. `python -c CHECK [module ...]` prints {module: changes}.
+# Run in a fresh process with mlx and mlx-lm imported first: what a module does is done once, when it is first imported, and is
+# seen there, whatever was imported before. `python -c CHECK module ...` prints {module: changes}.
 CHECK = """
 import importlib, json, os, sys, traceback, types
 import mlx.core, mlx.nn, mlx.optimizers, mlx.utils
@@ -37,31 +35,22 @@ def state():
                         found |= {(name, key, k): id(v) for k, v in vars(value).items() if not k.startswith("__abc")}
     return found
 
+# What is held keeps its id to itself.
+held, now = [], state()
+
 def changes(module):
-    # What is held keeps its id to itself.
-    held, before = [vars(m).copy() for m in list(sys.modules.values())], state()
-    modules = set(sys.modules)
-    importlib.import_module(module)
-    after = {k: v for k, v in state().items() if k in before or k[0] in ("environ", "device") or k[0] in modules}
+    global now
+    held.append([vars(m).copy() for name, m in list(sys.modules.items()) if name.split(".")[0] in ("mlx", "mlx_lm")])
+    before, modules = now, set(sys.modules)
+    try:
+        importlib.import_module(module)
+    except Exception:
+        return [traceback.format_exc()]
+    now = state()
+    after = {k: v for k, v in now.items() if k in before or k[0] in ("environ", "device") or k[0] in modules}
     return sorted(" ".join(key) for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
-def forked(module):
-    read, write = os.pipe()
-    if not os.fork():
-        try:
-            answer = changes(module)
-        except BaseException:
-            answer = [traceback.format_exc()]
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        answer = json.loads(file.read())
-    os.wait()
-    return answer
-
-names = sys.argv[1:]
-json.dump({name: (forked if len(names) > 1 else changes)(name) for name in names}, sys.stdout)
+json.dump({name: changes(name) for name in sys.argv[1:]}, sys.stdout)
 """
 
 
@@ -76,10 +65,10 @@ def modules():
     return found
 
 
-def run(*names, code=CHECK, cwd=None):
-    # The folder of the made-up module first on the path, nothing of the tests' own environment besides.
+def run(*names, cwd=None):
+    # The folder of the made-up modules first on the path, nothing of the tests' own environment besides.
     env = os.environ | ({"PYTHONPATH": str(cwd)} if cwd else {})
-    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, env=env, timeout=300)
+    done = subprocess.run([sys.executable, "-c", CHECK, *names], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -87,22 +76,25 @@ def run(*names, code=CHECK, cwd=None):
 def test_importing_any_module_changes_no_environment_variable_and_no_global_of_mlx_or_mlx_lm():
     names = modules()
     assert len(names) > 50 and {"dflash_mlx.models.drafter", "dflash_mlx.conversion.gguf.source"} <= {*names}
-    # A fork of a process in which macOS frameworks are loaded may not use them: there, a process each.
-    parts = [[name] for name in names] if sys.platform == "darwin" else [names]
-    assert {name: found for part in parts for name, found in run(*part).items() if found} == {}
+    assert {name: found for name, found in run(*names).items() if found} == {}
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("import os; os.environ.setdefault('A_SWITCH', '0')", "environ A_SWITCH"),
-        ("import mlx.core as mx; mx.fast.rope = print", None),
-        ("import mlx.nn as nn; nn.Linear.__call__ = print", "mlx.nn Linear __call__"),
-        ("from mlx_lm.models import cache; cache.KVCache.trim = print", "mlx_lm.models.cache KVCache trim"),
-        ("import sys; sys.modules['mlx_lm.generate'].generation_stream = None", "mlx_lm.generate generation_stream"),
-    ],
-)
-def test_each_kind_of_change_is_seen(tmp_path, line, found):
-    (tmp_path / "changes_something.py").write_text(line)
-    seen = run("changes_something", cwd=tmp_path)["changes_something"]
-    assert seen and (found is None or any(found in change for change in seen))
+# A line of a module, and what is found to have changed by it.
+CHANGES = [
+    ("import os; os.environ.setdefault('A_SWITCH', '0')", "environ A_SWITCH"),
+    ("import mlx.core as mx; mx.fast.rope = print", ""),
+    ("import mlx.nn as nn; nn.Linear.__call__ = print", "mlx.nn Linear __call__"),
+    ("from mlx_lm.models import cache; cache.KVCache.trim = print", "mlx_lm.models.cache KVCache trim"),
+    ("import sys; sys.modules['mlx_lm.generate'].generation_stream = None", "mlx_lm.generate generation_stream"),
+    ("import os; os.environ.setdefault('A_SWITCH', '0')", None),
+    ("import nothing_of_this_name", "ModuleNotFoundError"),
+]
+
+
+def test_each_kind_of_change_is_seen_in_the_module_that_makes_it(tmp_path):
+    for i, (line, _) in enumerate(CHANGES):
+        (tmp_path / f"changes_{i}.py").write_text(line)
+    seen = run(*(f"changes_{i}" for i in range(len(CHANGES))), cwd=tmp_path)
+    for i, (line, found) in enumerate(CHANGES):
+        changed = seen[f"changes_{i}"]
+        assert any(found in change for change in changed) if found is not None else changed == [], (line, changed)

@@ -3,11 +3,10 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import mlx.core as mx
 import pytest
+from cli_kit import run
 from kit import TINY, plant
 
 from dflash_mlx import load, loading
@@ -265,11 +264,7 @@ def test_the_command_prints_one_object_and_its_status_says_whether_all_is_well(t
     path = copy(tmp_path)
     if broken:
         rewrite(path, dflash_config={"target_layer_ids": [1, 2, 7]}, num_target_layers=None)
-    done = subprocess.run(
-        [sys.executable, "-m", "dflash_mlx.cli.app", "doctor", "--model", "tiny", "--draft-model", str(path), "--json"],
-        capture_output=True,
-        text=True,
-    )
+    done = run("doctor", "--model", "tiny", "--draft-model", str(path), "--json")
     assert done.returncode == int(broken), done.stderr
     assert bool(json.loads(done.stdout)["faults"]) == broken
 
