@@ -120,7 +120,7 @@ def test_load_and_convert_cast_alike_and_spare_the_decay(source, tmp_path, dtype
 def test_in_the_files_types_greedy_ids_are_mlx_lms_own(source, name):
     model, _ = load(str(source(name, wide_vectors)), dtype="auto")
     line = greedy_line(model, [1, 5, 9, 14, 3, 7], 24)
-    assert agree(model, line, 6, blocks=(2, 5), qualities=("noisy", "oracle")) == []
+    assert agree(model, line, 6, (("noisy", 2), ("noisy", 5), ("oracle", 5))) == []
 
 
 @pytest.mark.parametrize("dtype", [None, "auto", "float16"])
