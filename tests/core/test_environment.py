@@ -49,12 +49,14 @@ def test_the_cache_folder_is_the_sessions_own_and_fetched_models_are_the_users(t
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
 def test_processes_of_tests_can_be_interrupted_where_the_shell_ignores_it():
-    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    names = "(signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)"
+    child = f"import signal; print(*(signal.getsignal(n) != signal.SIG_IGN for n in {names}))"
     code = (
-        f"import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path.insert(0, {SUPPORT!r})\n"
+        f"import signal, subprocess, sys; [signal.signal(n, signal.SIG_IGN) for n in {names}]\n"
+        f"sys.path.insert(0, {SUPPORT!r})\n"
         f"run = lambda: print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True).stdout.strip())\n"
         "run(); import environment; environment.give_children_interrupts(); run()\n"
-        "signal.raise_signal(signal.SIGINT); print('goes on')"
+        f"[signal.raise_signal(n) for n in {names}]; print('goes on')"
     )
-    assert python(code).split("\n") == ["False", "True", "goes on"]
+    assert python(code).split("\n") == ["False False False", "True True True", "goes on"]
     assert signal.getsignal(signal.SIGINT) != signal.SIG_IGN

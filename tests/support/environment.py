@@ -34,9 +34,10 @@ def own_cache(environ, folder):
 
 
 def give_children_interrupts():
-    """Let processes started from here be interrupted where the shell ignores SIGINT for this one (`nohup pytest &`).
+    """Let signals reach the processes started from here where the shell ignores them for this one (`nohup pytest &`).
 
-    A handler is not inherited, an ignored signal is. This process itself goes on ignoring it.
+    A handler is not inherited, an ignored signal is. This process itself goes on ignoring them.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
