@@ -42,14 +42,15 @@ QUICK = random.Random(20260206).sample(GRID, 300)
 
 @pytest.fixture(scope="module")
 def lines():
-    """Models, drafters and greedy lines: {prompt length: (prompt, 70 greedy tokens)}."""
+    """Model, greedy lines {prompt length: (prompt, 70 greedy tokens)}, and for each length the drafters, which know the line."""
     model = tiny_target(seed=5, layers=3, hidden=20, vocab=251)
-    drafters = {
-        "oracle": tiny_drafter(model, cls=Oracle, taps=(0, 1)),
-        "noisy": tiny_drafter(model, cls=Noisy, taps=(0, 1)),
-        "hopeless": tiny_drafter(model, taps=(0, 1)),
-    }
-    return model, drafters, {n: _line(model, n) for n in PROMPTS}
+    known = {n: _line(model, n) for n in PROMPTS}
+    drafters = {}
+    for n, (prompt, line) in known.items():
+        for name, cls in (("oracle", Oracle), ("noisy", Noisy)):
+            drafters[name, n] = tiny_drafter(model, cls=cls, taps=(0, 1)).learn(prompt + line, model)
+        drafters["hopeless", n] = tiny_drafter(model, taps=(0, 1))
+    return model, known, drafters
 
 
 def _line(model, n):
@@ -63,11 +64,9 @@ def _line(model, n):
 
 
 def check_cell(lines, cell, against_mlx_lm=False):
-    model, drafters, known = lines
+    model, known, drafters = lines
     prompt, line = known[cell.prompt]
-    drafter = drafters[cell.drafter]
-    if cell.drafter != "hopeless":
-        drafter.learn(prompt + line, model)
+    drafter = drafters[cell.drafter, cell.prompt]
     eos = () if cell.eos is None else (line[cell.eos],)
     end = min([cell.max_tokens, *(line.index(token) + 1 for token in eos)])
     expected = line[:end]

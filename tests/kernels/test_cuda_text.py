@@ -15,6 +15,10 @@ from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 pytestmark = pytest.mark.skipif(cuda_text.nvcc() is None, reason="no nvcc")
 
 
+# A compiler takes two seconds for a text: of many cases every pair of values meets, not every three.
+TYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
 @pytest.fixture(autouse=True)
 def compile_only(monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
@@ -45,18 +49,23 @@ def test_gated_delta(vector):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    "dtype, bits, rows", [(dtype, bits, (1, 16)[(i + j) % 2]) for i, dtype in enumerate(TYPES) for j, bits in enumerate((4, 8))]
+)
 def test_block_qmm(dtype, bits, rows):
     block_qmm_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(64, 512, dtype, bits), 64, bits)
     no_spills()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bits, n, group", [(4, 8192, 64), (8, 2048, 128), (4, 64, 64)])
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    "dtype, bits, n, group, rows",
+    [
+        (dtype, *shape, (1, 16)[(i + j) % 2])
+        for i, dtype in enumerate(TYPES[1:])
+        for j, shape in enumerate([(4, 8192, 64), (8, 2048, 128), (4, 64, 64)])
+    ],
+)
 def test_block_qmm_tiles(dtype, bits, n, group, rows):
     block_qmm_tiles_kernel(mx.zeros((rows, 512), dtype=dtype), *quantized(n, 512, dtype, bits, group), group, bits)
     no_spills()
@@ -64,11 +73,15 @@ def test_block_qmm_tiles(dtype, bits, n, group, rows):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "dtype, bits, n, group",
-    [(mx.float16, 4, 8192, 64), (mx.bfloat16, 8, 2048, 128), (mx.bfloat16, 16, 64, 64), (mx.float16, 4, 2048, 128)],
+    "dtype, bits, n, group, form, rows",
+    [
+        (*weights, form, (1, 16)[(i + j) % 2])
+        for i, weights in enumerate(
+            [(mx.float16, 4, 8192, 64), (mx.bfloat16, 8, 2048, 128), (mx.bfloat16, 16, 64, 64), (mx.float16, 4, 2048, 128)]
+        )
+        for j, form in enumerate(["norm", "residual", "norm gated", "norm residual gated"])
+    ],
 )
-@pytest.mark.parametrize("form", ["norm", "residual", "norm gated", "norm residual gated"])
-@pytest.mark.parametrize("rows", [1, 16])
 def test_block_linear(dtype, bits, n, group, form, rows):
     w = mx.zeros((n, 512), dtype=dtype)
     w = Weights(w, group_size=group) if bits == 16 else Weights(*quantized(n, 512, dtype, bits, group), group, bits)

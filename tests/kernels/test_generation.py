@@ -92,7 +92,7 @@ def said(caplog):
     return [line for line in caplog.messages if not line.startswith("first run with this model")]
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.full)])
 def test_ids_are_plain_decodings_and_every_pass_of_few_rows_goes_through(quantized, gpu, n):
     assert same_ids(quantized[0], quantized[1].encode(PROMPT), ids(quantized, n), plain(quantized, n))
     linears = sum(isinstance(m, nn.QuantizedLinear) for _, m in quantized[0].named_modules())

@@ -14,6 +14,11 @@ def f64(a: mx.array) -> np.ndarray:
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
+def five_of_16(case: int) -> list[int]:
+    """Five of the numbers 1 to 16 for a case of many: 16 cases in a row have each of them five times."""
+    return sorted(1 + (case + 3 * i) % 16 for i in range(5))
+
+
 def ulp(value: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Distance between neighbours of `dtype` at a value."""
     exponent = np.floor(np.log2(np.maximum(np.abs(value), 2.0 ** SMALLEST[dtype])))
