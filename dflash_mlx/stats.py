@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ class Round(dict):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+# Share of plain rounds from which drafting is said to be off.
+_OFF = 0.9
 
 
 @dataclass
@@ -69,6 +74,10 @@ class GenerationStats:
     def width_reason(self) -> str | None:
         """One sentence on the widths that were chosen; None if they were asked for."""
         return self.rule and self.rule.reason(self.widths, self.looked_up, self.confidence_cut)
+
+    @property
+    def is_off(self) -> bool:
+        return is_off({name: getattr(self, name) for name in ("widths", "confidence_cut", "width_reason")})
 
     def add_round(
         self, drafted: list[int], accepted: int, bonus: int, width: int, source: str, confidence_cut: bool = False
@@ -125,6 +134,16 @@ class GenerationStats:
             "width_reason": self.width_reason,
             "seconds": self.seconds,
         }
+
+
+def is_off(summary: Mapping[str, Any]) -> bool:
+    """Whether plain decoding was chosen, by what passes cost here, for nearly all of an answer. summary: as of `GenerationStats`.
+
+    Rounds whose drafts were all cut by confidence were drafted, and are none of these.
+    """
+    plain, cut = ({int(width): n for width, n in summary[name].items()}.get(0, 0) for name in ("widths", "confidence_cut"))
+    rounds = sum(summary["widths"].values())
+    return bool(rounds and summary["width_reason"] and plain - cut >= _OFF * rounds)
 
 
 def figures_of(response: Any) -> str:

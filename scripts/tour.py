@@ -77,7 +77,7 @@ _DECIDED_HERE = [
     r"Drafting (is|was) (on|off)[^.]*\.",
     r", # times plain decoding",
     r"(?<=tokens/s), # tokens a round",
-    r", drafting (mostly )?off",
+    r", drafting off, as it would be slower here",
     r"(Not faster|Faster|About as fast) here[^.]*\.",
     r"(?<=B) (yes|no|hardly|perhaps)(?= )",
     r"(?<=\?) (yes|no|hardly|perhaps)(?= )",
@@ -202,6 +202,7 @@ def without_figures(text: str) -> list[str]:
     text = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?", "#", text)
     text = re.sub(r"# (kB|MB|GB|B)\b", "# B", text)
     text = re.sub(r"# (ms|s|min|h|days?)\b", "# s", text)
+    text = re.sub(r"(?<=  )now(?=  )", "# s", text)
     text = re.sub(r"#(?:\s+#)+", "#", text)
     found = []
     for block in text.split("```"):

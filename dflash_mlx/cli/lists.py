@@ -88,7 +88,8 @@ def cache(
     Models fetched from the hub lie in the hub's own cache, which other programs share.
     """
     from ..machine import size_text
-    from ..tools.stored import KINDS, age_text, named, stored
+    from ..tools.columns import age_text
+    from ..tools.stored import KINDS, named, stored
 
     if yes and not delete:
         raise refuse("--yes", "it has no effect without --delete")

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..tools.columns import wrap
+from ..stats import is_off
+from ..tools.columns import count, wrap
 
-# Share of plain rounds from which drafting is said to be off. Tokens that a rate needs before a gain is said of it.
-_OFF, _TIMED_TOKENS = 0.9, 16
+# Tokens that a rate needs before a gain is said of it.
+_TIMED_TOKENS = 16
 
 
 def say(text: str) -> None:
@@ -72,22 +73,11 @@ def headline(result: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def is_off(result: dict[str, Any]) -> bool:
-    """Whether plain decoding was chosen, by what passes cost here, for nearly all of an answer."""
-    off, rounds = result["widths"].get(0, 0) - result["confidence_cut"].get(0, 0), sum(result["widths"].values())
-    return bool(rounds and result["width_reason"] and off >= _OFF * rounds)
-
-
 def device() -> str:
     """What MLX computes on, in a person's words."""
     import mlx.core as mx
 
     return "CPU" if mx.default_device() == mx.cpu else "Mac's GPU" if mx.metal.is_available() else "GPU"
-
-
-def count(n: int, noun: str) -> str:
-    """ "1 token", "2 tokens"."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def _details(result: dict[str, Any]) -> list[str]:

@@ -364,10 +364,10 @@ def _reason(
         return None
     plain_s, off = policy.cost_model.plain(), widths.get(0, 0) - confidence_cut.get(0, 0)
     if 2 * off >= rounds:
-        cost = f"{policy.most + 1} rows cost {policy.cost_model.round(policy.most) / plain_s:.1f}x one row here"
         # All but a few is not all.
-        share = 100 if off == rounds else min(99, round(100 * off / rounds))
-        return f"drafting off in {share} % of rounds: {cost}; force with --block-size"
+        share = f"{min(99, round(100 * off / rounds))} % of passes checked no drafts"
+        most, cost = "no pass checked drafts" if off == rounds else share, policy.cost_model.round(policy.most) / plain_s
+        return f"{most}: checking {policy.most} takes {cost:.1f} times as long as one token here; --block-size forces it"
     if 2 * sum(confidence_cut.values()) >= rounds - off:
         mean = sum(w * n for w, n in confidence_cut.items()) / sum(confidence_cut.values())
         text = f"{mean:.1f} of {policy.most} drafts verified on average, as many as the drafter was sure enough of"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import DFlashError
 from ..machine import size_text
+from ..tools.columns import count
 
 # Bytes of a file that are read at all; what a context holds is seldom more than a tenth of that.
 LARGEST = 4_000_000
@@ -30,7 +31,7 @@ class Attachment:
     def about(self) -> str:
         lines = self.text.count("\n") + (not self.text.endswith("\n"))
         size = f"{self.size_bytes:,} bytes" if self.size_bytes < 100_000 else size_text(self.size_bytes)
-        return f"{self.name}: {size}, {lines:,} line{'' if lines == 1 else 's'}, {self.tokens:,} tokens"
+        return f"{self.name}: {size}, {count(lines, 'line')}, {count(self.tokens, 'token')}"
 
     def block(self) -> str:
         """The text as the model reads it: under its name, in a fence that is longer than any in it."""
@@ -107,28 +108,7 @@ def with_files(message: str, files: list[Attachment], *, raw: bool) -> str:
     return "\n\n".join([message, *(file.block() for file in files)])
 
 
-def complete_path(text: str) -> Iterator[tuple[int, str]]:
-    """Completions of the path at the end of a line, behind `@` or `/file `: (start relative to the cursor, text)."""
+def path_at_end(text: str) -> str | None:
+    """The path that a line ends with, behind `@` or `/file `: what Tab goes on with."""
     found = re.search(r"""(?:^/file\s+|(?<!\S)@)"?([^\s"]*)$""", text)
-    if not found:
-        return
-    folder, _, start = found.group(1).rpartition("/")
-    place = os.path.expanduser(f"{folder}/" if folder or found.group(1).startswith("/") else ".")
-    try:
-        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name.startswith(start) and (start or not entry.name.startswith(".")):
-            yield -len(start), entry.name + ("/" if entry.is_dir() else "")
-
-
-def completions(commands: Callable[[], list[str]]) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """What Tab offers: commands at the beginning of a line, and paths."""
-
-    def complete(text: str) -> Iterator[tuple[int, str]]:
-        yield from complete_path(text)
-        if text.startswith("/") and " " not in text:
-            yield from ((-len(text), name) for name in commands() if name.startswith(text))
-
-    return complete
+    return found and found.group(1)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..errors import DFlashError
 from ..first_use import try_after_answer
-from .attachments import Attachment, completions, named_files, no_files, read_attachment, with_files
+from .attachments import Attachment, named_files, no_files, read_attachment, with_files
 from .commands import COMMANDS, run_command
 from .conversation import Conversation, Pair
 from .draft_marks import DraftMarks
@@ -63,7 +63,7 @@ class Chat:
         self.folded = self.drawing
         # Files that go with the next message.
         self.files: list[Attachment] = []
-        self.editor = LineEditor(self.stdout, completions(lambda: [f"/{name}" for name in COMMANDS])) if self.drawing else None
+        self.editor = LineEditor(self.stdout, lambda: [f"/{name}" for name in COMMANDS]) if self.drawing else None
 
     def read(self, prompt: str) -> str:
         """A line; with the line editor it may be several. Raises: EOFError at the end of the input, KeyboardInterrupt."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import DFlashError
+from ..tools.columns import count
 from .conversation import Settings
 from .draft_marks import legend
 from .recap import kept_sessions, recap, setting_text, short
@@ -226,8 +227,8 @@ def _set(chat: Chat, rest: str) -> None:
 def _stats(chat: Chat, rest: str) -> None:
     totals = chat.conversation.totals
     lines = [
-        f"{totals.answers} answers, {totals.tokens} tokens",
-        f"prompts: {totals.prompt_tokens} tokens, {totals.reused_tokens} of them reused",
+        f"{count(totals.answers, 'answer')}, {count(totals.tokens, 'token')}",
+        f"prompts: {count(totals.prompt_tokens, 'token')}, {totals.reused_tokens:,} of them reused",
     ]
     if totals.rounds:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in totals.seconds.items())

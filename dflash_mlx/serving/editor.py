@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from ..errors import DFlashError
+from .attachments import path_at_end
 from .sessions import history_file
 
 # A paste of more lines or letters than these is shown as one mark.
@@ -48,13 +50,13 @@ class LineEditor:
     """Reads a message: called with what stands before it, it returns the text, pasted texts unfolded.
 
     Args:
-      complete: (text before the cursor) to (start relative to the cursor, completion) pairs, for Tab.
+      commands: those that Tab completes.
 
     Raises, when called:
       EOFError: Ctrl-D on an empty line. KeyboardInterrupt: Ctrl-C.
     """
 
-    def __init__(self, stdout: TextIO, complete: Callable[[str], Iterable[tuple[int, str]]] = lambda text: ()):
+    def __init__(self, stdout: TextIO, commands: Callable[[], Iterable[str]] = tuple):
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import create_output
 
@@ -65,7 +67,7 @@ class LineEditor:
             key_bindings=self._keys(),
             multiline=True,
             prompt_continuation="  ",
-            completer=_completer(complete),
+            completer=completer(commands),
             complete_while_typing=False,
             tempfile_suffix=".md",
             output=self.output,
@@ -141,13 +143,20 @@ class LineEditor:
         return keys
 
 
-def _completer(complete: Callable[[str], Iterable[tuple[int, str]]]) -> Any:
-    from prompt_toolkit.completion import Completer, Completion
+def completer(commands: Callable[[], Iterable[str]]) -> Any:
+    """What Tab offers: commands at the beginning of a line, and paths behind `@` or `/file `."""
+    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
 
     class Ours(Completer):
-        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
-            for start, text in complete(document.text_before_cursor):
-                yield Completion(text, start_position=start)
+        def get_completions(self, document: Document, complete_event: Any) -> Iterator[Completion]:
+            text = document.text_before_cursor
+            if (path := path_at_end(text)) is not None:
+                hidden = os.path.basename(path).startswith(".")
+                shown = lambda name: hidden or not os.path.basename(name).startswith(".")  # noqa: E731
+                yield from PathCompleter(file_filter=shown, expanduser=True).get_completions(Document(path), complete_event)
+            elif text.startswith("/") and " " not in text:
+                yield from (Completion(name, -len(text)) for name in commands() if name.startswith(text))
 
     return Ours()
 

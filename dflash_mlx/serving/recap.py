@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ..errors import DFlashError
 from ..machine import array_bytes, chip, size_text, state_directory
 from ..stats import tokens_a_round
+from ..tools.columns import age_text, count
 from .conversation import Conversation, Pair, Settings
 from .sessions import read_session
 
@@ -59,8 +59,7 @@ def setting_text(value: Any) -> str:
 
 def recap(talk: Conversation, state: Mapping[str, Any]) -> list[str]:
     """What a session is about that goes on: messages, another model, settings, system message, the last exchange."""
-    n = len(talk.messages)
-    lines = [f"Continuing a session of {n} message{'' if n == 1 else 's'}."]
+    lines = [f"Continuing a session of {count(len(talk.messages), 'message')}."]
     if state["model"] != talk.pair.name:
         lines.append(f"That session was with {state['model']}; it goes on with {talk.pair.name}.")
     changed = {one.name: asdict(talk.settings)[one.name] for one in fields(Settings)}
@@ -80,11 +79,11 @@ def recap(talk: Conversation, state: Mapping[str, Any]) -> list[str]:
 def figures(talk: Conversation) -> str:
     """The line under an answer."""
     last = talk.last
-    parts = [f"{last.generation_tokens} token{'' if last.generation_tokens == 1 else 's'}", f"{last.generation_tps:.1f} tokens/s"]
+    parts = [count(last.generation_tokens, "token"), f"{last.generation_tps:.1f} tokens/s"]
     if (rate := tokens_a_round(last)) is not None:
         parts.append(f"{rate:.1f} tokens a round")
-    if last.stats and last.stats.width_reason and 2 * last.stats.widths.get(0, 0) > last.stats.n_rounds:
-        parts.append("drafting off" if last.stats.widths[0] == last.stats.n_rounds else "drafting mostly off")
+    if last.stats and last.stats.is_off:
+        parts.append("drafting off, as it would be slower here")
     limit = f" of {talk.limit}" if talk.limit else ""
     parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
     if talk.stopped:
@@ -108,7 +107,7 @@ def kept_sessions() -> list[tuple[str, str, str, str, str]]:
     files = sorted((state_directory() / "sessions").glob("*.json"), key=lambda file: -file.stat().st_mtime)
     rows = []
     for file in files:
-        age = _age(time.time() - file.stat().st_mtime)
+        age = age_text(file.stat().st_mtime)
         try:
             state = read_session(file.stem)
         except (DFlashError, OSError) as error:
@@ -117,11 +116,3 @@ def kept_sessions() -> list[tuple[str, str, str, str, str]]:
         began = next((message["content"] for message in state["messages"] if message["role"] == "user"), "")
         rows.append((file.stem, age, str(len(state["messages"])), state["model"], short(began, 40)))
     return rows
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            n = int(seconds / length)
-            return f"{n} {unit}{'' if n == 1 else 's'}"
-    return "now"

@@ -45,6 +45,7 @@ from ..machine import chip, machine_bytes, switches_set, write_atomically
 from ..models.target import Target
 from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
+from ..stats import is_off
 from .columns import align
 
 FORMAT = 1
@@ -594,7 +595,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
 def _chosen(record: Mapping[str, Any]) -> list[str]:
     """How many drafts the policy had verified, where it had the choice: one sentence for each reason."""
     free = [run["dflash"] for run in record["runs"] if run["dflash"]["width_reason"]]
-    off = [ours for ours in free if ours["width_reason"].startswith("drafting off")]
+    off = [ours for ours in free if is_off({"confidence_cut": {}, **ours})]
     of = f"of {len(record['runs'])} answers"
     lines = [f"Drafting was off in {len(off)} {of}: it would be slower here. --block-size forces it."] if off else []
     for reason, n in Counter(ours["width_reason"] for ours in free if ours not in off).most_common(2):

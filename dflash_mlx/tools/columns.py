@@ -1,4 +1,4 @@
-"""Text for a terminal of some width: lines broken between words, and tables that become lists where there is no room for them.
+"""Text for people: counts, ages, lines broken between words, and tables that become lists where there is no room for them.
 
 A word that alone is wider than the terminal, such as a path, stays whole: the terminal breaks it, and it is copied in one piece.
 """
@@ -6,7 +6,23 @@ A word that alone is wider than the terminal, such as a path, stays whole: the t
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Sequence
+
+
+def count(n: int, noun: str) -> str:
+    """ "1 token", "2,000 tokens"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def age_text(used_at: float, now: float | None = None) -> str:
+    """How long ago: "now" within a minute, "12 min", "5 h", "3 days". used_at, now: seconds since 1970; None: the present."""
+    seconds = max((time.time() if now is None else now) - used_at, 0)
+    if seconds < 60:
+        return "now"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    return f"{seconds // 3600:.0f} h" if seconds < 86400 else count(int(seconds // 86400), "day")
 
 
 def wrap(text: str, width: int | None, indent: int = 0) -> str:

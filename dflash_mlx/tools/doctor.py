@@ -378,8 +378,7 @@ def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:
                 rates[name].append((len(times) - 1) / (times[-1] - times[0]))
     best = {name: max(found, default=None) for name, found in rates.items()}
     gain = best["tps"] / best["plain_tps"] if all(best.values()) else None
-    off = not stats.n_drafting or stats.widths.get(0, 0) >= 0.9 * stats.n_rounds
-    return {**best, "gain": gain, "off": off, "tokens": len(times), "reason": stats.width_reason}
+    return {**best, "gain": gain, "off": stats.is_off, "tokens": len(times), "reason": stats.width_reason}
 
 
 def verdict(report: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ Lists and deletes by name. Deletes only what it listed, and follows no link. Kno
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ KINDS = {
     "session": "Chat sessions",
     "prompts": "Prompt caches",
 }
-_DAY = 86400
 
 
 @dataclass(frozen=True)
@@ -58,17 +56,6 @@ def named(names: Iterable[str], among: list[Stored]) -> list[Stored]:
             f"nothing here is called {', '.join(unknown)}", "Nothing was deleted. `dflash-mlx cache` lists the names"
         )
     return [by_name[name] for name in dict.fromkeys(names)]
-
-
-def age_text(used_at: float, now: float | None = None) -> str:
-    """How long ago: "12 min", "5 h", "3 days"."""
-    seconds = max((time.time() if now is None else now) - used_at, 0)
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min"
-    if seconds < _DAY:
-        return f"{seconds // 3600:.0f} h"
-    days = int(seconds // _DAY)
-    return f"{days} day{'s' if days != 1 else ''}"
 
 
 def _hub_models() -> Iterator[Stored]:

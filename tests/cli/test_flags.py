@@ -285,7 +285,7 @@ def outcome(monkeypatch, tmp_path, pair):
 
     kept = SimpleNamespace(name="session/a", kind="session", size_bytes=1, used_at=0, path="a", delete=lambda: None)
     stand_in("tools.stored.stored", [kept])
-    monkeypatch.setattr("dflash_mlx.tools.stored.age_text", lambda used_at: "1 day")
+    monkeypatch.setattr("dflash_mlx.tools.columns.age_text", lambda used_at: "1 day")
 
     class Docs:
         ids, split = np.array([1]), np.array([0])

@@ -170,7 +170,11 @@ def test_where_drafting_is_off_the_device_is_named(monkeypatch, available, gpu, 
 
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: available)
-    off = {"widths": {0: 97, 7: 3}, "tau": 1.2, "width_reason": "drafting off in 97 % of rounds: 8 rows cost 7.5x one row here"}
+    off = {
+        "widths": {0: 97, 7: 3},
+        "tau": 1.2,
+        "width_reason": "97 % of passes checked no drafts: checking 7 takes",
+    }
     said = output.figures(figures_of(generation_tokens=110, plain_tps=9.0, **off)).splitlines()
     assert said == ["110 tokens, 10.0 tokens/s", f"Drafting is off: on {named} it would be slower."]
     # A width that was asked for is none that was chosen.

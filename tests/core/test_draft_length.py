@@ -411,16 +411,16 @@ def test_plain_decoding_is_timed_again_while_all_is_copied():
 def test_the_reason_says_how_often_drafting_was_off_and_what_it_would_cost():
     rule = DraftLengthPolicy(15, AcceptanceRate(15), CostModel(1.0, 1.0, 0.0, {1: 2.0, 15: 8.0}), None)
     assert rule.reason({0: 92, 3: 8}) == (
-        "drafting off in 92 % of rounds: 16 rows cost 9.0x one row here; force with --block-size"
+        "92 % of passes checked no drafts: checking 15 takes 9.0 times as long as one token here; --block-size forces it"
     )
-    assert rule.reason({0: 999, 3: 1}).startswith("drafting off in 99 %")
-    assert rule.reason({0: 9}).startswith("drafting off in 100 %")
+    assert rule.reason({0: 999, 3: 1}).startswith("99 % of passes checked no drafts")
+    assert rule.reason({0: 9}).startswith("no pass checked drafts: checking 15 takes")
     assert rule.reason({15: 10}).startswith("15 of 15 drafts verified in most rounds: 9.0x the cost of one token here, for ")
     assert rule.reason({}) is None and FixedDraftLength(4).reason({4: 3}, {}) is None
     # A share of the rounds that copied nothing.
     assert rule.reason({0: 92, 3: 8, 15: 30}, {15: 30}) == (
-        "drafts copied from the text in 30 rounds; apart from them drafting off in 92 % of rounds: 16 rows cost 9.0x one row "
-        "here; force with --block-size"
+        "drafts copied from the text in 30 rounds; apart from them 92 % of passes checked no drafts: checking 15 takes 9.0 times "
+        "as long as one token here; --block-size forces it"
     )
     assert rule.reason({15: 30}, {15: 30}) == "drafts copied from the text in 30 rounds"
 
@@ -433,5 +433,5 @@ def test_the_reason_says_that_the_drafters_confidence_chose_the_widths():
     )
     # Rounds that were cut by confidence and verified nothing are not plain ones, and a few that were do not make it so.
     assert rule.reason({0: 30, 4: 10}, {}, {0: 20}).startswith("0.0 of 15 drafts verified on average")
-    assert rule.reason({0: 90, 2: 10}, {}, {2: 10}).startswith("drafting off in 90 % of rounds")
+    assert rule.reason({0: 90, 2: 10}, {}, {2: 10}).startswith("90 % of passes checked no drafts")
     assert rule.reason({4: 90, 2: 10}, {}, {2: 10}).startswith("4 of 15 drafts verified in most rounds")

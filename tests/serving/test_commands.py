@@ -4,14 +4,15 @@ import io
 import re
 
 import pytest
+from prompt_toolkit.document import Document
 from talker import Talker
 
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.serving.attachments import Attachment, complete_path, named_files, no_files, with_files
+from dflash_mlx.serving.attachments import Attachment, named_files, no_files, with_files
 from dflash_mlx.serving.chat import Chat
 from dflash_mlx.serving.commands import run_command
 from dflash_mlx.serving.conversation import Conversation
-from dflash_mlx.serving.editor import Pastes
+from dflash_mlx.serving.editor import Pastes, completer
 
 
 @pytest.fixture
@@ -82,8 +83,26 @@ def test_only_files_are_named_by_an_at(tmp_path, monkeypatch):
     fenced = with_files("m", [Attachment("f", "a\n````\nb", 8, 3)], raw=False)
     assert fenced == "m\n\nf:\n`````\na\n````\nb\n`````"
     assert with_files("m", [Attachment("f", "def f", 5, 2)], raw=True) == "def fm"
-    assert [*complete_path("look @a")] == [(-1, "a.txt")] and [*complete_path("/file s")] == [(-1, "src/")]
-    assert not [*complete_path("me@a")]
+
+
+def test_tab_offers_commands_and_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / ".ahidden").write_text("x")
+    (tmp_path / "src").mkdir()
+    offer = completer(lambda: ["/file", "/help"])
+    for line, wanted in {
+        "look @a": "look @a.txt",
+        "/file s": "/file src",
+        "@": "@a.txt",
+        "@.a": "@.ahidden",
+        "/h": "/help",
+        "me@a": None,
+        "so /h": None,
+    }.items():
+        found = [*offer.get_completions(Document(line), None)]
+        made = [line[: len(line) + one.start_position] + one.text for one in found]
+        assert made[:1] == ([wanted] if wanted else []), line
 
 
 def test_a_paste_is_folded_by_its_lines_or_letters_and_comes_back_whole():

@@ -28,7 +28,7 @@ def run_of(kind, temp, speedup, widths, accepted, order, memory):
         "accepted": accepted,
         "width_order": order,
         "sources": SOURCES,
-        "width_reason": "drafting off in 10 % of rounds: <dear>",
+        "width_reason": "10 % of passes checked no drafts: <dear>",
     }
     return {"kind": kind, "temp": temp, "context": 0, "trial": 0, "mlx_lm": side, "dflash": ours} | {
         "speedup": speedup,

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.lists import _delete
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.tools.stored import PROMPT_CACHES, age_text, named, stored
+from dflash_mlx.tools.columns import age_text
+from dflash_mlx.tools.stored import PROMPT_CACHES, named, stored
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_a_question_is_asked_first(kept, monkeypatch, answer, left):
 
 def test_ages_are_words():
     now = time.time()
-    assert [age_text(now - s, now) for s in (5, 120, 7300, 90000, 260000)] == ["0 min", "2 min", "2 h", "1 day", "3 days"]
+    assert [age_text(now - s, now) for s in (5, 120, 7300, 90000, 260000)] == ["now", "2 min", "2 h", "1 day", "3 days"]
 
 
 def test_an_empty_machine_says_so(tmp_path, monkeypatch):
