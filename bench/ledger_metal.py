@@ -71,7 +71,7 @@ NARY = set(
     "Equal NotEqual Greater GreaterEqual Less LessEqual".split()
 )
 # Read: chains of elementwise operations, short enough to be one kernel.
-COMPILED = {f"compiled {name}" for name in ("swiglu", "silu", "precise_swiglu", "swiglu_oai", "compute_g")}
+COMPILED = {f"compiled {name}" for name in ("swiglu", "silu", "precise_swiglu", "swiglu_oai", "compute_g", "weighted_rows")}
 SORTS = {"Sort", "ArgSort", "Partition", "ArgPartition"}
 
 

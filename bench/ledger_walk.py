@@ -150,7 +150,8 @@ def stand_ins(tags: _Tags, functions: dict[str, list[tuple[Any, str, Any]]]) -> 
                 like = function(*args, **kwargs)
             finally:
                 inside[0] = False
-            out = tags.call(name, [*args, *kwargs.values()], list(like) if isinstance(like, (list, tuple)) else [like])
+            given = [a for _, a in tree_flatten([*args, *kwargs.values()])]
+            out = tags.call(name, given, list(like) if isinstance(like, (list, tuple)) else [like])
             return type(like)(out) if isinstance(like, (list, tuple)) else out[0]
 
         return call

@@ -15,6 +15,9 @@ import mlx.nn as nn
 from ..config import DrafterConfig
 from .drafter import DecoderLayer, Drafter, Draw
 
+# Of a side of a convolution: base and dynamic kernels by tap.
+Kernel = tuple[list[mx.array], list[mx.array]]
+
 
 class DynamicConvolution(nn.Module):
     """DFlash 2: short causal convolutions over the block's rows, before and after a sublayer, with kernels made per row.
@@ -30,28 +33,28 @@ class DynamicConvolution(nn.Module):
         self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
-    def kernels(self, x: mx.array) -> list[tuple[mx.array, mx.array]]:
-        """[B, K, H] input of the sublayer to the kernels of both sides, each as two summands.
+    def kernels(self, x: mx.array) -> tuple[Kernel, Kernel]:
+        """[B, K, H] input of the sublayer to the kernels of both sides, each as two summands a tap.
 
-        Shapes of a side: base [taps, groups, H // groups]; dynamic [taps, B, K, groups, 1]
+        Shapes of a tap: base [1, groups, H // groups]; dynamic [B, K, 1, groups, 1]
         """
-        B, K, _ = x.shape
-        c = self.kernel_projection(x).reshape(B, K, 2, self.taps, self.groups, 1).transpose(2, 3, 0, 1, 4, 5)
-        base = self.base_kernel.reshape(2, self.taps, self.groups, -1)
-        return [(base[side], c[side]) for side in range(2)]
+        (B, K, _), taps = x.shape, self.taps
+        # Split and not indexed: parts are then views, and no launch.
+        dynamic = mx.split(self.kernel_projection(x).reshape(B, K, 2 * taps, self.groups, 1), 2 * taps, axis=2)
+        base = mx.split(self.base_kernel.reshape(2 * taps, self.groups, -1), 2 * taps)
+        return (base[:taps], dynamic[:taps]), (base[taps:], dynamic[taps:])
 
     @staticmethod
-    def convolve(x: mx.array, kernel: tuple[mx.array, mx.array]) -> mx.array:
+    def convolve(x: mx.array, kernel: Kernel) -> mx.array:
         """[B, K, H] rows by the kernels of a side; tap t looks t rows back."""
-        base, dynamic = kernel
-        B, K, H = x.shape
+        (base, dynamic), (B, K, H) = kernel, x.shape
         rows = [x, *(mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K] for t in range(1, len(base)))]
-        return weighted_rows(list(base), list(dynamic), [r.reshape(B, K, *base.shape[1:]) for r in rows]).reshape(B, K, H)
+        return weighted_rows(base, dynamic, [r.reshape(B, K, *base[0].shape) for r in rows]).reshape(B, K, H)
 
 
 @mx.compile
 def weighted_rows(base: list[mx.array], dynamic: list[mx.array], rows: list[mx.array]) -> mx.array:
-    """Sum over taps of (base [groups, size] + dynamic [B, K, groups, 1]) * rows [B, K, groups, size], in one launch."""
+    """Sum over taps of (base [1, groups, size] + dynamic [B, K, 1, groups, 1]) * rows [B, K, 1, groups, size], in one launch."""
     first, *more = [(b + c) * row for b, c, row in zip(base, dynamic, rows, strict=True)]
     for one in more:
         first = first + one

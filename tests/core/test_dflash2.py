@@ -433,7 +433,9 @@ FAULTS = {
         (dflash2.ConvolutionLayer, "sublayers", "h + DynamicConvolution.convolve(x, after)", "h + x"),
     ),
     "sides swapped": ((dflash2.ConvolutionLayer, "sublayers", "before, after = self.mlp_conv", "after, before = self.mlp_conv"),),
-    "taps reversed": ((dflash2.DynamicConvolution, "kernels", "self.base_kernel.reshape", "self.base_kernel[:, ::-1].reshape"),),
+    "taps reversed": (
+        (dflash2.DynamicConvolution, "kernels", "self.base_kernel.reshape(", "self.base_kernel[:, ::-1].reshape("),
+    ),
     "rows wrap round": (
         (dflash2.DynamicConvolution, "convolve", "mx.pad(x, [(0, 0), (t, 0), (0, 0)])[:, :K]", "mx.roll(x, t, axis=1)"),
     ),
