@@ -8,6 +8,7 @@ import sys
 
 import pexpect
 import pytest
+from cli_kit import run
 from kit import with_template
 
 COMMAND = [sys.executable, "-m", "dflash_mlx.cli.app", "chat"]
@@ -29,9 +30,7 @@ def home(tmp_path):
 
 
 def piped(lines, env, *args):
-    return subprocess.run(
-        [*COMMAND, *args], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=120, env=env, encoding="utf-8"
-    )
+    return run("chat", *args, stdin="\n".join(lines) + "\n", env=env)
 
 
 class Terminal:
@@ -65,9 +64,10 @@ class Terminal:
 
 
 def test_a_pipe_carries_answers_on_stdout_and_everything_else_on_stderr(home):
-    done = piped(["def test_", "/stats"], home, *PAIR, "-m", "12", "--block-size", "8")
+    command = [*COMMAND, *PAIR, "-m", "12", "--block-size", "8"]
+    done = subprocess.run(command, input="def test_\n/stats\n", capture_output=True, text=True, timeout=120, env=home)
     assert done.returncode == 0, done.stderr
-    plain = subprocess.run([*COMMAND[:-1], "generate", *PAIR, "-m", "12", "-p", "def test_"], capture_output=True, text=True)
+    plain = run("generate", *PAIR, "-m", "12", "-p", "def test_")
     assert done.stdout == plain.stdout
     assert (
         "no chat template" in done.stderr and "tokens a round" in done.stderr and "context 15 of 4096 (0 reused)" in done.stderr
