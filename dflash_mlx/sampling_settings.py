@@ -167,6 +167,50 @@ class SamplingSettings:
         return lambda logprobs: sampler(logprobs.astype(mx.float32)), processors
 
 
+# What generation_config.json calls a setting.
+RECOMMENDED = {"temperature": "temp"} | {
+    name: name for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+}
+
+
+def recommended(config: Any, vocabulary: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings that a checkpoint's generation_config.json recommends, and what of it is ignored, by its key, with the reason.
+
+    `do_sample` false is greedy, and true without a temperature is temperature 1. A value that leaves a setting off is none.
+    Args:
+      config: the parsed file; vocabulary: the target's.
+    """
+    if not isinstance(config, Mapping):
+        return {}, {"generation_config.json": f"it holds {type(config).__name__}; it must be an object"}
+    known, found, ignored = {one.name: one for one in fields(SamplingSettings)}, {}, {}
+    values = {key: value for key in RECOMMENDED if (value := config.get(key)) is not None}
+    if config.get("do_sample") is True:
+        values.setdefault("temperature", 1.0)
+    if values.get("top_k") == -1:
+        # Off, as other programs write it.
+        del values["top_k"]
+    for key, value in values.items():
+        one = known[RECOMMENDED[key]]
+        whole = isinstance(value, float) and value.is_integer() and one.metadata["kind"] is int
+        try:
+            check(one, value := int(value) if whole else value)
+        except GenerationError as error:
+            ignored[key] = error.problem.replace(f"{one.name} is", f"{key} is", 1)
+            continue
+        if one.name == "top_k" and value >= vocabulary:
+            ignored[key] = f"{key} is {value}; it must be below {vocabulary}, the target's vocabulary"
+        elif value != one.default:
+            found[one.name] = value
+    if config.get("do_sample") is False or "temp" not in found:
+        found = {name: value for name, value in found.items() if known[name].metadata["needs"] != "temp" and name != "temp"}
+    return found, ignored
+
+
+def recommended_text(settings: Mapping[str, Any]) -> str:
+    """Settings in the words of the command line."""
+    return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items())
+
+
 def check(one: Field, value: Any) -> None:
     """Whether a field made by `setting` may have this value; None where None is its default.
 

@@ -16,6 +16,7 @@ import typer
 
 from ..errors import DFlashError
 from ..kernels.crash_marker import leave_at_once
+from ..sampling_settings import recommended_text
 from ..serving.interrupt import at_ctrl_c
 from . import inputs, output
 from .live import live
@@ -135,6 +136,8 @@ def generate(
         )
         for note in notes:
             say(note)
+        if "temp" not in sampling and (found := inputs.recommended_sampling(pair[0], revision, pair[2])):
+            say(f"generation_config.json recommends {recommended_text(found)}; generate is greedy unless it is told.")
         result = _answer(asked, settings, pair, stdout)
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)

@@ -56,6 +56,11 @@ def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], A
     return held, lambda tokenizer: inputs.run_size(inputs.CONTEXT, given)
 
 
+def _refuse_empty_key(key: str | None) -> None:
+    if key == "":
+        raise refuse("--api-key", "it is empty; give a key, or leave it out")
+
+
 def _log_to_stderr(verbose: bool) -> None:
     import logging
 
@@ -116,7 +121,11 @@ def chat(
     state = read_session(session) if session and session_path(session).exists() else None
     if state and model is None:
         model, draft_model = state["model"], draft_model or state["draft_model"]
-    conversation = Conversation(load(model, draft_model), Settings(**given), system, held)
+    pair = load(model, draft_model)
+    # A session that goes on has settings.
+    found = {} if state else inputs.use_recommended(tuple(vars(pair).values()), revision, given)
+    settings = Settings(**{**found, **given})
+    conversation = Conversation(pair, settings, system, held)
     if state:
         conversation.restore(state, given)
         conversation.system = system or conversation.system
@@ -198,8 +207,7 @@ def serve(
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
-    if api_key == "":
-        raise refuse("--api-key", "it is empty; give a key, or leave it out")
+    _refuse_empty_key(api_key)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     variables = template_args(chat_template_args)
     held, size = _cache_options(caches)
@@ -229,6 +237,7 @@ def serve(
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
         pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path)
         inputs.say_unread_template_args(pair[3], variables)
+        options.recommended = inputs.use_recommended(pair, revision, sampling)
         return pair
 
     with only_ours_on_stdout():

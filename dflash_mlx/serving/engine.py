@@ -36,7 +36,8 @@ _RETRY_S = 5
 class Options:
     """What the server was started with.
 
-    max_queue: requests that may wait. prompt_cache_bytes: None is no limit, 0 keeps nothing.
+    max_queue: requests that may wait. recommended: sampling settings of the target's files, where neither the user nor a request
+    gives one and a request's temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +47,7 @@ class Options:
     max_queue: int = 128
     allowed_origins: list[str] = field(default_factory=list)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    recommended: dict[str, Any] = field(default_factory=dict)
     block_size: int | None = None
     max_tokens: int = 512
     chat_template_args: dict[str, Any] = field(default_factory=dict)

@@ -232,6 +232,8 @@ def _prompt(body: Mapping[str, Any]) -> str:
 
 def _sampling(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> SamplingSettings:
     asked = {name: body[field] for field, name in SAMPLING.items() if field in body}
+    if asked.get("temp") != 0:
+        asked = options.recommended | asked
     try:
         settings = replace(options.sampling, **asked)
         settings.check_vocabulary(pair.vocabulary)

@@ -1,5 +1,6 @@
 """The sampling options: what 0 and out-of-range values mean, and that mlx-lm's own sampler gets them."""
 
+import re
 from dataclasses import fields
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.sampling import Distribution, SamplingSettings, sample_at
-from dflash_mlx.sampling_settings import check_max_tokens
+from dflash_mlx.sampling_settings import check_max_tokens, recommended
 
 NAMES = [one.name for one in fields(SamplingSettings)]
 # For every setting: whether 0 is refused, off (nothing is made for it), or takes the likeliest token; then what is refused.
@@ -130,3 +131,55 @@ def test_max_tokens_is_a_positive_whole_number_or_minus_1(value):
     check_max_tokens(-1)
     with pytest.raises(GenerationError, match="max_tokens is .*or -1 for no limit"):
         check_max_tokens(value)
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temp": 0.6, "top_p": 0.95, "top_k": 20}),
+        ({"do_sample": True, "top_k": 64, "top_p": 0.95}, {"temp": 1.0, "top_p": 0.95, "top_k": 64}),
+        ({"temperature": 0.6}, {"temp": 0.6}),
+        ({"temperature": 1}, {"temp": 1}),
+        # Greedy: what belongs to sampling has no meaning; a penalty has.
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"do_sample": True, "temperature": 0, "top_p": 0.9}, {}),
+        ({"top_p": 0.9, "top_k": 20}, {}),
+        # Off, in the ways that files have.
+        ({"temperature": 0.7, "top_k": -1, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}, {"temp": 0.7}),
+        ({"temperature": 0.7, "top_k": 20.0, "eos_token_id": [1, 2], "max_new_tokens": 5}, {"temp": 0.7, "top_k": 20}),
+        # The strictest value is no filter that is off.
+        ({"temperature": 0.7, "top_p": 0}, {"temp": 0.7, "top_p": 0}),
+    ],
+)
+def test_what_a_generation_config_recommends(config, want):
+    assert recommended(config, 100) == (want, {})
+    assert SamplingSettings(**want)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("temperature", "hot", "temperature is 'hot'; it must be a number from 0 to"),
+        ("temperature", -0.1, "temperature is -0.1; it must be"),
+        ("temperature", float("nan"), "temperature is nan; it must be"),
+        ("temperature", True, "temperature is True; it must be"),
+        ("top_p", 95, "top_p is 95; it must be a number from 0 to 1"),
+        ("top_p", [0.9], r"top_p is \[0.9\]; it must be"),
+        ("top_k", 2.5, "top_k is 2.5; it must be a whole number"),
+        ("top_k", 50, "top_k is 50; it must be below 50, the target's vocabulary"),
+        ("min_p", 2, "min_p is 2; it must be"),
+        ("repetition_penalty", 0, "repetition_penalty is 0; it must be a number above 0"),
+        ("presence_penalty", float("inf"), "presence_penalty is inf; it must be"),
+    ],
+)
+def test_a_bad_recommended_value_is_ignored_by_name_and_the_others_hold(key, value, reason):
+    other = {"do_sample": True, "min_p": 0.1} if key != "min_p" else {"do_sample": True, "top_p": 0.9}
+    found, ignored = recommended({**other, key: value}, 50)
+    assert [*ignored] == [key] and re.match(reason, ignored[key])
+    # Without a temperature nothing is sampled.
+    assert ([*other][1] in found) == (key != "temperature")
+
+
+def test_a_generation_config_that_is_no_object_recommends_nothing():
+    assert recommended([1], 50) == ({}, {"generation_config.json": "it holds list; it must be an object"})
