@@ -5,6 +5,8 @@ Each is also the built-in exception that `mlx-lm` or Python would raise in its p
 
 from __future__ import annotations
 
+import errno
+
 
 class DFlashError(Exception):
     """Base of all errors below. The command line prints it as one line and exits with 1.
@@ -19,6 +21,15 @@ class DFlashError(Exception):
         self.problem, self.remedy = problem.rstrip("."), remedy.rstrip(".")
         text = ". ".join(part for part in (self.problem, self.remedy) if part)
         super().__init__(text if text.endswith("?") else f"{text}.")
+
+
+def os_error_text(error: OSError) -> str:
+    """What the system refused, in a sentence: never the number of an error alone."""
+    if error.filename and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror}. Check the path."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "The disk is full. Free some space."
+    return str(error)
 
 
 class ConfigError(DFlashError, ValueError):

@@ -228,7 +228,8 @@ class JsonCache:
             except (OSError, RuntimeError) as error:
                 if not self._said:
                     self._said = True
-                    _log.warning("%s is not kept: %s (%s says where)", self.name, getattr(error, "problem", error), CACHE)
+                    text = error if isinstance(error, DFlashError) else _unusable(cache_directory(), error)
+                    _log.warning("%s is not kept, so the next start measures anew: %s", self.name, text)
                 return False
         return True
 

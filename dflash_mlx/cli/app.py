@@ -6,7 +6,6 @@ heavy is imported inside the commands, so that `dflash-mlx -h` answers at once.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import warnings
@@ -14,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DFlashError
+from ..errors import DFlashError, os_error_text
 from ..machine import switch
 from ..version import __version__
 from . import generate, lists, serving, tools, train
@@ -75,12 +74,10 @@ def sentence(error: Exception) -> str:
 
         if said := explain(error):
             return f"{said}."
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename} cannot be used: {error.strerror}. Check the path."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "The disk is full. Free some space."
-    if isinstance(error, (DFlashError, OSError, ValueError)):
+    if isinstance(error, (DFlashError, ValueError)):
         return str(error)
+    if isinstance(error, OSError):
+        return os_error_text(error)
     return f"{type(error).__name__}: {error}"
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import DFlashError
+from ..errors import DFlashError, os_error_text
 from ..first_use import try_after_answer
 from .attachments import Attachment, named_files, no_files, read_attachment, with_files
 from .commands import COMMANDS, run_command
@@ -123,8 +123,7 @@ class Chat:
                 raise
             except Exception as error:
                 # One turn that fails does not end the others.
-                kind = "" if isinstance(error, (DFlashError, OSError, ValueError)) else f"{type(error).__name__}: "
-                self.note(f"Error: {kind}{error}", "red")
+                self.note(f"Error: {_sentence(error)}", "red")
                 self.failed = True
 
     def _greet(self) -> None:
@@ -218,3 +217,9 @@ class Chat:
         self.note(figures(talk))
         if self.session:
             write_session(self.session, talk.state())
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, (DFlashError, ValueError)):
+        return str(error)
+    return os_error_text(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
