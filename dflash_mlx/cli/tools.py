@@ -14,6 +14,7 @@ from .options import (
     DRAFTING,
     MODEL,
     OUTPUT,
+    AdapterPath,
     AsJson,
     BlockSize,
     DraftBits,
@@ -102,6 +103,7 @@ def convert(
 
 def doctor(
     model: Model = None,
+    adapter_path: AdapterPath = None,
     draft_model: Annotated[str | None, option(DRAFTING, help="DFlash drafter, for --model or alone.")] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
@@ -118,7 +120,8 @@ def doctor(
 ) -> None:
     """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
     if report is not None:
-        _report(report, as_json, model=model, draft_model=draft_model, dtype=dtype, draft_bits=draft_bits, revision=revision)
+        given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype}
+        _report(report, as_json, **given, draft_bits=draft_bits, revision=revision)
         return
     with only_ours_on_stdout() as stdout, live("Looking") as line:
         from ..pairs.builtin import DEFAULT_PAIR
@@ -130,12 +133,16 @@ def doctor(
             model = draft_model = DEFAULT_PAIR
         if draft_bits and draft_model is None:
             raise refuse("--draft-bits", "it needs a drafter")
+        if adapter_path and model is None:
+            raise refuse("--adapter-path", "it needs --model")
         if draft_model == "auto":
             if model is None:
                 raise refuse("--draft-model", "'auto' needs --model")
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
-        found = diagnose(model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits)
+        found = diagnose(
+            model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits, adapter_path=adapter_path
+        )
         line.stop()
         print(json.dumps(found) if as_json else wrapped(render(found), stdout, indent=12), file=stdout)
     if found["faults"]:
@@ -161,6 +168,7 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
 @sampling_options(leave_out=("temp", "seed"))
 def bench(
     model: Model = None,
+    adapter_path: AdapterPath = None,
     kinds: Annotated[str | None, option(PLAN, help="Kinds of prompts, comma-separated. Default: all.")] = None,
     prompts: Annotated[
         str | None,
@@ -283,8 +291,11 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     run = lambda tokenizer: RunSize(max(asked.context or [0]) + inputs.CONTEXT)  # noqa: E731
     bits = DraftBits.none if asked.dense else asked.draft_bits
     target, drafter, lm, tokenizer, draft = inputs.load_pair(
-        asked.model, asked.draft_model, asked.dtype, bits, asked.revision, asked.trust_remote_code, run
+        asked.model, asked.draft_model, asked.dtype, bits, asked.revision, asked.trust_remote_code, run, asked.adapter_path
     )
+    if asked.adapter_path:
+        # A record names what was measured.
+        target = f"{target} with {asked.adapter_path}"
     if asked.dense:
         lm, draft = _dense(asked, lm, drafter)
     own = b.read_prompts(asked.prompts, tokenizer.has_chat_template) if asked.prompts else None

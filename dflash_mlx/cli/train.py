@@ -15,6 +15,7 @@ from .narrow_help import HelpfulGroup
 from .options import (
     MODEL,
     OUTPUT,
+    AdapterPath,
     AsJson,
     Dense,
     DraftBitsOption,
@@ -79,6 +80,7 @@ def train_data(
     greedy: Annotated[float, option(TEXT, min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
     held_out: Annotated[int, option(TEXT, min=1, help="Held-out questions a kind, for eval.")] = 128,
     seed: Annotated[int, option(TEXT, min=0, help="Another seed gives other text.")] = 0,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -89,7 +91,7 @@ def train_data(
     with only_ours_on_stdout(), live(f"Loading {model}"):
         from ..train.data import DataConfig, make_data
 
-        target, tokenizer = _load_for_training(model, dtype, dense)
+        target, tokenizer = _load_for_training(model, dtype, dense, adapter_path)
         config = DataConfig(rows=rows, max_len=max_len, greedy=greedy, held_out_per_kind=held_out, seed=seed)
         seconds = minutes * 60 if minutes else None
         done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, say)
@@ -239,6 +241,7 @@ def train_run(
     pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,
     plot: PlotPage = None,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
@@ -254,14 +257,14 @@ def train_run(
         from ..train.ranks import Ranks
         from ..train.trainer import Source, TrainConfig, train
 
-        target, tokenizer = _load_for_training(model, dtype, dense)
+        target, tokenizer = _load_for_training(model, dtype, dense, adapter_path)
         docs = load_docs(*data)
         held_out = _held_out(data)
         init, raw = _drafter_to_train(target, tokenizer, docs, asked, chosen)
         config = TrainConfig(**_settings(asked))
         pause_s = pause_minutes * 60 if pause_minutes else None
         try:
-            source = Source(model, _digest(model), tuple(data))
+            source = Source(f"{model} with {adapter_path}" if adapter_path else model, _digest(model), tuple(data))
             part = docs.pick(docs.split == 0)
             train(target, part, out, raw, config, held_out, init, pause_s=pause_s, report=say, source=source)
         except KeyboardInterrupt:
@@ -269,7 +272,8 @@ def train_run(
         finally:
             _draw(out, plot)
     if Ranks().leads:
-        say(f"The drafter is in {out}: dflash-mlx generate --model {model} --draft-model {out}")
+        over = f" --adapter-path {adapter_path}" if adapter_path else ""
+        say(f"The drafter is in {out}: dflash-mlx generate --model {model}{over} --draft-model {out}")
 
 
 def _draw(out: str, plot: str | None) -> None:
@@ -288,6 +292,7 @@ def train_eval(
     data: Data,
     block_size: Annotated[list[int] | None, option(MEASURED, min=2, help="Block sizes; may be given again.")] = None,
     limit: Annotated[int | None, option(MEASURED, min=1, help="Most held-out answers.")] = None,
+    adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     dense: Dense = None,
@@ -303,7 +308,7 @@ def train_eval(
         from ..train.data import load_docs
         from ..train.offline_tau import evaluate
 
-        target, _ = _load_for_training(model, dtype, dense)
+        target, _ = _load_for_training(model, dtype, dense, adapter_path)
         drafter = load_drafter(draft_model, target, bits=draft_bits)
         held_out = load_docs(*data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
@@ -327,13 +332,13 @@ def train_eval(
     )
 
 
-def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None) -> tuple[Any, Any]:
+def _load_for_training(model: str, dtype: Dtype | None, dense: bool | None, adapter_path: str | None) -> tuple[Any, Any]:
     """The target and its tokenizer; on CUDA with quantized layers written out, whose kernels take minutes to compile there."""
     import mlx.core as mx
 
     from ..loading import activation_dtype, load
 
-    target, tokenizer = load(model, dtype=dtype.value if dtype else None)
+    target, tokenizer = load(model, adapter_path=adapter_path, dtype=dtype.value if dtype else None)
     on_cuda = mx.default_device() != mx.cpu and not mx.metal.is_available()
     if inputs.is_written_out(target, dense, default=on_cuda):
         from ..train.start import dense as write_out

@@ -60,9 +60,11 @@ def diagnose(
     revision: str | None = None,
     contexts: Sequence[int] = CONTEXTS,
     draft_bits: int | str | None = None,
+    adapter_path: str | None = None,
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
+    adapter_path: what mlx-lm trained for the target, put over it.
     Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, speed, kernels, traced,
     advice, faults, suspicions.
     """
@@ -82,7 +84,10 @@ def diagnose(
     if model:
         weights = _attempt(faults, lambda: _read_weights(model, dtype, revision))
         if weights:
-            lm, tokenizer = _attempt(faults, lambda: load(model, dtype=dtype, revision=revision)) or (None, None)
+            lm, tokenizer = _attempt(faults, lambda: load(model, adapter_path=adapter_path, dtype=dtype, revision=revision)) or (
+                None,
+                None,
+            )
         if lm is not None:
             report["target"] = _attempt(faults, lambda: {**weights, **_describe_target(lm)})
     if lm is not None and report.get("drafter"):
