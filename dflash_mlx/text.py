@@ -240,6 +240,8 @@ class StopText:
 
     def __init__(self, words: Sequence[str]):
         self.words, self.held = list(words), ""
+        # The one that was met first.
+        self.found: str | None = None
 
     def feed(self, text: str, last: bool = False) -> tuple[str, bool]:
         """Returns: the text that is surely before any stop string, and whether one was met.
@@ -247,9 +249,10 @@ class StopText:
         Text that may begin one is held until the next call; `last` gives it out.
         """
         text, self.held = self.held + text, ""
-        starts = [at for at in (text.find(word) for word in self.words) if at >= 0]
+        starts = [(at, word) for word in self.words if (at := text.find(word)) >= 0]
         if starts:
-            return text[: min(starts)], True
+            at, self.found = min(starts, key=lambda start: start[0])
+            return text[:at], True
         if not last:
             longest = max(map(len, self.words), default=1) - 1
             for length in range(min(longest, len(text)), 0, -1):

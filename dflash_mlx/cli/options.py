@@ -167,6 +167,15 @@ def cache_options(command: Callable) -> Callable:
     return _in_place_of("caches", [_keyword(name, Annotated[int | None, made]) for name, made in _CACHES.items()], dict)(command)
 
 
+def gathered_options(name: str, options: Mapping[str, tuple[Any, Any]], gathered: Callable[[Mapping[str, Any]], Any]) -> Callable:
+    """Give a command options, each with its type and default, where its parameter `name` stands; it gets what is `gathered`."""
+    made = [
+        inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+        for one, (kind, default) in options.items()
+    ]
+    return _in_place_of(name, made, gathered)
+
+
 def _in_place_of(name: str, parameters: list[inspect.Parameter], gathered: Callable[[Mapping[str, Any]], Any]) -> Callable:
     """Give a command these parameters where its parameter `name` stands, which gets what `gathered` makes of their values."""
 

@@ -34,8 +34,7 @@ from .options import (
     template_args,
 )
 from .output import only_ours_on_stdout, say
-
-SERVER = "Server"
+from .server_options import server_options
 
 
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
@@ -54,18 +53,6 @@ def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], A
         # Which each answer to a short one would say again.
         warnings.filterwarnings("ignore", message="kv_bits=.* had no effect")
     return held, lambda tokenizer: inputs.run_size(inputs.CONTEXT, given)
-
-
-def _refuse_empty_key(key: str | None) -> None:
-    if key == "":
-        raise refuse("--api-key", "it is empty; give a key, or leave it out")
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    import logging
-
-    form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
 
 
 def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: float | None) -> None:
@@ -161,20 +148,12 @@ PromptCacheDirGb = Annotated[
     option(MEMORY, min=0.001, help="Most room of that directory, in GB; what was used longest ago goes."),
 ]
 DIRECTORY_GB = 20.0
-Host = Annotated[str, option(SERVER, help="Address to listen at.")]
-Port = Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")]
-ApiKey = Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")]
-MaxBodyMb = Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")]
-MaxQueue = Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")]
-AllowedOrigins = Annotated[
-    str,
-    option(SERVER, help="Web pages that may send requests, comma-separated; '*': all."),
-]
 
 
 @mlx_lm_names
 @sampling_options()
 @cache_options
+@server_options
 def serve(
     model: Model = None,
     adapter_path: AdapterPath = None,
@@ -191,23 +170,16 @@ def serve(
     prompt_cache_gb: PromptCacheGb = None,
     prompt_cache_dir: PromptCacheDir = None,
     prompt_cache_dir_gb: PromptCacheDirGb = DIRECTORY_GB,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    api_key: ApiKey = None,
-    max_body_mb: MaxBodyMb = 8.0,
-    max_queue: MaxQueue = 128,
-    allowed_origins: AllowedOrigins = "",
+    server: Any = None,
     max_tokens: MaxTokens = 512,
-    verbose: Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr.")] = False,
 ) -> None:
-    """Serve OpenAI's chat and text completions. Requests run one at a time in the order in which they come.
+    """Serve OpenAI's and Anthropic's APIs. Requests run one at a time in the order in which they come.
 
     Sampling options and --max-tokens hold for requests that do not name their own.
     """
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
-    _refuse_empty_key(api_key)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     variables = template_args(chat_template_args)
     held, size = _cache_options(caches)
@@ -215,14 +187,8 @@ def serve(
     from ..serving.server import Options
     from ..serving.server import serve as run
 
-    _log_to_stderr(verbose)
     options = Options(
-        host=host,
-        port=port,
-        api_key=api_key,
-        max_body_bytes=int(max_body_mb * 1e6),
-        max_queue=max_queue,
-        allowed_origins=[origin for origin in allowed_origins.split(",") if origin],
+        **server,
         max_tokens=max_tokens,
         sampling=SamplingSettings(**sampling),
         block_size=block_size,

@@ -1,7 +1,7 @@
 """The HTTP application: addresses, who may ask, how answers go out.
 
 Knows requests and responses of HTTP, and the engine by three calls: submit, iterate over tokens, cancel. `server` owns sockets,
-`requests` reads bodies, `messages` writes prompts, `responses` makes what goes back.
+`requests` reads bodies, `messages` writes prompts; `responses`, `openai_responses` and `anthropic_messages` make what goes back.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,10 +30,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import DFlashError
-from .engine import Engine, Generation, Job, Options
+from .anthropic_messages import MessageWriter, anthropic_error
+from .channels import end_of_thinking, opens_reasoning
+from .engine import Engine, Generation, Job, LoadedPair, Options
+from .errors import ClientDisconnected, RequestError, shown
+from .fields import ADDRESSES, APIS, CHAT, MESSAGES, RESPONSES
 from .messages import Prompt
-from .requests import ClientDisconnected, CompletionRequest, RequestError, check_model, parse_body, read_request
-from .responses import Completion
+from .openai_responses import ResponseWriter, Store
+from .requests import CompletionRequest, check_model, parse_body, read_request
+from .responses import Completion, Writer, error_body, joined, total
+from .thinking_budget import ThinkingBudget
 
 _log = logging.getLogger(__name__)
 # Names that nobody can register: no foreign page can have one of them point here.
@@ -45,25 +53,34 @@ def make_app(engine: Engine) -> ASGIApp:
     options = engine.options
     app = Starlette(
         routes=[
-            Route("/chat/completions", _complete(chat=True), methods=["POST"]),
-            Route("/completions", _complete(chat=False), methods=["POST"]),
+            *(Route(ADDRESSES[api].removeprefix("/v1"), _generate(api), methods=["POST"]) for api in APIS),
+            Route("/responses/{name}", stored_response, methods=["GET", "DELETE"]),
+            Route("/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/models", models),
             Route("/models/{name:path}", models),
             Route("/health", health),
         ],
         middleware=[
             Middleware(Guard, check=_check_host, options=options),
-            Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After", "x-ignored-fields", "x-seed"],
+            ),
             Middleware(Guard, check=_check_client, options=options),
         ],
         exception_handlers={
-            RequestError: lambda request, error: refusal(error),
+            RequestError: refusal,
             HTTPException: _of_the_router,
             ClientDisconnect: lambda request, error: Response(status_code=400),
-            Exception: lambda request, error: refusal(RequestError(f"{type(error).__name__}: {error}", status=500)),
+            Exception: lambda request, error: refusal(request, RequestError(f"{type(error).__name__}: {error}", status=500)),
         },
     )
-    app.state.engine, app.state.tokenizing = engine, asyncio.Lock()
+    app.state.engine, app.state.tokenizing, app.state.store = engine, asyncio.Lock(), Store()
     app.state.fingerprint, app.state.created = get_system_fingerprint(), int(time.time())
 
     async def with_any_prefix(scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,14 +94,11 @@ def make_app(engine: Engine) -> ASGIApp:
 # Errors
 
 
-def refusal(error: RequestError) -> Response:
-    """An error as OpenAI writes it."""
+def refusal(request: Request, error: RequestError) -> Response:
+    """An error in the words of the API that was asked."""
+    if request.scope["path"].startswith("/messages"):
+        return _json(*anthropic_error(error), error.headers)
     return _json(error_body(error), error.status, error.headers)
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -96,8 +110,9 @@ def _of_the_router(request: Request, error: HTTPException) -> Response:
     asked = f"{request.method[:20]} {request.scope['raw_path'].decode()[:80]}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return refusal(RequestError(f"{asked}: this address takes {allowed} only", "Use it", 405, headers={"Allow": allowed}))
-    return refusal(RequestError(f"{asked}: there is nothing at this address", "Ask for /v1/models", error.status_code))
+        problem = f"{asked}: this address takes {allowed} only"
+        return refusal(request, RequestError(problem, "Use it", 405, headers={"Allow": allowed}))
+    return refusal(request, RequestError(f"{asked}: there is nothing at this address", "Ask for /v1/models", error.status_code))
 
 
 # Who may ask
@@ -110,10 +125,11 @@ class Guard:
         self.app, self.check, self.options = app, check, options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
         try:
-            self.check(Request(scope), self.options)
+            self.check(request, self.options)
         except RequestError as error:
-            await refusal(error)(scope, receive, send)
+            await refusal(request, error)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -136,10 +152,10 @@ def _check_client(request: Request, options: Options) -> None:
         raise RequestError(problem, "Admit it with --allowed-origins", 403)
     if options.api_key is not None and request.scope["path"] != "/health":
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), options.api_key.encode())
-        if not same or scheme.lower() != "bearer":
-            remedy = "Send it in the Authorization header"
-            raise RequestError("the server's API key is missing or wrong as bearer token", remedy, 401, "invalid_api_key")
+        given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), options.api_key.encode()):
+            remedy = "Send it as bearer token in the Authorization header, or in x-api-key"
+            raise RequestError("the server's API key is missing or wrong", remedy, 401, "invalid_api_key")
 
 
 def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
@@ -171,35 +187,127 @@ def health(request: Request) -> Response:
 
 
 def models(request: Request) -> Response:
-    """The served target, with its drafter and the default block size."""
+    """The served target, with its drafter, the default block size and the length of its context, in the words of both APIs."""
     state, asked = request.app.state, request.path_params.get("name")
     pair, block = state.engine.pair, None
     if pair.drafter is not None:
         block = state.engine.options.block_size or pair.drafter.config.block_size
     model = {"id": pair.name, "object": "model", "created": state.created, "owned_by": "dflash-mlx"}
-    model |= {"draft_model": pair.draft_name, "block_size": block}
+    model |= {"draft_model": pair.draft_name, "block_size": block, "context_length": pair.limit, "max_model_len": pair.limit}
+    model |= {"type": "model", "display_name": pair.name, "created_at": _rfc3339(state.created)}
     if asked is None:
-        return _json({"object": "list", "data": [model]})
-    if asked != pair.name:
-        check_model(asked, pair)
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": pair.name, "last_id": pair.name})
+    check_model(asked, pair, state.engine.options)
     return _json(model)
+
+
+def _rfc3339(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+async def stored_response(request: Request) -> Response:
+    """A response that is kept for `previous_response_id`."""
+    store, name = request.app.state.store, request.path_params["name"]
+    if request.method != "DELETE":
+        return _json(store.body(name))
+    store.drop(name)
+    return _json({"id": name, "object": "response", "deleted": True})
 
 
 # POST
 
 
-def _complete(chat: bool) -> Callable[[Request], Any]:
+def _generate(api: str) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> ASGIApp:
         state = request.app.state
-        raw = await _read_body(request, state.engine.options.max_body_bytes)
-        async with state.tokenizing:
-            # One at a time: a tokenizer is not made for two threads.
-            asked, prompt = await run_in_threadpool(_prepare, raw, chat, state.engine)
-        generation = state.engine.submit(_job(asked, prompt))
-        completion = Completion(asked, state.engine.pair, prompt, generation, state.fingerprint)
-        return Answer(generation, completion, asked.stream)
+        asked, prompts = await _prepared(request, api)
+        if not asked.stream:
+            return Answer(asked, _submit(state, asked, prompts))
+        try:
+            return Answer(asked, _submit(state, asked, prompts))
+        except RequestError as error:
+            if api != RESPONSES or error.code != "context_length_exceeded":
+                raise
+            # OpenAI's clients look for this one in the stream.
+            return _stream_of(ResponseWriter(asked, state.engine.pair, prompts[0], Generation(Job([])), store=state.store), error)
 
     return endpoint
+
+
+def _stream_of(writer: Writer, error: RequestError) -> Response:
+    return Response("".join([*writer.start(), writer.error(error)]), media_type="text/event-stream")
+
+
+async def _prepared(request: Request, api: str) -> tuple[CompletionRequest, list[Prompt]]:
+    """What a body asks for, and its prompts."""
+    state = request.app.state
+    raw = await _read_body(request, state.engine.options.max_body_bytes)
+    async with state.tokenizing:
+        # One at a time: a tokenizer is not made for two threads.
+        return await run_in_threadpool(_prepare, raw, api, state.engine, state.store)
+
+
+def _prepare(raw: bytes, api: str, engine: Engine, store: Store) -> tuple[CompletionRequest, list[Prompt]]:
+    request = read_request(parse_body(raw), api, engine.pair, engine.options, store.messages)
+    try:
+        return request, request.render(engine.pair.tokenizer)
+    except DFlashError as error:
+        raise RequestError(error.problem, error.remedy) from None
+
+
+def _submit(state: Any, asked: CompletionRequest, prompts: list[Prompt]) -> list[Writer]:
+    """A writer for each prompt, each with its generation in the queue; all of them or none."""
+    writers: list[Writer] = []
+    make = {
+        RESPONSES: partial(ResponseWriter, store=state.store),
+        MESSAGES: MessageWriter,
+    }.get(asked.api, partial(Completion, fingerprint=state.fingerprint))
+    try:
+        for index, prompt in enumerate(prompts):
+            generation = state.engine.submit(_job(asked, prompt, state.engine.pair))
+            writers.append(make(asked, state.engine.pair, prompt, generation, index=index))
+    except BaseException:
+        for writer in writers:
+            writer.generation.cancel()
+        raise
+    return writers
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a message has."""
+    _, prompts = await _prepared(request, MESSAGES)
+    return _json({"input_tokens": len(prompts[0].ids)})
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text (`content` or `prompt`), or of `messages` behind the chat template."""
+    state = request.app.state
+    body = parse_body(await _read_body(request, state.engine.options.max_body_bytes))
+    text = (body.get("content", body.get("prompt")) if isinstance(body, dict) else None) or ""
+    chat = isinstance(body, dict) and "messages" in body
+    if not chat and not isinstance(text, str):
+        raise RequestError(f"content is {shown(text)}; it must be a text", "Send content, prompt or messages")
+    pair = state.engine.pair
+    async with state.tokenizing:
+        if chat:
+            said = {key: body[key] for key in ("messages", "tools") if key in body}
+            asked = read_request(said, CHAT, pair, state.engine.options)
+            ids = (await run_in_threadpool(asked.render, pair.tokenizer))[0].ids
+        else:
+            ids = list(await run_in_threadpool(pair.tokenizer.encode, text))
+    return _json({"tokens": ids, "count": len(ids), "max_model_len": pair.limit})
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = request.app.state
+    body = parse_body(await _read_body(request, state.engine.options.max_body_bytes))
+    ids, most = body.get("tokens") if isinstance(body, dict) else None, state.engine.pair.vocabulary
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
+        raise RequestError(f"tokens is {shown(ids)}; it must be a list of token ids from 0 to {most - 1}")
+    async with state.tokenizing:
+        text = await run_in_threadpool(state.engine.pair.tokenizer.decode, ids)
+    return _json({"content": text, "prompt": text})
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -222,15 +330,11 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-def _prepare(raw: bytes, chat: bool, engine: Engine) -> tuple[CompletionRequest, Prompt]:
-    request = read_request(parse_body(raw), chat, engine.pair, engine.options)
-    try:
-        return request, request.render(engine.pair.tokenizer)
-    except DFlashError as error:
-        raise RequestError(error.problem, error.remedy) from None
-
-
-def _job(request: CompletionRequest, prompt: Prompt) -> Job:
+def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair) -> Job:
+    budget = []
+    if request.thinking_budget is not None:
+        opened = opens_reasoning(pair.tokenizer, prompt.before)
+        budget.append(ThinkingBudget(request.thinking_budget, len(prompt.ids), end_of_thinking(pair.tokenizer), opened))
     return Job(
         prompt=prompt.ids,
         shared=prompt.shared,
@@ -241,6 +345,7 @@ def _job(request: CompletionRequest, prompt: Prompt) -> Job:
         block_size=request.block_size,
         stop=request.stop,
         top=request.top_logprobs if request.logprobs else None,
+        processors=budget,
     )
 
 
@@ -250,63 +355,78 @@ class Answer:
     # Seconds without a word after which a stream gets a comment: the first time, then again.
     first_comment_s, next_comment_s = 1.0, 3.0
 
-    def __init__(self, generation: Generation, completion: Completion, stream: bool):
-        self.generation, self.completion, self.stream = generation, completion, stream
+    def __init__(self, request: CompletionRequest, writers: list[Writer]):
+        self.request, self.writers = request, writers
+        self.headers = {}
+        if request.ignored:
+            # Names of a stranger's: letters of a header alone, and not too many.
+            names = ", ".join(dict.fromkeys(request.ignored))[:2000]
+            self.headers["x-ignored-fields"] = re.sub(r"[^\x20-\x7e]", "?", names)
+        if "seed" in request.body and request.sampling.seed is not None:
+            self.headers["x-seed"] = str(request.sampling.seed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._cancel_when_gone(receive))
         try:
-            if self.stream:
-                headers = {"Cache-Control": "no-cache"}
+            if self.request.stream:
+                headers = {"Cache-Control": "no-cache", **self.headers}
                 await StreamingResponse(self._events(), headers=headers, media_type="text/event-stream").stream_response(send)
             else:
-                await (await self._whole())(scope, receive, send)
+                await (await self._whole(Request(scope)))(scope, receive, send)
         except ClientDisconnected:
             pass
         finally:
             watch.cancel()
-            self.generation.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for writer in self.writers:
+            writer.generation.cancel()
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
         """A client that closes only the half it writes to counts as gone too: HTTP clients do not."""
         message: Message = {"type": ""}
         while message["type"] != "http.disconnect":
             message = await receive()
-        self.generation.cancel()
+        self._cancel()
 
-    async def _whole(self) -> Response:
+    async def _whole(self, request: Request) -> Response:
         try:
-            async for token in self.generation.tokens():
-                self.completion.add(token)
-            return _json(self.completion.body())
+            for writer in self.writers:
+                async for token in writer.generation.tokens():
+                    writer.add(token)
+            bodies = [writer.body() for writer in self.writers]
+            return _json(bodies[0] if len(bodies) == 1 else joined(bodies), headers=self.headers)
         except RequestError as error:
-            return refusal(error)
+            return refusal(request, error)
 
     async def _events(self) -> AsyncIterator[str]:
-        """Events as they come; a comment when nothing was written for long, which tells how far the prompt is."""
+        """Events as they come; something else when nothing was written for long, which tells how far the prompt is."""
         try:
-            async for text in self._written():
-                yield text
-            yield "data: [DONE]\n\n"
+            for writer in self.writers:
+                async for text in self._written(writer):
+                    yield text
+            if isinstance(writer, Completion):
+                for text in writer.end_of_all(total([one.usage() for one in self.writers])):
+                    yield text
         except RequestError as error:
             # The status line is out: the stream itself has to say it.
-            yield _event(error_body(error))
+            yield writer.error(error)
         except ClientDisconnected:
             return
+        except Exception as error:
+            _log.exception("a request failed")
+            yield writer.error(RequestError(f"{type(error).__name__}: {error}", status=500))
 
-    async def _written(self) -> AsyncIterator[str]:
+    async def _written(self, writer: Writer) -> AsyncIterator[str]:
+        for text in writer.start():
+            yield text
         wait, written = self.first_comment_s, time.monotonic()
-        async for token in self.generation.tokens(min(0.25, self.first_comment_s)):
-            event = self.completion.add(token) if token else None
-            if event:
-                yield _event(event)
-                wait, written = self.first_comment_s, time.monotonic()
-            elif time.monotonic() - written >= wait:
-                yield f": prompt {self.generation.done}/{len(self.generation.job.prompt)}\n\n"
-                wait, written = self.next_comment_s, time.monotonic()
-        for event in self.completion.end():
-            yield _event(event)
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+        async for token in writer.generation.tokens(min(0.25, self.first_comment_s)):
+            texts, due = writer.add(token) if token else [], time.monotonic() - written >= wait
+            for text in texts or ([writer.idle()] if due else []):
+                yield text
+            if texts or due:
+                wait, written = self.first_comment_s if texts else self.next_comment_s, time.monotonic()
+        for text in writer.end():
+            yield text

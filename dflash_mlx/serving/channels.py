@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
 from .tool_calls import CALLS, Call, Reader, is_json, mended, open_value, read_whole, tried
 
 
 @dataclass
 class Piece:
-    """Text of one kind, "answer" or "reasoning"; or calls, with kind "call" and no text."""
+    """Text of one kind, "answer" or "reasoning"; or calls, with kind "call" and no text.
+
+    Of calls that are told as they are written: "begun" has the call without its arguments, "arguments" letters of them as text.
+    """
 
     kind: str
     text: str = ""
@@ -31,10 +35,12 @@ class Channels:
     Args:
       before: the end of the prompt, from behind the last message on: it may have opened the reasoning.
       tools: what the client offered. Without tools a written call stays text, marks kept; so does one that cannot be read.
+      live: tell calls as they are written, where `live_calls` can.
     """
 
-    def __init__(self, tokenizer: Any, before: str = "", tools: Sequence[dict[str, Any]] | None = None):
-        self._reader = _Harmony(before, tools) if is_harmony(tokenizer) else _Marked(tokenizer, before, tools)
+    def __init__(self, tokenizer: Any, before: str = "", tools: Sequence[dict[str, Any]] | None = None, live: bool = False):
+        live = live and bool(tools)
+        self._reader = _Harmony(before, tools, live) if is_harmony(tokenizer) else _Marked(tokenizer, before, tools, live)
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         """The pieces that this text completes; letters that may begin a mark wait for the next call, or for `last`."""
@@ -56,6 +62,19 @@ def has_tool_calls(tokenizer: Any) -> bool:
 def has_reasoning(tokenizer: Any) -> bool:
     """Whether reasoning of this tokenizer's target can be told from its answer."""
     return is_harmony(tokenizer) or bool(_thinking_marks(tokenizer))
+
+
+def end_of_thinking(tokenizer: Any) -> tuple[int, int] | None:
+    """The tokens that open and close reasoning; None where its marks are no single tokens, or there are none."""
+    marks = None if is_harmony(tokenizer) else _thinking_marks(tokenizer)
+    ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks or ()]
+    return (ids[0][0], ids[1][0]) if [len(one) for one in ids] == [1, 1] else None
+
+
+def opens_reasoning(tokenizer: Any, before: str) -> bool:
+    """Whether the end of a prompt has opened reasoning."""
+    marks = _thinking_marks(tokenizer)
+    return marks is not None and before.rfind(marks[0]) > before.rfind(marks[1])
 
 
 def template_source(tokenizer: Any) -> str:
@@ -103,6 +122,10 @@ def _call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
         return start, tokenizer.tool_call_end or "", mended(start, read)
     spelled = _spelled(tokenizer)
     return next(((start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))), None)
+
+
+def _told(parts: Sequence[Part]) -> list[Piece]:
+    return [Piece("begun", calls=[part.call]) if part.call else Piece("arguments", part.arguments) for part in parts]
 
 
 class _Scanner:
@@ -165,17 +188,15 @@ class _Json:
 class _Marked:
     """Grammars of marks in one stream of text: states, and in each the marks that lead to another."""
 
-    def __init__(self, tokenizer: Any, before: str, tools: Any):
-        self.tools, self.scanner = tools, _Scanner()
+    def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool):
+        self.tools, self.scanner, self.lives = tools, _Scanner(), live
         self.calls = _call_grammar(tokenizer) if tools else None
-        thinking = _thinking_marks(tokenizer)
-        self.edges = self._transitions(tokenizer, thinking)
-        self.state = "normal"
-        if thinking and before.rfind(thinking[0]) > before.rfind(thinking[1]):
-            self.state = "reasoning"
+        self.edges = self._transitions(tokenizer, _thinking_marks(tokenizer))
+        self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
         # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.
         self.before, self.mark, self.call, self.json = self.state, "", "", _Json()
+        self.live = LiveCalls(())
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
         """state -> [(mark, next state)], as mlx-lm's `make_text_state_machine`; without tools no mark opens a call."""
@@ -205,6 +226,7 @@ class _Marked:
             part, mark = self.scanner.next(list(ways), last)
             if self.state == "tool":
                 self.call += part
+                pieces += _told(self.live.feed(part))
                 if self._given_up(part):
                     self._reread(mark or "", pieces)
                     continue
@@ -216,6 +238,7 @@ class _Marked:
                 return pieces
             if ways[mark] == "tool":
                 self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
+                self.live = live_calls(self.calls[2], mark, self.tools) if self.lives else LiveCalls(())
             self.state = ways[mark]
 
     def _text(self, text: str) -> Piece:
@@ -231,11 +254,15 @@ class _Marked:
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
         if whole and (calls := tried(lambda: read_whole(read, text, self.tools), text, self.tools)):
-            pieces.append(Piece("call", calls=calls))
+            pieces.append(Piece("call", calls=calls[self.live.begun :]))
             return True
         if end and value:
             self.json.feed(end)
             self.call += end
+            pieces += _told(self.live.feed(end))
+        elif self.live.begun:
+            # What was told stays a call.
+            return True
         else:
             self._reread(end, pieces)
         return False
@@ -251,6 +278,10 @@ class _Marked:
 
     def _reread(self, end: str, pieces: list[Piece]) -> None:
         """What is held is no call: its mark is text, and what came behind it is read anew."""
+        if self.live.begun:
+            # But for what was told as one.
+            self.state = self.before
+            return
         self.state, self.scanner.held = self.before, self.call + end + self.scanner.held
         pieces.append(self._text(self.mark))
 
@@ -275,8 +306,8 @@ class _Harmony:
     )
     _LONGEST_HEADER = 400
 
-    def __init__(self, before: str, tools: Any):
-        self.tools, self.scanner = tools, _Scanner()
+    def __init__(self, before: str, tools: Any, live: bool):
+        self.tools, self.scanner, self.lives, self.live = tools, _Scanner(), live, LiveCalls(())
         self.header, self.body, self.kind, self.first = "", "", "header", True
         # Whether a body is JSON, and where in a call's the first mark stands within a string.
         self.json, self.torn, self.given_up = _Json(), -1, False
@@ -313,6 +344,10 @@ class _Harmony:
         self.first = False
         if mark == "<|message|>":
             self.kind, self.body, self.json, self.torn = self._kind(), "", _Json(), -1
+            if self.kind == "call":
+                # Its name is known, and the object follows.
+                self.live = HeadedCalls(self.tools) if self.lives else LiveCalls(())
+                self.live.feed(re.search(r"to=(functions\.[^\s<]+)", self.header)[1] + "[ARGS]")
         elif mark in self._ENDS or mark == "<|start|>":
             self.header = "<|start|>" if mark == "<|start|>" else ""
         else:
@@ -356,12 +391,18 @@ class _Harmony:
             pieces.append(Piece(self.kind, text))
             return True
         self.body += text
+        pieces += _told(self.live.feed(text))
         return bool(self.tools) and possible and not 0 <= self.torn < len(self.body) - _MOST_HELD
 
     def _give_up(self, mark: str, pieces: list[Piece]) -> bool:
         """What is held is no call but text, its marks too. From the first mark within a string on it is read anew: one that was
         never closed costs no other message."""
         at = self.torn if self.torn >= 0 else len(self.body)
+        if self.live.begun:
+            # What was told stays a call.
+            self.scanner.held = mark + self.scanner.held
+            self.kind, self.given_up, self.json.possible = "answer", True, False
+            return True
         pieces.append(Piece("answer", f"{self.header}<|message|>{self.body[:at]}"))
         self.scanner.held = self.body[at:] + mark + self.scanner.held
         self.kind, self.given_up, self.json.possible = "answer", True, False
@@ -389,4 +430,6 @@ class _Harmony:
         body = self.body
         calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
         written = f"{self.header}<|message|>{body}{end}"
+        if self.live.begun:
+            return Piece("call")
         return Piece("call", calls=calls) if calls else Piece("answer", written)

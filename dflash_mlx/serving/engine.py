@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import mlx.core as mx
@@ -22,10 +23,10 @@ from ..errors import DFlashError
 from ..first_use import try_after_answer
 from ..models.target import Target
 from ..prompt_files import PrefixFiles
-from ..sampling import SamplingSettings
+from ..sampling import LogitsProcessor, SamplingSettings
 from ..text import StopText, TextStream, token_bytes
+from .errors import ClientDisconnected, RequestError
 from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
-from .requests import ClientDisconnected, RequestError
 
 _log = logging.getLogger(__name__)
 # Seconds after which a client that found the queue full may ask again.
@@ -36,10 +37,14 @@ _RETRY_S = 5
 class Options:
     """What the server was started with.
 
+    model_name, aliases: names of the target beside those that it has anyway; any_model_name: any other name is as good.
     max_queue: requests that may wait. recommended: sampling settings of the target's files, where neither the user nor a request
     gives one and a request's temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
     """
 
+    model_name: str | None = None
+    aliases: list[str] = field(default_factory=list)
+    any_model_name: bool = False
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
@@ -60,7 +65,10 @@ class Options:
 
 @dataclass
 class LoadedPair:
-    """The one pair that is served, under the names that the user gave. limit: positions the target was made for, if known."""
+    """The one pair that is served, under the names that the user gave.
+
+    names: what the target may be called. limit: positions the target was made for, if known.
+    """
 
     name: str
     draft_name: str | None
@@ -71,6 +79,12 @@ class LoadedPair:
     def __post_init__(self) -> None:
         target = Target(self.model)
         self.vocabulary, self.limit = target.vocabulary, target.context_length
+        self.names = {self.name, PurePath(self.name).name, "default_model"}
+
+    def rename(self, options: Options) -> None:
+        """Give it the names of the options beside its own."""
+        self.names |= {*options.aliases, options.model_name or self.name}
+        self.name = options.model_name or self.name
 
     def check(self, options: Options) -> None:
         """Raises: DFlashError for what would make every request fail."""
@@ -86,6 +100,7 @@ class Job:
 
     prompt, shared: as in `messages.Prompt`. after_template: whether a chat template ends it, as in `TextStream`.
     top: how many of the likeliest tokens to name beside each; None: no log-probabilities.
+    processors: applied after the sampling's own.
     """
 
     prompt: list[int]
@@ -97,6 +112,7 @@ class Job:
     block_size: int | None = None
     stop: list[str] = field(default_factory=list)
     top: int | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
 
 
 @dataclass
@@ -106,7 +122,7 @@ class Token:
     text: what is now surely before any stop string.
     offset, logprob, top: only when log-probabilities are asked for: letters of the answer before this token's own; its
       log-probability; (id, logprob), the likeliest first.
-    verified: drafted tokens that were verified in this run so far.
+    verified: drafted tokens that were verified in this run so far. stop: the stop string that ended it.
     """
 
     text: str
@@ -117,6 +133,7 @@ class Token:
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)
     verified: int = 0
+    stop: str | None = None
 
 
 class Generation:
@@ -210,7 +227,8 @@ class Engine:
             raise RequestError("the prompt is empty; it must have at least one token", "Send some text")
         if (limit := self.pair.limit) and len(job.prompt) >= limit:
             problem = f"the prompt has {len(job.prompt)} tokens; it must stay below the target's {limit} positions"
-            raise RequestError(problem, "Send less", code="context_length_exceeded")
+            tokens = len(job.prompt), limit
+            raise RequestError(problem, "Send less", code="context_length_exceeded", tokens=tokens)
         if not self.is_healthy:
             raise RequestError("the generating thread has ended", "Start the server again", 503)
         if self.running and (waiting := self.waiting) >= self.options.max_queue:
@@ -235,6 +253,7 @@ class Engine:
             try:
                 self.pair = LoadedPair(*self._open())
                 self.pair.check(self.options)
+                self.pair.rename(self.options)
                 if self._files is not None:
                     self._cache.keep_in(self._files, self.pair.model, self.pair.drafter, self.pair.name, self.options.caches)
             except BaseException as error:
@@ -303,7 +322,7 @@ class Engine:
             draft_model=pair.drafter,
             shared=job.shared,
             should_stop=lambda: generation.cancelled or self._closing.is_set(),
-            logits_processors=processors,
+            logits_processors=[*processors, *job.processors],
             prompt_progress_callback=progress,
             max_tokens=room if job.max_tokens == -1 else min(job.max_tokens, room),
             sampler=sampler,
@@ -353,6 +372,7 @@ class _Text:
             None if row is None else row[response.token].item(),
             [] if row is None else top_tokens(row, self.top),
             response.stats.n_verified if response.stats else 0,
+            self.stop.found,
         )
 
     def _place(self, token: int | None, piece: str) -> int:

@@ -21,6 +21,7 @@ from mlx_lm.server import convert_chat
 
 from ..errors import DFlashError
 from .channels import has_reasoning, template_source
+from .errors import shown
 
 _ROLES = ("system", "user", "assistant", "tool")
 # OpenAI's newer and older names for these.
@@ -185,9 +186,9 @@ def _reasoning_names(tokenizer: Any) -> tuple[str, ...]:
     return _REASONING[:2]
 
 
-def render_text(tokenizer: Any, text: str) -> Prompt:
-    """A prompt that is continued as it is."""
-    ids = list(tokenizer.encode(text))
+def render_text(tokenizer: Any, text: str | list[int]) -> Prompt:
+    """A prompt, text or token ids, that is continued as it is."""
+    ids = list(tokenizer.encode(text)) if isinstance(text, str) else text
     return Prompt(ids, [(len(ids) - 1, "assistant")], "")
 
 
@@ -396,9 +397,3 @@ def _shared(
     if tail > (shared[-1][0] if shared else 0):
         shared.append((tail, "user"))
     return [*shared, (len(ids) - 1, "assistant" if tail >= 0 else "user")]
-
-
-def shown(value: Any) -> str:
-    """A value of a request for an error's sentence, cut to a line."""
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

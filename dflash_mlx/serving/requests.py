@@ -1,50 +1,48 @@
-"""Reading OpenAI's requests: what is asked for, and a sentence for what cannot be done.
+"""Reading requests of all APIs into one form: what is asked for, and a sentence for what cannot be done.
 
-Knows the fields of a body and what the loaded pair can do. Knows no sockets and no generation.
+Knows the values of fields and what the loaded pair can do. Which fields there are is in `fields`. Knows no sockets and no
+generation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_template import template_variables
 from ..drafter_checks import largest_block
 from ..errors import DFlashError, GenerationError
 from ..sampling import SamplingSettings
 from ..sampling_settings import check_max_tokens
-from .channels import has_tool_calls
-from .messages import Prompt, read_messages, render_chat, render_text, shown
+from .channels import end_of_thinking, has_reasoning, has_tool_calls
+from .errors import RequestError, shown
+from .fields import MESSAGES, RESPONSES, SAMPLING, TEXT, note_ignored, sort_fields
+from .messages import Prompt, read_messages, render_chat, render_text
+from .translate import OTHER_NAMES, of_messages, of_responses
 
 if TYPE_CHECKING:
     from .engine import LoadedPair, Options
 
 
-class RequestError(DFlashError):
-    """A request that is answered with an error: a sentence, the status, OpenAI's code word, headers."""
-
-    def __init__(
-        self, problem: str, remedy: str = "", status: int = 400, code: str | None = None, headers: dict[str, str] | None = None
-    ):
-        super().__init__(problem, remedy)
-        self.status, self.code, self.headers = status, code, headers
-
-
-class ClientDisconnected(Exception):
-    """The client has left: there is nobody to answer."""
-
-
 @dataclass
 class CompletionRequest:
-    """One request, read and checked. chat: messages come and an answer goes; else a text is continued."""
+    """One request of any API, read and checked.
 
-    chat: bool
-    prompt: str
+    api: a name of `fields.APIS`. prompts: of a text completion, each a text or token ids; one answer for each.
+    continues: the last message begins the answer. thinking_budget: tokens of thinking, None is no limit.
+    ignored: names of fields that had no effect. body: as it came, without what was not read.
+    """
+
+    api: str
+    prompts: list[str | list[int]]
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     template_args: dict[str, Any]
@@ -59,51 +57,37 @@ class CompletionRequest:
     # top_logprobs: the likeliest tokens to name beside each.
     logprobs: bool
     top_logprobs: int
+    continues: bool = False
+    thinking_budget: int | None = None
+    ignored: list[str] = field(default_factory=list)
+    body: dict[str, Any] = field(default_factory=dict)
 
-    def render(self, tokenizer: Any) -> Prompt:
-        """Raises: DFlashError where the chat template refuses the messages."""
-        if self.chat:
-            return render_chat(tokenizer, self.messages, self.tools, self.template_args, self.role_mapping)
-        return render_text(tokenizer, self.prompt)
+    @property
+    def chat(self) -> bool:
+        """Whether messages come and an answer goes; else texts are continued."""
+        return self.api != TEXT
+
+    def render(self, tokenizer: Any) -> list[Prompt]:
+        """A prompt for each answer.
+
+        Raises:
+          DFlashError: the chat template refuses the messages.
+        """
+        if not self.chat:
+            return [render_text(tokenizer, prompt) for prompt in self.prompts]
+        variables = self.template_args, self.role_mapping, self.continues
+        return [render_chat(tokenizer, self.messages, self.tools, *variables)]
 
 
-# Fields that nobody's answer depends on.
-IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
-# Fields of OpenAI's that ask for what this server does not do, unless they hold this value.
-NEUTRAL = {
-    "adapters": None,
-    "audio": None,
-    "best_of": 1,
-    "echo": False,
-    "function_call": None,
-    "functions": None,
-    "modalities": ["text"],
-    "n": 1,
-    "parallel_tool_calls": True,
-    "prediction": None,
-    "reasoning_effort": None,
-    "response_format": {"type": "text"},
-    "suffix": "",
-    "verbosity": None,
-    "web_search_options": None,
-}
-# The settings of `SamplingSettings`, under their names in a request.
-SAMPLING = {{"temp": "temperature"}.get(one.name, one.name): one.name for one in fields(SamplingSettings)}
-# Fields of both kinds of completions, then those that only chats, or only texts, have.
-COMMON = {
-    *("model", "draft_model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
-    *("num_draft_tokens", "logit_bias", "logprobs", "top_logprobs"),
-    *SAMPLING,
-}
-OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs", "role_mapping")
-OF_TEXTS = ("prompt",)
 # What transformers' function takes beside a template's variables.
 _TEMPLATES_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
-_MOST_STOPS, _LONGEST_STOP = 64, 1000
 # Larger numbers have no further effect, and MLX cannot read all of them.
 _LARGEST_BIAS = 1_000_000
 _MOST_TOP = 20
+_MOST_PROMPTS = 64
+# OpenAI's efforts, and the nearest that templates know.
+_EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 def parse_body(raw: bytes) -> Any:
@@ -134,29 +118,47 @@ def _finite(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def read_request(body: Any, chat: bool, pair: LoadedPair, options: Options) -> CompletionRequest:
+def read_request(
+    body: Any, api: str, pair: LoadedPair, options: Options, earlier: Callable[[str], list[Any]] = lambda name: []
+) -> CompletionRequest:
     """What a body asks for; what it leaves out is as the server was started.
 
+    earlier: the messages behind a `previous_response_id`.
     Raises:
-      RequestError: names the field that is wrong, unknown, or asks for what cannot be done.
+      RequestError: names the field that is wrong, or asks for what cannot be done.
     """
-    body = _known_fields(body, chat)
-    check_model(body.get("model", "default_model"), pair)
-    _check_draft_model(body.get("draft_model", "default_model"), pair)
-    stream = _flag(body, "stream")
-    count = _logprobs(body, chat)
+    own, ignored = sort_fields(body, api)
     try:
-        messages = read_messages(body.get("messages"), pair.tokenizer, _role_mapping(body, pair)) if chat else []
-    except RequestError:
-        raise
+        body = of_responses(own, earlier) if api == RESPONSES else of_messages(own) if api == MESSAGES else own
+        return _read(body, api, pair, options, ignored, own)
     except DFlashError as error:
-        raise RequestError(error.problem, error.remedy) from None
+        # The field has another name in this API.
+        first, _, rest = error.problem.partition(" ")
+        problem = f"{OTHER_NAMES[api].get(first, first)} {rest}"
+        if isinstance(error, RequestError):
+            raise RequestError(problem, error.remedy, error.status, error.code, error.headers) from None
+        raise RequestError(problem, error.remedy) from None
+
+
+def _read(
+    body: dict[str, Any], api: str, pair: LoadedPair, options: Options, ignored: list[str], own: dict[str, Any]
+) -> CompletionRequest:
+    check_model(body.get("model", "default_model"), pair, options)
+    _check_draft_model(body.get("draft_model", "default_model"), pair)
+    stream, chat = _flag(body, "stream"), api != TEXT
+    count = _logprobs(body, chat)
+    messages, tools, variables = [], [], {}
+    if chat:
+        messages = read_messages(body.get("messages"), pair.tokenizer, _role_mapping(body, pair))
+        tools = _tools(body, pair, api, ignored)
+        asked = {**_template_args(body, pair), **_effort(body, pair, ignored)}
+        variables = {**options.chat_template_args, **asked}
     return CompletionRequest(
-        chat=chat,
-        prompt="" if chat else _prompt(body),
+        api=api,
+        prompts=[] if chat else _prompts(body, pair),
         messages=messages,
-        tools=_tools(body, pair) if chat else [],
-        template_args={**options.chat_template_args, **_template_args(body, pair)} if chat else {},
+        tools=tools,
+        template_args=variables,
         role_mapping=_role_mapping(body, pair) if chat else {},
         sampling=_sampling(body, pair, options),
         logit_bias=_logit_bias(body, pair),
@@ -167,35 +169,20 @@ def read_request(body: Any, chat: bool, pair: LoadedPair, options: Options) -> C
         include_usage=_include_usage(body, stream),
         logprobs=count is not None,
         top_logprobs=count or 0,
+        # Only Anthropic's API says that a last message of the assistant is gone on with.
+        continues=api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+        thinking_budget=_thinking_budget(body, pair),
+        ignored=ignored,
+        body=own,
     )
 
 
-def _known_fields(body: Any, chat: bool) -> dict[str, Any]:
-    """The body without nulls and without what nobody's answer depends on."""
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is of type {type(body).__name__}; it must be a JSON object", "Send an object")
-    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name, value in list(body.items()):
-        if name in NEUTRAL:
-            wanted = NEUTRAL[name]
-            if type(value) is not type(wanted) or value != wanted:
-                remedy = "Leave it out" if wanted is None else f"Leave it out, or send {shown(wanted)}"
-                raise RequestError(f"{name} is {shown(value)}; this server cannot do that", remedy)
-            del body[name]
-        elif name not in COMMON and name not in (*OF_CHATS, *OF_TEXTS):
-            raise RequestError(f"the field {name!r} is unknown to this server", "Leave it out")
-    kind = "chat" if chat else "text"
-    for name in OF_TEXTS if chat else OF_CHATS:
-        if name in body:
-            raise RequestError(f"{name} is {shown(body[name])}; {kind} completions have no such field", "Leave it out")
-    return body
-
-
-def check_model(name: Any, pair: LoadedPair) -> None:
-    """Raises: RequestError for any name but the served one's."""
-    if name not in (pair.name, "default_model"):
-        problem = f"the model {name!r} is not served here; this server has {pair.name!r}"
-        raise RequestError(problem, "Ask for that, or leave model out", 404, "model_not_found")
+def check_model(name: Any, pair: LoadedPair, options: Options) -> None:
+    """Raises: RequestError for a name that is not the served target's."""
+    if isinstance(name, str) and (options.any_model_name or name in pair.names):
+        return
+    problem = f"the model {name!r} is not served here; this server has {pair.name!r}"
+    raise RequestError(problem, "Ask for that, or leave model out", 404, "model_not_found")
 
 
 def _check_draft_model(name: Any, pair: LoadedPair) -> None:
@@ -222,16 +209,62 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
     return options.get("include_usage", False)
 
 
-def _prompt(body: Mapping[str, Any]) -> str:
+def _prompts(body: Mapping[str, Any], pair: LoadedPair) -> list[str | list[int]]:
+    """A text or token ids, or a list of them."""
     given = body.get("prompt")
-    prompt = given[0] if isinstance(given, list) and len(given) == 1 else given
-    if not isinstance(prompt, str):
-        raise RequestError(f"prompt is {shown(given)}; it must be one text", "Send one request for each prompt")
-    return prompt
+    prompts = given if isinstance(given, list) and given and not _is_id(given[0], pair) else [given]
+    if not all(isinstance(one, str) or isinstance(one, list) and one and all(_is_id(i, pair) for i in one) for one in prompts):
+        problem = f"prompt is {shown(given)}; it must be a text, token ids from 0 to {pair.vocabulary - 1}, or a list of these"
+        raise RequestError(problem)
+    if len(prompts) > _MOST_PROMPTS:
+        raise RequestError(f"prompt has {len(prompts)} prompts; at most {_MOST_PROMPTS} are taken", "Send several requests")
+    return prompts
+
+
+def _is_id(value: Any, pair: LoadedPair) -> bool:
+    return type(value) is int and 0 <= value < pair.vocabulary
+
+
+def fold_seed(seed: Any) -> Any:
+    """A seed of 64 bits as one of 32, which is what noise is keyed by. -1 draws one."""
+    if type(seed) is not int or 0 <= seed < 1 << 32 or not -(1 << 63) <= seed < 1 << 64:
+        return seed
+    if seed == -1:
+        return secrets.randbits(32)
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4])
+
+
+def _effort(body: Mapping[str, Any], pair: LoadedPair, ignored: list[str]) -> dict[str, Any]:
+    """Variables of the chat template for `reasoning_effort` and for Anthropic's `thinking`."""
+    effort, thinks = body.get("reasoning_effort"), body.get("thinking")
+    if effort is not None and (not isinstance(effort, str) or effort not in _EFFORTS):
+        raise RequestError(f"reasoning_effort is {shown(effort)}; it must be one of {', '.join(_EFFORTS)}")
+    if effort is None and thinks is None:
+        return {}
+    known = template_variables(pair.tokenizer)
+    if effort is not None and (known is None or "reasoning_effort" in known):
+        return {"reasoning_effort": _EFFORTS[effort]}
+    if known is None or "enable_thinking" in known or has_reasoning(pair.tokenizer) and "thinking" not in known:
+        return {"enable_thinking": effort != "none" if thinks is None else thinks}
+    if "thinking" in known:
+        return {"thinking": effort != "none" if thinks is None else thinks}
+    ignored.append("thinking" if effort is None else "reasoning_effort")
+    return {}
+
+
+def _thinking_budget(body: Mapping[str, Any], pair: LoadedPair) -> int | None:
+    budget = body.get("thinking_budget")
+    if budget is None:
+        return None
+    if type(budget) is not int or budget < 1:
+        raise RequestError(f"thinking.budget_tokens is {shown(budget)}; it must be a whole number of at least 1")
+    return budget if end_of_thinking(pair.tokenizer) is not None else None
 
 
 def _sampling(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> SamplingSettings:
     asked = {name: body[field] for field, name in SAMPLING.items() if field in body}
+    if "seed" in asked:
+        asked["seed"] = fold_seed(asked["seed"])
     if asked.get("temp") != 0:
         asked = options.recommended | asked
     try:
@@ -245,25 +278,19 @@ def _sampling(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> Sa
 
 
 def _max_tokens(body: Mapping[str, Any], options: Options) -> int:
-    name = next((name for name in ("max_completion_tokens", "max_tokens") if name in body), "max_tokens")
-    value = body.get(name, options.max_tokens)
-    try:
+    """Of two limits the smaller holds; -1 is none."""
+    given = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if name in body}
+    for name, value in given.items():
         check_max_tokens(value, name)
-    except GenerationError as error:
-        raise RequestError(error.problem, error.remedy) from None
-    return value
+    return min(given.values(), key=lambda value: (value == -1, value), default=options.max_tokens)
 
 
 def _stop(body: Mapping[str, Any]) -> list[str]:
     given = body.get("stop", [])
     stop = [given] if isinstance(given, str) else given
-    if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
-        raise RequestError(f"stop is {shown(given)}; it must be a text or a list of texts, none of them empty")
-    # They are looked for behind every token.
-    if len(stop) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in stop):
-        found = f"stop has {len(stop)} texts, the longest of {max(map(len, stop))} letters"
-        raise RequestError(f"{found}; at most {_MOST_STOPS} texts of {_LONGEST_STOP} letters are looked for", "Send fewer")
-    return stop
+    if not isinstance(stop, list) or not all(isinstance(word, str) for word in stop):
+        raise RequestError(f"stop is {shown(given)}; it must be a text or a list of texts")
+    return list(dict.fromkeys(word for word in stop if word))
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
@@ -333,8 +360,8 @@ def _template_args(body: Mapping[str, Any], pair: LoadedPair) -> dict[str, Any]:
     return given
 
 
-def _tools(body: Mapping[str, Any], pair: LoadedPair) -> list[dict[str, Any]]:
-    """The tools that may be called; [] where the client offers or wants none."""
+def _tools(body: Mapping[str, Any], pair: LoadedPair, api: str, ignored: list[str]) -> list[dict[str, Any]]:
+    """The tools that may be called; [] where the client offers or wants none. Tools that are no functions are left out."""
     choice, tools = body.get("tool_choice", "auto"), body.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(f"tools is {shown(tools)}; it must be a list of objects")
@@ -342,6 +369,10 @@ def _tools(body: Mapping[str, Any], pair: LoadedPair) -> list[dict[str, Any]]:
         return []
     if choice != "auto":
         raise RequestError(f"tool_choice is {shown(choice)}; this server cannot force calls", 'Send "auto" or "none"')
+    hosted = [str(tool["type"])[:40] for tool in tools if tool.get("type", "function") != "function"]
+    note_ignored(named := [f"tools: {kind}" for kind in dict.fromkeys(hosted)], api)
+    ignored += named
+    tools = [tool for tool in tools if tool.get("type", "function") == "function"]
     if tools and not has_tool_calls(pair.tokenizer):
         problem = f"tools are offered; how the chat template of {pair.name} writes calls is not known"
         raise RequestError(problem, "Leave tools out, or serve another target")

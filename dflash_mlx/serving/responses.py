@@ -1,10 +1,11 @@
-"""What goes back: OpenAI's objects and a stream's events, with usage and log-probabilities.
+"""What goes back: OpenAI's completions as objects and as events of a stream, and what the writers of other APIs share.
 
 Knows tokens as the engine gives them and the channels that tell answers from reasoning and calls. Knows no sockets.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Any
@@ -12,52 +13,117 @@ from typing import Any
 from ..text import token_bytes
 from .channels import Channels, Piece
 from .engine import Generation, LoadedPair, Token
+from .errors import RequestError
 from .messages import Prompt
 from .requests import CompletionRequest
 from .tool_calls import Call
 
 
-class Completion:
-    """One answer as it grows: `add` takes a token, `end` comes after the last. Both give the events of a stream.
+def event(body: dict[str, Any], name: str = "") -> str:
+    """One event of a stream."""
+    return f"event: {name}\ndata: {json.dumps(body)}\n\n" if name else f"data: {json.dumps(body)}\n\n"
 
-    `body` is the answer in one piece.
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error as OpenAI writes it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def total(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counts of several answers, added up."""
+    first = usages[0]
+    return {
+        name: total([usage[name] for usage in usages]) if isinstance(value, dict) else sum(usage[name] for usage in usages)
+        for name, value in first.items()
+    }
+
+
+def joined(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answers to several prompts as one object."""
+    choices = [choice for body in bodies for choice in body["choices"]]
+    return {**bodies[0], "choices": choices, "usage": total([body["usage"] for body in bodies])}
+
+
+class Writer:
+    """One answer as it grows, in the words of an API.
+
+    `start`, `add` (a token), `end` and `error` give the events of a stream; `idle` what is written when nothing came for long.
+    `body` is the answer in one piece, once all tokens were added.
     """
 
-    def __init__(self, request: CompletionRequest, pair: LoadedPair, prompt: Prompt, generation: Generation, fingerprint: str):
-        self.request, self.tokenizer, self.generation = request, pair.tokenizer, generation
-        self.prompt_tokens = len(prompt.ids)
+    def __init__(self, request: CompletionRequest, pair: LoadedPair, prompt: Prompt, generation: Generation, index: int = 0):
+        self.request, self.tokenizer, self.generation, self.index = request, pair.tokenizer, generation, index
+        self.model, self.prompt_tokens, self.created = pair.name, len(prompt.ids), int(time.time())
         # A text completion is all text, marks included.
-        self.channels = Channels(pair.tokenizer, prompt.before, request.tools) if request.chat else None
+        live = {"live": request.stream}
+        self.channels = Channels(pair.tokenizer, prompt.before, request.tools, **live) if request.chat else None
+        # n_calls: of the whole answer, each has its place in it.
+        self.n_calls, self.count, self.thought, self.accepted, self.verified = 0, 0, 0, 0, 0
+        self.reason: str | None = None
+        self.stopped_at: str | None = None
+
+    def start(self) -> list[str]:
+        return []
+
+    def add(self, token: Token) -> list[str]:
+        raise NotImplementedError
+
+    def end(self) -> list[str]:
+        raise NotImplementedError
+
+    def body(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def error(self, error: RequestError) -> str:
+        return event(error_body(error))
+
+    def idle(self) -> str:
+        """A comment; it also finds a broken connection."""
+        return f": prompt {self.generation.done}/{len(self.generation.job.prompt)}\n\n"
+
+    def take(self, token: Token) -> list[Piece]:
+        """Count a token; the pieces of the answer that it completes."""
+        self.count, self.verified = self.count + 1, token.verified
+        self.accepted += token.from_draft
+        self.reason, self.stopped_at = token.finish_reason, token.stop
+        last = self.reason is not None
+        pieces = self.channels.feed(token.text, last) if self.channels else [Piece("answer", token.text)]
+        self.thought += any(piece.kind == "reasoning" for piece in pieces)
+        return pieces
+
+
+class Completion(Writer):
+    """OpenAI's chat and text completions."""
+
+    def __init__(self, *about: Any, fingerprint: str = "", **more: Any):
+        super().__init__(*about, **more)
+        request = self.request
         kind = ("chat.completion.chunk" if request.stream else "chat.completion") if request.chat else "text_completion"
         self.head = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": fingerprint,
             "object": kind,
-            "model": pair.name,
-            "created": int(time.time()),
+            "model": self.model,
+            "created": self.created,
         }
         self.text, self.reasoning, self.calls = "", "", []
-        # Calls of the whole answer: each has its place in it.
-        self.n_calls, self.count, self.accepted, self.verified = 0, 0, 0, 0
-        self.reason: str | None = None
         self.tokens: list[Token] = []
         self.role_told = False
 
-    def add(self, token: Token) -> dict[str, Any] | None:
-        """Take a token; the next event of a stream, if there is something to say before the end."""
-        self.count, self.verified = self.count + 1, token.verified
-        self.accepted += token.from_draft
+    def add(self, token: Token) -> list[str]:
         self.tokens.append(token)
-        self.reason = token.finish_reason
-        self._take(self.channels.feed(token.text, self.reason is not None) if self.channels else [Piece("answer", token.text)])
+        self._take(self.take(token))
         if not self.request.stream or self.reason or not (self.text or self.reasoning or self.calls):
-            return None
-        return self._event(None)
+            return []
+        return [self._event(None)]
 
     def _take(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             if piece.kind == "reasoning":
                 self.reasoning += piece.text
+            elif piece.kind == "arguments":
+                self.calls.append({"function": {"arguments": piece.text}, "index": self.n_calls - 1})
             else:
                 self.text += piece.text
             for call in piece.calls:
@@ -68,25 +134,28 @@ class Completion:
         made = {"function": {"name": call.name, "arguments": call.arguments}, "type": "function", "id": call.id}
         return {**made, "index": self.n_calls} if self.request.stream else made
 
-    def end(self) -> list[dict[str, Any]]:
-        """The last events of a stream."""
-        last = self._event(self._reason())
-        return [last, {**self.head, "choices": [], "usage": self.usage()}] if self.request.include_usage else [last]
+    def end(self) -> list[str]:
+        """The last event of the answer."""
+        return [self._event(self._reason())]
+
+    def end_of_all(self, usage: dict[str, Any]) -> list[str]:
+        """What follows the last events of all answers."""
+        told = [event({**self.head, "choices": [], "usage": usage})] if self.request.include_usage else []
+        return [*told, "data: [DONE]\n\n"]
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         return {**self.head, "choices": [self._choice(self._reason(), "message")], "usage": self.usage()}
 
     def _reason(self) -> str | None:
         return "tool_calls" if self.reason == "stop" and self.n_calls else self.reason
 
-    def _event(self, reason: str | None) -> dict[str, Any]:
-        event = {**self.head, "choices": [self._choice(reason, "delta")]}
+    def _event(self, reason: str | None) -> str:
+        told = event({**self.head, "choices": [self._choice(reason, "delta")]})
         self.text, self.reasoning, self.calls, self.tokens = "", "", [], []
-        return event
+        return told
 
     def _choice(self, reason: str | None, key: str) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": self.index, "finish_reason": reason}
         if self.request.logprobs:
             choice["logprobs"] = self._chat_logprobs() if self.request.chat else self._text_logprobs()
         if not self.request.chat:

@@ -84,7 +84,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_let_go(served, monkeypatch, 
 
 def test_a_client_that_does_not_read_its_answer_is_let_go(chatty, monkeypatch):
     monkeypatch.setattr(TimedProtocol, "unread_s", 0.2)
-    monkeypatch.setattr("dflash_mlx.serving.app.Completion.add", lambda self, token: {"text": "x" * 1_000_000})
+    monkeypatch.setattr("dflash_mlx.serving.app.Completion.add", lambda self, token: ["x" * 1_000_000])
     model = scripted([7] * 10_000, vocab=1536, wait_s=0.001)
     with running(model, chatty[1]) as server:
         link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 4000, "stream": True})

@@ -1,13 +1,20 @@
 """What is asked for: every field, and the sentence for what cannot be done."""
 
 import json
+from http.client import HTTPResponse
+from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
-from kit import scripted
+from kit import scripted, with_template
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, WEATHER, ask, running
 
 from dflash_mlx.sampling import SamplingSettings
+from dflash_mlx.serving.engine import LoadedPair, Options
+from dflash_mlx.serving.fields import table
+from dflash_mlx.serving.requests import fold_seed, read_request
 
 
 @pytest.mark.parametrize(
@@ -23,11 +30,14 @@ from dflash_mlx.sampling import SamplingSettings
         ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
         ({"tool_choice": "required"}, 400, "this server cannot force calls"),
         ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),
-        ({"temprature": 1}, 400, "the field 'temprature' is unknown to this server. Leave it out."),
-        ({"stop": ""}, 400, 'stop is ""; it must be a text or a list of texts, none of them empty'),
-        ({"stop": [1]}, 400, "stop is [1]; it must be a text"),
-        ({"stop": ["x"] * 65}, 400, "stop has 65 texts, the longest of 1 letters; at most 64 texts"),
-        ({"stop": "x" * 1001}, 400, "stop has 1 texts, the longest of 1001 letters"),
+        ({"stop": [1]}, 400, "stop is [1]; it must be a text or a list of texts"),
+        ({"mirostat": 2}, 400, "mirostat is 2; this server cannot do that. Leave it out, or send 0"),
+        ({"lora": [{"id": 0}]}, 400, "lora is"),
+        ({"num_ctx": 4096}, 400, "num_ctx is 4096; this server cannot do that. Leave it out."),
+        ({"dry_multiplier": 0.8}, 400, "dry_multiplier is 0.8; this server cannot do that"),
+        ({"echo": True}, 400, "echo is true; this server cannot do that"),
+        ({"reasoning_effort": "huge"}, 400, 'reasoning_effort is "huge"; it must be one of none, minimal'),
+        ({"max_completion_tokens": 0}, 400, "max_completion_tokens is 0; it must be"),
         (
             {"presence_penalty": 10**30},
             400,
@@ -43,7 +53,7 @@ from dflash_mlx.sampling import SamplingSettings
         ({"stream_options": {"x": 1}}, 400, "include_usage"),
         ({"stream_options": {"include_usage": "x"}, "stream": True}, 400, "include_usage, true or false"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options came without stream = true"),
-        ({"prompt": "x"}, 400, 'prompt is "x"; chat completions have no such field'),
+        ({"prompt": "x"}, 400, 'prompt is "x"; this server cannot do that'),
         ({"role_mapping": {"user": "U: "}}, 400, "role_mapping is given; served has a chat template"),
         ({"num_draft_tokens": 64}, 400, "num_draft_tokens is 64; it must be a whole number from 0 to 63"),
         ({"num_draft_tokens": -1}, 400, "num_draft_tokens is -1; it must be"),
@@ -66,8 +76,8 @@ from dflash_mlx.sampling import SamplingSettings
         ({"logit_bias": {"-1": 1}}, 400, "token ids are 0 to 1535"),
         ({"logit_bias": {"²": 1}}, 400, "token ids are 0 to 1535"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "token ids are 0 to 1535"),
-        ({"seed": -1}, 400, "whole number from 0 to"),
-        ({"seed": 2**40, "temperature": 1}, 400, "whole number from 0 to"),
+        ({"seed": 2**64}, 400, "whole number from 0 to"),
+        ({"seed": -(2**63) - 1, "temperature": 1}, 400, "whole number from 0 to"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "hi"}}, 400, "it may hold variables of the chat template only"),
         ({"chat_template_kwargs": {"return_tensors": "np"}}, 400, "chat_template_kwargs has 'return_tensors'"),
@@ -97,19 +107,138 @@ def test_the_openai_client_sees_its_own_error_classes(served):
         ask(served, n=3)
 
 
-def test_a_text_completion_of_many_prompts_or_none_is_refused(served):
-    for prompt in (["a", "b"], [1, 2], [7], None, ""):
+def test_a_prompt_that_is_none_is_refused(served):
+    for prompt in ([1, "a"], [1536], [[-1]], [], [[]], None, {}, [None]):
         status, body = served.post("/v1/completions", {"prompt": prompt})
-        said = f"prompt is {json.dumps(prompt)}; it must" if prompt != "" else "the prompt is empty; it must"
-        assert status == 400 and json.loads(body)["error"]["message"].startswith(said)
+        assert status == 400 and json.loads(body)["error"]["message"].startswith(f"prompt is {json.dumps(prompt)}; it must be")
+    assert "the prompt is empty" in served.post("/v1/completions", {"prompt": ""})[1]
+    assert "at most 64" in served.post("/v1/completions", {"prompt": ["x"] * 65})[1]
+
+
+def test_a_prompt_may_be_ids_or_a_list_and_each_has_its_answer(served, chatty):
+    create, ids = served.client.completions.create, chatty[1].encode("for i in ")
+    text = create(model="served", prompt="for i in ", max_tokens=5).choices[0].text
+    assert create(model="served", prompt=ids, max_tokens=5).choices[0].text == text
+    asked = {"model": "served", "prompt": [ids, chatty[1].encode("x = ")], "max_tokens": 5}
+    both = create(**asked)
+    assert [choice.index for choice in both.choices] == [0, 1] and both.choices[0].text == text != both.choices[1].text
+    assert both.usage.completion_tokens == 10
+    told = {0: "", 1: ""}
+    for chunk in create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            told[choice.index] += choice.text
+    assert told == {0: text, 1: both.choices[1].text} and chunk.usage.completion_tokens == 10
+
+
+def test_a_seed_of_64_bits_is_folded_and_minus_one_draws_one_that_is_told(served):
+    def asked(seed):
+        body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 1.5, "seed": seed}
+        with served.send("/v1/chat/completions", body) as link:
+            answer = HTTPResponse(link)
+            answer.begin()
+            return int(answer.headers["x-seed"]), json.loads(answer.read())["choices"][0]["message"]["content"]
+
+    assert asked(7)[0] == 7 and asked(2**32 - 1)[0] == 2**32 - 1
+    folded, text = asked(2**63)
+    # Fixed: a text of a long seed stays what it is.
+    assert folded == fold_seed(2**63) == 3317865200
+    assert asked(folded) == (folded, text) == asked(2**63)
+    drawn, text = asked(-1)
+    assert asked(drawn) == (drawn, text) and asked(-1)[0] != drawn
+
+
+@pytest.mark.parametrize("stop", ["", [], ["", "never there"], None, "x" * 5000, [f"y{i}" for i in range(100)]])
+def test_a_stop_of_any_form_that_never_comes_changes_nothing(served, stop):
+    said = [
+        json.loads(served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 6, **more})[1])["choices"][0]
+        for more in ({}, {"stop": stop})
+    ]
+    assert said[0] == said[1]
+
+
+def test_of_two_limits_of_an_answer_the_smaller_holds(served):
+    for one, two, least in ((3, 5, 3), (5, 2, 2), (-1, 4, 4)):
+        assert ask(served, max_tokens=one, max_completion_tokens=two).usage.completion_tokens == least
+
+
+def test_an_unknown_field_is_ignored_named_and_logged_once(served, caplog):
+    body = {"messages": MESSAGES, "max_tokens": 1, "temprature": 1, "straße\r\nx: y": 2, "user": "me"}
+    for _ in range(2):
+        with served.send("/v1/chat/completions", body) as link:
+            answer = HTTPResponse(link)
+            answer.begin()
+            assert answer.status == 200 and answer.headers["x-ignored-fields"] == "temprature, stra?e??x: y"
+            assert answer.headers["x"] is None and answer.read()
+    assert sum("'temprature' has no effect" in record.getMessage() for record in caplog.records) <= 1
+
+
+def test_tools_that_are_no_functions_are_left_out_and_named(served):
+    body = {"messages": MESSAGES, "max_tokens": 1, "tools": [*WEATHER, {"type": "web_search"}]}
+    with served.send("/v1/chat/completions", body) as link:
+        answer = HTTPResponse(link)
+        answer.begin()
+        assert answer.status == 200 and answer.headers["x-ignored-fields"] == "tools: web_search"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "written"),
+    [
+        ("{{ reasoning_effort }}", "minimal", "low"),
+        ("{{ reasoning_effort }}", "xhigh", "high"),
+        ("{{ enable_thinking }}", "none", "False"),
+        ("{{ enable_thinking }}", "high", "True"),
+        ("{{ thinking }}", "low", "True"),
+        ("no such thing", "low", "no such thing"),
+    ],
+)
+def test_reasoning_effort_reaches_the_template_or_switches_thinking(tmp_path, template, effort, written):
+    tokenizer = load_tokenizer(Path(with_template(tmp_path, template)))
+    pair = SimpleNamespace(tokenizer=tokenizer, names={"default_model"}, drafter=None, vocabulary=1536, draft_name=None, name="x")
+    request = read_request({"messages": MESSAGES, "reasoning_effort": effort}, "chat", pair, Options())
+    assert tokenizer.decode(request.render(tokenizer)[0].ids) == written
+    assert request.ignored == ([] if "{" in template else ["reasoning_effort"])
+
+
+def test_the_target_has_several_names(chatty):
+    names = {"model_name": "mine", "aliases": ["gpt-4o", "b"]}
+    with running(*chatty, **names) as server:
+        assert [one.id for one in server.client.models.list().data] == ["mine"]
+        for name in ("mine", "gpt-4o", "b", "served", "default_model"):
+            assert server.client.completions.create(model=name, prompt="x", max_tokens=1).model == "mine"
+            assert server.get(f"/v1/models/{name}")[0] == 200
+        assert server.post("/v1/completions", {"prompt": "x", "model": "other"})[0] == 404
+    with running(*chatty, any_model_name=True) as server:
+        assert server.client.completions.create(model="any/thing", prompt="x", max_tokens=1).model == "served"
+
+
+def test_the_base_name_of_a_path_is_a_name(pair):
+    assert LoadedPair("/models/Qwen3-8B", None, *pair[:2], None).names >= {"/models/Qwen3-8B", "Qwen3-8B"}
+
+
+def test_texts_and_messages_are_tokenized_and_read_back(served, chatty):
+    tokenizer = chatty[1]
+    ids = tokenizer.encode("def f(x):")
+    for body in ({"content": "def f(x):"}, {"prompt": "def f(x):"}):
+        assert json.loads(served.post("/tokenize", body)[1])["tokens"] == ids
+    said = json.loads(served.post("/tokenize", {"messages": MESSAGES})[1])
+    assert said["tokens"] == tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True) and said["count"] == len(
+        said["tokens"]
+    )
+    assert json.loads(served.post("/detokenize", {"tokens": ids})[1])["content"] == "def f(x):"
+    assert served.post("/detokenize", {"tokens": [9999]})[0] == served.post("/tokenize", {"content": 3})[0] == 400
+
+
+def test_the_page_of_fields_is_the_table():
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    assert table() in page
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"messages": MESSAGES}, "text completions have no such field"),
+        ({"messages": MESSAGES}, "this server cannot do that"),
         ({"tools": WEATHER}, "tools is [{"),
-        ({"chat_template_kwargs": {}}, "chat_template_kwargs is {}; text completions have no such field"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs is {}; this server cannot do that"),
         ({"logprobs": -1}, "logprobs is -1; it must be a whole number from 0 to 20"),
         ({"logprobs": 21}, "logprobs is 21; it must be a whole number from 0 to 20"),
     ],
@@ -144,7 +273,16 @@ def test_whole_numbers_do_for_what_mlx_lm_wants_with_a_point(served):
 
 
 def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
-    body = {"messages": MESSAGES, "max_tokens": 2, "temperature": None, "stop": None, "user": "me", "store": False, "n": 1}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "temperature": None,
+        "stop": None,
+        "lora": None,
+        "user": "me",
+        "store": False,
+        "n": 1,
+    }
     status, answer = served.post("/v1/chat/completions", body)
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 2
 
@@ -202,7 +340,7 @@ def test_a_zero_means_in_a_request_what_it_means_everywhere(served, name, value,
             {"presence_context_size": -1},
             {"frequency_penalty": "0"},
             {"seed": 1.5},
-            {"seed": 2**32},
+            {"seed": 2**64},
             {"stream": 1},
             {"logprobs": 2},
         ),

@@ -1,0 +1,63 @@
+"""The options of `dflash-mlx serve` that concern its clients: names, addresses, limits and logs. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from .options import OUTPUT, gathered_options, option, refuse
+
+SERVER = "Server"
+LEVELS = ("debug", "info", "warning", "error")
+# name -> (type, default)
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "model_name": (Annotated[str | None, option(SERVER, help="Name under which clients see the model.")], None),
+    "model_aliases": (Annotated[str | None, option(SERVER, help="Other names that it answers to, comma-separated.")], None),
+    "any_model_name": (
+        Annotated[bool, option(SERVER, "--any-model-name", help="Answer whatever model a request names.")],
+        False,
+    ),
+    "host": (Annotated[str, option(SERVER, help="Address to listen at.")], "127.0.0.1"),
+    "port": (Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")], 8080),
+    "api_key": (Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")], None),
+    "max_body_mb": (Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")], 8.0),
+    "max_queue": (
+        Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")],
+        128,
+    ),
+    "allowed_origins": (
+        Annotated[str, option(SERVER, help="Web pages that may send requests, comma-separated; '*': all.")],
+        "",
+    ),
+    "verbose": (Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr.")], False),
+}
+
+
+def server_options(command: Callable) -> Callable:
+    """Give a command these options where its parameter `server` stands; it gets fields of `serving.server.Options`."""
+    return gathered_options("server", _OPTIONS, _gathered)(command)
+
+
+def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given["api_key"] == "":
+        raise refuse("--api-key", "it is empty; give a key, or leave it out")
+    _log_to_stderr(given["verbose"])
+    names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue")
+    return {
+        **{name: given[name] for name in names},
+        "aliases": _listed(given["model_aliases"]),
+        "allowed_origins": _listed(given["allowed_origins"]),
+        "max_body_bytes": int(given["max_body_mb"] * 1e6),
+    }
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part for part in (text or "").split(",") if part]
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
+    # Its own sentences say what ours say, or what a client did wrong.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)

@@ -1,0 +1,236 @@
+"""Tool calls while they are written: name first, then the arguments' letters as they come.
+
+What is let go cannot be taken back, so a call begins here only once its name is one that was offered and its arguments are an
+open JSON object. Grammars: JSON objects, `name[ARGS]{...}` and its like, `<function=...><parameter=...>`.
+Calls of other grammars come whole, at their end. Reading a whole call is `tool_calls`'.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tool_parsers.qwen3_coder import _convert_param_value as convert_value
+
+from .tool_calls import Call, Reader, is_json, parse_xml_call, schemas_of
+
+
+@dataclass
+class Part:
+    """Part of a call: its beginning, then letters of its arguments. A call whose arguments are closed is followed by no more."""
+
+    call: Call | None = None
+    arguments: str = ""
+
+
+class LiveCalls:
+    """The calls in one stretch of text between marks. begun: how many were let go."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]):
+        functions = [tool.get("function", tool) for tool in tools]
+        self.tools, self.names = tools, {one.get("name") for one in functions if isinstance(one, dict)}
+        self.begun = 0
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that these letters complete."""
+        return []
+
+    def _begin(self, name: str, id: str | None = None) -> Part:
+        self.begun += 1
+        return Part(Call(name, "", id) if id else Call(name, ""))
+
+
+def live_calls(read: Reader, start: str, tools: Sequence[dict[str, Any]]) -> LiveCalls:
+    """What follows the calls of a grammar: of a reader and of the mark that starts them."""
+    if is_json(read):
+        return JsonCalls(tools)
+    if read is parse_xml_call:
+        return XmlCalls(tools)
+    return HeadedCalls(tools) if start in ("[TOOL_CALLS]", "<|tool_calls_section_begin|>") else LiveCalls(tools)
+
+
+class JsonObject:
+    """Finds the end of a JSON object that has begun."""
+
+    def __init__(self) -> None:
+        self.depth, self._within, self._escaped = 0, False, False
+
+    def feed(self, text: str) -> int:
+        """How many of these letters belong to it; fewer than all: it is closed behind them."""
+        for at, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._within:
+                self._within, self._escaped = letter != '"', letter == "\\"
+            elif letter == '"':
+                self._within = True
+            elif letter in "{[":
+                self.depth += 1
+            elif letter in "}]":
+                self.depth -= 1
+                if not self.depth:
+                    return at + 1
+        return len(text)
+
+
+class HeadedCalls(LiveCalls):
+    """A name, a mark, and an object: `ls[ARGS]{...}`, `functions.ls:0<|tool_call_argument_begin|>{...}`."""
+
+    _HEAD = re.compile(
+        r"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
+    )
+
+    def __init__(self, tools: Sequence[dict[str, Any]]):
+        super().__init__(tools)
+        self._held, self._object = "", None
+
+    def feed(self, text: str) -> list[Part]:
+        parts, self._held = [], self._held + text
+        while self._held:
+            if self._object is None:
+                found = self._HEAD.search(self._held)
+                if found is None or found[1] not in self.names:
+                    return parts
+                parts.append(self._begin(found[1], found[2]))
+                self._held, self._object = self._held[found.end() :], JsonObject()
+            count = self._object.feed(self._held)
+            parts.append(Part(arguments=self._held[:count]))
+            self._held = self._held[count:]
+            if not self._object.depth:
+                self._object = None
+        return parts
+
+
+class JsonCalls(LiveCalls):
+    """`{"name": "ls", "arguments": {...}}`. Of a list nobody knows before its end whether all in it are calls."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]):
+        super().__init__(tools)
+        self._depth, self._key, self._name, self._value = 0, None, None, False
+        self._string: str | None = None
+        self._escaped, self._object = False, None
+
+    def feed(self, text: str) -> list[Part]:
+        parts, at = [], 0
+        while at < len(text):
+            if self._object is not None:
+                count = self._object.feed(text[at:])
+                parts.append(Part(arguments=text[at : at + count]))
+                at += count
+                if not self._object.depth:
+                    self._object = None
+                continue
+            if self._take(text[at]):
+                parts.append(self._begin(self._name))
+                self._object = JsonObject()
+                continue
+            at += 1
+        return parts
+
+    def _take(self, letter: str) -> bool:
+        """Whether arguments begin with this letter."""
+        if self._string is not None:
+            self._in_string(letter)
+        elif letter == '"':
+            self._string = ""
+        elif letter in "{[":
+            wanted = letter == "{" and self._depth == 1 and self._value and self._key in ("arguments", "parameters")
+            if wanted and self._name in self.names:
+                self._value = False
+                return True
+            # Within a list no depth is a call's.
+            self._depth += 1 if letter == "{" else 1000
+        elif letter in "}]":
+            self._depth -= 1 if letter == "}" else 1000
+        elif self._depth == 1 and letter in ":,":
+            self._value = letter == ":"
+        return False
+
+    def _in_string(self, letter: str) -> None:
+        if not self._escaped and letter == '"':
+            text, self._string = self._string, None
+            if self._depth == 1:
+                if not self._value:
+                    self._key = text
+                elif self._key == "name":
+                    self._name = text
+            return
+        self._escaped = letter == "\\" and not self._escaped
+        self._string += letter
+
+
+class XmlCalls(LiveCalls):
+    """`<function=ls><parameter=path>...</parameter></function>`: texts as they come, other values at their end."""
+
+    _FUNCTION, _PARAMETER = (re.compile(rf"<{kind}=\s*([^\s<>]+)>") for kind in ("function", "parameter"))
+    _CLOSE = "</parameter>"
+
+    def __init__(self, tools: Sequence[dict[str, Any]]):
+        super().__init__(tools)
+        self._held, self._name, self._key, self._first, self._open = "", None, None, True, False
+
+    def feed(self, text: str) -> list[Part]:
+        parts, self._held = [], self._held + text
+        while True:
+            if self._key is not None:
+                more = self._in_value(parts)
+            else:
+                more = self._between(parts)
+            if not more:
+                return [part for part in parts if part.call or part.arguments]
+
+    def _between(self, parts: list[Part]) -> bool:
+        """Outside of values: a call begins, a parameter begins, or a call ends."""
+        if self._name is None:
+            found = self._FUNCTION.search(self._held)
+            if found is None or found[1] not in self.names:
+                return False
+            self._name, self._first, self._held = found[1], True, self._held[found.end() :]
+            parts += [self._begin(found[1]), Part(arguments="{")]
+            return True
+        found, end = self._PARAMETER.search(self._held), self._held.find("</function>")
+        if found is not None and (end < 0 or found.start() < end):
+            self._key, self._open = found[1], False
+            self._held = self._held[found.end() :]
+            parts.append(Part(arguments=("" if self._first else ", ") + json.dumps(found[1], ensure_ascii=False) + ": "))
+            self._first = False
+            return True
+        if end < 0:
+            return False
+        parts.append(Part(arguments="}"))
+        self._name, self._held = None, self._held[end + len("</function>") :]
+        return True
+
+    def _in_value(self, parts: list[Part]) -> bool:
+        end = self._held.find(self._CLOSE)
+        if end >= 0:
+            value, self._held = self._held[:end], self._held[end + len(self._CLOSE) :]
+            value = value if self._open else value.removeprefix("\n")
+            parts.append(Part(arguments=self._whole(value.removesuffix("\n"))))
+            self._key = None
+            return True
+        # A line end before the close is no part of it, nor is what may begin the close; "null" is no text.
+        settled = self._held[: -len(self._CLOSE) - 1]
+        if self._is_text() and (self._open or len(settled) > len("\nnull")):
+            self._held = self._held[len(settled) :]
+            letters = json.dumps(settled if self._open else settled.removeprefix("\n"), ensure_ascii=False)[1:-1]
+            parts.append(Part(arguments=letters if self._open else '"' + letters))
+            self._open = True
+        return False
+
+    def _is_text(self) -> bool:
+        schema = schemas_of(self._name, self.tools).get(self._key)
+        return isinstance(schema, dict) and schema.get("type") == "string"
+
+    def _whole(self, value: str) -> str:
+        """A value that is closed, or the rest of an open text with its quote."""
+        if self._open:
+            return json.dumps(value, ensure_ascii=False)[1:]
+        try:
+            read = convert_value(value, self._key, schemas_of(self._name, self.tools))
+            return json.dumps(read, ensure_ascii=False, allow_nan=False)
+        except Exception:  # noqa: BLE001 - it raises what it likes on what a target may write
+            return json.dumps(value, ensure_ascii=False)
