@@ -86,22 +86,24 @@ def host_parts(cell: dict[str, Any]) -> tuple[float, float, float]:
     """The host's milliseconds: from a round's result until the next draft is handed over, for the rollback, and for the pass."""
     host = cell["host_ms"]
     first, committed = host.get("draft", 0.0), host.get("committed", host["whole"])
-    return first + committed - host["verified"], host["whole"] - committed, host["verify"] - first
+    return first + committed - host["verified"], host["whole"] - committed, host["passed"] - first
 
 
 def predicted_ms(cell: dict[str, Any], chip: ledger_time.Chip) -> float:
     """A round with the host's time of the record.
 
-    With drafts the device stands still until it has the draft, and while the host takes longer for rollback and pass than it for
-    the draft. A plain pass is enqueued before the last one is read: there the slower of the two counts.
+    With drafts the device stands still until it has the draft, and while the host takes longer for the rollback and the pass's
+    first layers, up to a tap, than it for the draft; it cannot be done before the host is. A plain pass is enqueued before the
+    last one is read: there the slower of the two counts.
     """
     gpu = f"{chip.gpu.generation}{chip.gpu.size}"
     launches = ledger(cell["model"], cell["rows"], cell["context"], gpu).launches
-    device, (first, rollback, then) = ledger_time.round_ms(launches, chip), host_parts(cell)
+    device, host, (first, rollback, then) = ledger_time.round_ms(launches, chip), cell["host_ms"], host_parts(cell)
     if cell["rows"] == 1:
-        return max(device, cell["host_ms"]["whole"])
+        return max(device, host["whole"])
     draft = ledger_time.round_ms([launch for launch in launches if launch.stage == "draft"], chip)
-    return device + first + max(rollback + then - draft, 0.0)
+    begun = host["verify"] - host["draft"]
+    return first + max(device + max(rollback + begun - draft, 0.0), rollback + then)
 
 
 def tau(rows: int) -> float:

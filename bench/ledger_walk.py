@@ -313,12 +313,15 @@ class Walk:
             if kind == "Depends" and ins[0][0] in fed:
                 kind, ins = fed[ins[0][0]], [a for a in ins if a[0] not in fed]
             primitives.append(Primitive(kind, list(t["arguments"]), ins, [tuple(a) for a in t["outputs"]]))
-        made, rest, verified = {a[0]: p for p in primitives for a in p.outputs}, iter(outputs), False
+        made, rest = {a[0]: p for p in primitives for a in p.outputs}, iter(outputs)
+        # The pass is handed over at each tap, and once as a whole.
+        verified = -1 - len(self.pair.target.layer_ids)
         for h in handed:
             h.names, h.arrays = [next(rest) for _ in h.arrays], []
             if h.real and h.stage == "verify" and handed[0].names:
                 # What the pass is read by comes behind the pass.
-                h.stage, verified = ("accept" if verified else "verify"), True
+                verified += 1
+                h.stage = "accept" if verified > 0 else "verify"
             open_names = list(h.names)
             while open_names:
                 p = made.get(open_names.pop())
@@ -332,7 +335,8 @@ class Walk:
     def host_seconds(self, rows: int, accepted: int, pending: int, repeats: int = 5) -> dict[str, float]:
         """Thread CPU seconds of building a round, median: whole, and until each stage had first handed something over.
 
-        "verified": until the pass was enqueued; "committed": until only the rollback is left, which the loop does behind the next
+        "verify": until the pass was begun, at its first tap; "passed": until it was handed over whole; "verified": until what is
+        read of it was; "committed": until only the rollback is left, which the loop does behind the next
         draft. The graph is not evaluated; the recurrent kernel and each call of `mx.fast` are one node.
         """
         runs = [self._timed(rows, accepted, pending) for _ in range(repeats)]
@@ -340,14 +344,26 @@ class Walk:
 
     def _timed(self, rows: int, accepted: int, pending: int) -> dict[str, float]:
         caches, stage, at, ends = self.inputs(pending), [], {}, {"commit": "verified", "rollback": "committed"}
+        began, taps = 0.0, len(self.pair.target.layer_ids)
 
         def enter(name: str) -> None:
+            nonlocal began
             stage.append(name)
+            if name == "draft":
+                # What was made before is a run's, not a round's.
+                began = time.thread_time()
             if name in ends:
                 at[ends[name]] = time.thread_time() - began
 
-        with as_on_metal(lambda *_: at.setdefault(stage[-1], time.thread_time() - began)), _one_node_each():
-            began = time.thread_time()
+        def hand_over(*_: Any) -> None:
+            nonlocal taps
+            at.setdefault(stage[-1], time.thread_time() - began)
+            if stage[-1] == "verify":
+                taps -= 1
+                if taps == -1:
+                    at["passed"] = time.thread_time() - began
+
+        with as_on_metal(hand_over), _one_node_each():
             self._round(caches, rows, accepted, pending, enter)
             at["whole"] = time.thread_time() - began
         return at

@@ -84,6 +84,13 @@ class CostModel:
         slope = (self.verify_s[b] - self.verify_s[a]) / (b - a)
         return max(self.verify_s[a] + slope * (width - a), self.plain_s)
 
+    def widths(self, most: int) -> list[int]:
+        """Those up to `most` whose cost is known: they were measured, or ran. What lies between may be dear.
+
+        Of products by tiles of rows, 5 rows cost what 8 do; a line between 4 and 8 would say half of that.
+        """
+        return sorted(w for w in {*self.verify_s, *self._seen} if 0 < w <= most)
+
     def round(self, width: int, looked_up: bool = False) -> float:
         """A round that verifies `width` tokens, the drafter's or copied ones."""
         return self._passes(width, looked_up) * self._ratio(width, looked_up)

@@ -2,7 +2,8 @@
 
 Knows numbers only. Runs no model, reads no file and sees no token.
 
-Each round takes the width w and the source of drafts with the most committed tokens a second; 0 is plain decoding:
+Each round takes the width w and the source of drafts with the most committed tokens a second; 0 is plain decoding. Only widths
+whose cost was measured are asked, 1, 3, 7, 15 first: as many rows as a chip is good at (see `CostModel.widths`).
 
     value(w) = expected(w) / round_s(w)        expected(w) = 1 + p1 + p1 p2 + ... + p1 ... pw
     value(0) = 1 / plain_s                     p_i: chance that slot i is accepted if those before it are
@@ -167,11 +168,11 @@ class DraftLengthPolicy:
         self._cutting = edge > 1
         # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
-        rounds_s = [costs.round(w) for w in range(1, self.most + 1)]
+        rounds_s = {w: costs.round(w) for w in costs.widths(self.most)}
         tokens = expected_tokens(self.acceptance.rates())
         late_s = inject_s / _PAYBACK_ROUNDS if self.last == 0 else 0.0
-        best = max(range(1, self.most + 1), key=lambda w: tokens[w] / (rounds_s[w - 1] + late_s))
-        gain = edge * tokens[best] / (rounds_s[best - 1] + late_s) * plain_s
+        best = max(rounds_s, key=lambda w: tokens[w] / (rounds_s[w] + late_s))
+        gain = edge * tokens[best] / (rounds_s[best] + late_s) * plain_s
         self._rate = max(gain, 1.0) / plain_s
         tried, self._trying = self._trying, 0
         if gain > (_LEAVE if self.last == 0 else _STAY):
@@ -186,10 +187,9 @@ class DraftLengthPolicy:
         # A try takes the width that loses least, of those with at least half of the best hope. Where nothing could gain, only a
         # wrong cost is to be found out, which every width shows.
         hopes = expected_tokens([max(p, _HOPE) for p in self.acceptance.rates()])
-        gains = [hopes[w] / rounds_s[w - 1] * plain_s - 1 for w in range(1, self.most + 1)]
-        least = max(gains) / 2 if max(gains) > _LEAVE - 1 else -1.0
-        hopeful = [w for w in range(1, self.most + 1) if gains[w - 1] >= least]
-        loss, best = min((rounds_s[w - 1] + inject_s - tokens[w] * plain_s, w) for w in hopeful)
+        gains = {w: hopes[w] / rounds_s[w] * plain_s - 1 for w in rounds_s}
+        least = max(gains.values()) / 2 if max(gains.values()) > _LEAVE - 1 else -1.0
+        loss, best = min((rounds_s[w] + inject_s - tokens[w] * plain_s, w) for w in gains if gains[w] >= least)
         if self.credit < loss:
             # Where rows that pend are too dear for a try, as in a long text, no more is saved: many would follow at once.
             self._rest, self._saves = _REST, self.credit < loss - inject_s + _FIRST_TRY_TOKENS * plain_s
@@ -213,7 +213,8 @@ class DraftLengthPolicy:
         return self._cut(expected_tokens(self.calibration.rates(confidence, self.acceptance.rates())))
 
     def _cut(self, tokens: list[float]) -> int:
-        return max(range(len(tokens)), key=lambda w: tokens[w] - self._rate * self.cost_model.cut_round(w))
+        costs = self.cost_model
+        return max([0, *costs.widths(len(tokens) - 1)], key=lambda w: tokens[w] - self._rate * costs.cut_round(w))
 
     @property
     def _edge(self) -> float:
@@ -221,7 +222,7 @@ class DraftLengthPolicy:
         if self._asked < _ENOUGH:
             return 1.0
         # At width 0 each round has one token: these are how many there were.
-        rounds, fixed = self._fixed[0], range(1, self.most + 1)
+        rounds, fixed = self._fixed[0], self.cost_model.widths(self.most)
         edge = self._cut_sums[0] / self._cut_sums[1] / max(self._fixed[w] / (rounds * self.cost_model.round(w)) for w in fixed)
         return edge if edge > _CUT_GAIN else 1.0
 

@@ -29,6 +29,8 @@ class StatefulModules:
     def __init__(self, model: nn.Module, family: str, routes: LayerRoutes):
         self.model, self.family, self._routes = model, family, routes
         self._found: list[nn.Module] | None = None
+        # id(module) -> its convolutions, of those with a gated delta rule.
+        self._convolutions: dict[int, list[nn.Module]] = {}
 
     def during(
         self, cache: Sequence[Any] | None, point: RollbackPoint | None, rows: int, kernels: bool
@@ -46,7 +48,10 @@ class StatefulModules:
         handlers: list[tuple[nn.Module, Handler]] = []
         for module in self._found:
             if route := self._routes.recurrences.get(id(module)):
-                handlers += _recurrence_recorder(route, point, rows, kernels)
+                if (convolutions := self._convolutions.get(id(module))) is None:
+                    convolutions = [m for _, m in module.named_modules() if isinstance(m, nn.Conv1d)]
+                    self._convolutions[id(module)] = convolutions
+                handlers += _recurrence_recorder(route, convolutions, point, rows, kernels)
             else:
                 handlers.append((module, _recorder(module, point, rows)))
         return intercept(handlers)
@@ -105,7 +110,9 @@ def _given(args: tuple, kwargs: dict) -> list[Any]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, (ArraysCache, CacheList))]
 
 
-def _recurrence_recorder(route: Recurrence, point: RollbackPoint, rows: int, kernels: bool) -> list[tuple[nn.Module, Handler]]:
+def _recurrence_recorder(
+    route: Recurrence, convolutions: list[nn.Module], point: RollbackPoint, rows: int, kernels: bool
+) -> list[tuple[nn.Module, Handler]]:
     """Leaves in `point` how to have a gated delta rule's states behind the first n rows of its call.
 
         convolution's input    s0 s1 s2 | x0 x1 x2 x3     its state behind n rows: the three before x[n]
@@ -135,8 +142,7 @@ def _recurrence_recorder(route: Recurrence, point: RollbackPoint, rows: int, ker
             point.replays.setdefault(id(entry), []).append(replay)
         return out
 
-    convolutions = [(m, convolution) for _, m in route.module.named_modules() if isinstance(m, nn.Conv1d)]
-    return [(route.module, handler), *convolutions]
+    return [(route.module, handler), *((m, convolution) for m in convolutions)]
 
 
 def _states_behind(

@@ -20,6 +20,30 @@ def test_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
     assert sum(run.switching for run in runs) < 0.02 * sum(run.seconds for run in runs)
 
 
+# Of a large model four widths are measured: 2, 4, 8 and 16 rows. What a target's pass takes here by rows, one row 6 ms.
+STAIRCASES = {
+    "dead from 2 to 7 rows": lambda rows: 15.0 if rows < 8 else 9.0 + (rows - 8) / 4,
+    "tiles of 4 and 8 rows": lambda rows: 6.5 if rows < 5 else 12.0 if rows < 9 else 20.0,
+    "one row or sixteen": lambda rows: 6.0 * min(rows, 2.2),
+}
+
+
+@pytest.mark.parametrize("accept", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("device", STAIRCASES)
+def test_on_a_staircase_only_rows_whose_cost_is_known_are_verified(device, accept):
+    """As many as a chip is good at, and none that costs more than it can gain; a line between them would promise what is not."""
+    of_rows, measured = STAIRCASES[device], (1, 3, 7, 15)
+    machine = (6.0, 2.0, lambda w: of_rows(w + 1))
+    costs = CostModel(6.0, 2.0, 0.02, {w: of_rows(w + 1) for w in measured}, 0.1)
+    run = Simulation(machine, lambda t, i: accept, DraftLengthPolicy(MOST, AcceptanceRate(MOST), costs, None), 1, tokens=3000)
+    assert set(run.widths) <= {0, *measured}
+    dear = [w for w in measured if 2.0 + of_rows(w + 1) > 6.0 * (w + 1)]
+    # But for tries, which are paid from a credit.
+    assert sum(run.widths.count(w) for w in dear) < 0.02 * len(run.widths)
+    best = min(Simulation(machine, lambda t, i: accept, FixedDraftLength(w), 1, tokens=3000).seconds for w in (0, *measured))
+    assert run.seconds < 1.03 * best
+
+
 def test_the_settings_have_zero_best_and_every_kind_of_width_best():
     best = set()
     for machine in MACHINES.values():
