@@ -263,6 +263,7 @@ def test_a_packed_target_converts_and_mlx_lm_loads_the_same_values(tmp_path, cas
 @pytest.mark.parametrize(
     "case", ["int4, group 64", "int8, a scale a row", "MXFP4", "NVFP4", "NVFP4 that folds", "GPTQ", AWQ_ZEROS]
 )
+@pytest.mark.quick(3)
 def test_a_packed_drafter_drafts_what_its_values_draft(tmp_path, case):
     packer, record, mode = CASES[case]
     path, values = write(tmp_path / "packed", lambda module: packer, record, role="drafter")

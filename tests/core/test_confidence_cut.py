@@ -1,5 +1,7 @@
 """Widths that the drafter's confidence cuts, on a simulated machine."""
 
+from functools import cache
+
 import pytest
 from simulation import MACHINES, MOST, PROCESSES, TELLS, Simulation, answers, rule_for
 
@@ -20,6 +22,7 @@ def share_cut(runs):
     return sum(sum(run.confidence_cut) for run in runs) / sum(len(run.confidence_cut) for run in runs)
 
 
+@cache
 def best_fixed_of(machine, process, **how):
     widths = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15)
     return min(cutting(machine, process, "of all", lambda _, w=w: FixedDraftLength(w), **how)[0] for w in widths)
@@ -27,7 +30,7 @@ def best_fixed_of(machine, process, **how):
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("process", ["hopeless", "fair", "good"])
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 def test_whatever_the_drafter_says_the_rule_is_within_3_percent_of_the_best_fixed_width(machine, process):
     rising = machine not in ("flat", "every row costs one") and process != "hopeless"
     machine, process = MACHINES[machine], PROCESSES[process]

@@ -18,6 +18,7 @@ SOME_PROMPTS = (0, 6)
 
 
 @pytest.mark.parametrize("index", range(len(GENERATION)))
+@pytest.mark.quick(3)
 def test_the_pair_generates_the_authors_ids_and_rounds(pair, index):
     model, tokenizer, drafter = pair
     case = GENERATION[index]

@@ -3,6 +3,7 @@
 Times are simulated: nothing here depends on how busy the machine is.
 """
 
+import functools
 import math
 import random
 
@@ -149,6 +150,7 @@ def rule_for(machine, off=1.0, plain_off=1.0, cut=0.1):
     return DraftLengthPolicy(MOST, AcceptanceRate(MOST), costs, None)
 
 
+@functools.cache
 def best_fixed(machine, process, seeds=(1, 2), **how):
     totals = [[Simulation(machine, process, FixedDraftLength(w), seed, **how).seconds for seed in seeds] for w in range(MOST + 1)]
     return min(sum(runs) / len(seeds) for runs in totals)
