@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from .options import OUTPUT, gathered_options, option, refuse
 
 SERVER = "Server"
-LEVELS = ("debug", "info", "warning", "error")
+Level = Literal["debug", "info", "warning", "error"]
 # name -> (type, default)
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "model_name": (Annotated[str | None, option(SERVER, help="Name under which clients see the model.")], None),
@@ -30,7 +30,9 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[str, option(SERVER, help="Web pages that may send requests, comma-separated; '*': all.")],
         "",
     ),
-    "verbose": (Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr.")], False),
+    "verbose": (Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr: --log-level info.")], False),
+    "log_level": (Annotated[Level, option(OUTPUT, help="Least grave messages that are logged on stderr.")], "warning"),
+    "log_json": (Annotated[bool, option(OUTPUT, "--log-json", help="Log one JSON object a line.")], False),
 }
 
 
@@ -42,7 +44,7 @@ def server_options(command: Callable) -> Callable:
 def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["api_key"] == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
-    _log_to_stderr(given["verbose"])
+    _log_to_stderr("info" if given["verbose"] else given["log_level"], given["log_json"])
     names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue")
     return {
         **{name: given[name] for name in names},
@@ -56,8 +58,14 @@ def _listed(text: str | None) -> list[str]:
     return [part for part in (text or "").split(",") if part]
 
 
-def _log_to_stderr(verbose: bool) -> None:
-    form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
+def _log_to_stderr(level: str, as_json: bool) -> None:
+    about: dict[str, Any] = {"format": "%(asctime)s %(levelname)s %(message)s"}
+    if as_json:
+        from ..serving.log_lines import JsonLines
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonLines())
+        about = {"handlers": [handler]}
+    logging.basicConfig(level=getattr(logging, level.upper()), **about)
     # Its own sentences say what ours say, or what a client did wrong.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlx_lm.server import get_system_fingerprint
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -36,6 +37,7 @@ from .engine import Engine, Generation, Job, LoadedPair, Options
 from .errors import ClientDisconnected, RequestError, shown
 from .fields import ADDRESSES, APIS, CHAT, MESSAGES, RESPONSES
 from .messages import Prompt
+from .metrics import Metrics
 from .openai_responses import ResponseWriter, Store
 from .requests import CompletionRequest, check_model, parse_body, read_request
 from .responses import Completion, Writer, error_body, joined, total
@@ -61,6 +63,7 @@ def make_app(engine: Engine) -> ASGIApp:
             Route("/models", models),
             Route("/models/{name:path}", models),
             Route("/health", health),
+            Route("/metrics", metrics),
         ],
         middleware=[
             Middleware(Guard, check=_check_host, options=options),
@@ -81,6 +84,7 @@ def make_app(engine: Engine) -> ASGIApp:
         },
     )
     app.state.engine, app.state.tokenizing, app.state.store = engine, asyncio.Lock(), Store()
+    app.state.metrics = Metrics(engine)
     app.state.fingerprint, app.state.created = get_system_fingerprint(), int(time.time())
 
     async def with_any_prefix(scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,6 +100,7 @@ def make_app(engine: Engine) -> ASGIApp:
 
 def refusal(request: Request, error: RequestError) -> Response:
     """An error in the words of the API that was asked."""
+    request.app.state.metrics.refused.labels(error.status).inc()
     if request.scope["path"].startswith("/messages"):
         return _json(*anthropic_error(error), error.headers)
     return _json(error_body(error), error.status, error.headers)
@@ -177,6 +182,11 @@ def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
 # GET
 
 
+def metrics(request: Request) -> Response:
+    """Counts for Prometheus."""
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
 def health(request: Request) -> Response:
     """Whether requests are taken, how many wait, and how far the prompt of the running one is."""
     engine: Engine = request.app.state.engine
@@ -222,9 +232,9 @@ def _generate(api: str) -> Callable[[Request], Any]:
         state = request.app.state
         asked, prompts = await _prepared(request, api)
         if not asked.stream:
-            return Answer(asked, _submit(state, asked, prompts))
+            return Answer(asked, _submit(state, asked, prompts), state.metrics)
         try:
-            return Answer(asked, _submit(state, asked, prompts))
+            return Answer(asked, _submit(state, asked, prompts), state.metrics)
         except RequestError as error:
             if api != RESPONSES or error.code != "context_length_exceeded":
                 raise
@@ -355,8 +365,8 @@ class Answer:
     # Seconds without a word after which a stream gets a comment: the first time, then again.
     first_comment_s, next_comment_s = 1.0, 3.0
 
-    def __init__(self, request: CompletionRequest, writers: list[Writer]):
-        self.request, self.writers = request, writers
+    def __init__(self, request: CompletionRequest, writers: list[Writer], metrics: Metrics):
+        self.request, self.writers, self.metrics, self.failed = request, writers, metrics, False
         self.headers = {}
         if request.ignored:
             # Names of a stranger's: letters of a header alone, and not too many.
@@ -378,6 +388,8 @@ class Answer:
         finally:
             watch.cancel()
             self._cancel()
+            for writer in self.writers:
+                self.metrics.note(writer, self.request.api, "error" if self.failed else writer.reason or "left")
 
     def _cancel(self) -> None:
         for writer in self.writers:
@@ -398,6 +410,7 @@ class Answer:
             bodies = [writer.body() for writer in self.writers]
             return _json(bodies[0] if len(bodies) == 1 else joined(bodies), headers=self.headers)
         except RequestError as error:
+            self.failed = True
             return refusal(request, error)
 
     async def _events(self) -> AsyncIterator[str]:
@@ -411,11 +424,13 @@ class Answer:
                     yield text
         except RequestError as error:
             # The status line is out: the stream itself has to say it.
+            self.failed = True
             yield writer.error(error)
         except ClientDisconnected:
             return
         except Exception as error:
             _log.exception("a request failed")
+            self.failed = True
             yield writer.error(RequestError(f"{type(error).__name__}: {error}", status=500))
 
     async def _written(self, writer: Writer) -> AsyncIterator[str]:

@@ -122,7 +122,8 @@ class Token:
     text: what is now surely before any stop string.
     offset, logprob, top: only when log-probabilities are asked for: letters of the answer before this token's own; its
       log-probability; (id, logprob), the likeliest first.
-    verified: drafted tokens that were verified in this run so far. stop: the stop string that ended it.
+    verified: drafted tokens that were verified in this run so far; rounds, tau: rounds of these, and their mean of accepted + 1.
+    stop: the stop string that ended it.
     """
 
     text: str
@@ -134,6 +135,8 @@ class Token:
     top: list[tuple[int, float]] = field(default_factory=list)
     verified: int = 0
     stop: str | None = None
+    rounds: int = 0
+    tau: float | None = None
 
 
 class Generation:
@@ -373,6 +376,8 @@ class _Text:
             [] if row is None else top_tokens(row, self.top),
             response.stats.n_verified if response.stats else 0,
             self.stop.found,
+            response.stats.n_drafting if response.stats else 0,
+            response.stats.tau if response.stats else None,
         )
 
     def _place(self, token: int | None, piece: str) -> int:

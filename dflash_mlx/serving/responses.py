@@ -60,6 +60,9 @@ class Writer:
         self.channels = Channels(pair.tokenizer, prompt.before, request.tools, **live) if request.chat else None
         # n_calls: of the whole answer, each has its place in it.
         self.n_calls, self.count, self.thought, self.accepted, self.verified = 0, 0, 0, 0, 0
+        # Seconds of the clock, for what operators are told.
+        self.began, self.first_token_at, self.last_token_at = time.monotonic(), None, None
+        self.rounds, self.tau = 0, None
         self.reason: str | None = None
         self.stopped_at: str | None = None
 
@@ -86,6 +89,8 @@ class Writer:
         """Count a token; the pieces of the answer that it completes."""
         self.count, self.verified = self.count + 1, token.verified
         self.accepted += token.from_draft
+        self.rounds, self.tau, self.last_token_at = token.rounds, token.tau, time.monotonic()
+        self.first_token_at = self.first_token_at or self.last_token_at
         self.reason, self.stopped_at = token.finish_reason, token.stop
         last = self.reason is not None
         pieces = self.channels.feed(token.text, last) if self.channels else [Piece("answer", token.text)]

@@ -134,6 +134,8 @@ VALUES = {
         "--prompt-cache-dir": ["KEPT"],
         "--prompt-cache-dir-gb": ["3", "--prompt-cache-dir", "KEPT"],
         "--verbose": [],
+        "--log-level": ["info"],
+        "--log-json": [],
     },
     "bench": {
         "--kinds": ["code"],

@@ -18,6 +18,7 @@ from serving_kit import MESSAGES, WEATHER, ask, expected, read, running
 from dflash_mlx import stream_generate
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.serving.app import Answer, is_own_name
+from dflash_mlx.serving.log_lines import JsonLines
 from dflash_mlx.serving.server import Options, TimedProtocol, serve
 
 
@@ -397,3 +398,25 @@ def test_a_second_ctrl_c_leaves_at_once_also_while_models_load():
         assert process.wait(timeout=30) == 130 and time.monotonic() - began < 5
     finally:
         process.kill()
+
+
+def test_operators_see_counts_and_one_line_a_request_without_its_text(served, caplog):
+    def counts():
+        text = served.get("/metrics")[1]
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+    before, caplog.handler.level = counts(), 0
+    with caplog.at_level("INFO", "dflash_mlx.requests"):
+        ask(served, [{"role": "user", "content": "sesame open"}], max_tokens=6)
+        assert served.post("/v1/messages", {"messages": [], "max_tokens": 1})[0] == 400
+        after = counts()
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown['dflash_requests_total{api="chat",end="length"}'] == 1 and grown['dflash_refused_total{status="400"}'] == 1
+    assert grown["dflash_generated_tokens_total"] == 6 and grown["dflash_first_token_seconds_count"] == 1
+    assert grown["dflash_verified_drafts_total"] > 0 and grown["dflash_width_count"] == 1
+    assert after["dflash_queue"] == after["dflash_running"] == 0 and after["dflash_active_memory_bytes"] > 0
+    (line,) = [record for record in caplog.records if record.name == "dflash_mlx.requests"]
+    said = line.getMessage()
+    assert "api=chat end=length" in said and "tokens=6" in said and "tau=" in said and "sesame" not in caplog.text
+    assert json.loads(JsonLines().format(line))["tokens"] == 6
