@@ -48,6 +48,7 @@ def test_reference_targets_meet_their_goldens(conformance, name):
 
 @pytest.mark.parametrize("rewrite", [None, spelled_by_transformers_4], ids=["transformers-5", "transformers-4"])
 @pytest.mark.parametrize("name", CONFORMANCE)
+@pytest.mark.quick(8)
 def test_converted_reference_targets_meet_their_goldens(conformance, tmp_path, name, rewrite):
     source = copy_checkpoint(conformance / "targets" / name, tmp_path / "source", rewrite)
     done = convert(str(source), str(tmp_path / "mlx"), dtype="float32")

@@ -299,7 +299,7 @@ def copying(machine, process, rule, text):
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("process", ["hopeless", "fair"])
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 def test_with_copying_the_rule_is_within_3_percent_of_the_best_fixed_widths(machine, process, copies):
     machine, process, text = MACHINES[machine], PROCESSES[process], repeating(COPIES[copies], 1, tokens=3000)
     run = copying(machine, process, rule_for(machine), text)

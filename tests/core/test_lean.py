@@ -133,6 +133,7 @@ def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, s
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.quick(1)
 def test_a_round_that_is_cut_by_confidence_drafts_what_others_draft_and_verifies_what_it_is_told(pair, monkeypatch, most):
     model, tokenizer, drafter = pair
     confidences, told = {}, []
@@ -205,6 +206,7 @@ def test_a_cut_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, kept)
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
 @pytest.mark.parametrize("where", ["confidence_cut", "hold", "_enqueue"])
+@pytest.mark.quick(4)
 def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
     model, prompt = family(name), some_line(30)
     line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
@@ -256,6 +258,7 @@ FAMILIES = ["llama, mixed windows", "qwen3_next", "mamba2", "llama4", "falcon_h1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(3)
 def test_widths_that_change_change_no_token_of_any_kind_of_cache(shuffled, name):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 80)
@@ -558,6 +561,7 @@ def test_a_pass_runs_once_more_around_the_row_where_the_cache_is_quantized(monke
 
 @pytest.mark.parametrize("name", ["llama", "llama, mixed windows", "qwen3_next"])
 @pytest.mark.parametrize("block", [1, 5])
+@pytest.mark.quick(4)
 def test_a_pass_in_which_a_kernel_failed_runs_once_more_also_with_another_behind_it(monkeypatch, order, name, block):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 30)

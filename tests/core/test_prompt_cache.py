@@ -95,6 +95,7 @@ print(json.dumps({"ids": [r.token for r in got], "rounds": got[-1].stats.rounds}
 
 
 @pytest.mark.parametrize("turn", [6, 13])
+@pytest.mark.quick(1)
 def test_a_saved_cache_continues_with_the_same_drafted_ids_in_a_new_process(sliding, tmp_path, turn):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
@@ -141,7 +142,7 @@ def test_a_fresh_list_of_mlx_lms_own_is_completed_in_place(sliding):
 
 # Block 8 drafts in every round, 1 in none, None as the width rule says.
 @pytest.mark.parametrize("taken,block", [*((n, 8) for n in range(1, 31)), *((n, b) for n in (1, 2, 3, 9) for b in (1, None))])
-@pytest.mark.quick(10)
+@pytest.mark.quick(5)
 def test_a_generator_closed_at_any_token_leaves_both_caches_at_that_token(sliding, taken, block):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)
@@ -210,6 +211,7 @@ def test_a_target_is_plain_again_while_a_generator_waits(sliding):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 12, 20])
+@pytest.mark.quick(3)
 def test_trimming_cuts_every_part_and_the_next_turn_drafts_as_a_fresh_run(pair, cut):
     model, tokenizer, drafter = pair
     prompt = references(SLIDING)["prompts"][6]["prompt_ids"]

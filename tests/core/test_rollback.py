@@ -81,7 +81,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault,kind", [(fault, kind) for fault, (_, kinds) in FAULTS.items() for kind in kinds])
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 def test_a_planted_rollback_fault_changes_the_logits(monkeypatch, fault, kind):
     plant(monkeypatch, cache_module, *FAULTS[fault][0])
     monkeypatch.setitem(cache_module._CUT, RotatingKVCache, cache_module._cut_rotating)
@@ -93,6 +93,7 @@ def test_a_planted_rollback_fault_changes_the_logits(monkeypatch, fault, kind):
 
 
 @pytest.mark.parametrize("start", [1, 2, 9, 14, 15, 16, 17, 18, 31, 32, 33, 47])
+@pytest.mark.quick(5)
 def test_a_window_is_right_wherever_a_block_meets_its_edge(start):
     model = tiny_target(layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
     line = some_line(start + 8, 61)
@@ -105,6 +106,7 @@ def test_a_window_is_right_wherever_a_block_meets_its_edge(start):
 
 
 @pytest.mark.parametrize("start", [1, 3, 4, 5, 11, 12, 13, 15, 16, 17, 20, 33])
+@pytest.mark.quick(5)
 def test_kept_rows_are_seen_by_every_row_of_a_block(start):
     model, line = tiny_qwen3(), some_line(start + 14, 53)
 
@@ -146,6 +148,7 @@ def test_a_concatenated_cache_loses_the_rows_that_are_cut():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(7)
 def test_a_round_can_be_cut_again_to_any_shorter_length(kind):
     """What a generator does that is closed after some of a round's tokens."""
     model, line = family(KINDS[kind]), some_line(36)
@@ -164,6 +167,7 @@ def test_a_round_can_be_cut_again_to_any_shorter_length(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(8)
 def test_an_interrupted_pass_is_undone_in_every_entry(kind):
     model, line = family(KINDS[kind]), some_line(34)
     expected = one_at_a_time(model, line, 21)
@@ -188,6 +192,7 @@ def test_an_interrupted_pass_is_undone_in_every_entry(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(6)
 def test_a_pass_interrupted_between_an_entrys_keys_and_values_is_undone(kind, monkeypatch):
     model, line = family(KINDS[kind]), some_line(34)
     expected = one_at_a_time(model, line, 21)
@@ -219,6 +224,7 @@ def test_a_pass_interrupted_between_an_entrys_keys_and_values_is_undone(kind, mo
 
 
 @pytest.mark.parametrize("kind", ["rotating", "gated delta", "Mamba-2", "a module that is handed the whole list"])
+@pytest.mark.quick(3)
 def test_a_generator_closed_at_any_token_leaves_a_cache_that_goes_on_exactly(kind, tmp_path):
     model, prompt, more = family(KINDS[kind]), some_line(19), some_line(4)
     line = greedy_line(model, prompt, 10)
@@ -345,6 +351,7 @@ def test_a_cache_that_something_else_has_moved_is_refused():
 
 @pytest.mark.parametrize("quality", ["oracle", "noisy", "hopeless"])
 @pytest.mark.parametrize("size", [6, 16])
+@pytest.mark.quick(4)
 def test_max_kv_size_gives_plain_decodings_ids(size, quality):
     model, prompt = tiny_qwen3(), some_line(11, 53)
     line = greedy_line(model, prompt, 60, max_kv_size=size)
@@ -394,6 +401,7 @@ def wide_llama():
 
 
 @pytest.mark.parametrize("start", [0, 12, 17, 24, 1000])
+@pytest.mark.quick(3)
 def test_a_quantized_cache_gives_plain_decodings_ids_wherever_it_starts(start):
     model, prompt = wide_llama(), some_line(12, 61)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}

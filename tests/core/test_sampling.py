@@ -44,6 +44,7 @@ def knowing(model, line, cls=Noisy):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.quick(5)
 def test_the_text_for_a_seed_is_the_same_for_any_drafter_block_and_none(tiny, name, ours):
     sampler = SamplingSettings(**SAMPLERS[name]).make()[0] if ours else make_sampler(**SAMPLERS[name])
     assert isinstance(sampler, Distribution) == (ours and name != "xtc")
