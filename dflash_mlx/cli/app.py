@@ -15,6 +15,7 @@ import typer
 
 from ..errors import DFlashError, os_error_text
 from ..machine import switch
+from ..serving.interrupt import bring_back
 from ..version import __version__
 from . import generate, lists, serving, tools, train
 from .narrow_help import HelpfulGroup
@@ -54,6 +55,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # A warning is a sentence for the user, not a place in the code.
     warnings.formatwarning = lambda message, *place, **more: wrapped(f"Warning: {str(message).rstrip('.')}.\n", sys.stderr)
+    sys.unraisablehook = bring_back
     try:
         app()
     except BrokenPipeError:

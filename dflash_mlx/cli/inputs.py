@@ -126,7 +126,7 @@ def load_pair(
     target, drafter = choose_pair(model, draft_model)
     check_revision(revision, target, drafter)
     builtin.builtin_path(target, "target", say=say)
-    with live(f"Loading {target}"):
+    with live(f"Loading {target}") as line:
         lm, tokenizer = loading.load(
             target,
             adapter_path=adapter_path,
@@ -139,6 +139,7 @@ def load_pair(
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
         loading.read_weights(lm, f"Loading {target}")
         draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None
+        line.heed()
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")
     if trust_remote_code and not _brings_code(tokenizer):

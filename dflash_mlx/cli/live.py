@@ -47,6 +47,14 @@ class Line:
         """Say from now on that Ctrl-C was heard: a pass ends before Python does, and may take seconds."""
         self._is_stopping = True
 
+    def heed(self) -> None:
+        """End here where Ctrl-C was heard and its exception was lost, as in an `except` of somebody's that catches all.
+
+        Raises: KeyboardInterrupt.
+        """
+        if self._is_stopping:
+            raise KeyboardInterrupt
+
     def prefill(self, done: int, total: int) -> None:
         """A `prompt_progress_callback`; where the prompt is read the line ends."""
         if done < total:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from . import inputs
+from .live import live
 from .options import (
     MEMORY,
     OUTPUT,
@@ -89,10 +90,12 @@ def chat(
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
-    held, size = _cache_options(caches)
-    from ..serving.chat import Chat
-    from ..serving.conversation import Conversation, Pair, Settings
-    from ..serving.sessions import read_session, session_path
+    # Seconds of imports, in the sight of the user.
+    with live("Starting"):
+        held, size = _cache_options(caches)
+        from ..serving.chat import Chat
+        from ..serving.conversation import Conversation, Pair, Settings
+        from ..serving.sessions import read_session, session_path
 
     def load(name: str | None, drafter: str | None) -> Pair:
         # Trained for the first model; /model may name another.
@@ -182,10 +185,11 @@ def serve(
     checked_max_tokens(max_tokens)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     variables = template_args(chat_template_args)
-    held, size = _cache_options(caches)
-    from ..sampling_settings import SamplingSettings
-    from ..serving.server import Options
-    from ..serving.server import serve as run
+    with live("Starting"):
+        held, size = _cache_options(caches)
+        from ..sampling_settings import SamplingSettings
+        from ..serving.server import Options
+        from ..serving.server import serve as run
 
     options = Options(
         **server,

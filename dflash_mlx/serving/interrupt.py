@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+# Seconds after which a lost Ctrl-C comes again: by then whatever could raise nothing has returned.
+_AGAIN_S = 0.05
+
+
+def bring_back(lost: Any) -> None:
+    """A `sys.unraisablehook`: Ctrl-C comes again where its exception could not be raised, as in a finalizer.
+
+    An import has such places too: each module's lock has a callback that Python runs when it is freed.
+    """
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(lost)
+    again = threading.Timer(_AGAIN_S, _again)
+    again.daemon = True
+    again.start()
+
+
+def _again() -> None:
+    # A program that ends has given the signal back to the system, which would kill it.
+    if threading.main_thread().is_alive() and not sys.is_finalizing():
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextmanager

@@ -10,10 +10,12 @@ import pytest
 from kit import figures_of
 from screen import Screen, private_words
 
+from dflash_mlx import loading
+from dflash_mlx.cli import inputs, output
 from dflash_mlx.cli import live as cli_live
-from dflash_mlx.cli import output
 from dflash_mlx.cli.live import Line
 from dflash_mlx.progress import hub_bar, listening, tell
+from dflash_mlx.serving import interrupt
 
 HELLO = "import time; print('hello ' * 5); print('word ' * 2); time.sleep(0.4); input('name? ')"
 
@@ -83,6 +85,36 @@ def test_the_live_line_says_at_once_that_ctrl_c_was_heard():
             assert line.text(79) == "Stopping after this: Timing: 1 of 3 turns, 0 s"
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Freed:
+    """Ctrl-C comes while this is freed, where no exception can be raised."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_came_where_nothing_can_be_raised_comes_again(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", interrupt.bring_back)
+    with pytest.raises(KeyboardInterrupt):
+        Freed()
+        time.sleep(5)
+
+
+def test_loading_ends_where_somebody_caught_the_ctrl_c(monkeypatch):
+    def load(*names, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            time.sleep(0.1)
+        return "model", "tokenizer"
+
+    monkeypatch.setattr(loading, "load", load)
+    for name in ("check_run", "read_weights", "load_drafter"):
+        monkeypatch.setattr(loading, name, lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt), cli_live.live("Starting"):
+        inputs.load_pair("tiny", "tiny", None, None, None, False)
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
