@@ -26,6 +26,13 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")],
         128,
     ),
+    "unload_after": (
+        Annotated[
+            float | None,
+            option(SERVER, min=0.001, help="Seconds without a request until the models are given up. The next one loads them."),
+        ],
+        None,
+    ),
     "allowed_origins": (
         Annotated[str, option(SERVER, help="Web pages that may send requests, comma-separated; '*': all.")],
         "",
@@ -48,6 +55,7 @@ def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue")
     return {
         **{name: given[name] for name in names},
+        "unload_after_s": given["unload_after"],
         "aliases": _listed(given["model_aliases"]),
         "allowed_origins": _listed(given["allowed_origins"]),
         "max_body_bytes": int(given["max_body_mb"] * 1e6),

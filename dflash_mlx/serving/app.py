@@ -191,6 +191,7 @@ def health(request: Request) -> Response:
     """Whether requests are taken, how many wait, and how far the prompt of the running one is."""
     engine: Engine = request.app.state.engine
     body = {"status": "ok" if engine.is_healthy else "unavailable", "queue": engine.waiting, "running": engine.running}
+    body["loaded"] = engine.is_loaded
     if (generation := engine.current) is not None:
         body["prompt"] = {"tokens": len(generation.job.prompt), "reused": generation.cached, "done": generation.done}
     return _json(body, 200 if engine.is_healthy else 503)
@@ -199,9 +200,8 @@ def health(request: Request) -> Response:
 def models(request: Request) -> Response:
     """The served target, with its drafter, the default block size and the length of its context, in the words of both APIs."""
     state, asked = request.app.state, request.path_params.get("name")
-    pair, block = state.engine.pair, None
-    if pair.drafter is not None:
-        block = state.engine.options.block_size or pair.drafter.config.block_size
+    pair = state.engine.pair
+    block = state.engine.options.block_size or pair.block if pair.draft_name else None
     model = {"id": pair.name, "object": "model", "created": state.created, "owned_by": "dflash-mlx"}
     model |= {"draft_model": pair.draft_name, "block_size": block, "context_length": pair.limit, "max_model_len": pair.limit}
     model |= {"type": "model", "display_name": pair.name, "created_at": _rfc3339(state.created)}

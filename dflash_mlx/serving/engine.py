@@ -7,9 +7,11 @@ in one event loop: `Engine.submit`, `Generation.tokens` and `Generation.cancel`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -38,8 +40,9 @@ class Options:
     """What the server was started with.
 
     model_name, aliases: names of the target beside those that it has anyway; any_model_name: any other name is as good.
-    max_queue: requests that may wait. recommended: sampling settings of the target's files, where neither the user nor a request
-    gives one and a request's temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
+    max_queue: requests that may wait. unload_after_s: without a request, until the models are given up; None keeps them.
+    recommended: sampling settings of the target's files, where neither the user nor a request gives one and a request's
+    temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
     """
 
     model_name: str | None = None
@@ -50,6 +53,7 @@ class Options:
     api_key: str | None = None
     max_body_bytes: int = 8_000_000
     max_queue: int = 128
+    unload_after_s: float | None = None
     allowed_origins: list[str] = field(default_factory=list)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     recommended: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +71,8 @@ class Options:
 class LoadedPair:
     """The one pair that is served, under the names that the user gave.
 
-    names: what the target may be called. limit: positions the target was made for, if known.
+    names: what the target may be called. limit: positions the target was made for, if known. block, most_drafts: the drafter's
+    default block size and the most that it drafts, None without one. These stay while the models are given up.
     """
 
     name: str
@@ -79,6 +84,8 @@ class LoadedPair:
     def __post_init__(self) -> None:
         target = Target(self.model)
         self.vocabulary, self.limit = target.vocabulary, target.context_length
+        self.block = None if self.drafter is None else self.drafter.config.block_size
+        self.most_drafts = None if self.drafter is None else largest_block(self.drafter) - 1
         self.names = {self.name, PurePath(self.name).name, "default_model"}
 
     def rename(self, options: Options) -> None:
@@ -194,14 +201,17 @@ class Engine:
         # What runs now.
         self.current: Generation | None = None
         self.pair: LoadedPair | None = None
-        limit = options.prompt_cache_bytes
-        self._cache = PrefixCache(options.prompt_cache_size, 1 << 63 if limit is None else limit)
+        self._cache = self._new_cache()
         # Before anything is loaded: the directory may be one that cannot be used.
         kept = options.prompt_cache_dir
         self._files = PrefixFiles(kept, options.prompt_cache_dir_bytes) if kept is not None else None
         self._queue: queue.Queue[Generation] = queue.Queue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="generate")
+
+    def _new_cache(self) -> PrefixCache:
+        limit = self.options.prompt_cache_bytes
+        return PrefixCache(self.options.prompt_cache_size, 1 << 63 if limit is None else limit)
 
     def start(self) -> None:
         """Load the pair and wait for jobs."""
@@ -254,16 +264,12 @@ class Engine:
     def _work(self) -> None:
         try:
             try:
-                self.pair = LoadedPair(*self._open())
-                self.pair.check(self.options)
-                self.pair.rename(self.options)
-                if self._files is not None:
-                    self._cache.keep_in(self._files, self.pair.model, self.pair.drafter, self.pair.name, self.options.caches)
+                self._load()
             except BaseException as error:
                 self.fault = error
             finally:
                 self.ready.set()
-            stream, answered = mx.default_stream(mx.default_device()), False
+            stream, answered, since = mx.default_stream(mx.default_device()), False, time.monotonic()
             while self.fault is None and not self._closing.is_set():
                 try:
                     generation = self._queue.get(timeout=0.1)
@@ -271,13 +277,15 @@ class Engine:
                     if answered:
                         answered = False
                         stop = lambda: not self._queue.empty() or self._closing.is_set()  # noqa: E731
-                        if self.pair.drafter is not None:
+                        if self.is_loaded and self.pair.drafter is not None:
                             self.pair.drafter.pair.finish_measuring(stop)
                         try_after_answer(stop=stop)
                     self._cache.write_next()
+                    if self.is_loaded and time.monotonic() - since > (self.options.unload_after_s or float("inf")):
+                        self._unload()
                     continue
                 self._serve(generation, stream)
-                answered = True
+                answered, since = True, time.monotonic()
         finally:
             self._closing.set()
             while not self._queue.empty():
@@ -290,11 +298,35 @@ class Engine:
                 self.pair.model = self.pair.drafter = None
             mx.clear_streams()
 
+    @property
+    def is_loaded(self) -> bool:
+        return self.pair is not None and self.pair.model is not None
+
+    def _load(self) -> None:
+        pair = LoadedPair(*self._open())
+        pair.check(self.options)
+        pair.rename(self.options)
+        if self._files is not None:
+            self._cache.keep_in(self._files, pair.model, pair.drafter, pair.name, self.options.caches)
+        self.pair = pair
+
+    def _unload(self) -> None:
+        """Give the models and all prompts up; the next job loads them again."""
+        while self._cache.write_next(quiet_s=0):
+            pass
+        self._cache = self._new_cache()
+        self.pair.model = self.pair.drafter = None
+        gc.collect()
+        mx.clear_cache()
+        _log.info("the models were given up: nobody asked for %g s", self.options.unload_after_s)
+
     def _serve(self, generation: Generation, stream: Any) -> None:
         if generation.cancelled:
             return
         self.current = generation
         try:
+            if not self.is_loaded:
+                self._load()
             finished = self._run(generation, stream)
             generation.put(None if finished else _stopping())
         except RequestError as error:

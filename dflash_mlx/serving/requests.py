@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_template import template_variables
-from ..drafter_checks import largest_block
 from ..errors import DFlashError, GenerationError
 from ..sampling import SamplingSettings
 from ..sampling_settings import check_max_tokens
@@ -326,10 +325,10 @@ def _block_size(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> 
     """The anchor and so many drafted tokens; None leaves the number to each round."""
     count = body.get("num_draft_tokens")
     if count is None:
-        return options.block_size if pair.drafter is not None else None
-    if pair.drafter is None:
+        return options.block_size if pair.most_drafts is not None else None
+    if pair.most_drafts is None:
         raise RequestError(f"num_draft_tokens is {shown(count)}; this server runs without a drafter", "Leave it out")
-    most = largest_block(pair.drafter) - 1
+    most = pair.most_drafts
     if type(count) is not int or not 0 <= count <= most:
         raise RequestError(f"num_draft_tokens is {shown(count)}; it must be a whole number from 0 to {most}")
     return count + 1

@@ -124,6 +124,7 @@ VALUES = {
         "--api-key": ["k"],
         "--max-body-mb": ["1"],
         "--max-queue": ["3"],
+        "--unload-after": ["9"],
         "--model-name": ["m"],
         "--model-aliases": ["a,b"],
         "--any-model-name": [],

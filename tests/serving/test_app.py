@@ -155,7 +155,12 @@ def test_models_and_health_say_what_is_running(served):
     model = served.client.models.retrieve("served")
     assert (model.draft_model, model.block_size) == ("drafter", 8)
     assert served.get("/v1/models/other")[0] == 404
-    assert json.loads(served.get("/health")[1]) == {"status": "ok", "queue": 0, "running": False}
+    assert json.loads(served.get("/health")[1]) == {
+        "status": "ok",
+        "queue": 0,
+        "running": False,
+        "loaded": True,
+    }
 
 
 def test_a_key_and_foreign_web_pages(chatty):

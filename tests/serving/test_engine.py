@@ -261,3 +261,19 @@ def test_what_waits_when_the_server_ends_is_told_so(chatty):
         status, body = read(second)
         first.close(), second.close()
     assert status == 503 and json.loads(body)["error"]["message"] == "the server is stopping. Ask again later."
+
+
+def test_models_that_nobody_asks_for_are_given_up_and_loaded_again(chatty):
+    with running(*chatty, unload_after_s=0.3) as server:
+        first = ask(server, max_tokens=6)
+        began = time.monotonic()
+        while server.engine.is_loaded:
+            assert time.monotonic() - began < 20
+            time.sleep(0.02)
+        assert server.engine.pair.model is server.engine.pair.drafter is None
+        # What is said of the models needs none.
+        assert server.client.models.list().data[0].block_size == chatty[2].config.block_size
+        assert json.loads(server.get("/health")[1])["loaded"] is False
+        again = ask(server, max_tokens=6, extra_body={"num_draft_tokens": 2})
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == 0

@@ -193,7 +193,9 @@ def test_tools_that_are_no_functions_are_left_out_and_named(served):
 )
 def test_reasoning_effort_reaches_the_template_or_switches_thinking(tmp_path, template, effort, written):
     tokenizer = load_tokenizer(Path(with_template(tmp_path, template)))
-    pair = SimpleNamespace(tokenizer=tokenizer, names={"default_model"}, drafter=None, vocabulary=1536, draft_name=None, name="x")
+    pair = SimpleNamespace(
+        tokenizer=tokenizer, names={"default_model"}, most_drafts=None, vocabulary=1536, draft_name=None, name="x"
+    )
     request = read_request({"messages": MESSAGES, "reasoning_effort": effort}, "chat", pair, Options())
     assert tokenizer.decode(request.render(tokenizer)[0].ids) == written
     assert request.ignored == ([] if "{" in template else ["reasoning_effort"])
