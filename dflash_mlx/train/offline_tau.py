@@ -183,6 +183,33 @@ def bigram_guess(train: Docs, K: int) -> Guess:
     return guess
 
 
+def perfect_guesses(target: Target, ids: np.ndarray, K: int, candidates: int = 16, docs_at_once: int = 8) -> dict[str, Guess]:
+    """What perfect drafters would have of texts that the target drew, [B, S], from the target's own rows.
+
+    Returns:
+      - perfect_argmax: drafts the likeliest token of each of the target's rows
+      - perfect_candidates: has the target's distribution over its best `candidates` tokens, and draws under the target's noise;
+        then a draft is wrong only where the text's token is not among them
+    """
+    rank = np.full(ids.shape, target.vocabulary)
+    for start in range(0, len(ids), docs_at_once):
+        part = mx.array(ids[start : start + docs_at_once])
+        rows = target.head(target(part).hidden)[:, :-1].astype(mx.float32)
+        chosen = mx.take_along_axis(rows, part[:, 1:, None], axis=-1)
+        rank[start : start + docs_at_once, 1:] = np.array((rows > chosen).sum(-1))
+    rank = np.pad(rank, ((0, 0), (0, K)), constant_values=target.vocabulary)
+    text = np.pad(ids, ((0, 0), (0, K)))
+
+    def within(n: int) -> Guess:
+        def guess(_: np.ndarray, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            places = rows[:, None], at[:, None] + np.arange(1, K)
+            return np.where(rank[places] < n, text[places], -1)
+
+        return guess
+
+    return {"perfect_argmax": within(1), "perfect_candidates": within(candidates)}
+
+
 def mean_tau(replays: Sequence[Replay]) -> float:
     """tau over all rounds of all documents."""
     rounds = [a for w in replays for a in w.accepted]
@@ -194,7 +221,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """tau on held-out text: per temperature, block size and kind, loops apart, beside zeroed features, lookup and bigrams.
 
-    Returns: rows with temp, block_size, looped, kind, answers and tau of each source of drafts.
+    Returns: rows with temp, block_size, looped, kind, answers and tau of each source of drafts; above temperature 0 also of
+      `perfect_guesses`.
     """
     rows = []
     for temp in np.unique(held_out.temp):
@@ -211,6 +239,9 @@ def evaluate(
                     "zeroed": replay_docs(drafter, target, docs, K, max_tokens, zero_features=True),
                     "lookup": replay_with(lookup_guess(K), ids, spans, K),
                 }
+                if temp:
+                    found = perfect_guesses(target, ids, K)
+                    replays |= {name: replay_with(guess, ids, spans, K) for name, guess in found.items()}
                 if train is not None:
                     replays["bigram"] = replay_with(bigram_guess(train, K), ids, spans, K)
                 for kind in np.unique(docs.kind):

@@ -32,6 +32,7 @@ from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.target import Target
 from ..progress import tell
+from .cost import Rates
 from .curves import write_curves
 from .data import Docs, batches
 from .forward import block_hidden, context_keys_values
@@ -43,6 +44,8 @@ from .start import init_drafter, load_start
 
 # In a folder of its own: beside the weights it would be taken for a part of the drafter.
 STATE = "training/state.safetensors"
+# The first steps load and compile kernels; what a step costs is taken from some behind them.
+_COST_FROM, _COST_TO = 4, 12
 
 
 @dataclass(frozen=True)
@@ -396,6 +399,7 @@ class _Run:
         self.window: list[tuple] = []
         self.seen_docs, self.marked = 0, time.monotonic()
         self.saved = self.evaluated = time.monotonic()
+        self.taken, self.timed_from = 0, 0.0
 
     def go(self, pause_s: float | None) -> dict[str, Any]:
         """Run to the end, to the pause, to a stall of tau or to Ctrl-C; returns the last line of metrics."""
@@ -417,6 +421,7 @@ class _Run:
                 if last is not None:
                     mx.eval(last)  # one step ahead of the device, no more
                 last = loss
+                self._tell_cost()
                 self._look_up()
             if self.held_out is not None:
                 self.line = {**self.line, **self.evaluate()}
@@ -439,6 +444,16 @@ class _Run:
             tell("Training", trainer.step, c.steps, "steps")
         else:
             tell("Training", 100 * share, 100, "%")
+
+    def _tell_cost(self) -> None:
+        """What the run will cost, once, from its own first steps."""
+        self.taken += 1
+        if self.taken == _COST_FROM:
+            self.timed_from = time.monotonic()
+        if self.taken == _COST_TO:
+            c, step_s = self.trainer.config, (time.monotonic() - self.timed_from) / (_COST_TO - _COST_FROM)
+            here = Rates(step_s, c.batch * c.accumulate, len(self.docs), int(self.docs.answer.sum()), mx.get_peak_memory())
+            self.report(here.line(c.steps, c.seconds))
 
     def _step(self, passes: list[tuple], share: float) -> mx.array:
         trainer = self.trainer

@@ -13,10 +13,11 @@ from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter, top_candidates
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
+from dflash_mlx.train.cost import Rates
 from dflash_mlx.train.data import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
 from dflash_mlx.train.losses import LossConfig, Wanted, block_loss
-from dflash_mlx.train.offline_tau import SharedNoise, drafter_guess, mean_tau, replay_docs, replay_with
+from dflash_mlx.train.offline_tau import SharedNoise, drafter_guess, mean_tau, perfect_guesses, replay_docs, replay_with
 from dflash_mlx.train.start import as_dflash2, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, learning_rate, train
 
@@ -278,6 +279,28 @@ def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, doc
     assert mean_tau(replay_with(guess, padded, spans, BLOCK)) > 1
 
 
+def test_perfect_drafters_are_wrong_where_the_targets_rows_say_so(model, docs):
+    """Of greedy text all is right. Of any text: ranks by a loop over plain passes."""
+    ids, answer = docs.doc(0)
+    drawn = np.concatenate([ids[~answer], np.random.default_rng(3).integers(4, 60, 20)])
+    padded = np.zeros((2, 48), np.int32)
+    padded[0, : len(ids)], padded[1, : len(drawn)] = ids, drawn
+    target, start = Target(model, [1, 2, 4]), int(answer.argmax())
+    guesses = perfect_guesses(target, padded, BLOCK, candidates=30)
+    [greedy] = replay_with(guesses["perfect_argmax"], padded[:1], [(start, len(ids))], BLOCK)
+    assert greedy.accepted and set(greedy.accepted) == {BLOCK - 1}
+    row, at = np.array([1]), np.array([start])
+    for name, n in (("perfect_argmax", 1), ("perfect_candidates", 30)):
+        [drafts] = guesses[name](padded, at, row)
+        for k, draft in enumerate(drafts.tolist(), start=1):
+            rows = np.array(model(mx.array(drawn[None, : start + k]))[0, -1].astype(mx.float32))
+            wanted = int(drawn[start + k])
+            assert draft == (wanted if (rows > rows[wanted]).sum() < n else -1)
+    assert (
+        -1 in guesses["perfect_candidates"](padded, at, row)[0] and (guesses["perfect_candidates"](padded, at, row)[0] >= 0).any()
+    )
+
+
 def test_a_card_says_what_the_drafter_was_made_of(docs, trained):
     card = (trained[0] / "README.md").read_text()
     assert f"{int(docs.answer.sum())} answer tokens in 8 conversations" in card and "DFlash2DraftModel" in card
@@ -289,6 +312,18 @@ def test_a_run_whose_tau_stalls_ends_and_keeps_the_best(model, docs, first, tmp_
     settings = config(steps=400, lr=1e-12, warmup=0.0, patience=2, eval_every_s=0.0, log_every=400)
     train(model, docs, tmp_path, as_dflash2(first, rank=8), settings, held_out=docs, report=said.append)
     assert len([line for line in said if "on held-out text" in line]) == 4  # the first is the best; two more; one at the end
+
+
+def test_a_run_says_what_it_will_cost_once_it_knows(model, docs, first, tmp_path):
+    said = []
+    train(model, docs, tmp_path, first, config(steps=13, batch=4, anchors=4), report=said.append)
+    [line] = [text for text in said if "minutes for" in text]
+    # 13 steps of 4 conversations, of the 8 with 40 answer tokens each.
+    assert "minutes for 13 steps, 52 conversations with 0.0 million answer tokens, each conversation seen 6.5 times" in line
+    assert Rates(0.25, 24, 9000, 2_000_000, 7 << 30).line(None, 3600.0) == (
+        "At 250 ms a step and 7.5 GB: 60.0 minutes for 14,400 steps, 345,600 conversations with 76.8 million answer tokens, "
+        "each conversation seen 38.4 times."
+    )
 
 
 def test_settings_that_contradict_each_other_are_named():
