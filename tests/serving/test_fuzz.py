@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import socket
+from pathlib import Path
 
 import pytest
 from kit import scripted
@@ -125,3 +126,17 @@ def test_300_times_bytes_that_are_no_requests_leave_the_server_alive(served, cap
     served.wait_idle()
     assert ask(served, max_tokens=1).usage.completion_tokens == 1
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+CLIENTS = sorted((Path(__file__).parents[1] / "data/clients").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", CLIENTS, ids=lambda file: file.stem)
+def test_what_agents_send_behind_a_round_of_tools_is_answered(served, file):
+    # Fields and shapes of Codex CLI, Claude Code and opencode (of November 2026), with other texts and ids.
+    sent = json.loads(file.read_text())
+    limit = {"chat": "max_tokens", "responses": "max_output_tokens", "messages": "max_tokens"}[sent["api"]]
+    status, said = served.post(ADDRESSES[sent["api"]], {**sent["body"], limit: 4})
+    assert status == 200 and sent["body"]["stream"], said
+    last = {"chat": "data: [DONE]", "responses": "event: response.incomplete", "messages": "event: message_stop"}[sent["api"]]
+    assert said.strip().split("\n\n")[-1].startswith(last) and '"error": {' not in said
