@@ -11,7 +11,7 @@ Knows arrays only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import mlx.core as mx
 from mlx_lm.models import gated_delta as stock
@@ -109,6 +109,12 @@ def gated_delta_kernel(
     return prepare(k.shape, v.shape, q.dtype, state.dtype, g.ndim == 4)(q, k, v, g, beta, state, rows)
 
 
+@cache
+def _count(rows: int) -> mx.array:
+    # Once a process: CUDA fetches an array of the host's by a page fault, and a rollback would have one for each layer.
+    return mx.array([rows], dtype=mx.int32)
+
+
 def prepare(k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: mx.Dtype, state_dtype: mx.Dtype, vector: bool) -> Launch:
     """`gated_delta_kernel` for arrays of these shapes and types. vector: g has a decay for each column."""
     (b, m, _, dk), (_, _, hv, dv) = k_shape, v_shape
@@ -119,13 +125,11 @@ def prepare(k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: mx.Dtype,
         output_shapes=[v_shape, (b, hv, dv, dk)],
         output_dtypes=[dtype, state_dtype],
     )
-    every = mx.array([m], dtype=mx.int32)
 
     def run(
         q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, rows: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        some = every if rows is None else mx.array([rows], dtype=mx.int32)
-        y, after = launch(inputs=[q, k, v, g, beta, state, some])
+        y, after = launch(inputs=[q, k, v, g, beta, state, _count(m if rows is None else rows)])
         return y, after
 
     return run
