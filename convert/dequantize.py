@@ -251,14 +251,23 @@ def _experts_of(whole: Packed) -> list[tuple[tuple[str, ...], Packed]]:
 def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dtype]:
     """Scales and biases that are float32 because a zero point times its scale needs it -> the type of the files' scales.
 
-    Activations take the widest type of a layer: scales that stayed float32 would have everything computed in it.
+    Activations take the widest type of a layer: scales that stayed float32 would have everything computed in it. A layer whose
+    scale is float32 in the files keeps it.
     Of a checkpoint of another tool: MLX's own files hold their scales in the type that is meant.
     """
     filed = Counter(_HALF[t.dtype] for t in checkpoint.tensors.values() if t.dtype in _HALF and t.name.endswith(_SCALES))
     if not filed:
         return {}
     due, wide = filed.most_common(1)[0][0], tree_flatten(model.parameters())
-    return {name: due for name, value in wide if name.endswith((".scales", ".biases")) and value.dtype == mx.float32}
+    single = [t.name.rpartition(".")[0] for t in checkpoint.tensors.values() if t.dtype == "F32" and t.name.endswith(_SCALES)]
+
+    def is_meant(name: str) -> bool:
+        # A family's model may put its own prefix before a layer's name, or leave one out.
+        layer = f".{name.rpartition('.')[0]}"
+        return any(layer.endswith(f".{base}") or f".{base}".endswith(layer) for base in single)
+
+    found = [name for name, value in wide if name.endswith((".scales", ".biases")) and value.dtype == mx.float32]
+    return {name: due for name in found if not is_meant(name)}
 
 
 def _quantization(packed: Mapping[str, Mapping]) -> dict:

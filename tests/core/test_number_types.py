@@ -1,12 +1,15 @@
 """Number types: a model keeps those of its files on a GPU, everything is float32 on a CPU, and `dtype` casts what it may."""
 
 import json
+from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from convert_kit import CONFORMANCE, copy_checkpoint, write_checkpoint
 from convert_kit import FAMILIES as REFERENCE
 from convert_kit import family as reference
+from dflash_mlx.conversion.dequantize import types_of_scales
 from dflash_mlx.conversion.targets import LoadedTarget
 from families import FAMILIES, OTHERS, agree, family, greedy_line
 from gguf import GGMLQuantizationType
@@ -88,6 +91,15 @@ def test_scales_that_a_quantized_file_holds_in_float32_stay_so(source, tmp_path)
     convert(str(path), str(tmp_path / "mlx"), quantize=True, q_group_size=32)
     found = types_of(load(str(tmp_path / "mlx"), dtype="auto", lazy=True)[0])
     assert found == mlx_lms_types(tmp_path / "mlx") and found["lm_head.scales"] == mx.float32
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_of_a_tools_scales_of_two_types_each_layer_keeps_its_own(prefix):
+    model = nn.Module()
+    model.a, model.b = nn.QuantizedLinear(64, 32), nn.QuantizedLinear(64, 32)
+    filed = [(f"{prefix}a.weight_scale", "BF16"), (f"{prefix}b.weight_scale", "F32"), ("c.weight_scale", "BF16")]
+    checkpoint = SimpleNamespace(tensors={name: SimpleNamespace(name=name, dtype=dtype) for name, dtype in filed})
+    assert types_of_scales(model, checkpoint) == dict.fromkeys(("a.scales", "a.biases"), mx.bfloat16)
 
 
 def test_on_a_cpu_everything_is_float32_unless_a_type_is_named(source):
