@@ -509,9 +509,8 @@ def test_the_whole_prompt_is_in_the_drafters_context_before_round_one():
     assert rows[:6] == [(0, 128), (128, 128), (256, 128), (384, 128), (512, 87), (599, 1)]
 
 
-@pytest.mark.parametrize("start", [0, 1, 2])
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.quick(3)
+@pytest.mark.parametrize(("start", "n"), [(start, n) for start in (0, 1, 2) for n in (1, 2)])
+@pytest.mark.quick(4)
 def test_a_cache_is_quantized_behind_the_first_pass(start, n):
     """As mlx-lm does: a prompt of one token sees its own row as it is."""
     model, options = tiny_target(seed=4, head_dim=32), {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
@@ -549,8 +548,7 @@ def test_nothing_is_written_to_stdout_or_stderr():
 # Threads and interruptions
 
 
-@pytest.mark.parametrize("block", [8, 1, None, 2])
-@pytest.mark.quick(2)
+@pytest.mark.parametrize("block", [8, None, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
     """As frameworks do that hand a generator to a pool; it may also be closed by a thread that never advanced it."""
     model, tokenizer, drafter, prompt = sliding
@@ -568,7 +566,6 @@ def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("block", [1, 6])
-@pytest.mark.quick(3)
 def test_threads_may_take_turns_over_every_kind_of_cache(name, block):
     """States and cut windows are not what a token is read from, so nothing else evaluates them in the thread that made them."""
     model, prompt = family(name), some_line(30)
