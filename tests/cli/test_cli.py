@@ -87,7 +87,7 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
 def test_json_says_which_widths_were_taken_and_why():
     got = json.loads(run("generate", *TINY, "--json", "-m", "24").stdout)
     assert {int(w): n for w, n in got["widths"].items()} == dict(Counter(r["width"] for r in got["rounds"]))
-    assert "one row here" in got["width_reason"] or "drafts verified" in got["width_reason"]
+    assert "as long as one token here" in got["width_reason"] or "drafts verified" in got["width_reason"]
     fixed = json.loads(run("generate", *TINY, "--json", "-m", "24", "--block-size", "3").stdout)
     assert set(fixed["widths"]) == {"2"} and fixed["width_reason"] is None
 
