@@ -6,7 +6,7 @@ import inspect
 import shutil
 from typing import Any
 
-from typer import style
+from typer import echo, style
 from typer.core import TyperCommand, TyperGroup
 
 from ..tools.columns import wrap
@@ -19,8 +19,8 @@ class _Narrow:
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if (width := shutil.get_terminal_size().columns) >= ROOM:
             return super().format_help(ctx, formatter)
-        # Colours are left out by who prints it, where it goes to no terminal.
-        formatter.write(text(self, ctx, width))
+        # Printed here, as rich's is: of a command without arguments typer shows no other.
+        echo(text(self, ctx, width), nl=False)
 
 
 class HelpfulCommand(_Narrow, TyperCommand):

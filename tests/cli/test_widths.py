@@ -79,6 +79,13 @@ def test_help_is_within_the_width_and_cuts_no_word(path, columns, monkeypatch):
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("path", [(), ("train",)], ids=["dflash-mlx", "train"])
+def test_a_group_of_commands_alone_shows_its_help(path, columns):
+    shown = [CliRunner().invoke(cli_app.app, [*path, *more], env={"COLUMNS": str(columns)}) for more in ([], ["--help"])]
+    assert "Usage: " in shown[0].output and shown[0].output.strip() == shown[1].output.strip()
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_the_list_of_models_is_within_the_width(at, columns):
     hold(at(columns, "models"), columns, at(WIDE, "models"))
     assert ("size 98.4 MB, drafter 10.9 MB" in at(columns, "models")) == (columns == 40)
