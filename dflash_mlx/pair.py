@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
@@ -95,11 +96,12 @@ class DFlashPair:
 
     def measure(self, stream: Any) -> CostModel | NotYet:
         """A piece of what passes cost here, for between two tokens."""
-        return self._measuring(stream).piece()
+        with mx.stream(stream):
+            return self._measuring().piece()
 
-    def _measuring(self, stream: Any) -> Measurement:
+    def _measuring(self) -> Measurement:
         if self._measurement is None or self._measurement.target is not self.target:
-            self._measurement = Measurement(self.target, self.drafter, stream)
+            self._measurement = Measurement(self.target, self.drafter)
         return self._measurement
 
     def draft_length_policy(self, stream: Any) -> DraftLengthPolicy:
@@ -108,7 +110,8 @@ class DFlashPair:
         # What the policy holds must not hold the drafter, which holds this pair.
         policy = self.history.next_policy(most, lambda: pair.measure(stream) if (pair := this()) else NotYet.LATER)
         if not policy.ready and self.target.accelerator:
-            self.history.take(lambda: self._measuring(stream).prepare())
+            with mx.stream(stream):
+                self.history.take(lambda: self._measuring().prepare())
         return policy
 
     def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:

@@ -37,12 +37,13 @@ Times = Generator[float | None, None, CostModel]
 class Measurement:
     """What passes of one pair cost on this machine: as kept from an earlier run, or measured now, by and by.
 
+    Each piece runs on the stream that is current: the next one may be another thread's, which has other streams.
     clock: tests give their own.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, stream: Any, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, target: Target, drafter: Drafter, clock: Callable[[], float] = time.perf_counter):
         # The drafter holds its pair, and the pair this.
-        self.target, self._drafter, self._stream, self._clock = target, weakref.ref(drafter), stream, clock
+        self.target, self._drafter, self._clock = target, weakref.ref(drafter), clock
         info = mx.device_info()
         device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
         key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint())
@@ -89,8 +90,7 @@ class Measurement:
         # What is interrupted inside of a pass begins anew.
         self._passes = self._next = None
         try:
-            with mx.stream(self._stream):
-                expected = next(passes)
+            expected = next(passes)
         except StopIteration as end:
             self.costs = end.value
             save_cost_model(self._key, self.costs)

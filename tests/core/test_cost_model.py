@@ -7,7 +7,6 @@ import threading
 import time
 from pathlib import Path
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from kit import greedy_ids, ids_of, run, tiny_drafter, tiny_target
@@ -320,7 +319,7 @@ def measurement(monkeypatch, machine, most=7):
     monkeypatch.setattr(measure, "save_cost_model", lambda key, costs: kept.append(costs))
     monkeypatch.setattr(measure, "measuring", lambda *_: machine.turns(most))
     model = tiny_target(seed=2)
-    made = measure.Measurement(DFlashPair.of(drafter := tiny_drafter(model)).begin(), drafter, mx.default_stream(mx.cpu))
+    made = measure.Measurement(DFlashPair.of(drafter := tiny_drafter(model)).begin(), drafter)
     made.holds = drafter
     made._clock = lambda: machine.now
     return made, kept

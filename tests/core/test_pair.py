@@ -1,6 +1,7 @@
 """What outlives a run of a pair, and that none of it is an attribute of a model."""
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -8,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from kit import flat, greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
 
-from dflash_mlx import load, load_drafter, stream_generate
+from dflash_mlx import load, load_drafter, pair, stream_generate
+from dflash_mlx.draft_length import measure
 from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 
@@ -96,3 +98,25 @@ def test_two_generators_in_two_threads_share_a_pair():
     for thread in threads:
         thread.join()
     assert got == dict.fromkeys(range(4), line)
+
+
+def test_a_measurement_that_one_thread_began_goes_on_in_another(monkeypatch):
+    # A few passes a piece, by a clock that goes on when it is read, and none behind the answer.
+    ticks = itertools.count()
+    monkeypatch.setattr(measure, "load_cost_model", lambda key: None)
+    monkeypatch.setattr(measure.Measurement.__init__, "__defaults__", (lambda: float(next(ticks)),))
+    monkeypatch.setattr(measure.Measurement.piece, "__defaults__", (8.0,))
+    monkeypatch.setattr(pair, "AFTER_S", 0.0)
+    model = tiny_target(seed=2)
+    drafter, line, got, left = tiny_drafter(model), greedy_ids(model, PROMPT, 6), [], []
+
+    def work():
+        got.append(ids_of(run(model, drafter, PROMPT, 6, block_size=None, stream=mx.new_stream(mx.cpu))))
+        left.append(drafter.pair._measurement._n)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert got == [line, line]
+    assert 0 < left[0] < left[1]

@@ -80,9 +80,6 @@ def running(model, tokenizer, drafter=None, **options):
         engine.close()
         server.stop()
         engine.join()
-        if drafter is not None:
-            # What was begun belongs to the thread that has ended; the next server has another.
-            drafter.pair._measurement = None
 
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]

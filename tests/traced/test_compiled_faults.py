@@ -8,7 +8,7 @@ from families import family, known_drafter
 from kit import greedy_ids, ids_of, run, tiny_drafter, tiny_target
 from traced_kit import PROMPT, blocks_of, filled, verify
 
-from dflash_mlx import generation, loop, traced
+from dflash_mlx import loop, traced
 from dflash_mlx.draft_length import measure as costs
 from dflash_mlx.kernels import REGISTRY, autotune
 from dflash_mlx.kernels.autotune import NotFiniteError
@@ -157,6 +157,6 @@ def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(force
     for value in ("on", "off"):
         monkeypatch.setenv(traced.VARIABLE, value)
         target = DFlashPair.of(drafter).begin()
-        costs.Measurement(target, drafter, generation.generation_stream).finish()
+        costs.Measurement(target, drafter).finish()
         assert value == "off" or drafter.pair.accelerator.passes[0].passes
     assert len(set(keys)) == 2
