@@ -44,7 +44,7 @@ _OF_TEMPLATES = {
     "chat_template_kwargs": "variables of the chat template",
     "reasoning_effort": "to the template, or it switches thinking",
 }
-_TOOLS = "functions; hosted tools are left out and named in `x-ignored-fields`"
+_TOOLS = "functions; hosted tools are left out and `strict` is not held to, both named in `x-ignored-fields`"
 _CHOICE = '"auto" or "none"; forced calls are refused'
 HONOURED: dict[str, dict[str, str]] = {
     CHAT: {

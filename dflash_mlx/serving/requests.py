@@ -369,9 +369,12 @@ def _tools(body: Mapping[str, Any], pair: LoadedPair, api: str, ignored: list[st
     if choice != "auto":
         raise RequestError(f"tool_choice is {shown(choice)}; this server cannot force calls", 'Send "auto" or "none"')
     hosted = [str(tool["type"])[:40] for tool in tools if tool.get("type", "function") != "function"]
-    note_ignored(named := [f"tools: {kind}" for kind in dict.fromkeys(hosted)], api)
-    ignored += named
     tools = [tool for tool in tools if tool.get("type", "function") == "function"]
+    # Not refused: a client that sends it by default could offer no tool at all.
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    strict = ["strict"] if any(function.get("strict") for function in functions) else []
+    note_ignored(named := [f"tools: {name}" for name in dict.fromkeys([*hosted, *strict])], api)
+    ignored += named
     if tools and not has_tool_calls(pair.tokenizer):
         problem = f"tools are offered; how the chat template of {pair.name} writes calls is not known"
         raise RequestError(problem, "Leave tools out, or serve another target")

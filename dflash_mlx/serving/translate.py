@@ -162,6 +162,7 @@ def _tool_of_messages(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         return tool
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    function["strict"] = tool.get("strict")
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -172,12 +172,13 @@ def test_an_unknown_field_is_ignored_named_and_logged_once(served, caplog):
     assert sum("'temprature' has no effect" in record.getMessage() for record in caplog.records) <= 1
 
 
-def test_tools_that_are_no_functions_are_left_out_and_named(served):
-    body = {"messages": MESSAGES, "max_tokens": 1, "tools": [*WEATHER, {"type": "web_search"}]}
+def test_tools_that_are_no_functions_and_strict_are_named(served):
+    strict = {"type": "function", "function": {**WEATHER[0]["function"], "strict": True}}
+    body = {"messages": MESSAGES, "max_tokens": 1, "tools": [strict, {"type": "web_search"}]}
     with served.send("/v1/chat/completions", body) as link:
         answer = HTTPResponse(link)
         answer.begin()
-        assert answer.status == 200 and answer.headers["x-ignored-fields"] == "tools: web_search"
+        assert answer.status == 200 and answer.headers["x-ignored-fields"] == "tools: web_search, tools: strict"
 
 
 @pytest.mark.parametrize(
