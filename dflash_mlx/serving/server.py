@@ -101,7 +101,7 @@ class Server:
             family, kind, _, _, place = socket.getaddrinfo(
                 options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            self._socket = socket.socket(family, kind)
+            self._socket = socket.socket(family, kind, socket.IPPROTO_TCP)  # unnamed, asyncio lets small writes wait (Nagle)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(place)
             self._socket.listen(128)

@@ -63,6 +63,17 @@ def test_one_connection_carries_request_after_request_in_pieces_or_not(served):
     link.close()
 
 
+def test_small_pieces_of_an_answer_do_not_wait_for_the_clients_acknowledgement(served, monkeypatch):
+    made, waits = TimedProtocol.connection_made, []
+
+    def connection_made(self, transport):
+        waits.append(not transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(TimedProtocol, "connection_made", connection_made)
+    assert served.get("/health")[0] == 200 and waits == [False]
+
+
 @pytest.mark.parametrize("sent", [b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"])
 def test_a_client_that_sends_a_byte_now_and_then_is_let_go(served, monkeypatch, sent):
     monkeypatch.setattr(TimedProtocol, "headers_s", 0.3)
