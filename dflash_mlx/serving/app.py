@@ -293,7 +293,7 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text (`content` or `prompt`), or of `messages` behind the chat template."""
     state = request.app.state
     body = parse_body(await _read_body(request, state.engine.options.max_body_bytes))
-    text = (body.get("content", body.get("prompt")) if isinstance(body, dict) else None) or ""
+    text = body.get("content", body.get("prompt")) if isinstance(body, dict) else None
     chat = isinstance(body, dict) and "messages" in body
     if not chat and not isinstance(text, str):
         raise RequestError(f"content is {shown(text)}; it must be a text", "Send content, prompt or messages")

@@ -224,9 +224,11 @@ def _is_id(value: Any, pair: LoadedPair) -> bool:
     return type(value) is int and 0 <= value < pair.vocabulary
 
 
-def fold_seed(seed: Any) -> Any:
+def fold_seed(seed: Any) -> int:
     """A seed of 64 bits as one of 32, which is what noise is keyed by. -1 draws one."""
-    if type(seed) is not int or 0 <= seed < 1 << 32 or not -(1 << 63) <= seed < 1 << 64:
+    if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
+        raise RequestError(f"seed is {shown(seed)}; it must be a whole number of at most 64 bits, or -1 for one that is drawn")
+    if 0 <= seed < 1 << 32:
         return seed
     if seed == -1:
         return secrets.randbits(32)

@@ -76,8 +76,8 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"logit_bias": {"-1": 1}}, 400, "token ids are 0 to 1535"),
         ({"logit_bias": {"²": 1}}, 400, "token ids are 0 to 1535"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "token ids are 0 to 1535"),
-        ({"seed": 2**64}, 400, "whole number from 0 to"),
-        ({"seed": -(2**63) - 1, "temperature": 1}, 400, "whole number from 0 to"),
+        ({"seed": 2**64}, 400, "seed is 18446744073709551616; it must be a whole number of at most 64 bits"),
+        ({"seed": -(2**63) - 1, "temperature": 1}, 400, "a whole number of at most 64 bits, or -1"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "hi"}}, 400, "it may hold variables of the chat template only"),
         ({"chat_template_kwargs": {"return_tensors": "np"}}, 400, "chat_template_kwargs has 'return_tensors'"),
@@ -228,7 +228,10 @@ def test_texts_and_messages_are_tokenized_and_read_back(served, chatty):
         said["tokens"]
     )
     assert json.loads(served.post("/detokenize", {"tokens": ids})[1])["content"] == "def f(x):"
-    assert served.post("/detokenize", {"tokens": [9999]})[0] == served.post("/tokenize", {"content": 3})[0] == 400
+    assert served.post("/detokenize", {"tokens": [9999]})[0] == 400
+    for body in ({"content": 3}, {"text": "def f(x):"}, {}):
+        status, said = served.post("/tokenize", body)
+        assert status == 400 and "Send content, prompt or messages" in said
 
 
 def test_the_page_of_fields_is_the_table():
