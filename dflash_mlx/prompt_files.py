@@ -65,7 +65,8 @@ def read_cache_file(path: Path) -> tuple[list[Any], dict[str, str], int]:
     except _BROKEN as error:
         if isinstance(error, DFlashError):
             raise
-        raise CacheError(f"no prompt cache: {' '.join(str(error).split())[:200]}") from None
+        said = " ".join(str(error).split())[:200]
+        raise CacheError(f"no prompt cache: {said}", "mlx_lm.cache_prompt makes one") from None
     return entries, metadata if isinstance(metadata, dict) else {}, rows
 
 
@@ -198,7 +199,7 @@ class PrefixFiles:
         try:
             digits = _NAME.fullmatch(file.path.name)[3]
             if not sha256_of([file.path]).startswith(digits):
-                raise CacheError("its bytes are not those that were written")
+                raise CacheError("its bytes are not those that were written", "Delete it")
             entries, _, _ = read_cache_file(file.path)
         except (OSError, CacheError) as error:
             return self._unread(file.path, getattr(error, "problem", error))

@@ -74,7 +74,7 @@ def read_prompt_file(name: str) -> PromptFile:
         entries, metadata, rows = read_cache_file(path)
     except CacheError as error:
         if error.problem.startswith("no prompt cache"):
-            raise CacheError(f"{name} is {error.problem}", "mlx_lm.cache_prompt makes one") from None
+            raise CacheError(f"{name} is {error.problem}", error.remedy) from None
         raise
     return PromptFile(name, entries, rows, metadata.get("model"))
 

@@ -43,9 +43,10 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
     reasoning = _object(body, "reasoning")
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    for name, kind in (("store", bool), ("metadata", dict), ("instructions", (str, list))):
+    kinds = ("store", bool, "true or false"), ("metadata", dict, "an object"), ("instructions", (str, list), "a text or a list")
+    for name, kind, words in kinds:
         if name in body and not isinstance(body[name], kind):
-            raise RequestError(f"{name} is {shown(body[name])}; it is of another type")
+            raise RequestError(f"{name} is {shown(body[name])}; it must be {words}")
     if "tools" in chat:
         chat["tools"] = _list(chat, "tools", _tool_of_responses)
     return chat
@@ -111,7 +112,8 @@ def _messages_of_items(items: list[Any]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
             open_message = False
         else:
-            raise RequestError(f"an item of input is {shown(item)}; this server reads messages, calls, outputs and reasoning")
+            problem = f"an item of input is {shown(item)}; it must be a message, a call, a call's output or reasoning"
+            raise RequestError(problem)
     return messages
 
 

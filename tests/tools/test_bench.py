@@ -11,6 +11,7 @@ import pytest
 from screen import private_words
 
 from dflash_mlx.machine import switches_set
+from dflash_mlx.stats import is_off
 from dflash_mlx.tools import bench
 from dflash_mlx.tools.bench import Bench, BenchError, Plan
 
@@ -158,7 +159,7 @@ def test_chosen_widths_are_shown_with_their_reason(pair):
     record = Bench(*pair, plan, names=("tiny", "tiny")).go()
     ours = record["runs"][0]["dflash"]
     off = "Drafting was off in 1 of 1 answers: it would be slower here."
-    shown = off if ours["width_reason"].startswith("drafting off") else f"In 1 of 1 answers: {ours['width_reason'][:20]}"
+    shown = off if is_off({"confidence_cut": {}, **ours}) else f"In 1 of 1 answers: {ours['width_reason'][:20]}"
     assert ours["width_reason"] and shown in bench.table(record)
     assert sum(ours["widths"].values()) == ours["rounds"] and record["runs"][0]["differs_at"] is None
 
