@@ -26,7 +26,9 @@ from ..first_use import try_after_answer
 from ..models.target import Target
 from ..prompt_files import PrefixFiles
 from ..sampling import LogitsProcessor, SamplingSettings
+from ..stats import tokens_a_round
 from ..text import StopText, TextStream, token_bytes
+from .draft_kinds import DraftKinds
 from .errors import ClientDisconnected, RequestError
 from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
 
@@ -130,7 +132,7 @@ class Token:
     offset, logprob, top: only when log-probabilities are asked for: letters of the answer before this token's own; its
       log-probability; (id, logprob), the likeliest first.
     verified: drafted tokens that were verified in this run so far; rounds, tau: rounds of these, and their mean of accepted + 1.
-    stop: the stop string that ended it.
+    stop: the stop string that ended it. kind: as in `draft_kinds`. tps, a_round: tokens a second and tokens a round so far.
     """
 
     text: str
@@ -144,6 +146,9 @@ class Token:
     stop: str | None = None
     rounds: int = 0
     tau: float | None = None
+    kind: str = "plain"
+    tps: float = 0.0
+    a_round: float | None = None
 
 
 class Generation:
@@ -389,6 +394,7 @@ class _Text:
         self.tokenizer, self.top = tokenizer, job.top
         # From the whole prompt: a run sees only what no cache held.
         self.stream, self.stop = TextStream(tokenizer, job.prompt, job.after_template), StopText(job.stop)
+        self.kinds = DraftKinds()
         # Letters given out so far, and the bytes of tokens whose letters were not.
         self.letters, self.held = 0, b""
 
@@ -410,6 +416,9 @@ class _Text:
             self.stop.found,
             response.stats.n_drafting if response.stats else 0,
             response.stats.tau if response.stats else None,
+            self.kinds.of(response),
+            response.generation_tps,
+            tokens_a_round(response),
         )
 
     def _place(self, token: int | None, piece: str) -> int:

@@ -46,17 +46,19 @@ _OF_TEMPLATES = {
 }
 _TOOLS = "functions; hosted tools are left out and `strict` is not held to, both named in `x-ignored-fields`"
 _CHOICE = '"auto" or "none"; forced calls are refused'
+_DRAFTS = "[`drafts` of a choice](server.md#where-tokens-come-from) tells where its tokens came from"
 HONOURED: dict[str, dict[str, str]] = {
     CHAT: {
         "messages": "texts",
         "tools": _TOOLS,
         "tool_choice": _CHOICE,
         "role_mapping": "for models without a chat template",
+        "show_drafts": _DRAFTS,
         **_OF_TEMPLATES,
         **_OF_OPENAI,
         **_OURS,
     },
-    TEXT: {"prompt": "a text, token ids, or a list of these", **_OF_OPENAI, **_OURS},
+    TEXT: {"prompt": "a text, token ids, or a list of these", "show_drafts": _DRAFTS, **_OF_OPENAI, **_OURS},
     RESPONSES: {
         "input": "a text, or items: messages, calls and their outputs, reasoning",
         "instructions": "a system message in front",

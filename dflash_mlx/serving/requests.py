@@ -56,6 +56,7 @@ class CompletionRequest:
     # top_logprobs: the likeliest tokens to name beside each.
     logprobs: bool
     top_logprobs: int
+    show_drafts: bool = False
     continues: bool = False
     thinking_budget: int | None = None
     ignored: list[str] = field(default_factory=list)
@@ -168,6 +169,7 @@ def _read(
         include_usage=_include_usage(body, stream),
         logprobs=count is not None,
         top_logprobs=count or 0,
+        show_drafts=_flag(body, "show_drafts"),
         # Only Anthropic's API says that a last message of the assistant is gone on with.
         continues=api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         thinking_budget=_thinking_budget(body, pair),

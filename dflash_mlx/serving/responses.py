@@ -12,11 +12,15 @@ from typing import Any
 
 from ..text import token_bytes
 from .channels import Channels, Piece
+from .draft_kinds import LetterKinds
 from .engine import Generation, LoadedPair, Token
 from .errors import RequestError
 from .messages import Prompt
 from .requests import CompletionRequest
 from .tool_calls import Call
+
+# Kinds of pieces that are text, under their names in `drafts`.
+_TEXTS = {"answer": "content", "reasoning": "reasoning"}
 
 
 def event(body: dict[str, Any], name: str = "") -> str:
@@ -62,7 +66,7 @@ class Writer:
         self.n_calls, self.count, self.thought, self.accepted, self.verified = 0, 0, 0, 0, 0
         # Seconds of the clock, for what operators are told.
         self.began, self.first_token_at, self.last_token_at = time.monotonic(), None, None
-        self.rounds, self.tau = 0, None
+        self.rounds, self.tau, self.tps, self.a_round = 0, None, 0.0, None
         self.reason: str | None = None
         self.stopped_at: str | None = None
 
@@ -90,6 +94,7 @@ class Writer:
         self.count, self.verified = self.count + 1, token.verified
         self.accepted += token.from_draft
         self.rounds, self.tau, self.last_token_at = token.rounds, token.tau, time.monotonic()
+        self.tps, self.a_round = token.tps, token.a_round
         self.first_token_at = self.first_token_at or self.last_token_at
         self.reason, self.stopped_at = token.finish_reason, token.stop
         last = self.reason is not None
@@ -114,10 +119,13 @@ class Completion(Writer):
         }
         self.text, self.reasoning, self.calls = "", "", []
         self.tokens: list[Token] = []
+        self.letters, self.drafts = LetterKinds(), {"content": [], "reasoning": []}
         self.role_told = False
 
     def add(self, token: Token) -> list[str]:
         self.tokens.append(token)
+        if self.request.show_drafts:
+            self.letters.add(token.text, token.kind)
         self._take(self.take(token))
         if not self.request.stream or self.reason or not (self.text or self.reasoning or self.calls):
             return []
@@ -131,6 +139,8 @@ class Completion(Writer):
                 self.calls.append({"function": {"arguments": piece.text}, "index": self.n_calls - 1})
             else:
                 self.text += piece.text
+            if self.request.show_drafts and piece.kind in _TEXTS:
+                self.drafts[_TEXTS[piece.kind]] += self.letters.take(piece.text)
             for call in piece.calls:
                 self.calls.append(self._call(call))
                 self.n_calls += 1
@@ -157,12 +167,16 @@ class Completion(Writer):
     def _event(self, reason: str | None) -> str:
         told = event({**self.head, "choices": [self._choice(reason, "delta")]})
         self.text, self.reasoning, self.calls, self.tokens = "", "", [], []
+        self.drafts = {"content": [], "reasoning": []}
         return told
 
     def _choice(self, reason: str | None, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": reason}
         if self.request.logprobs:
             choice["logprobs"] = self._chat_logprobs() if self.request.chat else self._text_logprobs()
+        if self.request.show_drafts:
+            figures = {"tokens_per_second": self.tps, "tokens_per_round": self.a_round}
+            choice["drafts"] = {name: told for name, told in self.drafts.items() if told} | figures
         if not self.request.chat:
             return {**choice, "text": self.text}
         # Clients join the texts of deltas, the role's too: it stands in the first alone.
