@@ -39,6 +39,7 @@ from .fields import ADDRESSES, APIS, CHAT, MESSAGES, RESPONSES
 from .messages import Prompt
 from .metrics import Metrics
 from .openai_responses import ResponseWriter, Store
+from .page_files import is_page, page_file
 from .requests import CompletionRequest, check_model, parse_body, read_request
 from .responses import Completion, Writer, error_body, joined, total
 from .thinking_budget import ThinkingBudget
@@ -64,6 +65,8 @@ def make_app(engine: Engine) -> ASGIApp:
             Route("/models/{name:path}", models),
             Route("/health", health),
             Route("/metrics", metrics),
+            Route("/", page_file),
+            Route("/page/{name}", page_file),
         ],
         middleware=[
             Middleware(Guard, check=_check_host, options=options),
@@ -89,7 +92,8 @@ def make_app(engine: Engine) -> ASGIApp:
 
     async def with_any_prefix(scope: Scope, receive: Receive, send: Send) -> None:
         # /v1 may be left out, and a slash may end an address.
-        path = scope["path"].rstrip("/").removeprefix("/v1") or "/"
+        path = scope["path"].rstrip("/") or "/"
+        path = path.removeprefix("/v1") if path.startswith("/v1/") else path
         await app({**scope, "path": path}, receive, send)
 
     return with_any_prefix
@@ -152,10 +156,13 @@ def _check_client(request: Request, options: Options) -> None:
     origin, allowed = request.headers.get("Origin"), options.allowed_origins
     if request.method == "OPTIONS":
         return
-    if origin and origin not in allowed and "*" not in allowed:
+    # The page at / has the host that it asks, which was found to be a name of this server.
+    own = urlsplit(origin or "").netloc == request.headers.get("Host")
+    if origin and not own and origin not in allowed and "*" not in allowed:
         problem = f"the request comes from the web page {origin[:80]}, which is not admitted"
         raise RequestError(problem, "Admit it with --allowed-origins", 403)
-    if options.api_key is not None and request.scope["path"] != "/health":
+    # The page asks its reader for the key.
+    if options.api_key is not None and (path := request.scope["path"]) != "/health" and not is_page(path):
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.strip().encode(), options.api_key.encode()):

@@ -194,6 +194,7 @@ def _introduce(server: Server, engine: Engine, say: Callable[[str], None]) -> No
         say(f"Anyone who reaches {host} can use this server: --api-key asks for a key.")
     how = f"drafter {engine.pair.draft_name}" if engine.pair.draft_name else "plain decoding"
     say(f"Serving {engine.pair.name} ({how}) at http://{address}/v1")
+    say(f"Chat in a browser at http://{address}/")
 
 
 def _end(server: Server, engine: Engine, say: Callable[[str], None]) -> None:
