@@ -217,7 +217,7 @@ def test_the_command_serves_until_it_is_told_to_end():
     finally:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out == "" and err.strip() == "Stopped.", err
+    assert process.returncode == 0 and out == "" and err == f"Chat in a browser at http://127.0.0.1:{port}/\nStopped.\n", err
     assert taken.returncode == 1 and re.fullmatch(r"Error: .*in use.*\n", taken.stderr), taken.stderr
 
 
@@ -395,8 +395,8 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
         links[0].close()
     lines = [line for _, line in said]
     stopping = "Stopping: what is being computed or written ends first. Ctrl-C again leaves at once."
-    assert lines[1:] == ["signal", stopping, "Stopped."], lines
-    assert said[2][0] - said[1][0] < 1
+    assert lines[2:] == ["signal", stopping, "Stopped."], lines
+    assert said[3][0] - said[2][0] < 1
 
 
 def test_a_second_ctrl_c_leaves_at_once_also_while_models_load():
