@@ -100,6 +100,7 @@ def test_where_cuts_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
     )
 
 
+@pytest.mark.full
 def test_copied_drafts_are_counted_and_can_be_had_at_a_fixed_block_size():
     asked, without, default = (
         run("generate", *TINY, "--raw", "--json", "-m", "60", "-p", "import os\n", "--block-size", "8", *extra)

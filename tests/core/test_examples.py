@@ -29,6 +29,7 @@ def test_the_draft_source_runs_and_is_named():
     assert re.search(r"\n80 tokens; drafts by source: .*'suffix_automaton': {'rounds': [1-9]", run("suffix_automaton.py"))
 
 
+@pytest.mark.full
 def test_the_client_runs_against_the_server():
     command = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--model", "tiny", "--draft-model", "tiny", "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

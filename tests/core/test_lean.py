@@ -116,8 +116,8 @@ def test_a_slow_caller_does_not_keep_the_rule_from_learning_what_rounds_take(tin
     assert len(told) >= 10 and sum(told) >= 0.7 * len(told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.quick(1)
 def test_a_slice_of_the_drafts_is_what_a_narrow_round_verifies(pair, shuffled, seed):
     model, tokenizer, drafter = pair
     shuffled(seed)

@@ -297,6 +297,7 @@ store.write_next(quiet_s=0)
 """
 
 
+@pytest.mark.full
 def test_kill_9_in_the_middle_of_a_write_leaves_a_usable_directory(tmp_path, caplog):
     model, line = tiny_target(), some_line(20, 61)
     line = [*filled(tmp_path, model, line), 5]

@@ -357,18 +357,16 @@ def test_the_first_tokens_of_the_loop_have_the_targets_law(runs):
     check_law(model, [ids_of(run(model, drafter, [1, 2], 3, block_size=3, sampler=sampler, seed=seed)) for seed in range(runs)])
 
 
-# In the quick tier one rule: test_accept_law.py has both there, by 20,000 draws.
-@pytest.mark.parametrize(
-    ("acceptance", "runs"),
-    [("block", 400), *(pytest.param(rule, 1500, marks=pytest.mark.full) for rule in ("rejection", "block"))],
-)
-def test_rejection_and_block_acceptance_keep_the_targets_law(acceptance, runs):
+# In the quick tier test_accept_law.py has both, by 20,000 draws.
+@pytest.mark.full
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rejection_and_block_acceptance_keep_the_targets_law(acceptance):
     model = tiny_target(seed=6, layers=3, hidden=12, vocab=5)
     model.lm_head.weight = model.lm_head.weight * 0.3
     drafter = tiny_drafter(model)
     options = {"block_size": 4, "sampler": Distribution(1.0), "acceptance": acceptance}
     drawn, tau = [], []
-    for seed in range(runs):
+    for seed in range(1500):
         responses = run(model, drafter, [1, 2], 3, seed=seed, **options)
         drawn.append(ids_of(responses))
         tau.append(responses[-1].stats.tau)

@@ -74,6 +74,7 @@ def test_a_run_says_which_kernels_ran_and_whether_ids_are_those_without(gpu, mon
         assert (on["tokens"], on["ties"], on["faults"]) == (40, 0, 0) and not kernels_generate.wrong(on)
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_wrong_is_seen(gpu, monkeypatch, tmp_path):
     run(monkeypatch, tmp_path, "off", path=str(TINY / "target"))
     gpu["dflash_block_qmm"] = 1.5

@@ -120,6 +120,7 @@ def test_a_client_that_leaves_the_queue_costs_nothing(chatty):
         assert read(third)[0] == 200 and model.passes <= passes + 8
 
 
+@pytest.mark.full
 def test_sixteen_requests_at_once_get_their_own_answers_in_order(served, chatty):
     prompts = [f"def f{i}(" for i in range(16)]
     alone = [text_of(expected(chatty, [{"role": "user", "content": p}], max_tokens=6)) for p in prompts]
@@ -171,6 +172,7 @@ def test_the_target_is_plain_again_after_serving(served, chatty):
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}
 
 
+@pytest.mark.full
 def test_requests_that_alternate_between_two_conversations_draft_as_fresh_runs(chatty):
     model, tokenizer, drafter = chatty
     with running(model, tokenizer, drafter, block_size=8) as server:

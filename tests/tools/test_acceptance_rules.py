@@ -50,6 +50,7 @@ def test_shared_noise_draws_what_the_target_draws_where_their_laws_agree(rules):
     assert sum(got["argmax"][1]) / len(got["argmax"][1]) < 5
 
 
+@pytest.mark.full
 def test_rules_are_those_of_the_library(rules, pair):
     model, tokenizer, drafter = pair
     texts = []

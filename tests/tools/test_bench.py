@@ -105,6 +105,7 @@ def test_what_a_round_cost_is_told_pair_by_pair(record):
     assert "A pass and" not in bench.table(record | {"runs": record["runs"][3:4]})
 
 
+@pytest.mark.full
 def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, monkeypatch):
     model, tokenizer, drafter = pair
     real = bench.stream_generate
@@ -154,6 +155,7 @@ def test_no_pair_begins_that_would_end_after_max_seconds(pair):
     assert record["ended"] == "out of time" and record["runs"] == [] and "out of time" in bench.table(record)
 
 
+@pytest.mark.full
 def test_chosen_widths_are_shown_with_their_reason(pair):
     plan = Plan(kinds=("copy",), temps=(0.0,), contexts=(0,), max_tokens=16, trials=1)
     record = Bench(*pair, plan, names=("tiny", "tiny")).go()
@@ -394,6 +396,7 @@ def test_dense_writes_the_quantized_layers_of_both_models_out(monkeypatch, capsy
         assert ("QuantizedLinear" in layers) is not bool(dense)
 
 
+@pytest.mark.full
 def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(bench, "first_difference", lambda a, b: 1)
     args = [*TINY, "--kinds", "function", "--temp", "0", "--context", "0", "-m", "4", "--trials", "1", "--block-size", "2"]
@@ -401,6 +404,7 @@ def test_a_differing_text_in_float32_is_an_exit_status(monkeypatch, capsys):
     assert "differs from mlx-lm's at token 1" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_sampling_options_of_a_plan_reach_both_sides(monkeypatch, pair):
     seen = []
 

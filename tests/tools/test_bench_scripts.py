@@ -115,6 +115,7 @@ def test_break_even_is_where_expected_tau_is_the_cost(cost, width, accept):
     assert got is None if accept is None else got == pytest.approx(accept, abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_out_of_time_has_the_figures_that_it_got_to():
     record = shapes.measure(options("small", max_seconds=1e-9))
     assert record["ended"] == "out of time" and record["runs"] == [] and "no figures: out of time" in shapes.table(record)

@@ -61,6 +61,7 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
     assert len({id(run) for run in ours.accelerator._known.values()}) == 3
 
 
+@pytest.mark.full
 def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
     model, tokenizer, drafter = pair
     drafter.pair, shapes, original = None, [], compiled._traceable
@@ -376,6 +377,7 @@ def test_a_cache_is_used_again_trimmed_and_by_plain_decoding(forced, pair):
     )
 
 
+@pytest.mark.full
 def test_generators_by_turns_do_not_disturb_each_other(forced, pair):
     model, tokenizer, drafter = pair
     prompts = [tokenizer.encode("def test_"), tokenizer.encode("The quick brown fox")]
@@ -444,6 +446,7 @@ def test_a_compiled_draft_gives_the_rows_and_the_context_of_an_ordinary_one(caus
     }
 
 
+@pytest.mark.full
 def test_the_built_in_drafter_drafts_the_same_ids_compiled(pair, monkeypatch):
     model, tokenizer, drafter = pair
     prompt, answers = tokenizer.encode("def test_"), []

@@ -53,6 +53,7 @@ def test_run_without_data_says_what_to_do(tmp_path):
     assert result.exit_code == 1 and "First: dflash-mlx train data" in str(result.exception)
 
 
+@pytest.mark.full
 def test_a_data_folder_without_its_held_out_text_is_finished_by_the_same_command(tmp_path):
     data = tmp_path / "data"
     size = ["--answer-tokens", "200", "--rows", "8", "--max-len", "96", "--held-out", "1"]

@@ -138,6 +138,7 @@ def test_pools_take_pieces_of_answers_and_fill_slots():
     assert "{" not in text and "b = 2" in text
 
 
+@pytest.mark.full
 def test_make_data_stores_splits_resumes_and_refuses_other_settings(tmp_path):
     model = tiny_target(vocab=61)
     config = DataConfig(rows=32, max_len=110, held_out_per_kind=2, min_answer=4, user_limit=40, two_turns=0.5, greedy=0.5)

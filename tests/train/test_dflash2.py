@@ -237,6 +237,7 @@ def trained(model, docs, first, tmp_path_factory):
     return out, last
 
 
+@pytest.mark.full
 def test_replayed_rounds_equal_the_served_ones_at_temperature_0(model, docs, trained):
     drafter = load_drafter(str(trained[0]), model)
     replays = replay_docs(drafter, Target(model, [1, 2, 4]), docs, BLOCK)
