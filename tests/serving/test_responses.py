@@ -207,10 +207,8 @@ def test_text_offset_is_right_where_a_token_by_itself_has_another_text():
     core = Tokenizer(models.WordPiece(vocab, unk_token="a"))
     core.decoder = decoders.WordPiece(cleanup=True)
     text = _Text(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0], top=0))
-    told = [
-        text.token(SimpleNamespace(token=i, finish_reason=None, logprobs=mx.zeros(4), from_draft=False, stats=None))
-        for i in (1, 1, 0, 1, 3, 2)
-    ]
+    plain = {"finish_reason": None, "from_draft": False, "stats": None, "generation_tps": 0.0}
+    told = [text.token(SimpleNamespace(token=i, logprobs=mx.zeros(4), **plain)) for i in (1, 1, 0, 1, 3, 2)]
     assert ([token.text for token in told], [token.offset for token in told]) == (
         ["b", "b", " a", "b", ".", " s"],
         [0, 1, 2, 4, 5, 6],
