@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "responses": {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"},
     "messages": {"stop": "stop_sequences"},
 }
+_SYSTEM = ((str, list), "a text or a list of text parts")
 _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
@@ -43,13 +44,16 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
     reasoning = _object(body, "reasoning")
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    kinds = ("store", bool, "true or false"), ("metadata", dict, "an object"), ("instructions", (str, list), "a text or a list")
-    for name, kind, words in kinds:
-        if name in body and not isinstance(body[name], kind):
-            raise RequestError(f"{name} is {shown(body[name])}; it must be {words}")
+    for name, kind, wanted in (("store", bool, "true or false"), ("metadata", dict, "an object"), ("instructions", *_SYSTEM)):
+        _check_type(body, name, kind, wanted)
     if "tools" in chat:
         chat["tools"] = _list(chat, "tools", _tool_of_responses)
     return chat
+
+
+def _check_type(body: dict[str, Any], name: str, kind: Any, wanted: str) -> None:
+    if name in body and not isinstance(body[name], kind):
+        raise RequestError(f"{name} is {shown(body[name])}; it must be {wanted}")
 
 
 def _renamed(body: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
@@ -137,6 +141,7 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise RequestError(f"messages is {shown(given)}; it must be a list with at least one message", "Add one")
+    _check_type(body, "system", *_SYSTEM)
     chat["messages"] = [{"role": "system", "content": body["system"]}] if "system" in body else []
     for message in given:
         chat["messages"] += _messages_of_blocks(message)

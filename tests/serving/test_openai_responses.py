@@ -104,6 +104,8 @@ def test_a_round_of_tools_is_the_conversation_that_a_chat_has(served):
         ({"background": True}, "background is true; this server cannot do that"),
         ({"tool_choice": "required"}, "this server cannot force calls"),
         ({"conversation": "c"}, "conversation is"),
+        ({"instructions": 5}, "instructions is 5; it must be a text or a list of text parts"),
+        ({"store": "no"}, 'store is "no"; it must be true or false'),
     ],
 )
 def test_what_a_response_cannot_be_is_refused_by_its_own_names(served, change, message):
