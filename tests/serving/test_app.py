@@ -208,6 +208,7 @@ def test_the_command_serves_until_it_is_told_to_end():
         line = process.stderr.readline()
         assert line.startswith("Serving tiny (drafter tiny) at http://127.0.0.1:"), line
         port = int(re.search(r":(\d+)/v1", line).group(1))
+        assert process.stderr.readline() == f"Chat in a browser at http://127.0.0.1:{port}/\n"
         taken = subprocess.run([*COMMAND, *PAIR, "--port", str(port)], capture_output=True, text=True, timeout=60)
         curl = ["curl", "-sS", "-H", "Content-Type: application/json", f"http://127.0.0.1:{port}/v1/completions"]
         done = subprocess.run(
@@ -217,7 +218,7 @@ def test_the_command_serves_until_it_is_told_to_end():
     finally:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out == "" and err == f"Chat in a browser at http://127.0.0.1:{port}/\nStopped.\n", err
+    assert process.returncode == 0 and out == "" and err == "Stopped.\n", err
     assert taken.returncode == 1 and re.fullmatch(r"Error: .*in use.*\n", taken.stderr), taken.stderr
 
 
