@@ -6,7 +6,6 @@ import json
 import uuid
 from typing import Any
 
-from .engine import Token
 from .errors import RequestError
 from .responses import Writer, event
 from .tool_calls import Call
@@ -40,15 +39,6 @@ class MessageWriter(Writer):
 
     def idle(self) -> str:
         return self._event("ping")
-
-    def add(self, token: Token) -> list[str]:
-        told = []
-        for piece in self.take(token):
-            if piece.text:
-                told += self._add_text(piece.kind, piece.text)
-            for call in piece.calls:
-                told += self._add_call(call)
-        return told
 
     def _add_text(self, kind: str, text: str) -> list[str]:
         if kind == "arguments":

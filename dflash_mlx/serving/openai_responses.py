@@ -10,7 +10,6 @@ import uuid
 from collections import OrderedDict
 from typing import Any
 
-from .engine import Token
 from .errors import RequestError, shown
 from .responses import Writer, error_body, event
 from .tool_calls import Call
@@ -69,15 +68,6 @@ class ResponseWriter(Writer):
 
     def start(self) -> list[str]:
         return [self._event(f"response.{kind}", response=self._response("in_progress")) for kind in ("created", "in_progress")]
-
-    def add(self, token: Token) -> list[str]:
-        told = []
-        for piece in self.take(token):
-            if piece.text:
-                told += self._add_text(piece.kind, piece.text)
-            for call in piece.calls:
-                told += self._add_call(call)
-        return told
 
     def _add_text(self, kind: str, text: str) -> list[str]:
         if kind == "arguments":

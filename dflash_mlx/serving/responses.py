@@ -74,6 +74,18 @@ class Writer:
         return []
 
     def add(self, token: Token) -> list[str]:
+        told = []
+        for piece in self.take(token):
+            if piece.text:
+                told += self._add_text(piece.kind, piece.text)
+            for call in piece.calls:
+                told += self._add_call(call)
+        return told
+
+    def _add_text(self, kind: str, text: str) -> list[str]:
+        raise NotImplementedError
+
+    def _add_call(self, call: Call) -> list[str]:
         raise NotImplementedError
 
     def end(self) -> list[str]:
