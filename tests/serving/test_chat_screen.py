@@ -159,7 +159,7 @@ def test_files_go_with_a_message_and_their_size_is_shown(home, tmp_path):
         talk.say("/file notes.txt", "notes.txt: 11 bytes, 2 lines, 2 tokens. It goes with your next message.")
         talk.say(
             'see @"with blank.txt", me@host, @dataclass and @no/such',
-            "with blank.txt: 5 bytes, 1 line, 1 tokens.",
+            "with blank.txt: 5 bytes, 1 line, 1 token.",
             "@no/such is no file here",
         )
         talk.hear("alpha beta", "gamma", "tokens/s")

@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "dflash_mlx"]
 
 def private_words(text: str) -> list[str]:
     """The words of ours that a text holds."""
-    allowed = re.sub(r"tokens? a round", "", text, flags=re.IGNORECASE)
+    allowed = re.sub(r"tokens?\s+a\s+round", "", text, flags=re.IGNORECASE)
     return [word for word in [*PRIVATE, "round", "rounds"] if re.search(rf"(?<![\w-]){word}(?!\w)", allowed, re.IGNORECASE)]
 
 

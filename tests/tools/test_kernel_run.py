@@ -127,7 +127,9 @@ def test_every_text_is_right_and_its_rows_are_equal_in_all_its_plans(small, kern
     with emulator.emulated():
         record = entries(kernel, mx.float16, rows=(1, 2, 16))
     assert record["entries"] and not record["cut"] and not any(map(script.fault, record["entries"])), record
-    assert all(e["kernel_us"] > 0 and (kernel == "accept" or e["rows_bit_equal"]) for e in record["entries"])
+    # Rows of accept and of a recurrence depend on those before them: kernels/test_gated_delta.py compares blocks of them.
+    alone = kernel not in ("accept", "gated_delta")
+    assert all(e["kernel_us"] > 0 and (e["rows_bit_equal"] or not alone) for e in record["entries"])
 
 
 @pytest.mark.full
