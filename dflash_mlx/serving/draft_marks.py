@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from .draft_kinds import DraftKinds
 from .wrapping import WrappedText
 
 # Style, and what stands round a text where there are no colours.
@@ -43,21 +44,16 @@ class DraftMarks:
     def __init__(self, tokenizer: Any, console: Console):
         self.tokenizer, self.out = tokenizer, WrappedText(console)
         self.coloured = has_colours(console)
-        self.rounds = 0
+        self.kinds = DraftKinds()
 
     def __call__(self, response: Any) -> None:
-        if response.from_draft:
-            self._put(response.text, "accepted")
-            return
-        rounds = response.stats.rounds
-        if len(rounds) == self.rounds:
-            self._put(response.text, "plain")
-            return
-        self.rounds, last = len(rounds), rounds[-1]
-        rejected = self.tokenizer.decode(last["drafted"][last["accepted"] : last["width"]])
-        self._put(rejected.replace("\n", "\u21b5"), "rejected")
-        # A round without drafts is plain decoding.
-        self._put(response.text, "bonus" if last["width"] else "plain")
+        kind = self.kinds.of(response)
+        if kind == "bonus":
+            last = response.stats.rounds[-1]
+            rejected = self.tokenizer.decode(last["drafted"][last["accepted"] : last["width"]])
+            self._put(rejected.replace("\n", "\u21b5"), "rejected")
+        # Drafted and right, whoever drafted it.
+        self._put(response.text, "accepted" if kind == "looked_up" else kind)
 
     def close(self) -> None:
         self.out.close()
