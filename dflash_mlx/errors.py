@@ -32,6 +32,13 @@ def os_error_text(error: OSError) -> str:
     return str(error)
 
 
+def error_text(error: Exception) -> str:
+    """Any error as a sentence; one that nobody meant for a reader has its type in front."""
+    if isinstance(error, (DFlashError, ValueError)):
+        return str(error)
+    return os_error_text(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 class ConfigError(DFlashError, ValueError):
     """A config.json that cannot be read as a DFlash drafter or a target; all faults are in one message."""
 

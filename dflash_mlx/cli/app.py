@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DFlashError, os_error_text
+from ..errors import error_text
 from ..machine import switch
 from ..serving.interrupt import bring_back
 from ..version import __version__
@@ -76,11 +76,7 @@ def sentence(error: Exception) -> str:
 
         if said := explain(error):
             return f"{said}."
-    if isinstance(error, (DFlashError, ValueError)):
-        return str(error)
-    if isinstance(error, OSError):
-        return os_error_text(error)
-    return f"{type(error).__name__}: {error}"
+    return error_text(error)
 
 
 def _version(value: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import DFlashError, os_error_text
+from ..errors import DFlashError, error_text
 from ..first_use import try_after_answer
 from .attachments import Attachment, named_files, no_files, read_attachment, with_files
 from .commands import COMMANDS, run_command
@@ -123,7 +123,7 @@ class Chat:
                 raise
             except Exception as error:
                 # One turn that fails does not end the others.
-                self.note(f"Error: {_sentence(error)}", "red")
+                self.note(f"Error: {error_text(error)}", "red")
                 self.failed = True
 
     def _greet(self) -> None:
@@ -217,9 +217,3 @@ class Chat:
         self.note(figures(talk))
         if self.session:
             write_session(self.session, talk.state())
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, (DFlashError, ValueError)):
-        return str(error)
-    return os_error_text(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
