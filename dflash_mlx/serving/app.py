@@ -238,12 +238,10 @@ def _generate(api: str) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> ASGIApp:
         state = request.app.state
         asked, prompts = await _prepared(request, api)
-        if not asked.stream:
-            return Answer(asked, _submit(state, asked, prompts), state.metrics)
         try:
             return Answer(asked, _submit(state, asked, prompts), state.metrics)
         except RequestError as error:
-            if api != RESPONSES or error.code != "context_length_exceeded":
+            if not asked.stream or api != RESPONSES or error.code != "context_length_exceeded":
                 raise
             # OpenAI's clients look for this one in the stream.
             return _stream_of(ResponseWriter(asked, state.engine.pair, prompts[0], Generation(Job([])), store=state.store), error)

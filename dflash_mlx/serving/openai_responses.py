@@ -123,8 +123,12 @@ class ResponseWriter(Writer):
         self._item = None
         return told
 
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self.reason == "length" else "completed"
+
     def end(self) -> list[str]:
-        told = self._close("incomplete" if self.reason == "length" else "completed")
+        told = self._close(self._status)
         body = self.body()
         return [*told, self._event(f"response.{body['status']}", response=body)]
 
@@ -134,8 +138,8 @@ class ResponseWriter(Writer):
         return self._event("response.failed", response={**self._response("failed"), "error": failed})
 
     def body(self) -> dict[str, Any]:
-        self._close("incomplete" if self.reason == "length" else "completed")
-        body = self._response("incomplete" if self.reason == "length" else "completed")
+        self._close(self._status)
+        body = self._response(self._status)
         if self.request.body.get("store", True):
             self.store.put(body, [*self._conversation(), *self._said()])
         return body

@@ -46,8 +46,7 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
         chat["reasoning_effort"] = reasoning["effort"]
     for name, kind, wanted in (("store", bool, "true or false"), ("metadata", dict, "an object"), ("instructions", *_SYSTEM)):
         _check_type(body, name, kind, wanted)
-    if "tools" in chat:
-        chat["tools"] = _list(chat, "tools", _tool_of_responses)
+    _read_tools(chat, _tool_of_responses)
     return chat
 
 
@@ -67,11 +66,10 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _list(body: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    value = body[name]
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise RequestError(f"{name} is {shown(value)}; it must be a list of objects")
-    return [read(one) for one in value]
+def _read_tools(chat: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> None:
+    """Read the tools where they are objects; whether they are is checked for all APIs in one place."""
+    if isinstance(tools := chat.get("tools"), list):
+        chat["tools"] = [read(tool) if isinstance(tool, dict) else tool for tool in tools]
 
 
 def _tool_of_responses(tool: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +143,7 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     chat["messages"] = [{"role": "system", "content": body["system"]}] if "system" in body else []
     for message in given:
         chat["messages"] += _messages_of_blocks(message)
-    if "tools" in chat:
-        chat["tools"] = _list(chat, "tools", _tool_of_messages)
+    _read_tools(chat, _tool_of_messages)
     choice = _object(body, "tool_choice")
     if choice:
         chat["tool_choice"] = choice.get("type") if choice.get("type") in ("auto", "none") else choice
