@@ -93,8 +93,8 @@ class MessageWriter(Writer):
     def _reasons(self) -> tuple[str, str | None]:
         if self.reason == "length":
             return "max_tokens", None
-        if self.stopped_at is not None:
-            return "stop_sequence", self.stopped_at
+        if self.last.stop is not None:
+            return "stop_sequence", self.last.stop
         return "tool_use" if self.n_calls else "end_turn", None
 
     def _message(self, content: list[Any], reason: str | None, stop: str | None) -> dict[str, Any]:

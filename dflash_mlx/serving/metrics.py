@@ -60,11 +60,11 @@ class Metrics:
         self.reused.inc(said["reused"])
         self.hits.inc(said["reused"] > 0)
         self.generated.inc(said["tokens"])
-        self.drafted.inc(writer.verified)
+        self.drafted.inc(writer.last.verified)
         self.accepted.inc(writer.accepted)
-        self.rounds.inc(writer.rounds)
-        if writer.rounds:
-            self.width.observe(writer.verified / writer.rounds)
+        self.rounds.inc(writer.last.rounds)
+        if writer.last.rounds:
+            self.width.observe(writer.last.verified / writer.last.rounds)
         if said["first_s"] is not None:
             self.first.observe(said["first_s"])
         if said["tokens_per_s"] is not None:
@@ -84,5 +84,5 @@ def facts(writer: Writer, api: str, end: str) -> dict[str, Any]:
         "tokens": writer.count,
         "first_s": None if first is None else round(first - writer.began, 3),
         "tokens_per_s": None if speed is None else round(speed, 1),
-        "tau": None if writer.tau is None else round(writer.tau, 2),
+        "tau": None if writer.last.tau is None else round(writer.last.tau, 2),
     }

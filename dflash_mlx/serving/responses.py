@@ -63,12 +63,16 @@ class Writer:
         live = {"live": request.stream}
         self.channels = Channels(pair.tokenizer, prompt.before, request.tools, **live) if request.chat else None
         # n_calls: of the whole answer, each has its place in it.
-        self.n_calls, self.count, self.thought, self.accepted, self.verified = 0, 0, 0, 0, 0
+        self.n_calls, self.count, self.thought, self.accepted = 0, 0, 0, 0
         # Seconds of the clock, for what operators are told.
         self.began, self.first_token_at, self.last_token_at = time.monotonic(), None, None
-        self.rounds, self.tau, self.tps, self.a_round = 0, None, 0.0, None
-        self.reason: str | None = None
-        self.stopped_at: str | None = None
+        # The last token so far: it holds the counts of its run.
+        self.last = Token("", 0, 0, None, False)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the answer ended; None while it has not."""
+        return self.last.finish_reason
 
     def start(self) -> list[str]:
         return []
@@ -103,14 +107,11 @@ class Writer:
 
     def take(self, token: Token) -> list[Piece]:
         """Count a token; the pieces of the answer that it completes."""
-        self.count, self.verified = self.count + 1, token.verified
-        self.accepted += token.from_draft
-        self.rounds, self.tau, self.last_token_at = token.rounds, token.tau, time.monotonic()
-        self.tps, self.a_round = token.tps, token.a_round
+        self.last, self.last_token_at = token, time.monotonic()
+        self.count, self.accepted = self.count + 1, self.accepted + token.from_draft
         self.first_token_at = self.first_token_at or self.last_token_at
-        self.reason, self.stopped_at = token.finish_reason, token.stop
-        last = self.reason is not None
-        pieces = self.channels.feed(token.text, last) if self.channels else [Piece("answer", token.text)]
+        is_last = self.reason is not None
+        pieces = self.channels.feed(token.text, is_last) if self.channels else [Piece("answer", token.text)]
         self.thought += any(piece.kind == "reasoning" for piece in pieces)
         return pieces
 
@@ -187,7 +188,7 @@ class Completion(Writer):
         if self.request.logprobs:
             choice["logprobs"] = self._chat_logprobs() if self.request.chat else self._text_logprobs()
         if self.request.show_drafts:
-            figures = {"tokens_per_second": self.tps, "tokens_per_round": self.a_round}
+            figures = {"tokens_per_second": self.last.tps, "tokens_per_round": self.last.a_round}
             choice["drafts"] = {name: told for name, told in self.drafts.items() if told} | figures
         if not self.request.chat:
             return {**choice, "text": self.text}
@@ -214,7 +215,7 @@ class Completion(Writer):
             "prompt_tokens_details": {"cached_tokens": self.generation.cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": max(self.verified - self.accepted, 0),
+                "rejected_prediction_tokens": max(self.last.verified - self.accepted, 0),
             },
         }
 
