@@ -88,6 +88,13 @@ def read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     return share(sorted(asked, key=lambda one: one["number"] / counts[one["kind"]]), part, of)
 
 
+def as_prompt(tokenizer: Any, text: str) -> Any:
+    """A user's text behind the chat template; without one, as it is."""
+    if not tokenizer.has_chat_template:
+        return text
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All prompts of this part with all drafters, by all methods at all temperatures."""
     from dflash_mlx import load, load_drafter
@@ -106,9 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for one in read_prompts(args):
         if args.max_seconds and time.monotonic() - begun > args.max_seconds:
             break
-        prompt = one["prompt"]
-        if tokenizer.has_chat_template:
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        prompt = as_prompt(tokenizer, one["prompt"])
         for temp in args.temp:
             texts = []
             for number, drafter in enumerate(drafters):
