@@ -16,9 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from ..models.dflash2 import CandidateSelector, top_candidates
+
+# How slopes over the vocabulary are formed: "columns" in one pass beside columns of row values; "rows16" and "rows32" by the
+# softmax of whole rows, kept in the logits' type or in float32, scaled behind the head.
+SLOPES = "columns"
 
 
 def labels_of(ids: mx.array, answer: mx.array, anchors: mx.array, keep: mx.array, K: int) -> tuple[mx.array, mx.array]:
@@ -65,7 +70,7 @@ class Wanted:
 
     Shapes:
       - labels: [R, N] int32; counts: [R, N] bool, both as from `labels_of`; anchor: [R] the token before slot 1
-      - heat: [R] the temperature that a block's drafts are judged at; None: 1
+      - heat: [R] the temperature that a block's drafts are judged at, on the host; None: 1
       - teacher: target logits [T, V] of any number of rows; rows: [P, N] which of them chose the slot's token. The first P
         blocks learn from the target's probabilities at `heat`, the rest from labels.
     """
@@ -73,21 +78,25 @@ class Wanted:
     labels: mx.array
     counts: mx.array
     anchor: mx.array
-    heat: mx.array | None = None
+    heat: np.ndarray | None = None
     teacher: mx.array | None = None
     rows: mx.array | None = None
 
     def part(self, start: int, stop: int) -> Wanted:
-        """Some of the blocks, all of which learn from probabilities or none."""
+        """Some of the blocks, one of `cuts`."""
         soft = stop <= self.soft
         rest = (self.teacher, self.rows[start:stop]) if soft else (None, None)
         heat = None if self.heat is None else self.heat[start:stop]
         return Wanted(self.labels[start:stop], self.counts[start:stop], self.anchor[start:stop], heat, *rest)
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
-        """Where parts of at most `size` blocks start and stop."""
-        ends = [(0, self.soft), (self.soft, len(self.labels))]
-        return [(start, min(start + size, stop)) for first, stop in ends for start in range(first, stop, size)]
+        """Where parts of at most `size` blocks start and stop. All of a part learn from probabilities or none, at one heat."""
+        ends = {0, self.soft, len(self.labels)}
+        if self.heat is not None and SLOPES != "columns":
+            ends |= set((np.flatnonzero(np.diff(np.array(self.heat))) + 1).tolist())
+        ends = sorted(ends)
+        parts = zip(ends, ends[1:], strict=False)
+        return [(start, min(start + size, stop)) for first, stop in parts for start in range(first, stop, size)]
 
     @property
     def soft(self) -> int:
@@ -155,6 +164,9 @@ def _shared(z: mx.array, lse: mx.array, teacher: mx.array, heat: mx.array, teach
     return mx.exp(mx.minimum(z - lse, teacher.astype(mx.float32) / heat - teacher_lse))
 
 
+_Slope = tuple[mx.array, mx.array | None]
+
+
 class _SlotRows:
     """Distributions of the slots of some blocks, and what each should be; no more float32 rows of V than one at a time.
 
@@ -165,7 +177,7 @@ class _SlotRows:
     def __init__(self, logits: mx.array, want: Wanted):
         self.shape, self.want = logits.shape, want
         R, N, V = logits.shape
-        heat = mx.ones(R) if want.heat is None else want.heat
+        heat = mx.ones(R) if want.heat is None else mx.array(want.heat)
         self.heat, self.label = mx.repeat(heat, N)[:, None], want.labels.reshape(R * N, 1)
         self.logits = logits.reshape(R * N, V)
         self.z = _heated(self.logits, self.heat)
@@ -201,14 +213,110 @@ class _SlotRows:
         rows = mx.take_along_axis(self.teacher, ids.flatten(0, 1), axis=-1)
         return self._back(mx.exp(rows.astype(mx.float32) / self.heat - self.teacher_lse))
 
-    def slope(self, weight: mx.array) -> mx.array:
-        """Derivative of the sum of weight [R, N] times `ce` by the logits, [R, N, V] in their type."""
+    def slope(
+        self, weight: mx.array, at: mx.array | None = None, more: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Derivative of the sum of weight [R, N] times `ce` by the logits, and `more` [R, N, k] at the ids `at`.
+
+        Returns: [R, N, V] in the logits' type, and [R, N, 1] float32 that each row of it is still to be multiplied by, or None
+        """
         scale = weight.reshape(-1, 1) / self.heat
         if self.teacher is None:
             slope = _hard_slope(self.logits, self.heat, self.lse, self.label, scale)
         else:
             slope = _soft_slope(self.logits, self.heat, self.lse, self.teacher, self.teacher_lse, scale)
-        return self._back(slope)
+        slope = self._back(slope)
+        return (slope if at is None else _add_at(slope, at, more)), None
+
+
+def _add_at(rows: mx.array, ids: mx.array, more: mx.array) -> mx.array:
+    """rows [..., V] with more [..., k] added at ids [..., k], no two of a row equal."""
+    sums = mx.take_along_axis(rows, ids, axis=-1) + more
+    return mx.put_along_axis(rows, ids, sums.astype(rows.dtype), axis=-1)
+
+
+@mx.compile
+def _scaled(rows: mx.array, by: mx.array) -> mx.array:
+    return (rows.astype(mx.float32) * by).astype(rows.dtype)
+
+
+@mx.compile
+def _scaled32(rows: mx.array, by: mx.array) -> mx.array:
+    return rows.astype(mx.float32) * by
+
+
+@mx.compile
+def _less(q: mx.array, p: mx.array, like: mx.array) -> mx.array:
+    return (q.astype(mx.float32) - p.astype(mx.float32)).astype(like.dtype)
+
+
+@mx.compile
+def _least(q: mx.array, p: mx.array) -> mx.array:
+    return mx.minimum(q, p).astype(mx.float32)
+
+
+class _SoftmaxRows:
+    """As `_SlotRows`, of blocks of one heat, by kernels that go over whole rows: no columns beside the vocabulary.
+
+    MLX's elementwise kernels on CUDA work out where a column's value lies for every number; softmax does not.
+    """
+
+    def __init__(self, logits: mx.array, want: Wanted):
+        self.shape, self.want, self.dtype = logits.shape, want, logits.dtype
+        R, N, V = logits.shape
+        self.heat = 1.0 if want.heat is None else float(want.heat[0])
+        self.label = want.labels.reshape(R * N, 1)
+        self.z = self._heated(logits.reshape(R * N, V))
+        self.q = mx.softmax(self.z, axis=-1, precise=True)
+        high = self.z.max(-1, keepdims=True).astype(mx.float32)
+        self.lse = high - mx.log(self.q.max(-1, keepdims=True).astype(mx.float32))
+        self.p = None
+        if want.rows is not None:
+            self.p = mx.softmax(self._heated(want.teacher[want.rows.flatten()]), axis=-1, precise=True)
+
+    def _heated(self, rows: mx.array) -> mx.array:
+        if SLOPES == "rows32":
+            return _scaled32(rows, mx.array(1 / self.heat))
+        return rows if self.heat == 1 else _scaled(rows, mx.array(1 / self.heat))
+
+    def _back(self, a: mx.array) -> mx.array:
+        return a.reshape(*self.shape[:2], *a.shape[1:])
+
+    def label_ce(self) -> mx.array:
+        """[R, N]: cross-entropy at the label."""
+        return self._back((self.lse - mx.take_along_axis(self.z, self.label, axis=-1).astype(mx.float32))[:, 0])
+
+    def ce(self) -> mx.array:
+        """[R, N]: cross-entropy of what a slot learns."""
+        if self.p is None:
+            return self.label_ce()
+        cross = (self.p[:, None] @ self.z[:, :, None])[:, 0, 0]
+        return self._back(self.lse[:, 0] - cross.astype(mx.float32))
+
+    def passes(self) -> mx.array:
+        """[R, N]: how likely a slot passes: its label's probability, or what the two distributions share."""
+        if self.p is None:
+            return mx.exp(-self.label_ce())
+        return self._back(_least(self.q, self.p).sum(-1))
+
+    def p_at(self, ids: mx.array) -> mx.array:
+        """[R, N, k] ids to what their probabilities should be."""
+        if self.p is None:
+            return (ids == self.want.labels[..., None]).astype(mx.float32)
+        return self._back(mx.take_along_axis(self.p, ids.flatten(0, 1), axis=-1).astype(mx.float32))
+
+    def slope(
+        self, weight: mx.array, at: mx.array | None = None, more: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """As `_SlotRows.slope`, with rows that are still to be multiplied by weight / heat; `more` is 0 where weight is."""
+        scale = weight.reshape(-1, 1) / self.heat
+        if self.p is not None:
+            slope = self.q - self.p if self.dtype == self.q.dtype else _less(self.q, self.p, mx.array(0, self.dtype))
+        else:
+            slope = _add_at(self.q, self.label, mx.array(-1.0)).astype(self.dtype)
+        if at is not None:
+            slope = _add_at(slope, at.flatten(0, 1), more.flatten(0, 1) / mx.maximum(scale, 1e-20))
+        return self._back(slope), self._back(scale)
 
 
 def _selector_loss(
@@ -219,7 +327,7 @@ def _selector_loss(
     p: [R, N, k] what the candidates' probabilities should be.
     Seen: weights [R, N] of the slots, hits [R, N], whether the label is a candidate [R, N].
     """
-    heat = 1.0 if want.heat is None else want.heat[:, None, None]
+    heat = 1.0 if want.heat is None else mx.array(want.heat)[:, None, None]
     is_label = candidates == want.labels[..., None]
     held = is_label.any(-1)
 
@@ -260,14 +368,14 @@ def _chunk_loss(
 ) -> _Chunk:
     """Loss and slopes of some blocks: hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
     logits = head(hidden)
-    rows = _SlotRows(logits, want)
+    rows = _SlotRows(logits, want) if SLOPES == "columns" else _SoftmaxRows(logits, want)
     label_ce = rows.label_ce()
     metrics = {"ce": (label_ce * want.counts).sum(), "slots": want.counts.sum(0)}
     if selector is None:
         weight = slot_weights(-mx.log(mx.maximum(rows.passes(), 1e-9)), want.counts, config.gamma)
         hits = (mx.argmax(logits, axis=-1) == want.labels) & want.counts
         share, chunk = 1.0, _Chunk(mx.array(0.0), mx.array(0.0))
-        slope = rows.slope(weight)
+        slope, scale = rows.slope(weight)
     else:
         share = config.backbone
         candidates = top_candidates(logits[..., : selector.rows], selector.top_k)
@@ -278,11 +386,10 @@ def _chunk_loss(
         weight = own_weight if not config.own else slot_weights(label_ce, want.counts, config.gamma)
         chunk = _Chunk(loss, by_hidden.astype(mx.float32), [g for _, g in sorted(tree_flatten(by_weights))])
         metrics["held"] = held.sum(0)
-        slope = rows.slope(share * weight)
-        by_unary = mx.take_along_axis(slope, candidates, axis=-1) + by_unary
-        slope = mx.put_along_axis(slope, candidates, by_unary.astype(slope.dtype), axis=-1)
+        slope, scale = rows.slope(share * weight, candidates, by_unary)
     # Divided by the number of blocks behind the head: in float16 these slopes must not get smaller than they are.
-    chunk.hidden_slope = chunk.hidden_slope + mx.vjp(head, [hidden], [slope])[1][0].astype(mx.float32)
+    by_logits = mx.vjp(head, [hidden], [slope])[1][0].astype(mx.float32)
+    chunk.hidden_slope = chunk.hidden_slope + (by_logits if scale is None else by_logits * scale)
     chunk.loss = chunk.loss + share * (weight * rows.ce()).sum()
     chunk.metrics = metrics | {"hits": hits.sum(0), "runs": mx.cumprod(hits.astype(mx.int32), axis=-1).sum(0)}
     return chunk

@@ -164,7 +164,7 @@ class Trainer:
 
         teacher: target logits [n, S, V] of the first n conversations, those of sampled text; None: all learn from the text.
         """
-        c, (ids, answer, anchors, keep, temps) = self.config, one
+        c, (ids, answer, anchors, keep), temps = self.config, one[:4], np.array(one[4])
         self.drafter.update(self.cast(params))
         pairs = context_keys_values(self.drafter, features)
         hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:].flatten(0, 1)
@@ -172,7 +172,7 @@ class Trainer:
         anchor = mx.take_along_axis(ids, anchors, axis=1).flatten()
         heat = at = None
         if c.learn_from == "target":
-            heat = mx.repeat(mx.where(temps > 0, temps, c.greedy_heat), anchors.shape[1])
+            heat = np.repeat(np.where(temps > 0, temps, np.float32(c.greedy_heat)), anchors.shape[1])
         if teacher is not None:
             (n, S, _), N = teacher.shape, self.K - 1
             # The target's row at anchor + k - 1 chose the token of slot k.
@@ -192,12 +192,14 @@ class Trainer:
         features = features + noise * size * self.ranks.part(rows)
         teacher = None
         if self.config.learn_from == "target":
-            # Sampled text goes first: the rest needs no row of the target's logits.
-            sampled = np.array(one[4]) > 0
-            order = mx.array(np.argsort(~sampled, kind="stable"))
-            features, one = features[order], tuple(a[order] for a in one)
-            if sampled.any():
-                teacher = mx.stop_gradient(self.target.head(output.hidden[order[: int(sampled.sum())]]))
+            # Sampled text goes first: the rest needs no row of the target's logits. Equal temperatures lie together.
+            temps = np.array(one[4])
+            places = np.argsort(-temps, kind="stable")
+            order, sampled = mx.array(places), int((temps > 0).sum())
+            # Temperatures stay on the host, which would wait for the device to have them back.
+            features, one = features[order], (*(a[order] for a in one[:4]), temps[places])
+            if sampled:
+                teacher = mx.stop_gradient(self.target.head(output.hidden[order[:sampled]]))
         (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)
         return self.ranks.join(loss, metrics, grads)
 

@@ -13,6 +13,7 @@ from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter, top_candidates
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
+from dflash_mlx.train import losses
 from dflash_mlx.train.cost import Rates
 from dflash_mlx.train.data import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
@@ -159,8 +160,10 @@ def numpy_loss(hidden, table, selector, want, config, weights=None):
     return total / norm, kept
 
 
+@pytest.mark.parametrize("slopes", ["columns", "rows16", "rows32"])
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_its_gradients_equal_the_definition_and_finite_differences_in_float64(case):
+def test_loss_and_its_gradients_equal_the_definition_and_finite_differences_in_float64(case, slopes, monkeypatch):
+    monkeypatch.setattr(losses, "SLOPES", slopes)
     drafter, config, want = loud_drafter(), CASES[case], wanted(case)
     table, selector = mx.random.normal((61, 24)), drafter.candidate_selector
     hidden = mx.random.normal((6, 4, 24))
