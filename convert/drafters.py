@@ -105,8 +105,9 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook."""
-    return name.endswith((".weight", "_codebook")) and len(shape) == 2
+    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Of one row, as a
+    confidence head has it, nothing is saved."""
+    return name.endswith((".weight", "_codebook")) and len(shape) == 2 and shape[0] > 1
 
 
 def group_for(inputs: int) -> int | None:
@@ -163,7 +164,7 @@ def quantize_tensors(
             out[name] = value
             recipe.fates[name] = f"float: {'norm' if 'norm' in name else 'not a matrix'}"
             continue
-        layer = nn.Embedding(1, 1) if path.endswith(("embed_tokens", "_codebook")) else nn.Linear(1, 1, bias=False)
+        layer = nn.Embedding(1, 1) if path.endswith(("embed_tokens", "_codebook", "markov_w1")) else nn.Linear(1, 1, bias=False)
         layer.weight = value
         fate, options = fate_of(path, layer, usual, predicate, None)
         recipe.fates[name if options is None else f"{path}.weight"] = fate

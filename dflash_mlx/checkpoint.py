@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, DFlashError
 from .progress import hub_bar
+from .roles import OTHER_SPECULATORS, role_of
 
 if TYPE_CHECKING:
     from .conversion.gguf.header import GGUFFile
@@ -85,11 +86,11 @@ class Checkpoint:
 
     @cached_property
     def role(self) -> str:
-        """ "target", "drafter", or the name of another kind of speculator that is neither, of `_OTHER_SPECULATORS`."""
+        """ "target", "drafter", or the name of another kind of speculator that is neither, of `roles.OTHER_SPECULATORS`."""
         if self.gguf is not None:
             return self.gguf.role
         with _reading("config with architectures and dflash_config", f"{self.source}/config.json"):
-            return _role(self.config, self.tensors)
+            return role_of(self.config, self.tensors)
 
     def file_path(self, name: str) -> Path:
         return self.path if self.kind == "gguf" else self.path / name
@@ -523,40 +524,6 @@ def _inspect_gguf(path: Path, source: str) -> Checkpoint:
     return Checkpoint(path, source, "gguf", {}, {}, infos, (path.name,), gguf=opened)
 
 
-def _role(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    names = {name.removeprefix("model.") for name in tensors}
-    architectures = config.get("architectures") or []
-    architectures = [architectures] if isinstance(architectures, str) else list(architectures)
-    nested = config.get("dflash_config") or {}
-    projector = str(nested.get("projector_type") or config.get("projector_type") or "").lower()
-    speculator = str(config.get("speculators_model_type") or "")
-    if speculator in ("dflash", "dflash2", "dspark"):
-        return speculator if speculator == "dspark" else "drafter"
-    if speculator or "speculators_config" in config:
-        return "speculators"
-    if projector in ("dspark", "domino") or any(n.startswith(("markov_head.", "confidence_head.")) for n in names):
-        return projector or "dspark"
-    if any("eagle" in a.lower() for a in architectures) or any(n.startswith("midlayer.") for n in names):
-        return "EAGLE"
-    if any("medusa" in a.lower() for a in architectures) or "medusa_num_heads" in config:
-        return "Medusa"
-    if any(a.startswith("MuseGlimmerAssistant") for a in architectures) or "encoder.fc.weight" in tensors:
-        return "Muse assistant"
-    if nested or any(a.startswith("DFlash") for a in architectures) or {"fc.weight", "hidden_norm.weight"} <= names:
-        return "drafter"
-    return "target"
-
-
-_OTHER_SPECULATORS = {
-    "speculators": "a folder of vLLM's speculators library",
-    "EAGLE": "an EAGLE head",
-    "Medusa": "a Medusa head",
-    "dspark": "a DSpark drafter (DFlash with a Markov head)",
-    "domino": "a Domino drafter",
-    "Muse assistant": "a Muse assistant (a drafter with tensor names of its own)",
-}
-
-
 def require_target(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError when a checkpoint is not a target, or computes by code of its own."""
     role = checkpoint.role
@@ -568,7 +535,7 @@ def require_target(checkpoint: Checkpoint) -> None:
         )
     if role != "target":
         raise CheckpointError(
-            f"{checkpoint.source} is {_OTHER_SPECULATORS[role]}; a target (a whole language model) belongs here",
+            f"{checkpoint.source} is {OTHER_SPECULATORS[role]}; a target (a whole language model) belongs here",
             "Give the language model that it belongs to",
         )
     if name := checkpoint.config.get("model_file"):
@@ -589,7 +556,7 @@ def require_drafter(checkpoint: Checkpoint) -> None:
         )
     if role != "drafter":
         raise CheckpointError(
-            f"{checkpoint.source} is {_OTHER_SPECULATORS[role]}, which is not supported; a DFlash drafter belongs here",
+            f"{checkpoint.source} is {OTHER_SPECULATORS[role]}, which is not supported; a DFlash drafter belongs here",
             "Use a drafter in the published DFlash layout",
         )
     if checkpoint.gguf is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .packagings import DSPARK, architecture_of, flatten_speculators, samples_from_anchor
+from .packagings import is_int as _is_int
 
 # field: every published place of it. All places that hold a value must agree.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -53,6 +55,9 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "final_logit_softcapping": ("dflash_config.final_logit_softcapping", "final_logit_softcapping"),
     "projector_type": ("dflash_config.projector_type", "projector_type"),
     "markov_rank": ("dflash_config.markov_rank", "markov_rank"),
+    "markov_head_type": ("dflash_config.markov_head_type", "markov_head_type"),
+    "confidence_head_with_markov": ("dflash_config.confidence_head_with_markov", "confidence_head_with_markov"),
+    "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
     "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
     "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
     "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
@@ -82,9 +87,13 @@ _EXTENSIONS = (
     "markov_rank",
     "enable_confidence_head",
     "sample_from_anchor",
+    "log_snr_conditioning",
 )
+# Those that a DSpark drafter has, and what its Markov head may be.
+_DSPARK_EXTENSIONS = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+_MARKOV_HEADS = ("vanilla", "gated", "rnn")
 # Their values that change nothing, beside false, 0 and nothing.
-_PLAIN = {"projector_type": ("dflash",)}
+_PLAIN = {"projector_type": ("dflash", "dspark")}
 # Model types whose authors' code computes something else than `_EXTENSIONS` or the architecture tell.
 _OTHER_FORWARD = {"laguna": "its context passes each layer's input norm"}
 _POSITIVE_INTS = (
@@ -104,9 +113,13 @@ _POSITIVE_INTS = (
     *_DFLASH2,
     "selector_vocab_size",
 )
+_FROM_ZERO = ("max_window_layers", "markov_rank")
 # Beyond any published drafter: a mistaken number is named before memory is asked for.
 _MOST = {"num_hidden_layers": 1024, "block_size": 1024}
-_FLAGS = ("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking")
+_FLAGS = (
+    *("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking"),
+    *("enable_confidence_head", "sample_from_anchor"),
+)
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
 _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
 # Published checkpoints whose config leaves out what their authors' code sets.
@@ -118,7 +131,7 @@ _ARCHITECTURE_OF = {"muse_glimmer_assistant": "MuseGlimmerAssistantModel"}
 _OF_A_DRAFTER = re.compile(r"block_size|^dflash_|num_(speculative|draft)_tokens")
 # Their authors' class rotates like Qwen3's: whole heads, whatever `partial_rotary_factor` says. Configs inherit that
 # key (0.25, say) from their targets, and the weights were trained without it.
-_WHOLE_HEADS = ("", "DFlashDraftModel", "DFlash2DraftModel")
+_WHOLE_HEADS = ("", "DFlashDraftModel", "DFlash2DraftModel", DSPARK)
 _MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
 }
@@ -162,7 +175,8 @@ class RopeConfig:
 class DrafterConfig:
     """A DFlash drafter, as its loader and its layers need it.
 
-    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor. Per layer:
+    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor, also where a file's
+    own counts drafts alone (`sample_from_anchor`: the anchor's row drafts the first token). Per layer:
     `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
     `read_from` maps a field to the key it was read from; `unread`: keys that concern a drafter and that nothing here reads, such
     as `runtime_block_size` (a server's own limit: here `block_size=` or the draft-length policy says how much is drafted) and,
@@ -197,6 +211,9 @@ class DrafterConfig:
     input_embedding_scale: float | None = None
     output_multiplier: float | None = None
     final_logit_softcapping: float | None = None
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    sample_from_anchor: bool = False
     quantization: Mapping[str, Any] | None = None
     unsupported: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -221,7 +238,7 @@ class _Reader:
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where} holds a {type(raw).__name__}; it must hold a JSON object", "Use a drafter's config.json")
-        raw = self.raw = _flatten_speculators(raw, self.faults)
+        raw = self.raw = flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
             self.faults.append(f"dflash_config must be an object, found {nested!r}")
@@ -230,7 +247,8 @@ class _Reader:
         first = architectures[0] if isinstance(architectures, (list, tuple)) else architectures
         if not isinstance(first, str):
             self.faults.append(f"architectures = {architectures!r} must be a list of names")
-        self.architecture = str(first) or _ARCHITECTURE_OF.get(str(raw.get("model_type")), "")
+        named = str(first) or _ARCHITECTURE_OF.get(str(raw.get("model_type")), "")
+        self.architecture = architecture_of(named, raw)
         self.ignored: list[str] = []
         self.defaults = {
             **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
@@ -283,10 +301,12 @@ class _Reader:
             self.faults.append(f"model_type = {got['model_type']!r} must be a name")
         if got["quantization"] and not isinstance(got["quantization"], Mapping):
             self.faults.append(f"{self.read_from['quantization']} = {got['quantization']!r} must be an object")
-        if got["max_window_layers"] is not None and not _is_int(got["max_window_layers"], 0):
-            self.faults.append(f"max_window_layers = {got['max_window_layers']!r} must be a whole number, 0 or more")
-            got["max_window_layers"] = None
-        self._check_block(got)
+        for name in _FROM_ZERO:
+            if got[name] is not None and not _is_int(got[name], 0):
+                self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a whole number, 0 or more")
+                got[name] = None
+        from_anchor = samples_from_anchor(self.architecture, self.raw, got["sample_from_anchor"])
+        self._check_block(got, from_anchor)
         self._check_dflash2(got)
 
         heads, hidden = got["num_attention_heads"], got["hidden_size"]
@@ -303,11 +323,14 @@ class _Reader:
                 f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}",
                 "Fix these keys or use the config.json that came with the weights",
             )
+        is_dspark = self.architecture == DSPARK
         unsupported = [
             f"{self.read_from[name]} = {got[name]!r}"
             for name in _EXTENSIONS
-            if got[name] and got[name] not in _PLAIN.get(name, ())
+            if got[name] and got[name] not in _PLAIN.get(name, ()) and not (is_dspark and name in _DSPARK_EXTENSIONS)
         ]
+        if is_dspark and got["markov_rank"] and (head := got["markov_head_type"] or "vanilla") not in _MARKOV_HEADS:
+            unsupported.append(f"{self.read_from['markov_head_type']} = {head!r}")
         if got["model_type"] in _OTHER_FORWARD:
             unsupported.append(f"model_type = {got['model_type']!r} ({_OTHER_FORWARD[got['model_type']]})")
         return DrafterConfig(
@@ -320,7 +343,7 @@ class _Reader:
             head_dim=head_dim,
             rms_norm_eps=float(eps),
             attention_bias=bool(got["attention_bias"]),
-            block_size=got["block_size"],
+            block_size=got["block_size"] + from_anchor,
             mask_token_id=got["mask_token_id"],
             target_layer_ids=tuple(got["target_layer_ids"]),
             target_hidden_size=got["target_hidden_size"] or hidden,
@@ -332,6 +355,9 @@ class _Reader:
             draft_vocab_size=got["draft_vocab_size"],
             num_target_layers=got["num_target_layers"],
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
+            markov_rank=got["markov_rank"] or 0,
+            markov_head_type=str(got["markov_head_type"] or "vanilla"),
+            sample_from_anchor=from_anchor,
             quantization=got["quantization"] or None,
             unsupported=tuple(unsupported),
             unread=self._unread(),
@@ -347,11 +373,12 @@ class _Reader:
         ]
         return tuple(dict.fromkeys([*nested, *(key for key in sorted(top) if key != "dflash_config"), *self.ignored]))
 
-    def _check_block(self, got: dict[str, Any]) -> None:
+    def _check_block(self, got: dict[str, Any], from_anchor: bool) -> None:
         block, mask, taps = got["block_size"], got["mask_token_id"], got["target_layer_ids"]
         where = self.read_from
-        if block is not None and not _is_int(block, 2):
-            self.faults.append(f"{where['block_size']} = {block!r} must be a whole number of at least 2 (it counts the anchor)")
+        if block is not None and not _is_int(block, 2 - from_anchor):
+            why = "at least 1" if from_anchor else "at least 2 (it counts the anchor)"
+            self.faults.append(f"{where['block_size']} = {block!r} must be a whole number of {why}")
         if mask is not None:
             if not _is_int(mask, 0):
                 self.faults.append(f"{where['mask_token_id']} = {mask!r} must be a token id, 0 or more")
@@ -369,6 +396,8 @@ class _Reader:
             self.faults.append(f"{where['target_layer_ids']} = {list(taps)} is out of range: num_target_layers = {n}")
 
     def _check_dflash2(self, got: dict[str, Any]) -> None:
+        if self.architecture == DSPARK and got["markov_rank"] and not got["vocab_size"]:
+            self.faults.append("vocab_size is missing")
         if self.architecture != "DFlash2DraftModel":
             return
         self.faults += [f"{_SPELLINGS[name][0]} is missing" for name in _DFLASH2 if not got[name]]
@@ -521,41 +550,10 @@ class _Reader:
         return RopeConfig(theta, dims, kind, parameters, traditional)
 
 
-def _flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
-    """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
-
-    Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
-    """
-    if raw.get("speculators_model_type") not in ("dflash", "dflash2"):
-        return raw
-    parts: dict[str, Mapping[str, Any]] = {}
-    for key in ("transformer_layer_config", "speculators_config"):
-        parts[key] = raw.get(key) or {}
-        if not isinstance(parts[key], Mapping):
-            faults.append(f"{key} = {raw[key]!r} must be an object")
-            parts[key] = {}
-    outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
-    second = "dflash2" in (raw["speculators_model_type"], parts["speculators_config"].get("algorithm"))
-    flat = {**parts["transformer_layer_config"], **outer}
-    flat["architectures"] = ["DFlash2DraftModel" if second else "DFlashDraftModel"]
-    ids = flat.get("aux_hidden_state_layer_ids")
-    if isinstance(ids, (list, tuple)) and all(_is_int(i, 0) for i in ids):
-        flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
-    methods = parts["speculators_config"].get("proposal_methods")
-    first = methods[0] if isinstance(methods, (list, tuple)) and methods else None
-    if flat.get("block_size") is None and isinstance(first, Mapping) and _is_int(first.get("speculative_tokens"), 1):
-        flat["block_size"] = first["speculative_tokens"] + 1
-    return flat
-
-
 def _scaling(value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A rope_scaling or rope_parameters object as (kind, the kind's own keys)."""
     kind = value.get("rope_type") or value.get("type") or "default"
     return kind, {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 
 
 def _is_number(value: Any) -> bool:

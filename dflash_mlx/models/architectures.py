@@ -10,11 +10,13 @@ import mlx.nn as nn
 from ..config import DrafterConfig
 from .dflash2 import DFlash2Drafter
 from .drafter import Drafter
+from .dspark import DSparkDrafter
 
 # Architecture as config.json names it: what builds it. Any other is refused by name.
 ARCHITECTURES: dict[str, type[Drafter]] = {
     "DFlashDraftModel": Drafter,
     "DFlash2DraftModel": DFlash2Drafter,
+    "DSparkDraftModel": DSparkDrafter,
     "": Drafter,
 }
 
@@ -39,6 +41,8 @@ def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) ->
         if shape := shapes.get(f"candidate_selector.{name}.weight"):
             # A quantized one; in floats it has no `.weight`.
             setattr(drafter.candidate_selector, name, nn.Embedding(shape[0], config.selector_rank))
+    if isinstance(drafter, DSparkDrafter) and (shape := shapes.get("confidence_head.proj.weight")):
+        drafter.add_confidence_head(shape[1], "confidence_head.proj.bias" in shapes)
     if "d2t" in shapes:
         drafter.d2t = mx.zeros((config.draft_vocab_size or shapes["d2t"][0],), dtype=mx.int32)
     return drafter

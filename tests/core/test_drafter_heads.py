@@ -249,12 +249,11 @@ def test_an_own_embedding_too_short_for_the_target_or_the_mask_is_refused():
     "changes,message",
     [
         ({"architectures": ["MuseGlimmerAssistantModel"]}, "has MuseGlimmerAssistantModel"),
-        ({"architectures": ["DSparkDraftModel"]}, "has DSparkDraftModel"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "has Gemma4DSparkModel"),
         ({"architectures": ["KDADraftModel"]}, "has KDADraftModel"),
-        ({"projector_type": "dspark", "markov_rank": 256}, "has projector_type = 'dspark', markov_rank = 256"),
+        ({"markov_rank": 4, "markov_head_type": "lstm"}, "has markov_head_type = 'lstm'"),
         ({"projector_type": "domino"}, "has projector_type = 'domino'"),
-        ({"enable_confidence_head": True}, "has enable_confidence_head = True"),
-        ({"sample_from_anchor": True}, "has sample_from_anchor = True"),
+        ({"log_snr_conditioning": True}, "has log_snr_conditioning = True"),
         ({"attention_sink_bias": True}, "has attention_sink_bias = True"),
         ({"mask_embedding": True}, "has mask_embedding = True"),
     ],
@@ -263,11 +262,3 @@ def test_other_drafters_and_extensions_are_refused_by_name(changes, message):
     model, (raw, weights) = tiny_target(), published()
     with pytest.raises(ConfigError, match=f"{message}, which this version does not run; it runs DFlashDraftModel, "):
         make(raw | changes, weights, model)
-
-
-def test_a_dspark_folder_of_speculators_is_refused_by_name(tmp_path):
-    raw, weights = published()
-    (tmp_path / "config.json").write_text(json.dumps(speculators(raw, speculators_model_type="dspark")))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    with pytest.raises(CheckpointError, match="is a DSpark drafter"):
-        load_drafter(str(tmp_path), tiny_target())

@@ -112,3 +112,36 @@ def selected(weights, config, hidden, logits, anchor):
         token = int(best[np.argmax(scores(weights, h, row[best], best, token))])
         path.append(token)
     return path
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def markov_rows(weights, kind, hidden, logits, anchor, pick):
+    """DSpark's walk over the slots' hidden [N, H] and logits [N, R]: ids, and the confidence head's probability of each.
+
+    pick: (slot, logits [R]) to a row of the head. The head's ids are the target's by `d2t`, where there is one.
+    Written from the published formulas: W1, W2 of the Markov head, its gate or its recurrent step, and a logistic confidence.
+    """
+    m, token = part(weights, "markov_head."), anchor
+    rank, d2t = m["markov_w1.weight"].shape[1], weights.get("d2t")
+    state, ids, sure = np.zeros(rank), [], []
+    for slot, (h, row) in enumerate(zip(hidden, logits, strict=True)):
+        e = m["markov_w1.weight"][min(token, len(m["markov_w1.weight"]) - 1)]
+        latent = e
+        if kind == "gated":
+            latent = sigmoid(m["gate_proj.weight"] @ np.concatenate([h, e]) + m["gate_proj.bias"]) * e
+        if kind == "rnn":
+            z = m["joint_proj.weight"] @ np.concatenate([state, e, h]) + m["joint_proj.bias"]
+            g = sigmoid(z[:rank])
+            state = g * state + (1 - g) * np.tanh(z[rank : 2 * rank])
+            latent = np.tanh(z[2 * rank :])
+        chosen = int(pick(slot, row[: len(m["markov_w2.weight"])] + m["markov_w2.weight"] @ latent))
+        if "confidence_head.proj.weight" in weights:
+            w = weights["confidence_head.proj.weight"][0]
+            seen_by_it = np.concatenate([h, e]) if len(w) > len(h) else h
+            sure.append(sigmoid(w @ seen_by_it + weights.get("confidence_head.proj.bias", np.zeros(1))[0]))
+        token = chosen + int(d2t[chosen]) if d2t is not None else chosen
+        ids.append(token)
+    return ids, sure

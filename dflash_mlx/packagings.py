@@ -1,0 +1,82 @@
+"""How other tools pack a drafter's config.json: vLLM's speculators library, and the ways to say that a drafter is a DSpark one.
+
+Knows keys, and turns them into the published spelling for `config`; checks no values but those that it computes with.
+Source: vllm-project/speculators (models/dflash, models/dspark), deepseek-ai/DeepSpec, sgl-project/SpecForge, vLLM's reader of
+speculators' configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DSPARK = "DSparkDraftModel"
+# What their packers call DSpark drafters: SpecForge and speculators; DeepSpec; LiquidAI.
+_DSPARK_NAMES = (DSPARK, "DSparkSpeculator", "Qwen3DSparkModel", "Lfm2DSparkDraftModel")
+_SPECULATORS = ("dflash", "dflash2", "dspark")
+
+
+def is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+
+def flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
+    """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
+
+    Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
+    """
+    kind = raw.get("speculators_model_type")
+    if kind not in _SPECULATORS:
+        return raw
+    parts: dict[str, Mapping[str, Any]] = {}
+    for key in ("transformer_layer_config", "speculators_config"):
+        parts[key] = raw.get(key) or {}
+        if not isinstance(parts[key], Mapping):
+            faults.append(f"{key} = {raw[key]!r} must be an object")
+            parts[key] = {}
+    outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
+    names = (kind, parts["speculators_config"].get("algorithm"))
+    flat = {**parts["transformer_layer_config"], **outer}
+    flat["architectures"] = [DSPARK if "dspark" in names else "DFlash2DraftModel" if "dflash2" in names else "DFlashDraftModel"]
+    ids = flat.get("aux_hidden_state_layer_ids")
+    if isinstance(ids, (list, tuple)) and all(is_int(i, 0) for i in ids):
+        flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
+    methods = parts["speculators_config"].get("proposal_methods")
+    first = methods[0] if isinstance(methods, (list, tuple)) and methods else None
+    drafts = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if flat["architectures"] == [DSPARK] and flat.get("sample_from_anchor") is None:
+        # Folders from before that key was written (July 2026) draft from the masks alone: slot j was trained on token j.
+        flat["sample_from_anchor"] = is_int(drafts, 1) and drafts == flat.get("block_size")
+    if flat.get("block_size") is None and is_int(drafts, 1):
+        flat["block_size"] = drafts + (not flat.get("sample_from_anchor"))
+    return flat
+
+
+def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
+    """The name under which a drafter is built: DSpark ones are published under several, and under DFlash's own."""
+    if architecture in _DSPARK_NAMES:
+        return DSPARK
+    if architecture not in ("", "DFlashDraftModel"):
+        return architecture
+    nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
+    marks = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+    is_dspark = any(part.get(mark) for part in (nested, raw) for mark in marks)
+    return DSPARK if is_dspark or "dspark" in (nested.get("projector_type"), raw.get("projector_type")) else architecture
+
+
+def samples_from_anchor(architecture: str, raw: Mapping[str, Any], stated: Any) -> bool:
+    """Whether the anchor's own row drafts the first token.
+
+    stated: the key's value, None where there is none. DeepSpec's trainer and SpecForge's DSpark set labels one token behind
+    each row, the anchor's included; a DFlash drafter with DSpark's heads keeps DFlash's labels, unless DeepSpec's `num_anchors`
+    says who trained it.
+    """
+    if stated is not None:
+        return bool(stated)
+    names = raw.get("architectures") or ()
+    name = names[0] if isinstance(names, (list, tuple)) and names else names
+    nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
+    trained = (
+        name in _DSPARK_NAMES or "num_anchors" in raw or "dspark" in (nested.get("projector_type"), raw.get("projector_type"))
+    )
+    return architecture == DSPARK and trained

@@ -1,0 +1,37 @@
+"""What a checkpoint's config and tensor names say it is: a target, a drafter, or another kind of speculator."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+OTHER_SPECULATORS = {
+    "speculators": "a folder of vLLM's speculators library",
+    "EAGLE": "an EAGLE head",
+    "Medusa": "a Medusa head",
+    "domino": "a Domino drafter",
+    "Muse assistant": "a Muse assistant (a drafter with tensor names of its own)",
+}
+
+
+def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
+    """ "target", "drafter", or a key of `OTHER_SPECULATORS`."""
+    names = {name.removeprefix("model.") for name in tensors}
+    architectures = config.get("architectures") or []
+    architectures = [architectures] if isinstance(architectures, str) else list(architectures)
+    nested = config.get("dflash_config") or {}
+    projector = str(nested.get("projector_type") or config.get("projector_type") or "").lower()
+    speculator = str(config.get("speculators_model_type") or "")
+    if speculator in ("dflash", "dflash2", "dspark"):
+        return "drafter"
+    if speculator or "speculators_config" in config:
+        return "speculators"
+    if projector == "domino":
+        return projector
+    if any("eagle" in a.lower() for a in architectures) or any(n.startswith("midlayer.") for n in names):
+        return "EAGLE"
+    if any("medusa" in a.lower() for a in architectures) or "medusa_num_heads" in config:
+        return "Medusa"
+    if any(a.startswith("MuseGlimmerAssistant") for a in architectures) or "encoder.fc.weight" in names:
+        return "Muse assistant"
+    if nested or any(a.startswith("DFlash") or "DSpark" in a for a in architectures):
+        return "drafter"
+    return "drafter" if {"fc.weight", "hidden_norm.weight"} <= names else "target"
