@@ -1,8 +1,9 @@
 """Which published drafter belongs to which target. Knows names; fetches nothing.
 
-The drafters are those that DFlash's authors list (z-lab on the hub: README of z-lab/dflash and their collections, read in
-November 2026). Sizes are of bfloat16 weights: computed from the published shapes, or the repo's own where stated there; None
-where neither is known.
+The drafters are those that DFlash's authors list (z-lab on the hub: README of z-lab/dflash and their collections), and DSpark
+ones that their trainers list (README of deepseek-ai/DeepSpec, cards of LiquidAI's LFM2.5-DSpark, RadixArk's collection), all read
+in November 2026. Of several drafters of a target the first is taken. Sizes are of bfloat16 weights: computed from the published
+shapes, or the repo's own where stated there; None where neither is known.
 """
 
 from __future__ import annotations
@@ -59,7 +60,16 @@ PUBLISHED = (
     PublishedDrafter("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 117),
     PublishedDrafter("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", 31),
     PublishedDrafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 8),
+    PublishedDrafter("google/gemma-4-26B-A4B-it", "z-lab/gemma-4-26B-A4B-it-DFlash", 26),
     PublishedDrafter("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash", 1000, 6.96),
+    PublishedDrafter("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", 4, None, "DSpark, without thinking", False),
+    PublishedDrafter("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 8.2, None, "DSpark, without thinking", False),
+    PublishedDrafter("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 14.8, None, "DSpark, without thinking", False),
+    PublishedDrafter("Qwen/Qwen3.8-27B", "RadixArk/Qwen3.8-27B-DSpark", 27, None, "DSpark"),
+    PublishedDrafter("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark", 1.2, None, "DSpark"),
+    PublishedDrafter("LiquidAI/LFM2.5-2.6B", "LiquidAI/LFM2.5-2.6B-DSpark", 2.6, None, "DSpark"),
+    PublishedDrafter("LiquidAI/LFM2.5-8B-A1B", "LiquidAI/LFM2.5-8B-A1B-DSpark", 8, None, "DSpark"),
+    PublishedDrafter("LiquidAI/LFM2.5-24B-A2B", "LiquidAI/LFM2.5-24B-A2B-DSpark", 24, 0.66, "DSpark"),
 )
 
 # Endings that name a packing of the same model, not another model.
@@ -84,7 +94,7 @@ def published_drafter(model: str) -> PublishedDrafter | None:
 
     A directory is known by what its conversion.json or its model card says it was made from, else by its own name.
     """
-    known = {base_name(entry.target): entry for entry in PUBLISHED}
+    known = {base_name(entry.target): entry for entry in reversed(PUBLISHED)}
     for name in (*_origins(Path(model).expanduser()), model):
         if found := known.get(base_name(name)):
             return found

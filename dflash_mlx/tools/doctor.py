@@ -188,6 +188,7 @@ def _read_drafter(
     stated = stated_thinking(draft_model, checkpoint.path, raw)
     held = held_bits(weights, checkpoint.source, draft_bits)
     own = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "map of a reduced vocabulary": "d2t"}
+    own |= {"Markov head": "markov_head.markov_w1.weight", "confidence head": "confidence_head.proj.weight"}
     return {
         "name": draft_model,
         "architecture": config.architecture or "DFlashDraftModel (unnamed)",

@@ -272,8 +272,10 @@ def after_one_round(drafter, rule, spoil=lambda q: q):
 
 
 def drawing_drafter(kind):
-    """Of 8 tokens: DFlash 2 with 3 candidates a slot, or a head over 5 of them with its map."""
+    """Of 8 tokens: DFlash 2 with 3 candidates a slot, a head over 5 of them with its map, or DSpark's recurrent head."""
     raw = raw_v2(nested={"selector_top_k": 3}, vocab_size=8)
+    if kind == "DSpark":
+        raw = raw_config(H, 8, markov_rank=4, markov_head_type="rnn")
     if kind == "reduced vocabulary":
         raw = raw_config(H, 8, draft_vocab_size=5)
     drafter, _ = random_drafter(raw)
@@ -304,7 +306,7 @@ def test_noise_is_that_of_the_token_it_belongs_to(kind, numbers):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["DFlash 2", "reduced vocabulary"])
+@pytest.mark.parametrize("kind", ["DFlash 2", "reduced vocabulary", "DSpark"])
 def test_rejection_and_block_rules_with_drawn_drafts_give_the_targets_law(kind, rule):
     out, accepted, chain = after_one_round(drawing_drafter(kind), RULES[rule])
     assert p_value(out, chain) > LIMIT and 0.1 < accepted.mean() < 2.5

@@ -20,6 +20,10 @@ from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, 
         ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
         ("mlx-community/Qwen3.6-35B-A3B-nvfp4", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+        # Of several the first.
+        ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("mlx-community/Qwen3-14B-4bit", "deepseek-ai/dspark_qwen3_14b_block7"),
+        ("mlx-community/LFM2.5-8B-A1B-4bit", "LiquidAI/LFM2.5-8B-A1B-DSpark"),
     ],
 )
 def test_any_packing_of_a_model_leads_to_its_drafter(name, drafter):
@@ -42,9 +46,10 @@ def test_a_directory_is_known_by_what_it_was_made_from(tmp_path):
     assert published_drafter(str(tmp_path / "mine")).target == "Qwen/Qwen3-4B"
 
 
-def test_every_target_is_listed_once_under_its_base_name():
-    names = [base_name(entry.target) for entry in PUBLISHED]
-    assert len(set(names)) == len(names) and all("/" in entry.repo for entry in PUBLISHED)
+def test_every_drafter_is_listed_once_and_a_target_under_one_name():
+    repos, targets = [entry.repo for entry in PUBLISHED], {entry.target for entry in PUBLISHED}
+    assert len(set(repos)) == len(repos) and all("/" in repo for repo in repos)
+    assert len({base_name(target) for target in targets}) == len(targets)
 
 
 @pytest.mark.parametrize(
