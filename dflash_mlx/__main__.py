@@ -18,6 +18,12 @@ def main() -> None:
             raise
         print(f"Error: {said}.", file=sys.stderr)
         raise SystemExit(1) from None
+    except Exception as error:
+        from .serving.interrupt import is_ctrl_c
+
+        if not is_ctrl_c(error):
+            raise
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

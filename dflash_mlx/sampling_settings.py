@@ -206,6 +206,11 @@ def recommended(config: Any, vocabulary: int) -> tuple[dict[str, Any], dict[str,
     return found, ignored
 
 
+def used_of(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what files recommend that which the user gave no value for. Temperature 0 wants none of it: it was made for samples."""
+    return {} if given.get("temp") == 0 else {name: value for name, value in recommended.items() if name not in given}
+
+
 def recommended_text(settings: Mapping[str, Any]) -> str:
     """Settings in the words of the command line."""
     return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items())

@@ -15,7 +15,7 @@ import typer
 
 from ..errors import error_text
 from ..machine import switch
-from ..serving.interrupt import bring_back
+from ..serving.interrupt import bring_back, is_ctrl_c
 from ..version import __version__
 from . import generate, lists, serving, tools, train
 from .narrow_help import HelpfulGroup
@@ -63,6 +63,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
+        if is_ctrl_c(error):
+            raise SystemExit(130) from None
         if switch("DFLASH_TRACEBACK"):
             raise
         say(f"Error: {sentence(error)}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..chat_template import without_effect
 from ..errors import DFlashError
-from ..sampling_settings import recommended, recommended_text
+from ..sampling_settings import recommended, recommended_text, used_of
+from ..serving.interrupt import insistent
 from .live import live
 from .options import DraftBits, Dtype
 from .output import say
@@ -98,6 +99,7 @@ def run_size(tokens: int, caches: Mapping[str, int | None]) -> RunSize:
     return RunSize(tokens, **{name: value for name, value in caches.items() if name != "prefill_step_size"})
 
 
+@insistent()
 def load_pair(
     model: str | None,
     draft_model: str | None,
@@ -172,17 +174,14 @@ def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[st
     return found
 
 
-def use_recommended(
-    pair: tuple[str, str | None, Any, Any, Any], revision: str | None, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Of what the target's files recommend that which the user gave no value for; said, with its cost. None at --temp 0."""
-    found = {} if given.get("temp") == 0 else recommended_sampling(pair[0], revision, pair[2])
-    found = {name: value for name, value in found.items() if name not in given}
+def use_recommended(name: str, recommended: Mapping[str, Any], given: Mapping[str, Any], drafter: Any) -> dict[str, Any]:
+    """Of what a target's files recommend that which holds beside what the user gave; said, with its cost in drafts."""
+    found = used_of(recommended, given)
     if found:
         cost = ""
-        if pair[4] is not None and "temp" in found:
+        if drafter is not None and "temp" in found:
             cost = " Sampling keeps fewer drafts: the built-in tiny pair's passes give 4.9 tokens at --temp 0, 2.2 at 1."
-        say(f"{_RECOMMENDS} of {pair[0]} recommends {recommended_text(found)}: used. --temp 0 uses none of it.{cost}")
+        say(f"{_RECOMMENDS} of {name} recommends {recommended_text(found)}: used. --temp 0 uses none of it.{cost}")
     return found
 
 

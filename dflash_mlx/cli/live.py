@@ -21,6 +21,8 @@ from ..serving.interrupt import at_ctrl_c
 
 # Work that ends sooner shows nothing. Between two drawings, and between two lines in a pipe.
 _DELAY_S, _DRAWN_S, _PRINTED_S = 0.3, 0.25, 10.0
+# What a drawing may take; a thread that hangs in one does not keep the command from ending.
+_LEFT_S = 2.0
 # What is left is not guessed from less.
 _ENOUGH_S = 2.0
 _line: ContextVar[Line | None] = ContextVar("line", default=None)
@@ -30,8 +32,8 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 class Line:
     """What is going on now. `update` may be called from any thread; it is cheap, and draws nothing."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._thread = clock, None
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic, printed_after: float | None = None):
+        self._clock, self._thread, self._printed_after = clock, None, printed_after
         self._lock, self._state = threading.Lock(), (what, None, None, "", clock(), 0.0)
         self._end, self._is_stopping = threading.Event(), False
 
@@ -86,6 +88,10 @@ class Line:
 
     def show(self) -> None:
         """Begin to draw the line, in a thread of its own."""
+        # Imported here: Ctrl-C in an import of the main thread can leave the lock of all imports held, and another thread would
+        # wait for it without end.
+        from rich import console, live, text  # noqa: F401
+
         self._thread = threading.Thread(target=self._draw, args=(sys.stderr,), daemon=True)
         self._thread.start()
 
@@ -93,7 +99,7 @@ class Line:
         """Take the line away, as before text that belongs to the user. What is told later is not shown."""
         self._end.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_LEFT_S)
 
     def _draw(self, stderr: Any) -> None:
         if self._end.wait(_DELAY_S):
@@ -104,8 +110,10 @@ class Line:
 
         console = Console(file=stderr)
         if not console.is_terminal or console.is_dumb_terminal:
-            while not self._end.wait(_PRINTED_S):
+            wait = _PRINTED_S if self._printed_after is None else self._printed_after
+            while not self._end.wait(wait):
                 print(self.text(200), file=stderr, flush=True)
+                wait = _PRINTED_S
             return
         text = lambda: Text(self.text(console.width - 1), no_wrap=True, overflow="crop")  # noqa: E731
         with Live(console=console, get_renderable=text, transient=True, auto_refresh=False) as drawn:
@@ -133,16 +141,16 @@ def time_text(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def live(what: str) -> Iterator[Line]:
+def live(what: str, printed_after: float | None = None) -> Iterator[Line]:
     """Show a live line until the block ends, or `Line.stop`. What the block tells by `progress.tell` is on it.
 
-    Inside of another such block its line is used.
+    Inside of another such block its line is used. printed_after: seconds to the first line in a pipe, where it is not ten.
     """
     if (outer := _line.get()) is not None and outer.is_shown:
         outer.update(what)
         yield outer
         return
-    line = Line(what)
+    line = Line(what, printed_after=printed_after)
     line.show()
     token = _line.set(line)
     try:

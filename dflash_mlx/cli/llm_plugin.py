@@ -78,9 +78,9 @@ class DFlashModel(llm.Model):
         from .output import only_ours_on_stdout
 
         with only_ours_on_stdout(), live("Starting"):
-            from ..serving.conversation import Conversation, Pair, Settings
+            from ..serving.conversation import Conversation, Pair
 
-            return Conversation(Pair(*load_pair(self.target, "auto", None, None, None, False)), Settings())
+            return Conversation(Pair(*load_pair(self.target, "auto", None, None, None, False)), {})
 
 
 @llm.hookimpl

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from ..serving.interrupt import insistent
 from . import inputs
 from .live import live
 from .options import (
@@ -91,10 +92,10 @@ def chat(
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     # Seconds of imports, in the sight of the user.
-    with live("Starting"):
+    with live("Starting", printed_after=2), insistent():
         held, size = _cache_options(caches)
         from ..serving.chat import Chat
-        from ..serving.conversation import Conversation, Pair, Settings
+        from ..serving.conversation import Conversation, Pair
         from ..serving.sessions import read_session, session_path
 
     def load(name: str | None, drafter: str | None) -> Pair:
@@ -103,7 +104,14 @@ def chat(
         if adapter_path and not over:
             say(f"--adapter-path belongs to {model}: {name} runs without it.")
         with only_ours_on_stdout():
-            return Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, size, over))
+            pair = Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, size, over))
+        pair.recommended = inputs.recommended_sampling(pair.name, revision, pair.model)
+        return pair
+
+    def change(name: str | None, drafter: str | None) -> Pair:
+        pair = load(name, drafter)
+        inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
+        return pair
 
     given = {**sampling, "max_tokens": max_tokens, "block_size": block_size, "thinking": thinking}
     given = {name: value for name, value in given.items() if value is not None}
@@ -112,21 +120,13 @@ def chat(
     if state and model is None:
         model, draft_model = state["model"], draft_model or state["draft_model"]
     pair = load(model, draft_model)
-    # A session that goes on has settings.
-    found = {} if state else inputs.use_recommended(tuple(vars(pair).values()), revision, given)
-    settings = Settings(**{**found, **given})
-    conversation = Conversation(pair, settings, system, held)
+    conversation = Conversation(pair, given, system, held)
     if state:
         conversation.restore(state, given)
         conversation.system = system or conversation.system
-    room = Chat(
-        conversation,
-        load,
-        given=given,
-        session=session or ("last" if sys.stdin.isatty() else None),
-        resumed=state,
-        plain=plain,
-    )
+    inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
+    kept = session or ("last" if sys.stdin.isatty() else None)
+    room = Chat(conversation, change, given=given, session=kept, resumed=state, plain=plain)
     if plain and not room.drawing:
         say("--plain has no effect here: Markdown is drawn in a terminal only.")
     room.run()
@@ -185,7 +185,7 @@ def serve(
     checked_max_tokens(max_tokens)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     variables = template_args(chat_template_args)
-    with live("Starting"):
+    with live("Starting"), insistent():
         held, size = _cache_options(caches)
         from ..sampling_settings import SamplingSettings
         from ..serving.server import Options
@@ -207,7 +207,8 @@ def serve(
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
         pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path)
         inputs.say_unread_template_args(pair[3], variables)
-        options.recommended = inputs.use_recommended(pair, revision, sampling)
+        name, _, lm, _, drafter = pair
+        options.recommended = inputs.use_recommended(name, inputs.recommended_sampling(name, revision, lm), sampling, drafter)
         return pair
 
     with only_ours_on_stdout():

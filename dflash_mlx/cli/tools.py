@@ -8,6 +8,7 @@ from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+from ..serving.interrupt import insistent
 from . import inputs
 from .live import live
 from .options import (
@@ -124,8 +125,9 @@ def doctor(
         _report(report, as_json, **given, draft_bits=draft_bits, revision=revision)
         return
     with only_ours_on_stdout() as stdout, live("Looking") as line:
-        from ..pairs.builtin import DEFAULT_PAIR
-        from ..tools.doctor import diagnose, render
+        with insistent():
+            from ..pairs.builtin import DEFAULT_PAIR
+            from ..tools.doctor import diagnose, render
 
         if draft_model is not None and draft_model.lower() == "none":
             model, draft_model = model or DEFAULT_PAIR, None
@@ -274,6 +276,7 @@ def _check_bench(asked: SimpleNamespace) -> None:
 
 
 @live("Starting")
+@insistent()
 def _bench_module() -> Any:
     """Imported in the sight of the user: it takes seconds."""
     from ..tools import bench

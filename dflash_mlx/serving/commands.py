@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -124,7 +124,7 @@ def _retry(chat: Chat, rest: str) -> None:
     if talk.settings.greedy:
         chat.note("Temperature 0 gives the same answer again; /set temp 0.7 for another.")
     elif talk.settings.seed is not None:
-        talk.settings = replace(talk.settings, seed=(talk.settings.seed + 1) % (1 << 32))
+        talk.set("seed", str((talk.settings.seed + 1) % (1 << 32)))
         chat.note(f"Seed {talk.settings.seed}.")
     count = len(talk.messages)
     try:

@@ -5,7 +5,7 @@ Knows chat templates and prompt reuse. Knows no terminals, and nothing of how mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -15,7 +15,7 @@ from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
-from ..sampling_settings import SamplingSettings, parse, setting
+from ..sampling_settings import SamplingSettings, parse, setting, used_of
 from ..text import TextStream
 from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat
@@ -27,13 +27,14 @@ VERSION = 2
 
 @dataclass
 class Pair:
-    """Loaded models under the names that the user gave."""
+    """Loaded models under the names that the user gave. recommended: the sampling settings that the target's files ask for."""
 
     name: str
     draft_name: str | None
     model: Any
     tokenizer: Any
     drafter: Any
+    recommended: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Settings(SamplingSettings):
             raise DFlashError(f"block_size is {self.block_size}; it must be at most {largest} with this drafter")
 
 
+def _settings(pair: Pair, given: Mapping[str, Any]) -> Settings:
+    """What holds with a pair where the user gave these."""
+    return Settings(**{**used_of(pair.recommended, given), **given})
+
+
 @dataclass
 class Totals:
     """What `/stats` shows, summed over the answers of a session."""
@@ -90,10 +96,12 @@ class Conversation:
     """Messages, settings and the caches that carry them from turn to turn.
 
     Without a chat template a message is continued as it is: the target sees all texts joined, and messages keep their ids.
+    Args:
+      given: the settings that the user gave; of the others those hold that the target's files recommend, at temp 0 none.
     """
 
-    def __init__(self, pair: Pair, settings: Settings, system: str | None = None, caches: CacheOptions = AS_THEY_ARE):
-        self.settings, self.system, self.caches = settings, system, caches
+    def __init__(self, pair: Pair, given: Mapping[str, Any], system: str | None = None, caches: CacheOptions = AS_THEY_ARE):
+        self.given, self.system, self.caches = dict(given), system, caches
         self.messages: list[dict[str, Any]] = []
         self.totals = Totals()
         self.use(pair)
@@ -104,11 +112,11 @@ class Conversation:
         Raises:
           DFlashError: the settings ask for what they cannot do.
         """
-        target = Target(pair.model)
+        target, settings = Target(pair.model), _settings(pair, self.given)
         vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
-        self.settings.check_pair(vocabulary, largest)
+        settings.check_pair(vocabulary, largest)
         self.caches.check(pair.model, pair.drafter)
-        self.pair, self.vocabulary, self.largest = pair, vocabulary, largest
+        self.settings, self.pair, self.vocabulary, self.largest = settings, pair, vocabulary, largest
         # Positions the target was made for, where its config says.
         self.limit = target.context_length
         # The last few states: an undone or retried turn starts from one of them.
@@ -119,9 +127,13 @@ class Conversation:
 
     def set(self, name: str, text: str) -> None:
         """Change one setting; refused, all stay as they are. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
-        changed = self.settings.changed(name, text)
-        changed.check_pair(self.vocabulary, self.largest)
-        self.settings = changed
+        value = getattr(self.settings.changed(name, text), name)
+        given = {one: kept for one, kept in self.given.items() if one != name}
+        if text != "default":
+            given[name] = value
+        settings = _settings(self.pair, given)
+        settings.check_pair(self.vocabulary, self.largest)
+        self.given, self.settings = given, settings
 
     def without_effect(self, names: Collection[str]) -> dict[str, str]:
         """Those of the named settings that change nothing with these models, each with the reason."""
@@ -272,18 +284,21 @@ class Conversation:
             "draft_model": self.pair.draft_name,
             "system": self.system,
             "settings": asdict(self.settings),
+            "given": sorted(self.given),
             "messages": self.messages,
         }
 
     def restore(self, state: dict[str, Any], given: dict[str, Any] | None = None) -> None:
-        """Take messages, system message and settings from `state()`, except those settings that are `given`; models stay.
+        """Take messages, system message and given settings from `state()`, except those that are `given` here; models stay.
 
         Raises:
           DFlashError: the models here cannot do what the settings say; nothing has changed.
         """
-        settings = Settings(**{**state["settings"], **(given or {})})
+        kept = {name: value for name, value in state["settings"].items() if name in state.get("given", state["settings"])}
+        given = {**kept, **(given or {})}
+        settings = _settings(self.pair, given)
         settings.check_pair(self.vocabulary, self.largest)
-        self.system, self.settings = state["system"], settings
+        self.system, self.settings, self.given = state["system"], settings, given
         # Ids belong to the tokenizer that made them.
         known = all(i < self.vocabulary for m in state["messages"] for i in m.get("ids", ()))
         same = state["model"] == self.pair.name and known

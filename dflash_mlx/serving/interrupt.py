@@ -12,6 +12,8 @@ from typing import Any
 
 # Seconds after which a lost Ctrl-C comes again: by then whatever could raise nothing has returned.
 _AGAIN_S = 0.05
+# Seconds after which one comes again that a library's `except` caught.
+_CAUGHT_S = 1.0
 
 
 def bring_back(lost: Any) -> None:
@@ -30,6 +32,34 @@ def _again() -> None:
     # A program that ends has given the signal back to the system, which would kill it.
     if threading.main_thread().is_alive() and not sys.is_finalizing():
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def is_ctrl_c(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or came of it: Python and libraries wrap what a class's body or an import raises."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def insistent() -> Iterator[None]:
+    """Ctrl-C comes again each second until the block ends: libraries catch it where they are imported or load a model.
+
+    For blocks that have nothing to keep.
+    """
+    ended = threading.Event()
+
+    def act() -> None:
+        while not ended.wait(_CAUGHT_S):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        with at_ctrl_c(act):
+            yield
+    finally:
+        ended.set()
 
 
 @contextmanager

@@ -93,7 +93,10 @@ def _fault(state: Any) -> str | None:
     for name, kind in kinds.items():
         if name not in state or not isinstance(state[name], kind):
             return f"{name!r} is absent or of another type"
-    if odd := [*(state.keys() - kinds), *(state["settings"].keys() - {one.name for one in fields(Settings)})]:
+    given = state.get("given", [])
+    if not isinstance(given, list) or not all(isinstance(name, str) and name in state["settings"] for name in given):
+        return "'given' is no list of its settings"
+    if odd := [*(state.keys() - {*kinds, "given"}), *(state["settings"].keys() - {one.name for one in fields(Settings)})]:
         return f"{odd[0]!r} is unknown"
     Settings(**state["settings"])
     for n, message in enumerate(state["messages"]):

@@ -68,6 +68,16 @@ def test_what_the_user_gives_goes_before_it_and_temp_0_wants_none(command, targe
     assert settings[1] in ({}, {"temp": 0.0, "top_k": 0, "repetition_penalty": 1.0}) and "recommends" not in out
 
 
+def test_another_model_in_a_chat_brings_what_is_recommended_for_it(target, tmp_path, monkeypatch):
+    # The built-in pair recommends nothing; `target` does, and says so when it is taken.
+    lines = f"/set\n/model {target}\n/set\n/set temp 0\n/model tiny\n/set temp default\n"
+    result = CliRunner().invoke(app, ["chat", "--model", "tiny"], input=lines, env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    found = [line.split(", xtc")[0] for line in result.output.splitlines() if line.startswith("temp ")]
+    assert found == [f"temp {temp}, top_p 1.0, top_k {k}, min_p 0.0" for temp, k in ((0.0, 0), (0.6, 20), (0.0, 0), (0.0, 0))]
+    assert result.output.count("recommends --temp 0.6 --top-k 20 --repetition-penalty 1.05: used.") == 1
+
+
 def test_its_cost_in_accepted_drafts_is_said_where_there_is_a_drafter(target, settings):
     assert "Sampling keeps fewer drafts" in said("serve", target, "--draft-model", "tiny")
 

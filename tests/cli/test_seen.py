@@ -1,9 +1,11 @@
 """What a person sees in a terminal: no line over the width, no torn word, no silence, no word of ours."""
 
+import _imp
 import io
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from kit import figures_of
 from screen import Screen, private_words
 
 from dflash_mlx import loading
+from dflash_mlx.cli import app as cli_app
 from dflash_mlx.cli import inputs, output
 from dflash_mlx.cli import live as cli_live
 from dflash_mlx.cli.live import Line
@@ -87,6 +90,29 @@ def test_the_live_line_says_at_once_that_ctrl_c_was_heard():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("hangs", ["import", "drawing"])
+def test_a_line_that_cannot_be_drawn_keeps_no_command_from_ending(monkeypatch, hangs):
+    # As Ctrl-C leaves it where it comes inside of Python's own import: main holds the lock of all imports for good.
+    if hangs == "import":
+        for name in [name for name in sys.modules if name.startswith("rich.live")]:
+            monkeypatch.delitem(sys.modules, name)
+        _imp.acquire_lock()
+    else:
+        monkeypatch.setattr(Line, "_draw", lambda *_: time.sleep(30))
+    monkeypatch.setattr(cli_live, "_LEFT_S", 0.2)
+    line = Line("Starting")
+    try:
+        line.show()
+        time.sleep(cli_live._DELAY_S + 0.2)
+        stopping = threading.Thread(target=line.stop, daemon=True)
+        stopping.start()
+        stopping.join(5)
+        assert not stopping.is_alive()
+    finally:
+        if hangs == "import":
+            _imp.release_lock()
+
+
 class Freed:
     """Ctrl-C comes while this is freed, where no exception can be raised."""
 
@@ -115,6 +141,44 @@ def test_loading_ends_where_somebody_caught_the_ctrl_c(monkeypatch):
         monkeypatch.setattr(loading, name, lambda *_, **__: None)
     with pytest.raises(KeyboardInterrupt), cli_live.live("Starting"):
         inputs.load_pair("tiny", "tiny", None, None, None, False)
+
+
+def test_a_ctrl_c_that_a_library_caught_comes_again_until_the_block_ends(monkeypatch):
+    monkeypatch.setattr(interrupt, "_CAUGHT_S", 0.05)
+    caught = 0
+    with pytest.raises(KeyboardInterrupt), interrupt.insistent():
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("Ctrl-C raised nothing")
+    with interrupt.insistent():
+        pass
+    with pytest.raises(KeyboardInterrupt), interrupt.insistent():
+        for _ in range(3):
+            try:
+                signal.raise_signal(signal.SIGINT) if not caught else time.sleep(5)
+            except BaseException:
+                caught += 1
+        time.sleep(5)
+    assert caught == 3
+    # Behind it nothing comes any more.
+    time.sleep(0.2)
+
+
+def test_ctrl_c_that_python_wrapped_ends_a_command_as_ctrl_c(monkeypatch):
+    class Field:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    def wrapped(*_):
+        # Up to Python 3.11 this is a RuntimeError.
+        try:
+            type("Settings", (), {"seed": Field()})
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+
+    monkeypatch.setattr(cli_app, "app", wrapped)
+    with pytest.raises(SystemExit) as end:
+        cli_app.main()
+    assert end.value.code == 130 and not interrupt.is_ctrl_c(ValueError())
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -148,6 +212,12 @@ def test_in_a_pipe_a_line_comes_every_ten_seconds(monkeypatch, capsys):
         time.sleep(0.8)
     out, err = capsys.readouterr()
     assert not out and 1 <= err.count("Converting: 3 of 12 tensors, ") == len(err.splitlines()) <= 3, err
+
+
+def test_a_chat_in_a_pipe_is_not_silent_for_ten_seconds(monkeypatch, capsys):
+    with cli_live.live("Starting", printed_after=0.1):
+        time.sleep(cli_live._DELAY_S + 0.6)
+    assert capsys.readouterr().err == "Starting: 0 s\n"
 
 
 def test_quick_work_shows_nothing_and_what_is_told_without_a_listener_is_nothing(capsys):

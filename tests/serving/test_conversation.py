@@ -38,7 +38,7 @@ class Thinking:
 
 
 def talk_with(model, tokenizer, **settings):
-    return Conversation(Pair("m", None, model, tokenizer, None), Settings(**settings))
+    return Conversation(Pair("m", None, model, tokenizer, None), settings)
 
 
 def heard(conversation):
@@ -98,7 +98,7 @@ def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
     model, tokenizer, drafter = pair
     # Always where something stood before.
     monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_: FixedDraftLength(7))
-    conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=60)), 0, 0
+    conversation, rounds, tokens = Conversation(Pair("m", "d", model, tokenizer, drafter), {"max_tokens": 60}), 0, 0
     for text in ("import os\n", "import os\n"):
         conversation.messages.append({"role": "user", "content": text})
         heard(conversation)
@@ -113,7 +113,7 @@ def test_stats_count_the_tokens_that_were_copied(pair, monkeypatch):
 
 def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
     model, tokenizer, drafter = pair
-    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings(max_tokens=5))
+    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), {"max_tokens": 5})
     conversation.messages.append({"role": "user", "content": "def test"})
     heard(conversation)
     conversation.messages.append({"role": "user", "content": "(x)"})
@@ -150,7 +150,7 @@ def test_a_setting_taken_back_is_the_default():
 
 def test_what_this_pair_cannot_do_is_refused_at_set_and_changes_nothing(pair):
     model, tokenizer, drafter = pair
-    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), Settings())
+    conversation = Conversation(Pair("m", "d", model, tokenizer, drafter), {})
     conversation.set("top_k", "1535")
     conversation.set("block_size", "64")
     kept = conversation.settings
@@ -163,12 +163,50 @@ def test_what_this_pair_cannot_do_is_refused_at_set_and_changes_nothing(pair):
             conversation.set(name, text)
         assert conversation.settings == kept
     with pytest.raises(DFlashError, match="must be below 1536"):
-        Conversation(Pair("m", None, model, tokenizer, None), Settings(top_k=9999))
+        Conversation(Pair("m", None, model, tokenizer, None), {"top_k": 9999})
     # Without a drafter there are no blocks; with one the same settings are too much.
-    plain = Conversation(Pair("m", None, model, tokenizer, None), Settings(block_size=9999))
+    plain = Conversation(Pair("m", None, model, tokenizer, None), {"block_size": 9999})
     with pytest.raises(DFlashError, match="must be at most 64"):
         plain.use(Pair("m", "d", model, tokenizer, drafter))
     assert plain.pair.draft_name is None
     with pytest.raises(DFlashError, match="must be below 1536"):
         conversation.restore({**conversation.state(), "settings": {"top_k": 2000}, "system": "other"})
     assert conversation.settings == kept and conversation.system is None
+
+
+RECOMMENDED = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+
+
+def held_of(conversation):
+    return {name: getattr(conversation.settings, name) for name in RECOMMENDED}
+
+
+def test_what_a_model_recommends_goes_at_temp_0_and_with_the_model_and_what_was_set_stays(pair):
+    model, tokenizer, _ = pair
+    first = Pair("m", None, model, tokenizer, None, RECOMMENDED)
+    conversation = Conversation(first, {"top_k": 5})
+    assert held_of(conversation) == {"temp": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+    conversation.set("temp", "0")
+    assert held_of(conversation) == {"temp": 0, "top_k": 5, "repetition_penalty": 1}
+    conversation.set("temp", "0.3")
+    assert held_of(conversation) == {"temp": 0.3, "top_k": 5, "repetition_penalty": 1.1}
+    conversation.set("temp", "default")
+    assert held_of(conversation)["temp"] == 0.6
+    conversation.set("repetition_penalty", "1")
+    assert held_of(conversation)["repetition_penalty"] == 1
+    # The next model's recommendation takes the place of the first one's.
+    conversation.use(Pair("n", None, model, tokenizer, None, {"temp": 0.9, "repetition_penalty": 1.3}))
+    assert held_of(conversation) == {"temp": 0.9, "top_k": 5, "repetition_penalty": 1}
+    conversation.use(Pair("o", None, model, tokenizer, None))
+    assert held_of(conversation) == {"temp": 0, "top_k": 5, "repetition_penalty": 1}
+
+
+def test_a_session_keeps_what_was_set_and_not_what_its_model_recommended(pair):
+    model, tokenizer, _ = pair
+    state = Conversation(Pair("m", None, model, tokenizer, None, RECOMMENDED), {"top_k": 5}).state()
+    other = Conversation(Pair("n", None, model, tokenizer, None, {"temp": 0.9}), {})
+    other.restore(state)
+    assert held_of(other) == {"temp": 0.9, "top_k": 5, "repetition_penalty": 1}
+    # One of an earlier version does not say which were set: all of them are.
+    other.restore({name: value for name, value in state.items() if name != "given"})
+    assert held_of(other) == {"temp": 0.6, "top_k": 5, "repetition_penalty": 1.1}

@@ -32,11 +32,11 @@ class Talker(Conversation):
         self.script = script
         tokenizer = Tokenizer()
         tokenizer.has_chat_template = not script.get("raw")
-        super().__init__(Pair(script.get("model", "scripted"), None, None, tokenizer, None), Settings())
+        super().__init__(Pair(script.get("model", "scripted"), None, None, tokenizer, None), {})
 
     def use(self, pair):
         self.pair, self.limit, self.last, self.stopped, self.used, self.held = pair, 500, None, False, 0, 0
-        self.vocabulary, self.largest, self.store = 100, None, None
+        self.vocabulary, self.largest, self.store, self.settings = 100, None, None, Settings()
 
     def without_effect(self, names):
         return {}
