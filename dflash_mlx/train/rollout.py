@@ -79,14 +79,17 @@ def in_loop(tail: np.ndarray, max_period: int = 32) -> np.ndarray:
 
 
 def _keep_rows(cache: list, rows: mx.array) -> None:
-    """Drop the rows of a batch that are not in `rows`, in every mlx-lm cache kind that holds arrays by row."""
+    """Drop the rows of a batch that are not in `rows`, in every mlx-lm cache kind that holds arrays by row; one after the other,
+    so that no more than one is there twice."""
     for c in cache:
         if hasattr(c, "caches"):
             _keep_rows(c.caches, rows)
-        elif hasattr(c, "cache"):
+            continue
+        if hasattr(c, "cache"):
             c.cache = [None if a is None else a[rows] for a in c.cache]
         else:
             c.keys, c.values = c.keys[rows], c.values[rows]
+        mx.eval(c.state)
 
 
 def _step(frame: Frame, noisy: bool, min_p: float):
@@ -177,12 +180,15 @@ class _Rollout:
 
     def step(self, take, position: int) -> tuple[mx.array, mx.array]:
         """One position for all active rows, enqueued: ids and whether each belongs to an answer."""
-        logits = self.model(self.ids[:, None], cache=self.cache)[:, -1]
+        before = self.ids
+        logits = self.model(before[:, None], cache=self.cache)[:, -1]
         phase, used, turns, temp, limit = self.state
         self.ids, is_answer, phase, used, turns, self.key = take(
             logits, self.given[:, position], phase, used, turns, temp, limit, self.key
         )
         self.state = (phase, used, turns, temp, limit)
+        # A cache takes its new row in place only if no pass under way still reads it: else MLX copies the whole cache.
+        mx.eval(before)
         mx.async_eval(self.ids, is_answer, phase)
         return self.ids, is_answer
 
@@ -212,7 +218,7 @@ class _Rollout:
         _keep_rows(self.cache, rows)
         self.ids, self.given, *state = (a[rows] for a in (self.ids, self.given, *self.state))
         self.state = tuple(state)
-        mx.eval([c.state for c in self.cache], self.ids)
+        mx.eval(self.ids, self.given, self.state)
 
     def written(self) -> list[Written]:
         """What the rows became, in the order given."""
@@ -263,6 +269,6 @@ def write_rows(
         if done.all() or (deadline and time.monotonic() > deadline):
             run.length[run.index[~done]] = position
             break
-        if done.mean() >= 0.25 and position < max_len:
+        if done.mean() >= 0.125 and position < max_len:
             run.drop(done)
     return run.written()
