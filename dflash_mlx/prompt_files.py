@@ -147,6 +147,8 @@ class PrefixFiles:
     def belong_to(self, model: str, key: str) -> None:
         """Settle whose prefixes these are: the target's name, and `models_key`."""
         self.model, self.key = model, key
+        self._known.clear()
+        self._settled.clear()
 
     def _listing(self) -> list[os.DirEntry]:
         """The prefixes in the directory, of every key."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from .options import OUTPUT, gathered_options, option, refuse
 
-SERVER = "Server"
+SERVER, API_KEY = "Server", "DFLASH_API_KEY"
 Level = Literal["debug", "info", "warning", "error"]
 # name -> (type, default)
 _OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -20,7 +20,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "host": (Annotated[str, option(SERVER, help="Address to listen at.")], "127.0.0.1"),
     "port": (Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")], 8080),
-    "api_key": (Annotated[str | None, option(SERVER, envvar="DFLASH_API_KEY", help="Key that clients must send.")], None),
+    "api_key": (Annotated[str | None, option(SERVER, envvar=API_KEY, help="Key that clients must send.")], None),
     "max_body_mb": (Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")], 8.0),
     "max_queue": (
         Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from .options import (
     TrustRemoteCode,
     cache_options,
     checked_max_tokens,
+    flag,
     mlx_lm_names,
     option,
     refuse,
@@ -36,12 +38,24 @@ from .options import (
     template_args,
 )
 from .output import only_ours_on_stdout, say
-from .server_options import server_options
+from .server_options import API_KEY, SERVER, server_options
 
 
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
     if block_size is not None and (draft_model == "none" or (model and not draft_model)):
         raise refuse("--block-size", "it needs a drafter")
+
+
+def _refuse_lonely_key(api_key: str | None) -> None:
+    if api_key is not None and api_key != os.environ.get(API_KEY):
+        raise refuse("--api-key", "it has no effect without --url")
+
+
+def _refuse_with_url(url: str | None, own: dict[str, Any]) -> None:
+    """Usage errors of options of models that run here, where a server answers."""
+    for name, value in own.items():
+        if url is not None and value not in (None, False):
+            raise refuse(flag(name), "it needs a model that runs here; with --url the server's answers")
 
 
 def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], Any]]:
@@ -57,11 +71,40 @@ def _cache_options(given: dict[str, int | None]) -> tuple[Any, Callable[[Any], A
     return held, lambda tokenizer: inputs.run_size(inputs.CONTEXT, given)
 
 
-def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: float | None) -> None:
+def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: float | None = None) -> None:
     if directory is None and limit_gb != DIRECTORY_GB:
         raise refuse("--prompt-cache-dir-gb", "it has no effect without --prompt-cache-dir")
     if directory is not None and kept_gb == 0:
         raise refuse("--prompt-cache-dir", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
+
+
+PromptCacheSize = Annotated[
+    int,
+    option(MEMORY, min=1, help="How many earlier prompts are kept, so as not to read them again."),
+]
+PromptCacheGb = Annotated[
+    float | None,
+    option(MEMORY, min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none."),
+]
+PromptCacheDir = Annotated[
+    str | None,
+    option(MEMORY, help="Keep prompts that were read in this directory too: one file each, in mlx-lm's format."),
+]
+PromptCacheDirGb = Annotated[
+    float,
+    option(MEMORY, min=0.001, help="Most room of that directory, in GB; what was used longest ago goes."),
+]
+DIRECTORY_GB = 20.0
+Session = Annotated[
+    str | None,
+    option(OUTPUT, help="Continue and keep the session of this name; 'last' is where the last chat was left."),
+]
+Plain = Annotated[bool, option(OUTPUT, "--plain", help="Answers as they are, not drawn as Markdown.")]
+Url = Annotated[
+    str | None,
+    option(SERVER, help="Let this server answer: serve's, or any other of OpenAI's API. --model is its name there."),
+]
+ServerKey = Annotated[str | None, option(SERVER, envvar=API_KEY, help="The server's key.")]
 
 
 @mlx_lm_names
@@ -81,34 +124,32 @@ def chat(
     block_size: BlockSize = None,
     caches: Any = None,
     max_tokens: MaxTokens = None,
-    session: Annotated[
-        str | None,
-        option(OUTPUT, help="Continue and keep the session of this name; 'last' is where the last chat was left."),
-    ] = None,
-    plain: Annotated[bool, option(OUTPUT, "--plain", help="Answers as they are, not drawn as Markdown.")] = False,
+    session: Session = None,
+    plain: Plain = False,
+    prompt_cache_dir: PromptCacheDir = None,
+    prompt_cache_dir_gb: PromptCacheDirGb = DIRECTORY_GB,
+    url: Url = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
+    own = {"adapter_path": adapter_path, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    own |= {"draft_model": draft_model, "draft_bits": draft_bits, "block_size": block_size}
+    own |= {**caches, "prompt_cache_dir": prompt_cache_dir}
+    _refuse_with_url(url, own)
     refuse_lonely_drafter(model, draft_model, draft_bits)
     _refuse_lonely_block(block_size, model, draft_model)
+    _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb)
     checked_max_tokens(max_tokens)
     # Seconds of imports, in the sight of the user.
     with live("Starting", printed_after=2), insistent():
         held, size = _cache_options(caches)
         from ..serving.chat import Chat
-        from ..serving.conversation import Conversation, Pair
+        from ..serving.conversation import Conversation
         from ..serving.sessions import read_session, session_path
 
-    def load(name: str | None, drafter: str | None) -> Pair:
-        # Trained for the first model; /model may name another.
-        over = adapter_path if name == model else None
-        if adapter_path and not over:
-            say(f"--adapter-path belongs to {model}: {name} runs without it.")
-        with only_ours_on_stdout():
-            pair = Pair(*inputs.load_pair(name, drafter, dtype, draft_bits, revision, trust_remote_code, size, over))
-        pair.recommended = inputs.recommended_sampling(pair.name, revision, pair.model)
-        return pair
+    load = _loader(model, adapter_path, revision, (dtype, draft_bits, revision, trust_remote_code, size))
 
-    def change(name: str | None, drafter: str | None) -> Pair:
+    def change(name: str | None, drafter: str | None) -> Any:
         pair = load(name, drafter)
         inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
         return pair
@@ -117,40 +158,68 @@ def chat(
     given = {name: value for name, value in given.items() if value is not None}
     # A file that cannot be continued is found before the models are loaded.
     state = read_session(session) if session and session_path(session).exists() else None
-    if state and model is None:
-        model, draft_model = state["model"], draft_model or state["draft_model"]
-    pair = load(model, draft_model)
-    conversation = Conversation(pair, given, system, held)
+    if state and model is None and url in (None, state.get("url")):
+        model, draft_model, url = state["model"], draft_model or state["draft_model"], state.get("url")
+        _refuse_with_url(url, own)
+    if url is not None:
+        conversation, change = _remote(url, api_key, model, given, system)
+    else:
+        _refuse_lonely_key(api_key)
+        files = _directory(prompt_cache_dir, prompt_cache_dir_gb)
+        conversation = Conversation(load(model, draft_model), given, system, held, files)
     if state:
         conversation.restore(state, given)
         conversation.system = system or conversation.system
+    pair = conversation.pair
     inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
     kept = session or ("last" if sys.stdin.isatty() else None)
-    room = Chat(conversation, change, given=given, session=kept, resumed=state, plain=plain)
+    _run_chat(Chat(conversation, change, given=given, session=kept, resumed=state, plain=plain), conversation, plain)
+
+
+def _loader(model: str | None, adapter_path: str | None, revision: str | None, how: tuple) -> Callable[..., Any]:
+    """What loads a chat's pair by the names of target and drafter. how: as `inputs.load_pair` is told behind them."""
+    from ..serving.conversation import Pair
+
+    def load(name: str | None, drafter: str | None) -> Pair:
+        # Trained for the first model; /model may name another.
+        over = adapter_path if name == model else None
+        if adapter_path and not over:
+            say(f"--adapter-path belongs to {model}: {name} runs without it.")
+        with only_ours_on_stdout():
+            pair = Pair(*inputs.load_pair(name, drafter, *how, over))
+        pair.recommended = inputs.recommended_sampling(pair.name, revision, pair.model)
+        return pair
+
+    return load
+
+
+def _remote(url: str, key: str | None, model: str | None, given: dict[str, Any], system: str | None) -> tuple[Any, Any]:
+    """A conversation that a server answers, and what /model does there."""
+    from ..serving.remote import Remote, RemoteConversation
+
+    remote = Remote(url, key)
+    return RemoteConversation(remote, remote.pair(model), given, system), lambda name, drafter: remote.pair(name)
+
+
+def _directory(path: str | None, limit_gb: float) -> Any:
+    """The prefixes that a chat keeps in a directory; None without one. It is found out before models are loaded."""
+    if path is None:
+        return None
+    from ..prompt_files import PrefixFiles
+
+    return PrefixFiles(path, int(limit_gb * 1e9))
+
+
+def _run_chat(room: Any, conversation: Any, plain: bool) -> None:
     if plain and not room.drawing:
         say("--plain has no effect here: Markdown is drawn in a terminal only.")
-    room.run()
+    try:
+        room.run()
+    finally:
+        with live("Keeping what was computed"):
+            conversation.keep()
     if room.failed and not room.interactive:
         raise SystemExit(1)
-
-
-PromptCacheSize = Annotated[
-    int,
-    option(MEMORY, min=1, help="How many earlier prompts are kept, so as not to read them again."),
-]
-PromptCacheGb = Annotated[
-    float | None,
-    option(MEMORY, min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none."),
-]
-PromptCacheDir = Annotated[
-    str | None,
-    option(MEMORY, help="Keep them in this directory too, for the next start: one file a prompt, in mlx-lm's format."),
-]
-PromptCacheDirGb = Annotated[
-    float,
-    option(MEMORY, min=0.001, help="Most room of that directory, in GB; what was used longest ago goes."),
-]
-DIRECTORY_GB = 20.0
 
 
 @mlx_lm_names

@@ -21,17 +21,18 @@ _NAMED = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))""")
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file's name as it was written, its text, and how many bytes and tokens it has."""
+    """A file's name as it was written, its text, and how many bytes and tokens it has; None: nobody here can count them."""
 
     name: str
     text: str
     size_bytes: int
-    tokens: int
+    tokens: int | None
 
     def about(self) -> str:
         lines = self.text.count("\n") + (not self.text.endswith("\n"))
         size = f"{self.size_bytes:,} bytes" if self.size_bytes < 100_000 else size_text(self.size_bytes)
-        return f"{self.name}: {size}, {count(lines, 'line')}, {count(self.tokens, 'token')}"
+        tokens = "" if self.tokens is None else f", {count(self.tokens, 'token')}"
+        return f"{self.name}: {size}, {count(lines, 'line')}{tokens}"
 
     def block(self) -> str:
         """The text as the model reads it: under its name, in a fence that is longer than any in it."""
@@ -44,7 +45,7 @@ def read_attachment(name: str, tokenizer: Any, limit: int | None) -> Attachment:
     """Read a text file.
 
     Args:
-      limit: tokens that the target's context holds; None: unknown.
+      tokenizer: None: its tokens are not counted. limit: tokens that the target's context holds; None: unknown.
 
     Raises:
       DFlashError: no file, no text, or more than the model can read.
@@ -66,8 +67,8 @@ def read_attachment(name: str, tokenizer: Any, limit: int | None) -> Attachment:
         raise DFlashError(f"{name} is not text: byte {wrong} is 0x{data[wrong]:02x}", "Give a text file in UTF-8")
     if not text:
         raise DFlashError(f"{name} is empty", "Give a file with text in it")
-    tokens = len(tokenizer.encode(text, add_special_tokens=False))
-    if limit and tokens >= limit:
+    tokens = len(tokenizer.encode(text, add_special_tokens=False)) if tokenizer is not None else None
+    if limit and tokens is not None and tokens >= limit:
         raise DFlashError(f"{name} has {tokens:,} tokens; the target's context holds {limit:,}", "Give a part of it")
     return Attachment(name, text, len(data), tokens)
 

@@ -128,7 +128,7 @@ class Chat:
 
     def _greet(self) -> None:
         talk = self.conversation
-        self.note(first_line(talk.pair, talk.settings) + (" /help lists commands." if self.interactive else ""))
+        self.note(first_line(talk) + (" /help lists commands." if self.interactive else ""))
         if self.conversation.raw:
             self.note("This tokenizer has no chat template: what you type is continued as it is.")
             if self.conversation.system is not None:

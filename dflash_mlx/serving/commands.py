@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..errors import DFlashError
 from ..tools.columns import count
-from .conversation import Settings
+from .conversation import Conversation, Settings
 from .draft_marks import legend
 from .recap import kept_sessions, recap, setting_text, short
 from .sessions import read_session, session_path, write_session
@@ -52,6 +52,12 @@ def _command(name: str, takes: str, about: str, *, changes: bool = False) -> Cal
         return function
 
     return add
+
+
+def _needs_models(talk: Conversation, what: str) -> None:
+    """Raises: DFlashError where a server answers."""
+    if talk.url is not None:
+        raise DFlashError(f"{what} needs models that run here, and {talk.url} answers", "dflash-mlx chat --model M runs one here")
 
 
 def columns(rows: list[tuple[str, ...]]) -> Table:
@@ -121,7 +127,7 @@ def _retry(chat: Chat, rest: str) -> None:
     text = talk.undo()
     if text is None:
         raise DFlashError("there is no message to answer again", "Write one")
-    if talk.settings.greedy:
+    if talk.greedy:
         chat.note("Temperature 0 gives the same answer again; /set temp 0.7 for another.")
     elif talk.settings.seed is not None:
         talk.set("seed", str((talk.settings.seed + 1) % (1 << 32)))
@@ -195,8 +201,10 @@ def _model(chat: Chat, rest: str) -> None:
         name, *drafter = rest.split()
         if len(drafter) > 1:
             raise DFlashError(f"/model takes a target and a drafter; found {short(rest)!r}", "Give /model TARGET [DRAFTER]")
+        if drafter:
+            _needs_models(talk, "a drafter")
         pair = chat.load(name, drafter[0] if drafter else None)
-        if pair.tokenizer.has_chat_template != talk.pair.tokenizer.has_chat_template and talk.messages:
+        if pair.has_chat_template != talk.pair.has_chat_template and talk.messages:
             raise DFlashError(
                 f"only one of {talk.pair.name} and {name} has a chat template, so this conversation cannot go on", "/clear first"
             )
@@ -205,6 +213,9 @@ def _model(chat: Chat, rest: str) -> None:
             # Ids belong to the tokenizer that made them.
             message.pop("ids", None)
     pair = talk.pair
+    if talk.url is not None:
+        chat.note(f"Model {pair.name} of {talk.url}.")
+        return
     chat.note(f"Target {pair.name}, " + (f"drafter {pair.draft_name}." if pair.draft_name else "no drafter."))
 
 
@@ -214,6 +225,8 @@ def _set(chat: Chat, rest: str) -> None:
     if rest:
         name, _, value = rest.replace("=", " ").partition(" ")
         name, value = name.replace("-", "_"), value.strip()
+        if name == "block_size":
+            _needs_models(talk, name)
         if name == "block_size" and talk.pair.drafter is None:
             raise DFlashError("there is no drafter, so block_size has no effect", "/model TARGET DRAFTER adds one")
         if value:
@@ -255,6 +268,7 @@ def _thoughts(chat: Chat, rest: str) -> None:
 
 @_command("drafts", "", "mark in answers which tokens were drafted, and which drafts were wrong, or stop doing so")
 def _drafts(chat: Chat, rest: str) -> None:
+    _needs_models(chat.conversation, "/drafts")
     if chat.conversation.pair.drafter is None:
         raise DFlashError("there is no drafter, so no drafts can be marked", "/model TARGET DRAFTER adds one")
     chat.show_drafts = not chat.show_drafts

@@ -6,7 +6,7 @@ Knows chat templates and prompt reuse. Knows no terminals, and nothing of how mo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..generation import GenerationResponse
 from ..models.target import Target
+from ..prompt_files import PrefixFiles
 from ..sampling_settings import SamplingSettings, parse, setting, used_of
 from ..text import TextStream
 from .channels import Channels, Piece
@@ -35,6 +36,11 @@ class Pair:
     tokenizer: Any
     drafter: Any
     recommended: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_chat_template(self) -> bool:
+        # A server has one, or makes do.
+        return self.tokenizer is None or self.tokenizer.has_chat_template
 
 
 @dataclass(frozen=True)
@@ -98,10 +104,23 @@ class Conversation:
     Without a chat template a message is continued as it is: the target sees all texts joined, and messages keep their ids.
     Args:
       given: the settings that the user gave; of the others those hold that the target's files recommend, at temp 0 none.
+      files: where prompts are kept for the next chat.
+    Attributes:
+      url: of the server that answers (`remote`); None: models run here.
     """
 
-    def __init__(self, pair: Pair, given: Mapping[str, Any], system: str | None = None, caches: CacheOptions = AS_THEY_ARE):
-        self.given, self.system, self.caches = dict(given), system, caches
+    url: str | None = None
+    store: PrefixCache | None = None
+
+    def __init__(
+        self,
+        pair: Pair,
+        given: Mapping[str, Any],
+        system: str | None = None,
+        caches: CacheOptions = AS_THEY_ARE,
+        files: PrefixFiles | None = None,
+    ):
+        self.given, self.system, self.caches, self.files = dict(given), system, caches, files
         self.messages: list[dict[str, Any]] = []
         self.totals = Totals()
         self.use(pair)
@@ -116,14 +135,23 @@ class Conversation:
         vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
         settings.check_pair(vocabulary, largest)
         self.caches.check(pair.model, pair.drafter)
+        self.keep()
         self.settings, self.pair, self.vocabulary, self.largest = settings, pair, vocabulary, largest
         # Positions the target was made for, where its config says.
         self.limit = target.context_length
         # The last few states: an undone or retried turn starts from one of them.
         self.store = PrefixCache(6)
+        if self.files is not None:
+            self.store.keep_in(self.files, pair.model, pair.drafter, pair.name, self.caches)
         self.used = self.held = 0
         self.last: GenerationResponse | None = None
         self.stopped = False
+
+    def keep(self) -> None:
+        """Write what was computed where it is kept beyond this chat, if it is; Ctrl-C leaves the rest."""
+        with suppress(KeyboardInterrupt):
+            while self.store is not None and self.store.write_next(quiet_s=0):
+                pass
 
     def set(self, name: str, text: str) -> None:
         """Change one setting; refused, all stay as they are. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
@@ -146,8 +174,13 @@ class Conversation:
         return found
 
     @property
+    def greedy(self) -> bool:
+        """Whether the same message gets the same answer again."""
+        return self.settings.greedy
+
+    @property
     def raw(self) -> bool:
-        return not self.pair.tokenizer.has_chat_template
+        return not self.pair.has_chat_template
 
     def undo(self) -> str | None:
         """Take back the last message with its answer; returns the message."""
@@ -222,7 +255,7 @@ class Conversation:
         finally:
             self.stopped = self.last is None or self.last.finish_reason is None
             if self.last is not None:
-                self._keep(texts, tokens, len(prompt.ids))
+                self._keep(texts, len(tokens), len(prompt.ids), tokens)
 
     def _open(self, prompt: Prompt, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> PrefixRun:
         """The run that answers a prompt, on what is held of it."""
@@ -249,16 +282,16 @@ class Conversation:
             text_stream=TextStream(pair.tokenizer, prompt.ids, after_chat_template=not self.raw),
         )
 
-    def _keep(self, texts: dict[str, str], tokens: list[int], prompt_tokens: int) -> None:
-        """Let an answer join the messages and the totals."""
+    def _keep(self, texts: dict[str, str], tokens: int, prompt_tokens: int, ids: list[int] | None = None) -> None:
+        """Let an answer of so many tokens join the messages and the totals."""
         message: dict[str, Any] = {"role": "assistant", "content": texts["answer"]}
         if texts["thinking"]:
             message["reasoning_content"] = texts["thinking"].strip("\n")
             message["content"] = texts["answer"].lstrip("\n")
         if self.raw:
-            message["ids"] = tokens
+            message["ids"] = ids
         self.messages.append(message)
-        self._count(prompt_tokens, len(tokens))
+        self._count(prompt_tokens, tokens)
 
     def _count(self, prompt_tokens: int, tokens: int) -> None:
         self.used = prompt_tokens + tokens

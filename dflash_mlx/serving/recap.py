@@ -20,9 +20,12 @@ def short(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def first_line(pair: Pair, settings: Settings) -> str:
-    """The model, its size, the device, and whether drafting is on."""
-    return f"{pair.name}, {_size(pair.model)}, on {_device()}. {drafting(pair, settings)}"
+def first_line(talk: Conversation) -> str:
+    """The model, its size, the device, and whether drafting is on; or the server that answers."""
+    pair = talk.pair
+    if talk.url is not None:
+        return f"{pair.name}, answered by {talk.url}. What is not set here is set there."
+    return f"{pair.name}, {_size(pair.model)}, on {_device()}. {drafting(pair, talk.settings)}"
 
 
 def drafting(pair: Pair, settings: Settings) -> str:
@@ -85,7 +88,8 @@ def figures(talk: Conversation) -> str:
     if last.stats and last.stats.is_off:
         parts.append("drafting off, as it would be slower here")
     limit = f" of {talk.limit}" if talk.limit else ""
-    parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
+    if talk.used:
+        parts.append(f"context {talk.used}{limit} ({talk.held} reused)")
     if talk.stopped:
         parts.append("stopped")
     elif last.finish_reason == "length":

@@ -96,7 +96,9 @@ def _fault(state: Any) -> str | None:
     given = state.get("given", [])
     if not isinstance(given, list) or not all(isinstance(name, str) and name in state["settings"] for name in given):
         return "'given' is no list of its settings"
-    if odd := [*(state.keys() - {*kinds, "given"}), *(state["settings"].keys() - {one.name for one in fields(Settings)})]:
+    if not isinstance(state.get("url"), (str, type(None))):
+        return "'url' is of another type"
+    if odd := [*(state.keys() - {*kinds, "given", "url"}), *(state["settings"].keys() - {one.name for one in fields(Settings)})]:
         return f"{odd[0]!r} is unknown"
     Settings(**state["settings"])
     for n, message in enumerate(state["messages"]):

@@ -117,7 +117,15 @@ VALUES = {
         "--show-drafts": [],
         "--stats": [],
     },
-    "chat": {"--session": ["s"], "--plain": [], **KV},
+    "chat": {
+        "--session": ["s"],
+        "--plain": [],
+        **KV,
+        "--prompt-cache-dir": ["KEPT"],
+        "--prompt-cache-dir-gb": ["3", "--prompt-cache-dir", "KEPT"],
+        "--url": ["http://127.0.0.1:1"],
+        "--api-key": ["k"],
+    },
     "serve": {
         "--host": ["0.0.0.0"],
         "--port": ["1"],
@@ -260,13 +268,9 @@ def outcome(monkeypatch, tmp_path, pair):
         drawing = interactive = failed = False
 
         def __init__(self, conversation, *args, **kwargs):
-            calls.append(
-                (
-                    "chat",
-                    told([conversation.settings, conversation.system, conversation.caches, conversation.pair.name]),
-                    told(kwargs),
-                )
-            )
+            held = [conversation.caches, conversation.files and conversation.files.limit_bytes]
+            said = [conversation.settings, conversation.system, *held, conversation.pair.name]
+            calls.append(("chat", told(said), told(kwargs)))
 
         def run(self):
             pass
@@ -369,6 +373,8 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["generate", "--model", "M", "-p", "x", "--quantized-kv-start", "9"], "no effect without --kv-bits"),
         (["serve", "--chat-template-args", '{"no_such": 1}'], "no_such of --chat-template-args has no effect"),
         (["chat", "--plain"], "--plain has no effect here"),
+        (["chat", "--url", "x", "--kv-bits", "8"], "it needs a model that runs here"),
+        (["chat", "--api-key", "k"], "no effect without --url"),
         (["bench", "--kernels", "on"], "--kernels has no effect"),
         (["bench", "--dense"], "--dense has no effect on the target"),
         (["train", "eval", *BASE["train eval"], "--dense"], "--dense has no effect on the target"),

@@ -11,6 +11,7 @@ from dflash_mlx import load
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.pair import DFlashPair
+from dflash_mlx.prompt_files import PrefixFiles
 from dflash_mlx.serving.chat import Chat
 from dflash_mlx.serving.commands import run_command
 from dflash_mlx.serving.conversation import Conversation, Pair, Settings
@@ -210,3 +211,26 @@ def test_a_session_keeps_what_was_set_and_not_what_its_model_recommended(pair):
     # One of an earlier version does not say which were set: all of them are.
     other.restore({name: value for name, value in state.items() if name != "given"})
     assert held_of(other) == {"temp": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+
+
+def test_a_chat_that_is_opened_again_reads_only_what_no_file_keeps(tmp_path, pair):
+    model, tokenizer, drafter = pair
+
+    def opened():
+        files = PrefixFiles(tmp_path, 1 << 30)
+        return Conversation(Pair("tiny", "tiny", model, tokenizer, drafter), {"max_tokens": 8}, files=files)
+
+    first = opened()
+    first.messages.append({"role": "user", "content": "def add(a, b):"})
+    heard(first)
+    first.keep()
+    second = opened()
+    second.restore(first.state())
+    second.messages.append({"role": "user", "content": " # more"})
+    heard(second)
+    assert first.held == 0 and second.held >= first.used - 1
+    # Another model does not read them.
+    second.use(Pair("other", None, model, tokenizer, None))
+    second.messages.append({"role": "user", "content": " # still more"})
+    heard(second)
+    assert second.held == 0
