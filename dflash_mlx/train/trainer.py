@@ -38,6 +38,7 @@ from .data import Docs, batches
 from .forward import block_hidden, context_keys_values
 from .losses import LossConfig, Wanted, block_loss, labels_of
 from .offline_tau import mean_tau, replay_docs
+from .packing import Packing
 from .prompts import KINDS
 from .ranks import Ranks
 from .start import init_drafter, load_start
@@ -124,15 +125,19 @@ def learning_rate(config: TrainConfig, share: float) -> float:
     return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * down)))
 
 
+def _group(path: str, weight: mx.array) -> str:
+    """Which weights are optimised alike: the selector's at a rate of their own, and weight decay is for matrices."""
+    return "selector" if path.startswith("candidate_selector.") else "matrices" if weight.ndim > 1 else "vectors"
+
+
 class Trainer:
     """Training state and one step of it. `run` drives it; tests may too."""
 
     def __init__(self, drafter: Drafter, target: Target, raw: dict[str, Any], config: TrainConfig, dtype: mx.Dtype):
         self.drafter, self.target, self.raw, self.config, self.dtype = drafter, target, raw, config, dtype
         self.K, self.ranks = raw["block_size"], Ranks()
-        # Flattened and built again: modules without weights (RoPE) leave no empty entry behind.
-        weights = [(n, p.astype(mx.float32)) for n, p in tree_flatten(drafter.trainable_parameters())]
-        self.params = tree_unflatten(weights)
+        self.packing = Packing(tree_flatten(drafter.trainable_parameters()), _group)
+        self.params = self.packing.pack(drafter.trainable_parameters())
         self.ema = self.params
         self.step, self.elapsed = 0, 0.0
         # The best held-out tau, its weights where a stall may end the run, and the evaluations since.
@@ -140,11 +145,9 @@ class Trainer:
         self.best_ema: dict | None = None
         self.stalled = 0
         adam = partial(optim.AdamW, 0.0, betas=[0.9, 0.95], bias_correction=True)
-        groups, filters = [adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)], [lambda _, p: p.ndim > 1]
         self.selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
-        if self.selector is not None:
-            groups, filters = [adam(weight_decay=0.0), *groups], [lambda n, _: n.startswith("candidate_selector."), *filters]
-        self.optimizer = optim.MultiOptimizer(groups, filters)
+        groups = [adam(weight_decay=0.0), adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)]
+        self.optimizer = optim.MultiOptimizer(groups, [lambda n, _: n == "selector", lambda n, _: n == "matrices"])
         self.optimizer.init(self.params)
 
     @property
@@ -159,10 +162,11 @@ class Trainer:
         wide = ("fc", "hidden_norm", "candidate_selector")
         return tree_map_with_path(lambda n, p: p if n.split(".")[0] in wide else p.astype(self.dtype), params)
 
-    def loss(self, params: dict, features: mx.array, teacher: mx.array | None, one: tuple) -> tuple[mx.array, dict]:
+    def loss(self, params: dict, features: mx.array, states: mx.array | None, one: tuple) -> tuple[mx.array, dict]:
         """Loss of one pass on (ids, answer, anchors, keep, temps); see `forward` for the shapes.
 
-        teacher: target logits [n, S, V] of the first n conversations, those of sampled text; None: all learn from the text.
+        params: a tree; states: [n, S, H] what the target's head is given, of the first n conversations, those of sampled text;
+        None: all learn from the text.
         """
         c, (ids, answer, anchors, keep), temps = self.config, one[:4], np.array(one[4])
         self.drafter.update(self.cast(params))
@@ -170,14 +174,16 @@ class Trainer:
         hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:].flatten(0, 1)
         labels, counts = (a.flatten(0, 1) for a in labels_of(ids, answer, anchors, keep, self.K))
         anchor = mx.take_along_axis(ids, anchors, axis=1).flatten()
-        heat = at = None
+        heat = teacher = at = None
         if c.learn_from == "target":
             heat = np.repeat(np.where(temps > 0, temps, np.float32(c.greedy_heat)), anchors.shape[1])
-        if teacher is not None:
-            (n, S, _), N = teacher.shape, self.K - 1
+        if states is not None:
+            (n, S, _), N = states.shape, self.K - 1
             # The target's row at anchor + k - 1 chose the token of slot k.
             at = mx.minimum(anchors[:n, :, None] + mx.arange(N), S - 1) + S * mx.arange(n)[:, None, None]
-            teacher, at = teacher.flatten(0, 1), at.flatten(0, 1)
+            states, at = states.flatten(0, 1), at.flatten(0, 1)
+            # Rows of states and the product again, not rows of logits: gathering those takes three times as long.
+            teacher = lambda rows: self.target.head(states[rows][None])[0]  # noqa: E731
         want = Wanted(labels, counts, anchor, heat, teacher, at)
         loss = LossConfig(self.gamma, c.backbone, c.tv, c.predecessor == "own", c.chunk_blocks)
         return block_loss(self.drafter._head, hidden, want, loss, self.selector)
@@ -190,22 +196,22 @@ class Trainer:
         # Every process makes the noise of the whole batch: a row's does not depend on their number.
         rows = mx.random.uniform(-1, 1, (len(features) * self.ranks.size, *features.shape[1:]), key=key)
         features = features + noise * size * self.ranks.part(rows)
-        teacher = None
+        states = None
         if self.config.learn_from == "target":
-            # Sampled text goes first: the rest needs no row of the target's logits. Equal temperatures lie together.
+            # Sampled text goes first: the rest needs none of the target's logits. Equal temperatures lie together.
             temps = np.array(one[4])
             places = np.argsort(-temps, kind="stable")
             order, sampled = mx.array(places), int((temps > 0).sum())
             # Temperatures stay on the host, which would wait for the device to have them back.
             features, one = features[order], (*(a[order] for a in one[:4]), temps[places])
             if sampled:
-                teacher = mx.stop_gradient(self.target.head(output.hidden[order[:sampled]]))
-        (loss, metrics), grads = mx.value_and_grad(self.loss)(params, features, teacher, one)
-        return self.ranks.join(loss, metrics, grads)
+                states = mx.stop_gradient(output.hidden[order[:sampled]])
+        (loss, metrics), grads = mx.value_and_grad(self.loss)(self.packing.tree(params), features, states, one)
+        return self.ranks.join(loss, metrics, self.packing.pack(grads))
 
     def _update(self, params, ema, grads, rate, keep):
         # The norm is a sum: in another order it rounds otherwise, and a restored state comes in another order.
-        grads, norm = optim.clip_grad_norm(tree_unflatten(sorted(tree_flatten(grads))), self.config.clip)
+        grads, norm = optim.clip_grad_norm(dict(sorted(grads.items())), self.config.clip)
         self.optimizer.learning_rate = rate
         if self.selector is not None:
             self.optimizer.optimizers[0].learning_rate = rate * self.config.selector_lr
@@ -246,7 +252,8 @@ class Trainer:
 
     def use(self, params: dict, dtype: mx.Dtype | None = None) -> Drafter:
         """The drafter with these weights, for an evaluation."""
-        self.drafter.update(self.cast(params) if dtype is None else tree_map(lambda p: p.astype(dtype), params))
+        tree = self.packing.tree(params)
+        self.drafter.update(self.cast(tree) if dtype is None else tree_map(lambda p: p.astype(dtype), tree))
         return self.drafter
 
     def note_tau(self, tau: float) -> None:
@@ -288,7 +295,7 @@ class Trainer:
         mx.eval(flat)
         (out / STATE).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out / STATE, lambda part: mx.save_safetensors(str(part), flat, {"about": json.dumps(about)}))
-        save_drafter(out, self.raw, dict(tree_flatten(self.kept)))
+        save_drafter(out, self.raw, dict(tree_flatten(self.packing.tree(self.kept))))
 
     def restore(self, out: Path) -> None:
         """Go back to what `save` wrote.
@@ -303,6 +310,8 @@ class Trainer:
         differ = sorted(k for k in mine if about["train"].get(k) != mine[k] and not k.startswith(("log_", "save_", "eval_")))
         if json.loads(json.dumps(self.raw)) != about["drafter"]:
             differ.append("the drafter's config")
+        if any(f"params.{row}" not in flat for row in self.packing.rows):
+            differ.append("version of this package")
         if differ:
             raise CheckpointError(
                 f"{path} is the state of a run with another {', '.join(differ)}",

@@ -151,6 +151,12 @@ def test_a_state_of_other_settings_is_refused(model, docs, raw, tmp_path):
         train(model, docs, tmp_path, raw, config(steps=3, lr=1e-3))
     with pytest.raises(ConfigError, match="neither steps nor seconds"):
         train(model, docs, tmp_path, raw, config())
+    # A tensor a weight, as versions before rows of weights wrote it.
+    flat, about = mx.load(str(tmp_path / STATE), return_metadata=True)
+    mx.eval(flat)
+    mx.save_safetensors(str(tmp_path / STATE), {name.replace("matrices", "fc"): value for name, value in flat.items()}, about)
+    with pytest.raises(CheckpointError, match="another version of this package"):
+        train(model, docs, tmp_path, raw, config(steps=2))
 
 
 def test_init_starts_from_the_given_weights(model, docs, raw, tmp_path):
