@@ -21,6 +21,7 @@ from dflash_mlx.models.architectures import not_computed
 from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter, write_out
 from .finite import require_finite
+from .gguf.drafter import published_names
 from .quantize import FLOAT_DTYPES, MODES, Options, Predicate, Recipe, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import check_tokenizer, copy_tokenizer
@@ -131,7 +132,7 @@ def convert(
     if quantize and dequantize:
         raise ConversionError("both quantize (-q) and dequantize are given", "Give one of the two")
     checkpoint = inspect_checkpoint(hf_path, revision=revision)
-    is_drafter = checkpoint.kind == "safetensors" and checkpoint.role == "drafter"
+    is_drafter = checkpoint.role == "drafter"
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
         if is_drafter:
             done = _convert_drafter(checkpoint, staging, options)
@@ -265,10 +266,13 @@ def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) ->
     write_json(staging / "config.json", dict(sorted(config.items())))
     tensors = _tensor_record(weights, recipe, config.get("quantization"))
     notes, dropped, parsed, raw = drafter.notes, drafter.dropped, drafter.config, drafter.raw
-    fates = {name: f"as {name.removeprefix('model.')}" for name in checkpoint.tensors if name not in dropped}
+    names = {name: name.removeprefix("model.") for name in checkpoint.tensors}
+    if checkpoint.gguf is not None:
+        names = published_names(checkpoint.gguf, [])
+    fates = {name: f"as {place}" for name, place in names.items() if name not in dropped}
     del drafter
     write_weights(staging, weights, checkpoint.largest_file_bytes)
-    if any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+    if checkpoint.gguf is None and any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         copy_tokenizer(checkpoint, staging)
 
     record = _record("drafter", checkpoint, tensors, recipe, config.get("quantization"), dropped, fates, notes)

@@ -17,6 +17,7 @@ from dflash_mlx.errors import CheckpointError
 
 from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized
+from .gguf.drafter import read_drafter_gguf
 from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 
@@ -79,8 +80,11 @@ def write_out(config: dict, weights: Weights) -> Weights:
 def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     """`load_drafter_weights` for an inspected checkpoint, with the account of what was done."""
     require_drafter(checkpoint)
-    weights, raw, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint)
-    drop_empty_quantization(raw)
+    if checkpoint.gguf is not None:
+        raw, weights, notes = read_drafter_gguf(checkpoint.gguf, checkpoint.source)
+    else:
+        weights, raw, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint)
+        drop_empty_quantization(raw)
     config = DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
     bare: Weights = {}
     dropped: dict[str, str] = {}

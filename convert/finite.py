@@ -36,6 +36,11 @@ def is_finite(value: mx.array) -> bool:
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, mx.array]]:
+    if checkpoint.kind == "gguf" and checkpoint.role == "drafter":
+        from .gguf.drafter import read_drafter_gguf
+
+        yield from read_drafter_gguf(checkpoint.gguf, checkpoint.source)[1].items()
+        return
     if checkpoint.kind == "gguf":
         from .gguf.source import read_gguf
 

@@ -559,8 +559,3 @@ def require_drafter(checkpoint: Checkpoint) -> None:
             f"{checkpoint.source} is {OTHER_SPECULATORS[role]}, which is not supported; a DFlash drafter belongs here",
             "Use a drafter in the published DFlash layout",
         )
-    if checkpoint.gguf is not None:
-        raise CheckpointError(
-            f"{checkpoint.source} is a DFlash drafter in a GGUF file; this version reads drafters as safetensors",
-            "Give the directory or hub repository with the safetensors that the file was made from",
-        )

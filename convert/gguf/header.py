@@ -60,11 +60,11 @@ class GGUFFile:
     def is_drafter(self) -> bool:
         """Whether it holds a DFlash drafter: by any name in it, or by two tensors that only a drafter has.
 
-        llama.cpp's architecture is "dflash", its forks' "dflash-draft" and others; some file a drafter as "qwen3", with keys
-        or tensors named after DFlash.
+        llama.cpp's architecture is "dflash", its forks' "dflash-draft", "dspark" and others; some file a drafter as "qwen3", with
+        keys or tensors named after DFlash.
         """
         names = {tensor.name.removeprefix("model.") for tensor in self.reader.tensors}
-        named = any("dflash" in name.lower() for name in (self.architecture, *names, *self.metadata))
+        named = any(kind in name.lower() for name in (self.architecture, *names, *self.metadata) for kind in ("dflash", "dspark"))
         return named or {"fc.weight", "hidden_norm.weight"} <= names
 
     @property

@@ -89,7 +89,7 @@ _REQUIRED_KEYS = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-# Looked at by `_config` and `_rope_scaling`; `vocab_size` and `tensor_data_layout` have no part in the computation.
+# Looked at by `_config` and `rope_scaling`; `vocab_size` and `tensor_data_layout` have no part in the computation.
 _CHECKED_KEYS = frozenset(
     {
         "attention.causal",
@@ -315,7 +315,10 @@ def read_gguf(path: str | Path) -> GGUFSource:
     path = Path(path)
     opened = open_gguf(path)
     if opened.is_drafter:
-        raise _conversion_error(path, ["it is a DFlash drafter in GGUF, which is not read yet (use the safetensors drafter)"])
+        raise ConversionError(
+            f"{path} is a DFlash drafter in GGUF; a target (a whole language model) belongs here",
+            "Give it as the draft model, beside the target that it was trained for",
+        )
     reader, metadata = opened.reader, opened.metadata
     arch = metadata.get("general.architecture")
     architecture = _MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else _ARCHITECTURES.get(arch)
@@ -402,7 +405,7 @@ def _config(
         faults.append(f"{arch}.attention.causal = False")
     if found.get("expert_count") and "expert_count" not in keys:
         faults.append(f"{arch}.expert_count = {found['expert_count']}")
-    if scaling := _rope_scaling(reader, arch, found, config, faults):
+    if scaling := rope_scaling(reader, arch, found, config, faults):
         config["rope_scaling"] = scaling
         if not architecture.scales_rope:
             faults.append(f"RoPE scaling {scaling}, which mlx-lm's {architecture.model_type} does not have")
@@ -415,7 +418,7 @@ def _config(
     return config, faults
 
 
-def _rope_scaling(reader: gguf.GGUFReader, arch: str, found: dict, config: dict, faults: list[str]) -> dict[str, Any] | None:
+def rope_scaling(reader: gguf.GGUFReader, arch: str, found: dict, config: dict, faults: list[str]) -> dict[str, Any] | None:
     """`rope_scaling` in HF's spelling, from the keys or from the frequency factors of a Llama 3 file."""
     # `rope.scale_linear` is how early files spelled a linear factor
     factor = found.get("rope.scaling.factor", found.get("rope.scale_linear", 1.0))

@@ -348,7 +348,7 @@ def test_an_architecture_without_a_table_is_said_with_those_that_have_one(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arch", "message"), [("dflash", "it is a DFlash drafter in GGUF"), ("clip", "architecture 'clip', the image encoder")]
+    ("arch", "message"), [("dflash", "is a DFlash drafter in GGUF; a target"), ("clip", "architecture 'clip', the image encoder")]
 )
 def test_files_that_hold_no_target_are_told_apart(tmp_path, arch, message):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)

@@ -1,0 +1,168 @@
+"""Drafters in GGUF files: every drafted id is that of the same values in safetensors, and of the independent implementation."""
+
+import json
+
+import gguf
+import gguf_drafters
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf_drafters import write_drafter
+from kit import DATA, TINY, flat, grow, meets, raw_config, references, rounds_of, run, tiny_target
+
+from dflash_mlx import convert, load_drafter
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.errors import ConversionError
+from dflash_mlx.loading import make_drafter
+from dflash_mlx.models.architectures import build_drafter
+
+H, V = 64, 61
+PROMPT = [5, 9, 33, 7, 20, 41, 2, 8, 50]
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 5, "block_size": 5}
+
+
+def small(kind="DFlash", **changes):
+    """A random drafter whose matrices all have rows of a multiple of 32: its config and tensors."""
+    raw = raw_config(H, V, intermediate_size=96, head_dim=16, **changes)
+    shapes = {}
+    if kind == "DFlash 2":
+        raw |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+        raw["dflash_config"] |= SECOND
+        raw.pop("block_size")
+    elif kind == "DSpark":
+        raw |= {"architectures": ["DSparkDraftModel"], "markov_rank": 32, "sample_from_anchor": True}
+        shapes = {"confidence_head.proj.weight": (1, H + 32), "confidence_head.proj.bias": (1,)}
+    mx.random.seed(4)
+    weights = flat(grow(build_drafter(DrafterConfig.from_dict(raw), shapes), 2.0))
+    fill = lambda value: value if mx.any(value).item() else 0.3 * mx.random.normal(value.shape)  # noqa: E731
+    return raw, {name: fill(value) for name, value in weights.items()}
+
+
+def drafts(drafter, model, n=6):
+    return rounds_of(run(model, drafter, PROMPT, n, block_size=5))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_target(hidden=H)
+
+
+TYPES = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0]
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2", "DSpark"])
+@pytest.mark.parametrize("type_", TYPES, ids=lambda kind: kind.name)
+def test_a_gguf_drafter_drafts_what_its_values_do(tmp_path, model, kind, type_):
+    """The reference: what gguf's own dequantization gives, as float tensors under the published names."""
+    raw, weights = small(kind)
+    meant = write_drafter(tmp_path / "d.gguf", raw, weights, type_)
+    config = DrafterConfig.from_dict(raw)
+    loaded = load_drafter(str(tmp_path / "d.gguf"), model)
+    read = loaded.config
+    assert (read.block_size, read.target_layer_ids, read.mask_token_id) == (5 + (kind == "DSpark"), (0, 2), 3)
+    assert read.causal == config.causal and read.windows == config.windows
+    assert drafts(loaded, model) == drafts(make_drafter(config, meant, model), model)
+
+
+@pytest.mark.parametrize("type_", [Kind.Q4_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_k_blocks_drafts_what_their_values_do(tmp_path, type_):
+    """Rows of 256. gguf writes no K blocks, so their bytes are made here: small scales and random bits."""
+    model = tiny_target(hidden=256)
+    raw = raw_config(256, V, intermediate_size=256, head_dim=64, taps=(1,))
+    mx.random.seed(4)
+    weights = flat(grow(build_drafter(DrafterConfig.from_dict(raw), {}), 2.0))
+    draw, size = np.random.default_rng(3), gguf.GGML_QUANT_SIZES[type_][1]
+
+    def blocks(data, kind):
+        if kind != type_:
+            return gguf.quants.quantize(data, kind)
+        made = draw.integers(0, 256, (data.shape[0], data.shape[1] // 256, size), dtype=np.uint8)
+        scale = np.array([0.004, 0.02] if type_ == Kind.Q4_K else [0.0005], dtype=np.float16).view(np.uint8)
+        at = slice(0, 4) if type_ == Kind.Q4_K else slice(size - 2, size)
+        made[..., at] = scale
+        return made.reshape(data.shape[0], -1)
+
+    original = gguf_drafters.gguf.quantize
+    gguf_drafters.gguf.quantize = blocks
+    try:
+        meant = write_drafter(tmp_path / "d.gguf", raw, weights, type_)
+    finally:
+        gguf_drafters.gguf.quantize = original
+    expected = drafts(make_drafter(DrafterConfig.from_dict(raw), meant, model), model)
+    assert drafts(load_drafter(str(tmp_path / "d.gguf"), model), model) == expected
+
+
+@pytest.mark.parametrize("style", ["llama.cpp", "pre-merge", "dflash-draft"])
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2"])
+def test_layers_are_read_in_both_numberings(tmp_path, model, style, kind):
+    """llama.cpp counts the layer whose input is tapped; what came before it, and forks, the layer itself."""
+    raw, weights = small(kind)
+    write_drafter(tmp_path / "d.gguf", raw, weights, style=style)
+    loaded = load_drafter(str(tmp_path / "d.gguf"), model)
+    assert loaded.config.target_layer_ids == (0, 2)
+    assert drafts(loaded, model) == drafts(make_drafter(DrafterConfig.from_dict(raw), dict(weights), model), model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash 2"])
+def test_every_drafted_id_is_the_independent_implementations(tmp_path, pair, second):
+    data = references(DATA / "dflash2" / "rounds.json") if second else references(DATA / "variants" / "sliding.json")
+    weights = dict(mx.load(str(TINY / "drafter" / "model.safetensors")))
+    weights |= mx.load(str(DATA / "dflash2" / "extra.safetensors")) if second else {}
+    write_drafter(tmp_path / "d.gguf", data["config"], weights, Kind.BF16)
+    model, tokenizer, _ = pair
+    loaded = load_drafter(str(tmp_path / "d.gguf"), model)
+    for case in data["prompts"][1:3]:
+        assert meets(run(model, loaded, case["prompt_ids"], len(case["ids"]), tokenizer), case["ids"], case["rounds"])
+
+
+def test_a_reduced_vocabulary_comes_with_its_map_and_head(tmp_path, model):
+    raw, weights = small(draft_vocab_size=20)
+    keep = mx.arange(20) * 3
+    weights |= {"lm_head.weight": mx.random.normal((20, H)), "d2t": keep - mx.arange(20)}
+    meant = write_drafter(tmp_path / "d.gguf", raw, weights)
+    got = drafts(load_drafter(str(tmp_path / "d.gguf"), model), model)
+    assert got == drafts(make_drafter(DrafterConfig.from_dict(raw), meant, model), model)
+    assert {token for drafted, _, _ in got for token in drafted} <= set(keep.tolist())
+
+
+def test_a_dspark_file_without_the_key_drafts_from_the_anchor(tmp_path, model):
+    """As llama.cpp reads it."""
+    raw, weights = small("DSpark")
+    write_drafter(tmp_path / "d.gguf", raw, weights, keys={"dflash.sample_from_anchor": None})
+    loaded = load_drafter(str(tmp_path / "d.gguf"), model)
+    assert loaded.config.sample_from_anchor and loaded.config.block_size == 6
+    write_drafter(tmp_path / "e.gguf", raw, weights, keys={"dflash.sample_from_anchor": False})
+    assert load_drafter(str(tmp_path / "e.gguf"), model).config.block_size == 5
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2"])
+def test_a_gguf_drafter_is_converted_and_drafts_the_same(tmp_path, model, kind):
+    raw, weights = small(kind)
+    write_drafter(tmp_path / "d.gguf", raw, weights, Kind.Q8_0)
+    expected = drafts(load_drafter(str(tmp_path / "d.gguf"), model), model)
+    done = convert(str(tmp_path / "d.gguf"), str(tmp_path / "out"))
+    assert done.kind == "drafter" and done.record["source_tensors"]["enc.output_norm.weight"] == "as hidden_norm.weight"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 8
+    assert drafts(load_drafter(str(tmp_path / "out"), model), model) == expected
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"keys": {"dflash.target_layers": None}}, "no key dflash.target_layers"),
+        ({"keys": {"dflash.block_size": None}}, "no key dflash.block_size"),
+        ({"keys": {"tokenizer.ggml.mask_token_id": None}}, "no key tokenizer.ggml.mask_token_id"),
+        ({"extra": "blk.0.attn_sinks.weight"}, r"blk.0.attn_sinks.weight \(attention sinks\) has no place"),
+        ({"extra": "blk.0.odd.weight"}, "blk.0.odd.weight has no place in the drafters"),
+    ],
+)
+def test_what_a_file_lacks_or_has_too_much_is_named(tmp_path, model, monkeypatch, change, message):
+    raw, weights = small()
+    if extra := change.get("extra"):
+        monkeypatch.setitem(gguf_drafters._ROOT, "more", extra)
+        weights["more"] = mx.zeros((H,))
+    write_drafter(tmp_path / "d.gguf", raw, weights, keys=change.get("keys", {}))
+    with pytest.raises(ConversionError, match=f"d.gguf is a DFlash drafter in a GGUF file that cannot be read: .*{message}"):
+        load_drafter(str(tmp_path / "d.gguf"), model)
