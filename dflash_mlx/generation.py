@@ -17,6 +17,7 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as mlx_lm_cache
 
+from .constraint import Constraint, Grammar
 from .errors import GenerationError
 from .loop import Run, Step, generate_steps, make_run
 from .machine import open_stream, wired_limit
@@ -70,6 +71,7 @@ def stream_generate(
     acceptance: str = "match",
     prompt_lookup: bool | None = None,
     proposers: Sequence[Proposer] | None = None,
+    constraint: Grammar | Constraint | None = None,
     text_stream: TextStream | None = None,
     prompt_cache: list[Any] | None = None,
     logprobs: bool = False,
@@ -97,6 +99,7 @@ def stream_generate(
         text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
       prompt_lookup: draft what followed the last tokens where they stood before. None: where that pays, at no fixed block_size.
       proposers: further draft sources (`proposers.Proposer`), asked before each round.
+      constraint: what the answer may say, such as `constraint.json_schema(schema)`. What it forces is drafted for nothing.
       text_stream: how ids become text, a leading blank for one; None: `TextStream(tokenizer, prompt)`.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
       keep_rounds: False keeps only the summary of a long run in `stats`. copy: the old name of prompt_lookup.

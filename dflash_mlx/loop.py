@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
+from .constrained import make_sampler
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from .feature_rows import FeatureRows
 from .kernels.autotune import NotFiniteError
@@ -21,7 +22,6 @@ from .options import RunOptions
 from .pair import DFlashPair
 from .prompt_cache import PairCache
 from .proposers import BlockProposer, Context, Draft, PromptLookupProposer, Proposer, best_offer, check_draft
-from .rejection_sampler import make_target_sampler
 from .rollback import RollbackPoint, leaves, plain_windows, rollback, rollback_point
 from .round_counter import RoundCounter
 from .stats import GenerationStats
@@ -91,7 +91,7 @@ class PendingPass:
     """A target pass over the anchor and `draft.width` drafts that is enqueued and not read yet.
 
     anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it; seconds: spent so far.
-    features: [1, width + 1, n_taps * H]; token: [1] at width 0 the target's choice, on the device; read: waits for the result.
+    features: [1, width + 1, n_taps * H]; token: gives the target's choice [1] at width 0; read: waits for the result.
     sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: kernels or the accelerator ran in it.
     """
 
@@ -100,7 +100,7 @@ class PendingPass:
     lookahead: bool
     point: RollbackPoint
     features: mx.array
-    token: mx.array | None
+    token: Callable[[], mx.array] | None
     read: Callable[[], RoundResult]
     sliding: list[Any]
     may_be_nonfinite: bool
@@ -207,8 +207,8 @@ class Run:
                 self._cut_by_confidence(draft, began)
             else:
                 draft = self._proposer.propose(_row(anchor), block - 1) if n else Draft([])
-                draft.width = min(n, draft.row.shape[1])
                 check_draft(draft, self.target.vocabulary)
+                self.target_sampler.cut(draft, n)
                 if self.blocks.context.pending.nbytes > _PENDING_BYTES:
                     self.blocks.inject()
                     self.blocks.hold(self.rows)
@@ -222,8 +222,8 @@ class Run:
             draft.read()
             draft.draft_s = time.perf_counter() - began
         if cuts:
-            draft.confidence_cut, draft.width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
-            if not draft.width:
+            draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
+            if not self.target_sampler.cut(draft, width):
                 # A plain pass follows, and the drafter has what was pending.
                 self.blocks.hold(self.rows)
 
@@ -347,7 +347,7 @@ class Run:
         if n or self._offer(0)[1]:
             self._chosen = n
             return None
-        return self.verify(output.token, self.propose(output.token, 0), lookahead=True)
+        return self.verify(token := output.token(), self.propose(token, 0), lookahead=True)
 
     def _choose(self) -> int:
         """How many of the drafter's drafts to verify next."""
@@ -393,15 +393,13 @@ def _row(anchor: int | mx.array) -> mx.array:
 
 def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:
     """A run that has not begun. Everything that can be refused was (`RunOptions`)."""
-    sampler = make_target_sampler(
-        options.sampler, options.logits_processors or (), options.seed, options.acceptance, options.prompt_ids
-    )
+    proposers = [*([PromptLookupProposer()] if options.uses_prompt_lookup else []), *(options.proposers or ())]
+    sampler, proposers = make_sampler(options, proposers)
     block_size = options.block_size or pair.drafter.config.block_size
     if options.block_size is None and options.acceptance == "match":
         policy: DraftLengthPolicy | FixedDraftLength = pair.draft_length_policy(options.stream)
     else:
         # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
         policy = FixedDraftLength(block_size - 1)
-    proposers = [*([PromptLookupProposer()] if options.uses_prompt_lookup else []), *(options.proposers or ())]
     stats = GenerationStats(block_size, options.keep_rounds, rule=policy)
     return Run(options, pair, cache, sampler, proposers, policy, stats)

@@ -41,6 +41,7 @@ class RunOptions:
     acceptance: str
     prompt_lookup: bool | None
     proposers: Sequence[Any] | None
+    constraint: Any
     text_stream: TextStream | None
     prompt_cache: list[Any] | None
     logprobs: bool

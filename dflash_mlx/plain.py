@@ -10,6 +10,7 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
+from .constraint import ConstraintError, ConstraintProcessor, Guide, begin_constraint
 from .errors import CacheError
 from .options import RunOptions
 from .prompt_cache import PairCache, is_pair_cache
@@ -42,6 +43,13 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
     if anchor and given["logits_processors"]:
         # With a drafter they do not see it either: it belongs to the turn before.
         given["logits_processors"] = [_without(len(anchor), processor) for processor in given["logits_processors"]]
+    if options.constraint is not None:
+        if options.draft_model is not None:
+            raise ConstraintError(
+                "a constraint was given with an mlx-lm draft model, which knows none", "Leave one of the two out"
+            )
+        held = ConstraintProcessor(Guide(begin_constraint(options.constraint, options.tokenizer)))
+        given["logits_processors"] = [*(given["logits_processors"] or ()), held]
     if options.seed is not None:
         choose_seed(options.seed)
     prompt = mx.array(anchor + ids) if ids else mx.array(ids)

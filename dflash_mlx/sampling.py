@@ -112,6 +112,10 @@ class History:
         self._ids[self._n] = token
         self._n += 1
 
+    def since(self, n: int) -> list[int]:
+        """The tokens behind the first n."""
+        return self._ids[n : self._n].tolist()
+
     def cut(self, n: int) -> None:
         """Keep the first n tokens."""
         self._n = n

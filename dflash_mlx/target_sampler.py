@@ -52,12 +52,13 @@ class TargetSampler:
 
     processors: logits processors; with any, tokens are chosen row by row on the host, one wait a row.
     history: what processors are shown, without the tokens that are not committed yet.
+    needs_rows: whether a greedy choice needs the rows too, not their argmax alone.
     """
 
     def __init__(
         self, sampler: Sampler | None, processors: Sequence[LogitsProcessor], seed: int | None, prompt: Sequence[int] = ()
     ):
-        self.sampler, self.processors, self.history = sampler, processors, History(prompt)
+        self.sampler, self.processors, self.history, self.needs_rows = sampler, processors, History(prompt), False
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
         self._noise = KeyedNoise(self.seed)
 
@@ -85,13 +86,13 @@ class TargetSampler:
         context: list[Any],
         position: int,
         confidence: mx.array | None = None,
-    ) -> tuple[mx.array | None, Callable[[], RoundResult], bool]:
+    ) -> tuple[Callable[[], mx.array] | None, Callable[[], RoundResult], bool]:
         """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
 
         Shapes:
           - output: of N + 1 rows; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
-        Returns: at N = 0 the token [1] on the device (None with processors); what waits for the outcome, the round's one wait,
-          and raises NotFiniteError if one of our kernels or a compiled pass was at fault; whether one ran at all.
+        Returns: what gives, at N = 0, the token [1] on the device (None with processors); what waits for the outcome, the round's
+          one wait, and raises NotFiniteError if one of our kernels or a compiled pass was at fault; whether one ran at all.
         """
         # What waits holds the states alone: logits that nobody asked for would keep the caches that they are made from.
         hidden, features, compiled = output.hidden, output.features, output.compiled
@@ -105,7 +106,7 @@ class TargetSampler:
         if block.shape[1] and mx.default_device() != mx.cpu:
             # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
             mx.async_eval(hidden, features, context)
-        if self.sampler is None and (found := target.choices(hidden)):
+        if self.sampler is None and not self.needs_rows and (found := target.choices(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)
         elif block.shape[1]:
@@ -135,26 +136,24 @@ class TargetSampler:
             # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
-        return token, read, bool(flag)
+        return lambda: token, read, bool(flag)
+
+    def cut(self, draft: Any, n: int) -> int:
+        """Set the width of a `Draft` of which n are wanted: all that it has of them. Returns: the width."""
+        draft.width = min(n, draft.row.shape[1])
+        return draft.width
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
         return accept_match(drafted, self._choose(rows[0], position)[None])
 
     def _match_rows(
-        self,
-        target: Target,
-        hidden: mx.array,
-        drafts: mx.array,
-        n_drafts: int,
-        position: int,
-        flag: list[mx.array],
-        compiled: bool,
+        self, target: Target, hidden: mx.array, drafts: mx.array, count: int, position: int, flag: list[mx.array], compiled: bool
     ) -> RoundResult:
         """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
         see in plain decoding."""
         target.check([bits.item() for bits in flag], compiled)
-        ids, confidence = unpack_drafts(drafts.tolist(), n_drafts)
+        ids, confidence = unpack_drafts(drafts.tolist(), count)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
             row = process(self.processors, self.history.array(), self._logits(target, hidden[:, i : i + 1])[:, 0])
