@@ -98,7 +98,7 @@ def writing(model: nn.Module, vocab: int, rows: int, asked: int, until: float) -
     return {"rows": rows, "tokens_per_s": rate, "peak_memory_gb": mx.get_peak_memory() / 1e9}
 
 
-def multiply_adds(model: nn.Module, trainer: Trainer, S: int) -> dict[str, float]:
+def multiply_adds(model: nn.Module, trainer: Trainer, S: int, bits: int) -> dict[str, float]:
     """Of one step: the target's pass, the drafter's three products a weight, and the head's two."""
     c, K, taken = trainer.config, trainer.K, {"target": 0.0, "drafter": 0.0, "head": 0.0}
     shape = trainer.raw
@@ -107,10 +107,10 @@ def multiply_adds(model: nn.Module, trainer: Trainer, S: int) -> dict[str, float
     for name, p in tree_flatten(model.parameters()):
         if p.ndim < 2 or name.endswith((".scales", ".biases")) or "embed" in name or "lm_head" in name:
             continue
-        size = p.size * (32 // 4 if p.dtype == mx.uint32 else 1)
+        size = p.size * (32 // bits if p.dtype == mx.uint32 else 1)
         taken["target"] += size * (args.num_experts_per_tok / args.num_experts if "switch_mlp" in name else 1) * c.batch * S
     context = ("fc.", "k_proj", "v_proj")
-    for name, p in tree_flatten(trainer.params):
+    for name, p in tree_flatten(trainer.packing.tree(trainer.params)):
         if p.ndim >= 2 and "codebook" not in name and "base_kernel" not in name:
             rows = c.batch * c.anchors * K * (0 if name.startswith("fc.") else 1)
             rows += c.batch * S if any(part in name for part in context) else 0
@@ -150,7 +150,7 @@ def training(model: nn.Module, vocab: int, args: argparse.Namespace, until: floa
         "drafter_weights": sum(p.size for _, p in tree_flatten(trainer.params)),
         "answer_tokens_per_s": answers / step_s,
         "blocks_per_s": c.batch * c.anchors / step_s,
-        "multiply_adds": multiply_adds(model, trainer, args.length),
+        "multiply_adds": multiply_adds(model, trainer, args.length, args.bits),
         "vocabulary_numbers": c.batch * c.anchors * (trainer.K - 1) * vocab,
     }
 
