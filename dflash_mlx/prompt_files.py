@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ from .rollback import leaves
 _log = logging.getLogger("dflash_mlx.prompt_files")
 # Of what a file holds beside mlx-lm's own format; another one is another key.
 _VERSION = 1
+# Words of an array that are mixed at a time: 256 MB.
+_WORDS = 1 << 26
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{16})\.safetensors")
 # What a write that was killed leaves behind, and its age at which it is taken away: a living one changes all the time.
 _LEFT, _LEFT_S = re.compile(r"\.[0-9a-f]{16}-.*\.safetensors"), 600
@@ -73,8 +75,11 @@ def read_cache_file(path: Path) -> tuple[list[Any], dict[str, str], int]:
 def models_key(models: Iterable[nn.Module], *about: object) -> str:
     """Which weights these are, in which number types, and what else their caches depend on: 16 hexadecimal digits.
 
-    Every array is read, as it is in memory: what was cast, quantized or put over it by an adapter is another model.
+    Every array is read, as it is in memory: what was cast, quantized or put over it by an adapter is another model. On a CPU by
+    SHA-256; on a GPU by `array_sums`, a pass over its memory where a host would take a second for each GB or two.
     """
+    on_host = _on_host()
+    mix = None if on_host else mx.compile(mixed, shapeless=True)
     digest = hashlib.sha256(repr((_VERSION, mlx_lm_version, *about)).encode())
     for model in models:
         # A rotation's base or a window changes no weight.
@@ -85,10 +90,39 @@ def models_key(models: Iterable[nn.Module], *about: object) -> str:
                 if isinstance(value, mx.array):
                     digest.update(repr((path, name, value.shape, str(value.dtype))).encode())
                     if value.size:
-                        digest.update(memoryview(value.reshape(-1).view(mx.uint8)))
+                        data = value.reshape(-1).view(mx.uint8)
+                        digest.update(memoryview(data if on_host else array_sums(data, mix)))
                 else:
                     digest.update(repr((path, name, value)).encode())
+    if not on_host:
+        mx.clear_cache()
     return digest.hexdigest()[:16]
+
+
+def _on_host() -> bool:
+    return mx.default_device() == mx.cpu
+
+
+def mixed(words: mx.array, places: mx.array, seed: mx.array) -> mx.array:
+    """Words [N] mixed with their places [N], all uint32: one to one in each word. Source: the finalizer of MurmurHash3."""
+    golden, first, second = (mx.array(value, mx.uint32) for value in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+    x = words ^ (places * golden + seed)
+    x = (x ^ (x >> 16)) * first
+    x = (x ^ (x >> 13)) * second
+    return x ^ (x >> 16)
+
+
+def array_sums(data: mx.array, mix: Callable[..., mx.array] = mixed) -> mx.array:
+    """64 bits [2] uint32 that tell bytes [N] of one length apart: two sums of their words, each mixed with its place."""
+    words = (mx.pad(data, (0, -data.size % 4)) if data.size % 4 else data).view(mx.uint32)
+    sums = mx.zeros((2,), mx.uint32)
+    for first in range(0, words.size, _WORDS):
+        part = words[first : first + _WORDS]
+        places = mx.arange(first, first + part.size, dtype=mx.uint32)
+        sums = sums + mx.stack([mix(part, places, mx.array(seed, mx.uint32)).sum() for seed in (1, 2)])
+        # What it makes on the way is as large as a part.
+        mx.eval(sums)
+    return sums
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from families import family, known_drafter, some_line
 from kit import ids_of, letters, rounds_of, run, tiny_qwen3, tiny_target
 from mlx_lm.models.cache import KVCache
 
-from dflash_mlx import make_prompt_cache
+from dflash_mlx import make_prompt_cache, prompt_files
 from dflash_mlx.cli.prompt_file import read_prompt_file
 from dflash_mlx.errors import CacheError
 from dflash_mlx.prompt_files import PrefixFiles, models_key
@@ -146,12 +146,30 @@ def other_base(model):
     return model
 
 
-def test_the_key_tells_weights_types_settings_and_drafters_apart():
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_key_tells_weights_types_settings_and_drafters_apart(on_host, monkeypatch):
+    # As on a GPU, where arrays are summed up; compiling takes a CPU seconds.
+    monkeypatch.setattr(prompt_files, "_on_host", lambda: on_host)
+    monkeypatch.setattr(mx, "compile", lambda function, shapeless: function)
     models = [tiny_target(), tiny_target(seed=5), half(tiny_target()), nudged(tiny_target()), other_base(tiny_target())]
     keys = [models_key([model]) for model in [*models, lora(tiny_target(), 2.0), lora(tiny_target(), 3.0)]]
     model = tiny_target()
     keys += [models_key([model, known_drafter(model, some_line(9, 61))]), models_key([model], CacheOptions(kv_bits=8))]
     assert len({*keys}) == len(keys) and keys[0] == models_key([tiny_target()])
+
+
+def test_sums_tell_bytes_apart_by_value_place_and_length(monkeypatch):
+    data = mx.random.randint(0, 256, (1003,)).astype(mx.uint8)
+    others = [data[:-1], mx.concatenate([data[4:8], data[:4], data[8:]]), mx.concatenate([data[1:], data[:1]])]
+    for i in range(0, 1003, 59):
+        others.append(mx.where(mx.arange(1003) == i, data ^ (1 << i % 8), data))
+    # Two words that change by as much in opposite ways.
+    words = data[:1000].view(mx.uint32)
+    others += [words.view(mx.uint8), mx.concatenate([words[:1] + 1, words[1:2] - 1, words[2:]]).view(mx.uint8)]
+    found = [tuple(prompt_files.array_sums(one).tolist()) for one in (data, *others)]
+    assert len({*found}) == len(found)
+    monkeypatch.setattr(prompt_files, "_WORDS", 100)
+    assert tuple(prompt_files.array_sums(data).tolist()) == found[0]
 
 
 def test_another_models_files_are_not_used_and_stay(tmp_path):
