@@ -39,6 +39,12 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "verbose": (Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr: --log-level info.")], False),
     "log_level": (Annotated[Level, option(OUTPUT, help="Least grave messages that are logged on stderr.")], "warning"),
+    "log_prompts": (
+        Annotated[
+            bool, option(OUTPUT, "--log-prompts", help="Log each prompt as the model reads it; raises --log-level to info.")
+        ],
+        False,
+    ),
     "log_json": (Annotated[bool, option(OUTPUT, "--log-json", help="Log one JSON object a line.")], False),
 }
 
@@ -51,8 +57,9 @@ def server_options(command: Callable) -> Callable:
 def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["api_key"] == "":
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
-    _log_to_stderr("info" if given["verbose"] else given["log_level"], given["log_json"])
-    names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue")
+    raised = given["verbose"] or given["log_prompts"] and given["log_level"] != "debug"
+    _log_to_stderr("info" if raised else given["log_level"], given["log_json"])
+    names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue", "log_prompts")
     return {
         **{name: given[name] for name in names},
         "unload_after_s": given["unload_after"],

@@ -37,7 +37,7 @@ from .engine import Engine, Generation, Job, LoadedPair, Options
 from .errors import ClientDisconnected, RequestError, shown
 from .fields import ADDRESSES, APIS, CHAT, MESSAGES, RESPONSES
 from .messages import Prompt
-from .metrics import Metrics
+from .metrics import Metrics, log_prompt
 from .openai_responses import ResponseWriter, Store
 from .page_files import is_page, page_file
 from .requests import CompletionRequest, check_model, parse_body, read_request
@@ -265,9 +265,13 @@ async def _prepared(request: Request, api: str) -> tuple[CompletionRequest, list
 def _prepare(raw: bytes, api: str, engine: Engine, store: Store) -> tuple[CompletionRequest, list[Prompt]]:
     request = read_request(parse_body(raw), api, engine.pair, engine.options, store.messages)
     try:
-        return request, request.render(engine.pair.tokenizer)
+        prompts = request.render(engine.pair.tokenizer)
     except DFlashError as error:
         raise RequestError(error.problem, error.remedy) from None
+    if engine.options.log_prompts:
+        for prompt in prompts:
+            log_prompt(api, engine.pair.tokenizer.decode(prompt.ids))
+    return request, prompts
 
 
 def _submit(state: Any, asked: CompletionRequest, prompts: list[Prompt]) -> list[Writer]:

@@ -45,6 +45,7 @@ class Options:
     max_queue: requests that may wait. unload_after_s: without a request, until the models are given up; None keeps them.
     recommended: sampling settings of the target's files, where neither the user nor a request gives one and a request's
     temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
+    log_prompts: write the text of each prompt in the log.
     """
 
     model_name: str | None = None
@@ -67,6 +68,7 @@ class Options:
     prompt_cache_bytes: int | None = None
     prompt_cache_dir: str | None = None
     prompt_cache_dir_bytes: int = 20 * 10**9
+    log_prompts: bool = False
 
 
 @dataclass

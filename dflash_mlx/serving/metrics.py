@@ -1,10 +1,12 @@
-"""What an operator sees: counts for Prometheus at `/metrics`, and one line of the log for each request. No text of prompts.
+"""What an operator sees: counts for Prometheus at `/metrics`, and one line of the log for each request. No text of a prompt,
+unless `--log-prompts` asks for it.
 
 Knows writers and their generations once they have ended; the queue and the memory are read when `/metrics` is asked.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -70,6 +72,11 @@ class Metrics:
         if said["tokens_per_s"] is not None:
             self.speed.observe(said["tokens_per_s"])
         log.info("%s", " ".join(f"{key}={value}" for key, value in said.items() if value is not None), extra={"facts": said})
+
+
+def log_prompt(api: str, text: str) -> None:
+    """A line with a prompt as the model reads it."""
+    log.info("api=%s prompt=%s", api, json.dumps(text, ensure_ascii=False), extra={"facts": {"api": api, "prompt": text}})
 
 
 def facts(writer: Writer, api: str, end: str) -> dict[str, Any]:

@@ -144,6 +144,7 @@ VALUES = {
         "--prompt-cache-dir-gb": ["3", "--prompt-cache-dir", "KEPT"],
         "--verbose": [],
         "--log-level": ["info"],
+        "--log-prompts": [],
         "--log-json": [],
     },
     "bench": {

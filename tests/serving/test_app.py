@@ -437,3 +437,12 @@ def test_operators_see_counts_and_one_line_a_request_without_its_text(served, ca
     said = line.getMessage()
     assert "api=chat end=length" in said and "tokens=6" in said and "tau=" in said and "sesame" not in caplog.text
     assert json.loads(JsonLines().format(line))["tokens"] == 6
+
+
+def test_prompts_are_logged_as_the_model_reads_them_where_that_was_asked_for(chatty, caplog):
+    caplog.handler.level = 0
+    with running(*chatty, log_prompts=True) as server, caplog.at_level("INFO", "dflash_mlx.requests"):
+        ask(server, [{"role": "user", "content": "sesame\nopen"}], max_tokens=1)
+    asked = next(record for record in caplog.records if record.name == "dflash_mlx.requests")
+    assert "sesame\\nopen" in asked.getMessage() and "\n" not in asked.getMessage()
+    assert json.loads(JsonLines().format(asked))["prompt"].startswith("[user]")
