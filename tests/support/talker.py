@@ -32,7 +32,11 @@ class Talker(Conversation):
         self.script = script
         tokenizer = Tokenizer()
         tokenizer.has_chat_template = not script.get("raw")
-        super().__init__(Pair(script.get("model", "scripted"), None, None, tokenizer, None), {})
+        drafter = None
+        if script.get("drafter"):
+            quiet = SimpleNamespace(finish_measuring=lambda limit_s: None)
+            drafter = SimpleNamespace(config=SimpleNamespace(block_size=4), pair=quiet)
+        super().__init__(Pair(script.get("model", "scripted"), drafter and "drafts", None, tokenizer, drafter), {})
 
     def use(self, pair):
         self.pair, self.limit, self.last, self.stopped, self.used, self.held = pair, 500, None, False, 0, 0
