@@ -43,6 +43,17 @@ train_app = typer.Typer(
 class Architecture(StrEnum):
     dflash = "dflash"
     dflash2 = "dflash2"
+    dspark = "dspark"
+
+
+_KINDS = {"DFlash2DraftModel": Architecture.dflash2, "DSparkDraftModel": Architecture.dspark}
+_NAMES = {Architecture.dflash: "DFlash", Architecture.dflash2: "DFlash 2", Architecture.dspark: "DSpark"}
+# Options that mean something for these kinds of drafter alone.
+_ONLY_FOR = {
+    "selector_rank": (Architecture.dflash2, Architecture.dspark),
+    "tv": (Architecture.dflash2,),
+    "predecessor": (Architecture.dflash2,),
+}
 
 
 class LearnFrom(StrEnum):
@@ -132,9 +143,10 @@ def _drafter_to_train(
     """Where the drafter to start from lies, if there is one, and the config of the drafter to train."""
     import numpy as np
 
+    from ..config import DrafterConfig
     from ..conversion import load_drafter_weights
     from ..pairs.builtin import builtin_path
-    from ..train.start import as_dflash2, drafter_config, mask_token, target_shape
+    from ..train.start import as_dflash2, as_dspark, drafter_config, mask_token, target_shape
 
     init = asked.init
     if init is not None:
@@ -144,17 +156,19 @@ def _drafter_to_train(
         V, mask = target_shape(target).get("vocab_size") or len(tokenizer), asked.mask_token_id
         mask = mask_token(tokenizer, V, set(np.unique(docs.ids).tolist())) if mask is None else mask
         raw = drafter_config(target, mask, asked.layers or 5, asked.block_size or 16, taps)
-    has_selector = raw.get("architectures") == ["DFlash2DraftModel"]
-    if has_selector and asked.architecture == Architecture.dflash:
-        raise refuse("--architecture", f"{init} is a DFlash 2 drafter; no DFlash drafter can start from it")
-    if has_selector and asked.selector_rank is not None:
-        raise refuse("--selector-rank", "it has no effect with --init, whose drafter keeps its codebooks")
-    if not has_selector and asked.architecture != Architecture.dflash2:
-        for name in ("selector_rank", "tv", "predecessor"):
-            if getattr(asked, name) is not None:
-                raise refuse(flag(name), "it has no effect without --architecture dflash2")
-    elif not has_selector:
-        raw = as_dflash2(raw, asked.selector_rank or 64)
+    kind = _KINDS.get(DrafterConfig.from_dict(raw).architecture, Architecture.dflash)
+    wanted = asked.architecture or kind
+    if kind != Architecture.dflash:
+        if wanted != kind:
+            raise refuse("--architecture", f"{init} is a {_NAMES[kind]} drafter; no {_NAMES[wanted]} drafter can start from it")
+        if asked.selector_rank is not None:
+            raise refuse("--selector-rank", "it has no effect with --init, whose drafter keeps its codebooks")
+    for name, kinds in _ONLY_FOR.items():
+        if getattr(asked, name) is not None and wanted not in kinds:
+            raise refuse(flag(name), f"it has no effect without --architecture {' or '.join(kinds)}")
+    if kind == Architecture.dflash and wanted != kind:
+        make = as_dflash2 if wanted == Architecture.dflash2 else as_dspark
+        raw = make(raw, asked.selector_rank or 64)
     return init, raw
 
 
@@ -189,7 +203,14 @@ def _layer_numbers(text: str | None) -> list[int] | None:
 
 ArchitectureOption = Annotated[
     Architecture | None,
-    option(DRAFTER, help="dflash, or dflash2 with a candidate selector. Default: that of --init, or dflash."),
+    option(
+        DRAFTER,
+        help="dflash; dflash2: with a selector; dspark: with a Markov head. Default: that of --init, or dflash.",
+    ),
+]
+SelectorRankOption = Annotated[
+    int | None,
+    option(DRAFTER, min=1, help="dflash2, dspark: columns of what they add. Default: 64."),
 ]
 LearnFromOption = Annotated[
     LearnFrom,
@@ -213,7 +234,7 @@ def train_run(
     steps: Annotated[int | None, option(TRAINING, min=1, help="How many steps to train.")] = None,
     init: Annotated[str | None, option(DRAFTER, help="Drafter to start from, as generate takes it.")] = None,
     architecture: ArchitectureOption = None,
-    selector_rank: Annotated[int | None, option(DRAFTER, min=1, help="dflash2: columns of a codebook. Default: 64.")] = None,
+    selector_rank: SelectorRankOption = None,
     layers: Annotated[int | None, option(DRAFTER, min=1, help="Layers of a new drafter. Default: 5.")] = None,
     block_size: Annotated[
         int | None,

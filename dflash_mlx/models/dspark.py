@@ -45,11 +45,16 @@ class MarkovHead(nn.Module):
         return self.markov_w1(mx.minimum(before, self.rows - 1))
 
     def __call__(self, embedded: mx.array, hidden: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """The term of one slot, and the state for the next.
+        """The term of one slot, [B, R] float32, and the state for the next; as `mix`."""
+        row, state = self.mix(embedded, hidden, state)
+        return self.markov_w2(row).astype(mx.float32), state
+
+    def mix(self, embedded: mx.array, hidden: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """What `markov_w2` is given for one slot, and the state for the next.
 
         Shapes:
           - embedded: [B, r] of the token before; hidden: [B, H] of the slot; state: [B, r], None at the first slot
-        Returns: [B, R] float32, and [B, r] or None
+        Returns: [B, r], and [B, r] or None
         """
         if self.kind == "gated":
             embedded = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1))) * embedded
@@ -58,7 +63,7 @@ class MarkovHead(nn.Module):
             gate, new, out = mx.split(self.joint_proj(mx.concatenate([state, embedded, hidden], axis=-1)), 3, axis=-1)
             gate = mx.sigmoid(gate)
             state, embedded = gate * state + (1 - gate) * mx.tanh(new), mx.tanh(out)
-        return self.markov_w2(embedded).astype(mx.float32), state
+        return embedded, state
 
 
 class ConfidenceHead(nn.Module):

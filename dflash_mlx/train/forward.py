@@ -78,6 +78,14 @@ def context_keys_values(drafter: Drafter, features: mx.array) -> list[tuple[mx.a
     return [layer.self_attn.keys_values(context, 0) for layer in drafter.layers]
 
 
+def slot_hidden(
+    drafter: Drafter, ids: mx.array, anchors: mx.array, pairs: list[tuple[mx.array, mx.array]], block_size: int
+) -> mx.array:
+    """The rows of `block_hidden` that draft, [B, A, K - 1, H]: all but the anchor's, or as many with it where that row drafts."""
+    own = drafter.config.sample_from_anchor
+    return block_hidden(drafter, ids, anchors, pairs, block_size - own)[:, :, 1 - own :]
+
+
 def block_hidden(
     drafter: Drafter, ids: mx.array, anchors: mx.array, pairs: list[tuple[mx.array, mx.array]], block_size: int
 ) -> mx.array:

@@ -2,7 +2,8 @@
 
 A slot learns from the target's text, or from the target's own probabilities at that place. With a candidate selector
 (DFlash 2) two losses are summed: the backbone's, over the whole vocabulary, and the selector's, over a slot's candidates
-behind the text's own token. Knows arrays, a head and a selector; knows nothing of layers, files or optimisers.
+behind the text's own token. A Markov head (DSpark) adds a term of that token to each slot's logits. Knows arrays, a head and a
+selector; knows nothing of layers, files or optimisers.
 Source: DFlash, arXiv 2602.06036, section 4.2; weights that adapt to acceptance: D-PACE.
 
 Dimensions: B documents, S ids of a document, A anchors a document, K block_size, N = K - 1, R blocks (B * A or a chunk of
@@ -17,9 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..models.dflash2 import CandidateSelector, top_candidates
+from ..models.dspark import MarkovHead
 
 
 def labels_of(ids: mx.array, answer: mx.array, anchors: mx.array, keep: mx.array, K: int) -> tuple[mx.array, mx.array]:
@@ -248,6 +250,24 @@ def _selector_loss(
     return loss
 
 
+def _behind(markov: MarkovHead, want: Wanted, like: mx.array) -> Callable[..., mx.array]:
+    """A function of (hidden [R, N, H], Markov head's weights) to what slots' logits [R, N, V], `like` these, get of the text's
+    token before them; of rows times `scale` [R, N, 1], if that is given."""
+
+    def term(hidden: mx.array, weights: Any, scale: mx.array | float = 1.0) -> mx.array:
+        markov.update(weights)
+        embedded, rows, state = markov.embed(want.before), [], None
+        if markov.kind == "rnn":
+            for slot in range(hidden.shape[1]):
+                row, state = markov.mix(embedded[:, slot], hidden[:, slot], state)
+                rows.append(row)
+        mixed = mx.stack(rows, axis=1) if rows else markov.mix(embedded, hidden, None)[0]
+        found = markov.markov_w2((mixed * scale).astype(like.dtype)).astype(like.dtype)
+        return mx.pad(found, [(0, 0), (0, 0), (0, like.shape[-1] - found.shape[-1])])  # the rest is padding of the head
+
+    return term
+
+
 def slot_weights(ce: mx.array, counts: mx.array, gamma: float | None) -> mx.array:
     """[R, N]: the paper's decay, or D-PACE's weights without a gamma; 0 where a slot does not count."""
     return adaptive_weights(ce, counts) if gamma is None else decay_weights(ce.shape[-1] + 1, gamma) * counts
@@ -258,19 +278,27 @@ def _chunk_loss(
     hidden: mx.array,
     want: Wanted,
     config: LossConfig,
-    selector: CandidateSelector | None,
+    selector: CandidateSelector | MarkovHead | None,
     weights: Any,
 ) -> _Chunk:
     """Loss and slopes of some blocks: hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
     logits = head(hidden)
+    term = _behind(selector, want, logits) if isinstance(selector, MarkovHead) else None
+    if term is not None:
+        logits = logits + term(hidden, weights)
     rows = _SlotRows(logits, want)
     label_ce = rows.label_ce()
     metrics = {"ce": (label_ce * want.counts).sum(), "slots": want.counts.sum(0)}
-    if selector is None:
+    if selector is None or term is not None:
         weight = slot_weights(-mx.log(mx.maximum(rows.passes(), 1e-9)), want.counts, config.gamma)
         hits = (mx.argmax(logits, axis=-1) == want.labels) & want.counts
         share, chunk = 1.0, _Chunk(mx.array(0.0), mx.array(0.0))
         slope, scale = rows.slope(weight)
+        if term is not None:
+            flat = sorted(tree_flatten(weights))
+            names = [name for name, _ in flat]
+            run = lambda h, *w: term(h, tree_unflatten(list(zip(names, w, strict=True))), scale)  # noqa: E731
+            chunk.hidden_slope, *chunk.selector_slopes = mx.vjp(run, [hidden, *(w for _, w in flat)], [slope])[1]
     else:
         share = config.backbone
         candidates = top_candidates(logits[..., : selector.rows], selector.top_k)
@@ -284,7 +312,7 @@ def _chunk_loss(
         slope, scale = rows.slope(share * weight, candidates, by_unary)
     # Divided by the number of blocks behind the head: in float16 these slopes must not get smaller than they are.
     by_logits = mx.vjp(head, [hidden], [slope])[1][0].astype(mx.float32)
-    chunk.hidden_slope = chunk.hidden_slope + by_logits * scale
+    chunk.hidden_slope = chunk.hidden_slope.astype(mx.float32) + by_logits * scale
     chunk.loss = chunk.loss + share * (weight * rows.ce()).sum()
     chunk.metrics = metrics | {"hits": hits.sum(0), "runs": mx.cumprod(hits.astype(mx.int32), axis=-1).sum(0)}
     return chunk
@@ -295,7 +323,7 @@ def block_loss(
     hidden: mx.array,
     want: Wanted,
     config: LossConfig = LossConfig(),  # noqa: B008 (frozen)
-    selector: CandidateSelector | None = None,
+    selector: CandidateSelector | MarkovHead | None = None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """Weighted loss of drafted slots; memory is that of one chunk of logits, whatever the number of blocks.
 

@@ -21,7 +21,7 @@ from ..models.target import Target
 from ..progress import tell
 from ..sampling import Distribution, noise_at
 from .data import Docs
-from .forward import block_hidden, context_keys_values
+from .forward import context_keys_values, slot_hidden
 from .prompts import KINDS
 
 # Drafts [n, K - 1] for documents that stand at `at`: (ids [B, S], at [n], rows [n]) -> [n, K - 1]
@@ -115,7 +115,7 @@ def drafter_guess(
             here, places = rows[start : start + docs_at_once], at[start : start + docs_at_once]
             part, anchors = mx.array(here), mx.array(places)[:, None]
             mine = [(k[part], v[part]) for k, v in pairs]
-            hidden = block_hidden(drafter, mx.array(ids[here]), anchors, mine, K)[:, 0, 1:]
+            hidden = slot_hidden(drafter, mx.array(ids[here]), anchors, mine, K)[:, 0]
             anchor = mx.array(ids[here, places])
             if noise is None:
                 out.append(drafter.choose(hidden, anchor)[0])

@@ -123,7 +123,8 @@ def dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
 def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: int) -> Drafter:
     """A fresh drafter: normal weights of size 0.02, smaller where they add to the residual; `fc` evens out the taps.
 
-    What DFlash 2 adds does nothing yet: convolutions that copy their row, a successor codebook of zeros.
+    What DFlash 2 and DSpark add does nothing yet: convolutions that copy their row; zeros for the successor codebook and for the
+    Markov head's second matrix.
 
     Shapes:
       - sample: [B, S] ids to measure the taps on
@@ -146,12 +147,12 @@ def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: 
         if name.endswith("base_kernel"):
             weights.append((name, mx.zeros_like(value).at[:, 0].add(1.0)))
             continue
-        if name.endswith(("kernel_projection.weight", "successor_codebook")):
+        if name.endswith(("kernel_projection.weight", "successor_codebook", "markov_w2.weight")):
             weights.append((name, mx.zeros_like(value)))
             continue
         key, now = mx.random.split(key)
         std = 0.02 / math.sqrt(2 * config.num_hidden_layers) if ("o_proj" in name or "down_proj" in name) else 0.02
-        std = 1.0 if name.endswith("predecessor_codebook") else std
+        std = 1.0 if name.endswith(("predecessor_codebook", "markov_w1.weight")) else std
         value = std * mx.random.normal(value.shape, key=now)
         if name == "fc.weight":
             H = config.hidden_size
@@ -180,8 +181,19 @@ def as_dflash2(raw: dict[str, Any], rank: int = 64, top_k: int = 16) -> dict[str
     return raw
 
 
+def as_dspark(raw: dict[str, Any], rank: int = 64) -> dict[str, Any]:
+    """The config of a DSpark drafter with the layers and the labels of a DFlash drafter, and a Markov head of `rank`."""
+    raw = {k: v for k, v in raw.items() if k not in ("quantization", "quantization_config")}
+    raw |= {"architectures": ["DSparkDraftModel"], "sample_from_anchor": False}
+    raw |= {"dflash_config": {**raw["dflash_config"], "markov_rank": rank, "markov_head_type": "vanilla"}}
+    DrafterConfig.from_dict(raw)
+    return raw
+
+
 def load_start(drafter: Drafter, init: str | Path) -> None:
-    """Give a fresh drafter the weights of another, bfloat16 or quantized; a DFlash 2 drafter may start from a DFlash one.
+    """Give a fresh drafter the weights of another, bfloat16 or quantized.
+
+    A DFlash 2 or DSpark drafter may start from a DFlash one. A confidence head is left behind: it knows another drafter.
 
     Raises:
       CheckpointError: the other drafter has other tensors or other shapes.
@@ -189,7 +201,8 @@ def load_start(drafter: Drafter, init: str | Path) -> None:
     from ..conversion import load_dense_drafter
 
     given, own = load_dense_drafter(init)[1], dict(tree_flatten(drafter.parameters()))
-    new = {name for name in own if "_conv." in name or name.startswith("candidate_selector.")}
+    given = {name: value for name, value in given.items() if not name.startswith("confidence_head.")}
+    new = {name for name in own if "_conv." in name or name.startswith(("candidate_selector.", "markov_head."))}
     if not new.isdisjoint(given):
         new = set()
     wrong = sorted(set(own) - new ^ set(given))

@@ -28,14 +28,13 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from ..errors import CheckpointError, ConfigError
 from ..machine import write_atomically
-from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.target import Target
 from ..progress import tell
 from .cost import Rates
 from .curves import write_curves
 from .data import Docs, batches
-from .forward import block_hidden, context_keys_values
+from .forward import context_keys_values, slot_hidden
 from .losses import LossConfig, Wanted, block_loss, labels_of
 from .offline_tau import mean_tau, replay_docs
 from .packing import Packing
@@ -127,7 +126,9 @@ def learning_rate(config: TrainConfig, share: float) -> float:
 
 def _group(path: str, weight: mx.array) -> str:
     """Which weights are optimised alike: the selector's at a rate of their own, and weight decay is for matrices."""
-    return "selector" if path.startswith("candidate_selector.") else "matrices" if weight.ndim > 1 else "vectors"
+    if path.startswith(("candidate_selector.", "markov_head.")):
+        return "selector"
+    return "matrices" if weight.ndim > 1 else "vectors"
 
 
 class Trainer:
@@ -135,7 +136,7 @@ class Trainer:
 
     def __init__(self, drafter: Drafter, target: Target, raw: dict[str, Any], config: TrainConfig, dtype: mx.Dtype):
         self.drafter, self.target, self.raw, self.config, self.dtype = drafter, target, raw, config, dtype
-        self.K, self.ranks = raw["block_size"], Ranks()
+        self.K, self.ranks = drafter.config.block_size, Ranks()
         self.packing = Packing(tree_flatten(drafter.trainable_parameters()), _group)
         self.params = self.packing.pack(drafter.trainable_parameters())
         self.ema = self.params
@@ -145,7 +146,8 @@ class Trainer:
         self.best_ema: dict | None = None
         self.stalled = 0
         adam = partial(optim.AdamW, 0.0, betas=[0.9, 0.95], bias_correction=True)
-        self.selector = drafter.candidate_selector if isinstance(drafter, DFlash2Drafter) else None
+        # DFlash 2's selector or DSpark's Markov head: what knows the token before a slot.
+        self.selector = drafter.get("candidate_selector") or drafter.get("markov_head")
         groups = [adam(weight_decay=0.0), adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)]
         self.optimizer = optim.MultiOptimizer(groups, [lambda n, _: n == "selector", lambda n, _: n == "matrices"])
         self.optimizer.init(self.params)
@@ -171,7 +173,7 @@ class Trainer:
         c, (ids, answer, anchors, keep), temps = self.config, one[:4], np.array(one[4])
         self.drafter.update(self.cast(params))
         pairs = context_keys_values(self.drafter, features)
-        hidden = block_hidden(self.drafter, ids, anchors, pairs, self.K)[:, :, 1:].flatten(0, 1)
+        hidden = slot_hidden(self.drafter, ids, anchors, pairs, self.K).flatten(0, 1)
         labels, counts = (a.flatten(0, 1) for a in labels_of(ids, answer, anchors, keep, self.K))
         anchor = mx.take_along_axis(ids, anchors, axis=1).flatten()
         heat = teacher = at = None

@@ -325,11 +325,11 @@ def test_training_does_not_start_from_a_dspark_drafter(folder):
 
 FAULTS = {
     "the anchor before every slot": (dspark.DSparkDrafter, "_walk", "ids.append(before)", "ids.append(before); before = anchor"),
-    "no gate": (MarkovHead, "__call__", "mx.sigmoid(self.gate_proj(", "mx.ones_like(self.gate_proj("),
-    "gate and candidate swapped": (MarkovHead, "__call__", "gate, new, out = mx", "new, gate, out = mx"),
-    "a state that is not carried on": (MarkovHead, "__call__", "if state is None else state", "if True else state"),
+    "no gate": (MarkovHead, "mix", "mx.sigmoid(self.gate_proj(", "mx.ones_like(self.gate_proj("),
+    "gate and candidate swapped": (MarkovHead, "mix", "gate, new, out = mx", "new, gate, out = mx"),
+    "a state that is not carried on": (MarkovHead, "mix", "if state is None else state", "if True else state"),
     "hidden before the token": (
-        MarkovHead, "__call__", "mx.concatenate([state, embedded, hidden]", "mx.concatenate([state, hidden, embedded]",
+        MarkovHead, "mix", "mx.concatenate([state, embedded, hidden]", "mx.concatenate([state, hidden, embedded]",
     ),
     "the hidden row of the next slot": (dspark.DSparkDrafter, "_walk", "hidden[:, slot], state", "hidden[:, slot - 1], state"),
     "a mask too many": (dspark.DSparkDrafter, "mask_rows", "(ids)", "(mx.concatenate([ids, ids[:, -1:]], axis=1))"),
