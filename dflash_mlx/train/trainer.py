@@ -386,6 +386,7 @@ def train(
             report(f"Going on at step {trainer.step}.")
     else:
         report = _silent
+        tell(f"Training as rank {trainer.ranks.rank}; rank 0 says how far")
     trainer.follow()
     return _Run(trainer, docs, held_out, out, report, source).go(pause_s)
 
