@@ -15,10 +15,12 @@ import mlx.core as mx
 from ..distribution import Distribution
 from ..kernels.layer_routes import attention
 from ..models.drafter import Attention, Drafter, block_mask
+from ..models.dspark import DSparkDrafter
 from ..rollback import append_window
 
-# What a kind of drafter may not do in its own way, to draft for several rows.
-_OWN = ("draft_with_confidence", "slots", "mask_rows", "__call__")
+# What a kind of drafter may not do in its own way, to draft for several rows; DSpark's slots are known.
+_OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
+_OWN |= dict.fromkeys(("slots", "mask_rows"), (Drafter, DSparkDrafter))
 
 
 @dataclass
@@ -40,7 +42,7 @@ class RowDraft:
 
 def can_draft_rows(drafter: Drafter) -> bool:
     """Whether `draft_rows` does what the drafter does for one row."""
-    return all(getattr(type(drafter), name) is getattr(Drafter, name) for name in _OWN)
+    return all(getattr(type(drafter), name) in [getattr(kind, name) for kind in kinds] for name, kinds in _OWN.items())
 
 
 def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: int | None) -> tuple[mx.array, mx.array | None]:
@@ -48,6 +50,8 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
 
     Each row's cache then holds its new context rows.
     """
+    from_anchor = isinstance(drafter, DSparkDrafter) and drafter.config.sample_from_anchor
+    block_size -= from_anchor
     anchors = mx.array([row.anchor for row in rows], dtype=mx.int32)
     masks = mx.full((len(rows), block_size - 1), drafter.config.mask_token_id, dtype=mx.int32)
     h = drafter._embed(mx.concatenate([anchors[:, None], masks], axis=1))
@@ -62,7 +66,7 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
     places = _Places(rows, spans, mx.array(ends), mx.array(at))
     for i, layer in enumerate(drafter.layers):
         h = layer.sublayers(h, lambda x, i=i, layer=layer: places.attend(layer.self_attn, i, x, context))
-    hidden = drafter.norm(h)[:, 1:][:, :n]
+    hidden = drafter.norm(h)[:, 0 if from_anchor else 1 :][:, :n]
     return _choose(drafter, rows, hidden, anchors)
 
 

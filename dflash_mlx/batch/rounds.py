@@ -17,11 +17,11 @@ from ..distribution import Distribution
 from ..feature_rows import FeatureRows
 from ..kernels.autotune import NotFiniteError
 from ..loop import Kept, PendingPass, Run, evaluate
-from ..models.target import TargetOutput
+from ..models.target import Target, TargetOutput
 from ..proposers import BlockProposer, Context, Draft
 from ..rollback import rollback_point
 from ..sampling import noise_at, sample_rows
-from ..target_sampler import RoundResult, unpack_drafts
+from ..target_sampler import RoundResult, TargetSampler, unpack_drafts
 from ..verify import logprobs
 from .drafting import RowDraft, can_draft_rows, draft_rows
 from .passes import BatchTarget, RowPass
@@ -43,13 +43,13 @@ class RowRound:
 
 
 class _OneRow:
-    """A target to a row's own sampler, which may ask the head of some of its states."""
+    """A target to a sampler that draws in its own way: the head was run for its states [1, n, H], with these logits."""
 
-    def __init__(self, target: Any):
-        self._target = target
+    def __init__(self, target: Target, hidden: mx.array, logits: mx.array):
+        self._target, self._hidden, self._logits = target, hidden, logits
 
     def head(self, hidden: mx.array) -> mx.array:
-        return self._target.head(hidden)
+        return self._logits if hidden is self._hidden else self._target.head(hidden)
 
     def choices(self, hidden: mx.array) -> None:
         return None
@@ -98,7 +98,8 @@ def _propose(row: RowRound) -> None:
     """Settle who drafts. Drafts of the drafter are left to `_draft`."""
     run = row.run
     row.n = run.next_draft_length()
-    together = row.n and run.proposer is run.blocks and can_draft_rows(run.blocks.drafter)
+    drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.blocks.drafter)
+    together = row.n and run.proposer is run.blocks and drafts
     row.draft = None if together else run.propose(row.anchor, row.n)
 
 
@@ -115,7 +116,8 @@ def _draft(rows: Sequence[RowRound]) -> None:
         mx.async_eval(drafted, sure)
         for i, row in enumerate(alike):
             confidence = sure[i : i + 1] if sure is not None and row.run.policy.wants_confidence else None
-            row.draft = Draft(drafted[i : i + 1], confidence, BlockProposer.source, min(row.n, drafted.shape[1]))
+            row.draft = Draft(drafted[i : i + 1], confidence, BlockProposer.source)
+            row.run.target_sampler.cut(row.draft, row.n)
 
 
 def _asked(row: RowRound, size: int) -> RowDraft:
@@ -153,16 +155,13 @@ def _accept(target: BatchTarget, rows: Sequence[RowRound], passes: Sequence[RowP
         spans.append(slice(start, start + row.size))
         start += row.size
     hidden, T = output.hidden.swapaxes(0, 1), start
-    plain = [i for i, row in enumerate(rows) if not row.run.target_sampler.processors]
     drafts = [part for row in rows for part in _drafts(row)]
+    context = [entry.state for row in rows if row.draft.by_drafter for entry in row.run.cache.drafter]
     while True:
-        normed, flag = None, []
-        if plain:
-            normed = logprobs(target.target, hidden)
-            flag = target.target.finite_flag(hidden, logits=normed)
-        chosen = _choices(rows, plain, spans, normed, T)
-        packed = mx.concatenate([chosen, *drafts, *flag])
-        context = [entry.state for row in rows if row.draft.by_drafter for entry in row.run.cache.drafter]
+        logits = target.target.head(hidden)
+        normed = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        flag = target.target.finite_flag(hidden, logits=normed)
+        packed = mx.concatenate([_choices(rows, spans, normed[0]), *drafts, *flag])
         mx.async_eval(packed, hidden, output.features, context)
         # The round's one wait.
         values = packed.tolist()
@@ -177,7 +176,13 @@ def _accept(target: BatchTarget, rows: Sequence[RowRound], passes: Sequence[RowP
         n, sure = row.draft.row.shape[1], row.draft.confidence is not None
         ids, confidence = unpack_drafts(values[at : at + n * (1 + sure)], n)
         at += n * (1 + sure)
-        _own(row, _decide(target, span, hidden, output, values[span], ids, confidence))
+        part = TargetOutput(hidden[:, span], output.features[span].swapaxes(0, 1), logits[:, span])
+        _own(row, _decide(target.target, part, values[span], ids, confidence))
+
+
+def _draws_alike(sampler: TargetSampler) -> bool:
+    """Whether a row's tokens are chosen on the device by its sampler alone, and its drafts kept while they equal them."""
+    return type(sampler) is TargetSampler and not sampler.processors
 
 
 def _drafts(row: RowRound) -> list[mx.array]:
@@ -186,71 +191,56 @@ def _drafts(row: RowRound) -> list[mx.array]:
     return [draft.row[0], *sure] if draft.row.shape[1] else []
 
 
-def _choices(rows: Sequence[RowRound], plain: list[int], spans: list[slice], normed: mx.array | None, T: int) -> mx.array:
-    """[T] int32: what each row of the pass chooses after it; 0 in rows with processors, which choose on the host.
+def _choices(rows: Sequence[RowRound], spans: list[slice], normed: mx.array) -> mx.array:
+    """[T, V] log-probabilities to [T] int32, what each row chooses; argmax in rows that choose in their own way, later.
 
-    Shapes:
-      - normed: [1, T, V] log-probabilities, None where every row has processors
+    Rows that draw alike draw together.
     """
-    if normed is None:
-        return mx.zeros((T,), dtype=mx.int32)
-    normed, alike = normed[0], {}
-    for i in plain:
-        sampler = rows[i].run.target_sampler.sampler
-        key = None if sampler is None else sampler.settings if isinstance(sampler, Distribution) else i
-        alike.setdefault(key, []).append(i)
-    if list(alike) == [None] and len(plain) == len(rows):
-        return mx.argmax(normed, axis=-1).astype(mx.int32)
-    found, order = [], []
-    for key, places in alike.items():
+    chosen = mx.argmax(normed, axis=-1).astype(mx.int32)
+    alike: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        sampler = row.run.target_sampler
+        if sampler.sampler is not None and _draws_alike(sampler):
+            alike.setdefault(sampler.sampler.settings if isinstance(sampler.sampler, Distribution) else i, []).append(i)
+    for places in alike.values():
         at = [t for i in places for t in range(spans[i].start, spans[i].stop)]
-        some, first = normed[mx.array(at)], rows[places[0]].run
-        if key is None:
-            chosen = mx.argmax(some, axis=-1)
-        elif isinstance(key, tuple):
-            positions = [rows[i].run.rows + 1 + t for i in places for t in range(spans[i].stop - spans[i].start)]
-            seeds = [rows[i].run.target_sampler.seed for i in places for _ in range(spans[i].stop - spans[i].start)]
-            chosen = first.target_sampler.sampler.draw(some, noise_at(seeds, positions, some.shape[1]))
+        some, run = normed[mx.array(at)], rows[places[0]].run
+        sampler = run.target_sampler
+        if isinstance(sampler.sampler, Distribution):
+            keys = [(rows[i].run, t - spans[i].start) for i in places for t in range(spans[i].start, spans[i].stop)]
+            seeds, positions = [one.target_sampler.seed for one, _ in keys], [one.rows + 1 + t for one, t in keys]
+            drawn = sampler.sampler.draw(some, noise_at(seeds, positions, some.shape[1]))
         else:
-            chosen = sample_rows(first.target_sampler.sampler, first.target_sampler.noise, first.rows + 1, some)
-        found.append(chosen.astype(mx.int32))
-        order += at
-    missing = sorted({*range(T)} - {*order})
-    if missing:
-        found.append(mx.zeros((len(missing),), dtype=mx.int32))
-    return mx.concatenate(found)[mx.argsort(mx.array([*order, *missing]))]
+            drawn = sample_rows(sampler.sampler, sampler.noise, run.rows + 1, some)
+        chosen[mx.array(at)] = drawn.astype(mx.int32)
+    return chosen
 
 
 def _decide(
-    target: BatchTarget,
-    span: slice,
-    hidden: mx.array,
-    output: TargetOutput,
-    chosen: list[int],
-    ids: list[int],
-    confidence: list[float] | None,
+    target: Target, output: TargetOutput, chosen: list[int], ids: list[int], confidence: list[float] | None
 ) -> Callable[[RowRound], None]:
-    """What a row keeps of a pass, as `kept`."""
+    """What a row keeps of its part of a pass, as `kept`."""
 
     def decide(row: RowRound) -> None:
-        run, draft = row.run, row.draft
-        mine, features = hidden[:, span], output.features[span].swapaxes(0, 1)
-        if run.target_sampler.processors:
-            one = TargetOutput(mine, features)
-            _, read, _ = run.target_sampler.start(_OneRow(target.target), one, draft.row, [], run.rows + 1, draft.confidence)
-            result = read()
-        else:
+        run, draft, hidden = row.run, row.draft, output.hidden
+        if _draws_alike(run.target_sampler):
             accepted = 0
             while accepted < draft.width and ids[accepted] == chosen[accepted]:
                 accepted += 1
 
             def row_logprobs(i: int) -> mx.array:
-                return logprobs(target.target, mine[:, i : i + 1])[0, 0]
+                return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
             result = RoundResult(ids, accepted, chosen[accepted], row_logprobs, confidence)
+        else:
+            one = _OneRow(target, hidden, output.logits)
+            args = one, output, draft.row, [], run.rows + 1, draft.confidence
+            result = run.target_sampler.start(*args)[1]()
         sliding = run.blocks.sliding() if draft.by_drafter else run.blocks.context.sliding
         anchor = mx.array([row.anchor], dtype=mx.int32)
-        row.kept = Kept(PendingPass(anchor, draft, False, run.point, features, None, lambda: result, sliding, False), result)
+        row.kept = Kept(
+            PendingPass(anchor, draft, False, run.point, output.features, None, lambda: result, sliding, False), result
+        )
 
     return decide
 

@@ -39,6 +39,7 @@ SETTINGS = (
     {"sampler": make_sampler(0.8, top_p=0.9), "seed": 7},
     {"logits_processors": make_logits_processors(repetition_penalty=1.4)},
     {"logits_processors": make_logits_processors(repetition_penalty=1.2), "sampler": Distribution(0.7), "seed": 8},
+    {"sampler": Distribution(0.9), "seed": 9, "acceptance": "rejection"},
 )
 
 
