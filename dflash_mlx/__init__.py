@@ -15,8 +15,6 @@ _PUBLIC = {
     "generate": "generation",
     "stream_generate": "generation",
     "make_prompt_cache": "generation",
-    "batch_generate": "batch.generator",
-    "BatchGenerator": "batch.generator",
     "can_trim_prompt_cache": "prompt_cache",
     "trim_prompt_cache": "prompt_cache",
     "DrafterConfig": "config",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,10 @@ _HELD_GRAMMARS = 64
 
 class ConstraintError(GenerationError):
     """A grammar or a schema that answers cannot be held to."""
+
+
+class UnsupportedError(ConstraintError):
+    """What is installed, or how the target writes, allows no holding, whatever is asked for."""
 
 
 class Constraint(Protocol):
@@ -80,15 +85,20 @@ class Grammar:
             eos = sorted(words.eos_tokens, key=lambda token: token != tokenizer.eos_token_id)
             return GrammarConstraint(found[1].deep_copy(), words.vocab_size, eos)
 
-    def check(self, tokenizer: Any) -> Grammar:
-        """Itself, if it can be held to with this tokenizer. Raises: as `begin`."""
-        self.begin(tokenizer)
-        return self
+    def validate(self) -> None:
+        """Without a tokenizer. Raises: ConstraintError where it can be held to with none."""
+        failed, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(self.lark)
+        if failed:
+            raise self._error(messages[0])
+
+    def _error(self, told: str) -> ConstraintError:
+        remedy = "Leave out of it what is named" if "schema" in self.what else "Correct it"
+        return ConstraintError(f"{self.what} cannot be held to: {_sentence(told)}", remedy)
 
     def _compile(self, words: Any) -> Any:
         matcher = _llguidance().LLMatcher(words, self.lark, log_level=0)
         if matcher.is_error():
-            raise ConstraintError(f"{self.what} cannot be held to: {_sentence(matcher.get_error())}", _remedy(self.what))
+            raise self._error(matcher.get_error())
         return matcher
 
 
@@ -96,11 +106,9 @@ def _sentence(error: str) -> str:
     """The first line that says something of an error of llguidance's."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if line.startswith("error:")), None)
-    return (last or lines[0] if lines else "no reason is told").removeprefix("error:").strip()[:300]
-
-
-def _remedy(what: str) -> str:
-    return "Leave out of it what is named" if "schema" in what else "Correct it"
+    told = (last or lines[0] if lines else "no reason is told").removeprefix("error:").strip()
+    # Where in the text that was made of a schema.
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", told)[:300]
 
 
 class GrammarConstraint:
@@ -266,8 +274,8 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> Grammar:
     return lark(f"start: {json_rule(schema)}\n", "the JSON schema")
 
 
-def json_rule(schema: Mapping[str, Any] | bool | str) -> str:
-    """A schema as what stands in a rule of a grammar. Raises: as `json_schema`."""
+def json_rule(schema: Mapping[str, Any] | bool | str, **more: Any) -> str:
+    """A schema as what stands in a rule of a grammar; more: further settings of llguidance's. Raises: as `json_schema`."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -283,7 +291,7 @@ def json_rule(schema: Mapping[str, Any] | bool | str) -> str:
         )
     _check_schema(schema)
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_PYTHON, **layout}})}"
+        return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_PYTHON, **more, **layout}})}"
     except (TypeError, ValueError) as error:
         raise ConstraintError(f"the JSON schema cannot be written as JSON: {error}", "Give an object of JSON") from None
 
@@ -319,7 +327,7 @@ def regex(pattern: str) -> Grammar:
     return lark(f"start: REGEX\nREGEX: /{escaped}/\n", "the regular expression")
 
 
-def choice(texts: Sequence[str]) -> Grammar:
+def one_of(texts: Sequence[str]) -> Grammar:
     """One of these texts."""
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ConstraintError(f"the choices are {texts!r}; they must be texts, at least one", "Give a list")
@@ -334,7 +342,7 @@ def _llguidance() -> Any:
         import llguidance
         import llguidance.hf  # noqa: F401 - used by name
     except ImportError:
-        raise ConstraintError(
+        raise UnsupportedError(
             "answers are held to a schema or a grammar by llguidance, which is not installed",
             "Install it: pip install llguidance",
         ) from None
@@ -358,3 +366,8 @@ def _words(tokenizer: Any) -> Any:
                 raise ConstraintError(f"answers of this tokenizer cannot be held to a grammar: {error}") from None
             _WORDS[tokenizer] = found
         return found
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Whether a grammar names a token by its number: text does not match it."""
+    return _words(tokenizer).is_special_token(token)

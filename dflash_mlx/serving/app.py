@@ -266,6 +266,8 @@ def _prepare(raw: bytes, api: str, engine: Engine, store: Store) -> tuple[Comple
     request = read_request(parse_body(raw), api, engine.pair, engine.options, store.messages)
     try:
         prompts = request.render(engine.pair.tokenizer)
+        for grammar in {request.grammar(engine.pair, prompt) for prompt in prompts} - {None}:
+            grammar.begin(engine.pair.tokenizer)
     except DFlashError as error:
         raise RequestError(error.problem, error.remedy) from None
     if engine.options.log_prompts:
@@ -365,6 +367,7 @@ def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair) -> Job:
         stop=request.stop,
         top=request.top_logprobs if request.logprobs else None,
         processors=budget,
+        constraint=request.grammar(pair, prompt),
     )
 
 

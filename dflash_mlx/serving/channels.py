@@ -56,24 +56,24 @@ def is_harmony(tokenizer: Any) -> bool:
 
 def has_tool_calls(tokenizer: Any) -> bool:
     """Whether tool calls of this tokenizer's target can be read."""
-    return is_harmony(tokenizer) or _call_grammar(tokenizer) is not None
+    return is_harmony(tokenizer) or call_grammar(tokenizer) is not None
 
 
 def has_reasoning(tokenizer: Any) -> bool:
     """Whether reasoning of this tokenizer's target can be told from its answer."""
-    return is_harmony(tokenizer) or bool(_thinking_marks(tokenizer))
+    return is_harmony(tokenizer) or bool(thinking_marks(tokenizer))
 
 
 def end_of_thinking(tokenizer: Any) -> tuple[int, int] | None:
     """The tokens that open and close reasoning; None where its marks are no single tokens, or there are none."""
-    marks = None if is_harmony(tokenizer) else _thinking_marks(tokenizer)
+    marks = None if is_harmony(tokenizer) else thinking_marks(tokenizer)
     ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks or ()]
     return (ids[0][0], ids[1][0]) if [len(one) for one in ids] == [1, 1] else None
 
 
 def opens_reasoning(tokenizer: Any, before: str) -> bool:
     """Whether the end of a prompt has opened reasoning."""
-    marks = _thinking_marks(tokenizer)
+    marks = thinking_marks(tokenizer)
     return marks is not None and before.rfind(marks[0]) > before.rfind(marks[1])
 
 
@@ -109,14 +109,16 @@ def _spelled(tokenizer: Any) -> Callable[[str], bool]:
     return lambda mark: mark in vocabulary or mark in source
 
 
-def _thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
+def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
+    """The marks that open and close reasoning; None where there are none."""
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
     spelled = _spelled(tokenizer)
     return next(((start, end) for start, end in _THINKING if spelled(start) and spelled(end)), None)
 
 
-def _call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
+def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
+    """The marks round this tokenizer's tool calls and what reads these; None where they are not known."""
     if tokenizer.has_tool_calling:
         start, read = tokenizer.tool_call_start, tokenizer.tool_parser
         return start, tokenizer.tool_call_end or "", mended(start, read)
@@ -190,8 +192,8 @@ class _Marked:
 
     def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool):
         self.tools, self.scanner, self.lives = tools, _Scanner(), live
-        self.calls = _call_grammar(tokenizer) if tools else None
-        self.edges = self._transitions(tokenizer, _thinking_marks(tokenizer))
+        self.calls = call_grammar(tokenizer) if tools else None
+        self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
         # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
 from ..first_use import try_after_answer
@@ -111,7 +112,7 @@ class Job:
 
     prompt, shared: as in `messages.Prompt`. after_template: whether a chat template ends it, as in `TextStream`.
     top: how many of the likeliest tokens to name beside each; None: no log-probabilities.
-    processors: applied after the sampling's own.
+    processors: applied after the sampling's own. constraint: what the answer is held to.
     """
 
     prompt: list[int]
@@ -124,6 +125,7 @@ class Job:
     stop: list[str] = field(default_factory=list)
     top: int | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
+    constraint: Grammar | None = None
 
 
 @dataclass
@@ -365,6 +367,7 @@ class Engine:
             shared=job.shared,
             should_stop=lambda: generation.cancelled or self._closing.is_set(),
             logits_processors=[*processors, *job.processors],
+            constraint=job.constraint,
             prompt_progress_callback=progress,
             max_tokens=room if job.max_tokens == -1 else min(job.max_tokens, room),
             sampler=sampler,

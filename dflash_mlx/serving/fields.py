@@ -6,7 +6,6 @@ One table. `docs/api.md` is made from it by `python -m dflash_mlx.serving.fields
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -44,21 +43,43 @@ _OF_TEMPLATES = {
     "chat_template_kwargs": "variables of the chat template",
     "reasoning_effort": "to the template, or it switches thinking",
 }
-_TOOLS = "functions; hosted tools are left out and `strict` is not held to, both named in `x-ignored-fields`"
-_CHOICE = '"auto" or "none"; forced calls are refused'
+_TOOLS = "functions; hosted tools are left out and named in `x-ignored-fields`; arguments are held to a `strict` schema"
+_CHOICE = '"auto", "none", "required" or a function'
+_MANY_CALLS = "false: at most one call"
+# What an answer is held to: one of these may be given.
+_HELD = {
+    "structured_outputs": "as vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`",
+    "guided_json": "a schema",
+    "guided_regex": "a regular expression",
+    "guided_choice": "a list of texts",
+    "guided_grammar": "a grammar in Lark or GBNF",
+    "json_schema": "as `guided_json`",
+    "grammar": "as `guided_grammar`",
+}
+_FORMAT = "text, json_object or json_schema: [the answer is held to it](server.md#answers-held-to-a-schema)"
 _DRAFTS = "[`drafts` of a choice](server.md#where-tokens-come-from) tells where its tokens came from"
 HONOURED: dict[str, dict[str, str]] = {
     CHAT: {
         "messages": "texts",
         "tools": _TOOLS,
         "tool_choice": _CHOICE,
+        "parallel_tool_calls": _MANY_CALLS,
+        "response_format": _FORMAT,
+        **_HELD,
         "role_mapping": "for models without a chat template",
         "show_drafts": _DRAFTS,
         **_OF_TEMPLATES,
         **_OF_OPENAI,
         **_OURS,
     },
-    TEXT: {"prompt": "a text, token ids, or a list of these", "show_drafts": _DRAFTS, **_OF_OPENAI, **_OURS},
+    TEXT: {
+        "prompt": "a text, token ids, or a list of these",
+        "show_drafts": _DRAFTS,
+        "response_format": _FORMAT,
+        **_HELD,
+        **_OF_OPENAI,
+        **_OURS,
+    },
     RESPONSES: {
         "input": "a text, or items: messages, calls and their outputs, reasoning",
         "instructions": "a system message in front",
@@ -68,6 +89,9 @@ HONOURED: dict[str, dict[str, str]] = {
         "reasoning": "`effort` as `reasoning_effort`",
         "tools": _TOOLS,
         "tool_choice": _CHOICE,
+        "parallel_tool_calls": _MANY_CALLS,
+        "text": "`format` as `response_format`; `verbosity` has no effect",
+        **_HELD,
         "metadata": "sent back",
         "truncation": '"disabled"; "auto" is refused',
         **_OF_TEMPLATES,
@@ -79,8 +103,9 @@ HONOURED: dict[str, dict[str, str]] = {
         "max_tokens": "",
         "stop_sequences": "",
         "tools": _TOOLS,
-        "tool_choice": _CHOICE,
-        "output_config": "`effort` as `reasoning_effort`; a format is refused",
+        "tool_choice": '"auto", "none", "any" or a tool; `disable_parallel_tool_use`: at most one call',
+        "output_config": "`effort` as `reasoning_effort`; `format`: a schema that the answer is held to",
+        **_HELD,
         "thinking": "switches the template's thinking; `budget_tokens` ends it",
         **_OF_TEMPLATES,
         **_OURS,
@@ -99,7 +124,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *_SILENT[1:],
         *_SILENT_ALONE,
         *_SILENT_RESPONSES,
-        *("client_metadata", "parallel_tool_calls", "max_tool_calls", "stream_options"),
+        *("client_metadata", "max_tool_calls", "stream_options"),
     ),
     MESSAGES: (
         *_SILENT,
@@ -109,14 +134,12 @@ IGNORED: dict[str, tuple[str, ...]] = {
 }
 # Fields that ask for what this server does not do, unless they hold one of these values; null is always as if left out.
 _OFF = {"mirostat": (0,), "dry_multiplier": (0,), "typical_p": (1,), "tfs_z": (1,), "min_tokens": (0,), "ignore_eos": (False,)}
-_NEVER = {name: () for name in ("adapters", "lora", "num_ctx", "grammar", "guided_json", "guided_regex", "json_schema")}
+_NEVER = {name: () for name in ("adapters", "lora", "num_ctx")}
 _MANY = {"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",)}
 REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         **{name: () for name in ("audio", "function_call", "functions", "prediction", "web_search_options")},
         "modalities": (["text"],),
-        "parallel_tool_calls": (True,),
-        "response_format": ({"type": "text"},),
         "prompt": (),
         **_MANY,
         **_OFF,
@@ -125,7 +148,6 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     TEXT: {
         **{name: () for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "role_mapping")},
         **{name: () for name in ("reasoning_effort", "modalities", "audio", "prediction")},
-        "response_format": ({"type": "text"},),
         **_MANY,
         **_OFF,
         **_NEVER,
@@ -133,7 +155,6 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     RESPONSES: {
         **{name: () for name in ("conversation", "prompt", "context_management", "image")},
         "background": (False,),
-        "text": ({}, {"format": {"type": "text"}}),
         "top_logprobs": (0,),
         **_OFF,
         **_NEVER,
@@ -174,9 +195,6 @@ def note_ignored(names: list[str], api: str) -> None:
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    if name == "text" and isinstance(value, Mapping):
-        # How much is said is nobody's business here.
-        value = {key: part for key, part in value.items() if key != "verbosity"}
     if not any(type(value) is type(one) and value == one for one in neutral):
         remedy = f"Leave it out, or send {shown(neutral[-1])}" if neutral else "Leave it out"
         raise RequestError(f"{name} is {shown(value)}; this server cannot do that", remedy)

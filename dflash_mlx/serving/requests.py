@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_template import template_variables
+from ..constraint import ConstraintError, Grammar, UnsupportedError
 from ..errors import DFlashError, GenerationError
 from ..sampling import SamplingSettings
 from ..sampling_settings import check_max_tokens
+from .answer_grammar import Demand, grammar_of, read_answer, read_tool
 from .channels import end_of_thinking, has_reasoning, has_tool_calls
 from .errors import RequestError, shown
 from .fields import MESSAGES, RESPONSES, SAMPLING, TEXT, note_ignored, sort_fields
@@ -37,7 +39,7 @@ class CompletionRequest:
 
     api: a name of `fields.APIS`. prompts: of a text completion, each a text or token ids; one answer for each.
     continues: the last message begins the answer. thinking_budget: tokens of thinking, None is no limit.
-    ignored: names of fields that had no effect. body: as it came, without what was not read.
+    demand: what the answer is held to. ignored: names of fields that had no effect. body: as it came, without what was not read.
     """
 
     api: str
@@ -59,6 +61,7 @@ class CompletionRequest:
     show_drafts: bool = False
     continues: bool = False
     thinking_budget: int | None = None
+    demand: Demand = Demand()
     ignored: list[str] = field(default_factory=list)
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -77,6 +80,10 @@ class CompletionRequest:
             return [render_text(tokenizer, prompt) for prompt in self.prompts]
         variables = self.template_args, self.role_mapping, self.continues
         return [render_chat(tokenizer, self.messages, self.tools, *variables)]
+
+    def grammar(self, pair: LoadedPair, prompt: Prompt) -> Grammar | None:
+        """What the answer to a prompt is held to; None: nothing. Raises: ConstraintError where it cannot be."""
+        return grammar_of(self.demand, pair.tokenizer, pair.name, prompt.before if self.chat else None)
 
 
 # What transformers' function takes beside a template's variables.
@@ -147,12 +154,17 @@ def _read(
     _check_draft_model(body.get("draft_model", "default_model"), pair)
     stream, chat = _flag(body, "stream"), api != TEXT
     count = _logprobs(body, chat)
-    messages, tools, variables = [], [], {}
+    messages, tools, variables, demand = [], [], {}, read_answer(body)
     if chat:
         messages = read_messages(body.get("messages"), pair.tokenizer, _role_mapping(body, pair))
         tools = _tools(body, pair, api, ignored)
+        demand = _held_calls(demand, body, tools, pair, api, ignored)
         asked = {**_template_args(body, pair), **_effort(body, pair, ignored)}
         variables = {**options.chat_template_args, **asked}
+    # Only Anthropic's API says that a last message of the assistant is gone on with.
+    continues = api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if continues and demand.holds:
+        raise RequestError("messages ends with one of the assistant; an answer that it begins cannot be held to a format")
     return CompletionRequest(
         api=api,
         prompts=[] if chat else _prompts(body, pair),
@@ -170,8 +182,8 @@ def _read(
         logprobs=count is not None,
         top_logprobs=count or 0,
         show_drafts=_flag(body, "show_drafts"),
-        # Only Anthropic's API says that a last message of the assistant is gone on with.
-        continues=api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+        continues=continues,
+        demand=demand,
         thinking_budget=_thinking_budget(body, pair),
         ignored=ignored,
         body=own,
@@ -370,16 +382,56 @@ def _tools(body: Mapping[str, Any], pair: LoadedPair, api: str, ignored: list[st
         raise RequestError(f"tools is {shown(tools)}; it must be a list of objects")
     if choice == "none":
         return []
-    if choice != "auto":
-        raise RequestError(f"tool_choice is {shown(choice)}; this server cannot force calls", 'Send "auto" or "none"')
     hosted = [str(tool["type"])[:40] for tool in tools if tool.get("type", "function") != "function"]
     tools = [tool for tool in tools if tool.get("type", "function") == "function"]
-    # Not refused: a client that sends it by default could offer no tool at all.
-    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-    strict = ["strict"] if any(function.get("strict") for function in functions) else []
-    note_ignored(named := [f"tools: {name}" for name in dict.fromkeys([*hosted, *strict])], api)
-    ignored += named
+    _ignore(ignored, api, *(f"tools: {name}" for name in dict.fromkeys(hosted)))
     if tools and not has_tool_calls(pair.tokenizer):
         problem = f"tools are offered; how the chat template of {pair.name} writes calls is not known"
         raise RequestError(problem, "Leave tools out, or serve another target")
     return tools
+
+
+def _ignore(ignored: list[str], api: str, *names: str) -> None:
+    note_ignored(list(names), api)
+    ignored += names
+
+
+def _held_calls(
+    demand: Demand, body: Mapping[str, Any], tools: list[dict[str, Any]], pair: LoadedPair, api: str, ignored: list[str]
+) -> Demand:
+    """A demand with the calls that are offered, and how: which must come, how many, and whose arguments are held to."""
+    choice, one = body.get("tool_choice", "auto"), "parallel_tool_calls" in body and not _flag(body, "parallel_tool_calls")
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    named = _named(choice)
+    if named is None and choice not in ("auto", "none", "required"):
+        raise RequestError(f'tool_choice is {shown(choice)}; it must be "auto", "none", "required" or name a function')
+    if named is not None:
+        functions = [function for function in functions if function.get("name") == named]
+    if (forced := choice == "required" or named is not None) and not functions:
+        raise RequestError(f"tool_choice is {shown(choice)}, and tools offers no such function", "Offer it")
+    calls = replace(demand, tools=tuple(map(read_tool, functions)), forced=forced, many=not one and named is None)
+    if not calls.tools or not calls.holds:
+        return calls
+    try:
+        grammar_of(calls, pair.tokenizer, pair.name).validate()
+        return calls
+    except ConstraintError as error:
+        # A client that sends these by default could offer no tool at all.
+        asked = [
+            name
+            for name, sent in (("tools: strict", any(tool.strict for tool in calls.tools)), ("parallel_tool_calls", one))
+            if sent
+        ]
+        if forced or demand.answer or not asked or not isinstance(error, UnsupportedError):
+            field = "tool_choice" if forced else "tools" if asked[:1] == ["tools: strict"] else "parallel_tool_calls"
+            raise RequestError(f"{field}: {error.problem}", error.remedy) from None
+        _ignore(ignored, api, *asked)
+        return replace(demand, tools=())
+
+
+def _named(choice: Any) -> str | None:
+    """The function that a `tool_choice` names, in the shape of either of OpenAI's APIs."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    name = choice.get("name", choice["function"].get("name") if isinstance(choice.get("function"), dict) else None)
+    return name if isinstance(name, str) else None

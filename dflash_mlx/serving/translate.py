@@ -15,8 +15,15 @@ from .errors import RequestError, shown
 OTHER_NAMES = {
     "chat": {},
     "text": {},
-    "responses": {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"},
-    "messages": {"stop": "stop_sequences"},
+    "responses": {
+        **{"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"},
+        **{"response_format": "text.format", "response_format:": "text.format:"},
+    },
+    "messages": {
+        "stop": "stop_sequences",
+        **{"response_format": "output_config.format", "response_format:": "output_config.format:"},
+        **{"parallel_tool_calls:": "tool_choice.disable_parallel_tool_use:"},
+    },
 }
 _SYSTEM = ((str, list), "a text or a list of text parts")
 _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
@@ -29,7 +36,9 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
     Raises:
       RequestError: names what cannot be read.
     """
-    chat = _renamed(body, ("input", "instructions", "previous_response_id", "store", "reasoning", "metadata", "truncation"))
+    chat = _renamed(
+        body, ("input", "instructions", "previous_response_id", "store", "reasoning", "metadata", "truncation", "text")
+    )
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
     if "previous_response_id" in body:
         messages += earlier(body["previous_response_id"])
@@ -46,6 +55,10 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
         chat["reasoning_effort"] = reasoning["effort"]
     for name, kind, wanted in (("store", bool, "true or false"), ("metadata", dict, "an object"), ("instructions", *_SYSTEM)):
         _check_type(body, name, kind, wanted)
+    form = _object(body, "text").get("format")
+    if form is not None:
+        flat = isinstance(form, dict) and form.get("type") == "json_schema"
+        chat["response_format"] = {"type": "json_schema", "json_schema": form} if flat else form
     _read_tools(chat, _tool_of_responses)
     return chat
 
@@ -146,7 +159,11 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     _read_tools(chat, _tool_of_messages)
     choice = _object(body, "tool_choice")
     if choice:
-        chat["tool_choice"] = choice.get("type") if choice.get("type") in ("auto", "none") else choice
+        named = {"type": "function", "name": choice.get("name")}
+        kinds = {"auto": "auto", "none": "none", "any": "required", "tool": named}
+        chat["tool_choice"] = kinds.get(str(choice.get("type")), choice)
+        if choice.get("disable_parallel_tool_use") is True:
+            chat["parallel_tool_calls"] = False
     thinking = _object(body, "thinking")
     if thinking.get("type") in ("enabled", "adaptive", "disabled"):
         chat["thinking"] = thinking["type"] != "disabled"
@@ -155,8 +172,9 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     if thinking.get("type") == "enabled":
         chat["thinking_budget"] = thinking.get("budget_tokens")
     config = _object(body, "output_config")
-    if config.get("format") is not None:
-        raise RequestError(f"output_config.format is {shown(config['format'])}; this server cannot do that", "Leave it out")
+    if (form := config.get("format")) is not None:
+        schema = isinstance(form, dict) and form.get("type") == "json_schema"
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}} if schema else form
     if config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
     return chat

@@ -10,7 +10,7 @@ import pytest
 from kit import failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
 
 from dflash_mlx import constrained, constraint, generate, make_prompt_cache, stream_generate
-from dflash_mlx.constraint import ConstraintError, choice, json_object, json_schema, lark, regex
+from dflash_mlx.constraint import ConstraintError, json_object, json_schema, lark, one_of, regex
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.sampling import Distribution
@@ -195,7 +195,7 @@ def test_other_grammars_hold_too(pair):
         return generate(model, tokenizer, "x = ", draft_model=drafter, max_tokens=tokens, block_size=8, constraint=grammar)
 
     assert said(regex(r"[0-9]{3}/[a-f]{2}"))[3] == "/"
-    assert said(choice(["left", "right"])) in ("left", "right")
+    assert said(one_of(["left", "right"])) in ("left", "right")
     assert said(lark('start: "a" b\nb: "b" | "c" b')).startswith("a")
     assert said(json_object()).startswith("{")
 
@@ -234,7 +234,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused_by_name(pair, schema, named)
 def test_a_name_that_is_no_keyword_is_none(pair):
     _, tokenizer, _ = pair
     schema = {"type": "object", "properties": {"not": {"type": "string"}, "extends": {"const": {"divisibleBy": 1}}}}
-    json_schema(schema).check(tokenizer)
+    json_schema(schema).begin(tokenizer)
 
 
 def test_what_does_not_go_with_a_constraint_is_refused(tiny, pair, monkeypatch):

@@ -25,10 +25,20 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"draft_model": "other"}, 400, "draft_model is \"other\"; this server has 'drafter'"),
         ({"n": 2}, 400, "n is 2; this server cannot do that"),
         ({"n": True}, 400, "n is true; this server cannot"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format is"),
+        ({"response_format": {"type": "json"}}, 400, 'response_format is {"type": "json"}; its type must be text, json_object'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400, "or json_schema with a schema"),
+        ({"guided_json": {"uniqueItems": True}}, 400, "guided_json: the JSON schema cannot be held to: Unimplemented keys"),
+        ({"guided_json": {}, "guided_regex": "a"}, 400, "guided_json and guided_regex are both given"),
+        ({"guided_regex": "("}, 400, "guided_regex: the regular expression cannot be held to"),
+        ({"guided_choice": "left"}, 400, "guided_choice: the choices are ()"),
+        ({"grammar": "root ::= ("}, 400, "grammar: it cannot be read"),
+        ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs is"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, 400, "it must have one of json, regex"),
         ({"adapters": "x"}, 400, 'adapters is "x"; this server cannot do that. Leave it out.'),
-        ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
-        ({"tool_choice": "required"}, 400, "this server cannot force calls"),
+        ({"parallel_tool_calls": "no"}, 400, 'parallel_tool_calls is "no"; it must be true or false'),
+        ({"tool_choice": "required"}, 400, 'tool_choice is "required", and tools offers no such function'),
+        ({"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": WEATHER}, 400, "offers no such function"),
+        ({"tool_choice": {"type": "custom"}}, 400, "or name a function"),
         ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),
         ({"stop": [1]}, 400, "stop is [1]; it must be a text or a list of texts"),
         ({"mirostat": 2}, 400, "mirostat is 2; this server cannot do that. Leave it out, or send 0"),
@@ -172,13 +182,12 @@ def test_an_unknown_field_is_ignored_named_and_logged_once(served, caplog):
     assert sum("'temprature' has no effect" in record.getMessage() for record in caplog.records) <= 1
 
 
-def test_tools_that_are_no_functions_and_strict_are_named(served):
-    strict = {"type": "function", "function": {**WEATHER[0]["function"], "strict": True}}
-    body = {"messages": MESSAGES, "max_tokens": 1, "tools": [strict, {"type": "web_search"}]}
+def test_tools_that_are_no_functions_are_named(served):
+    body = {"messages": MESSAGES, "max_tokens": 1, "tools": [*WEATHER, {"type": "web_search"}]}
     with served.send("/v1/chat/completions", body) as link:
         answer = HTTPResponse(link)
         answer.begin()
-        assert answer.status == 200 and answer.headers["x-ignored-fields"] == "tools: web_search, tools: strict"
+        assert answer.status == 200 and answer.headers["x-ignored-fields"] == "tools: web_search"
 
 
 @pytest.mark.parametrize(

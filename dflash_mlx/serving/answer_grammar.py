@@ -1,0 +1,218 @@
+"""What a request holds its answer to: fields of all APIs as one `Demand`, and that as a grammar in the target's own marks.
+
+    start: thinking? (answer | calls)        thinking is free; the answer is JSON, say; calls are the family's (`call_grammars`)
+
+Knows fields and marks. Knows no masks: they are `constraint`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..constraint import ConstraintError, Grammar, is_special, json_rule, json_schema, lark, one_of, regex
+from .call_grammars import CallFormat, Rules, Tool, format_of, harmony_call, literal
+from .channels import is_harmony, opens_reasoning, thinking_marks
+from .errors import RequestError, shown
+
+_TEXT = "/(?s:.*)/"
+# Blanks that targets write behind their thinking.
+_BLANKS = r"/[ \r\n]{1,4}/"
+# Marks round an answer that says nothing about its text.
+_FRAMES = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
+# Fields that hold an answer to something, of which one may be given; of structured_outputs likewise.
+FIELDS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "grammar"),
+)
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an answer is held to.
+
+    answer: rules of a grammar that begins with `answer`; "" where text is free. what: names it in errors.
+    tools: those that may be called; forced: at least one is; many: more than one may be.
+    """
+
+    answer: str = ""
+    what: str = "the answer"
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    many: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything is asked for that free text would not do."""
+        return bool(self.answer or self.tools and (self.forced or not self.many or any(tool.strict for tool in self.tools)))
+
+
+def read_answer(body: Mapping[str, Any]) -> Demand:
+    """What the fields of a request hold the answer to, in the words of a chat completion.
+
+    Raises:
+      RequestError: names a field that is wrong, or that asks for what cannot be done.
+    """
+    given = [name for name in FIELDS if name in body and not _is_text(name, body[name])]
+    if len(given) > 1:
+        raise RequestError(f"{given[0]} and {given[1]} are both given; an answer is held to one of them", "Leave one out")
+    if not given:
+        return Demand()
+    name = given[0]
+    read = {"response_format": _response_format, "structured_outputs": _structured}.get(name)
+    kind, value = read(body[name]) if read else ({"json_schema": "json"}.get(name, name.removeprefix("guided_")), body[name])
+    try:
+        return replace(_demand(kind, value), what=name)
+    except ConstraintError as error:
+        raise RequestError(f"{name}: {error.problem}", error.remedy) from None
+
+
+def _is_text(name: str, value: Any) -> bool:
+    return name == "response_format" and value == {"type": "text"}
+
+
+def _response_format(value: Any) -> tuple[str, Any]:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        return ("json", value["schema"]) if value.get("schema") is not None else ("json_object", True)
+    inner = value.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), (dict, bool)):
+        problem = f"response_format is {shown(value)}; its type must be text, json_object, or json_schema with a schema"
+        raise RequestError(problem, 'Send {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}')
+    return "json", inner["schema"]
+
+
+def _structured(value: Any) -> tuple[str, Any]:
+    """vLLM's object of one kind; its settings of blanks are the schema's `x-guidance` here."""
+    asked = {key: part for key, part in value.items() if part not in (None, False)} if isinstance(value, dict) else {}
+    if len(asked) != 1 or asked.keys() - set(_KINDS):
+        problem = f"structured_outputs is {shown(value)}; it must have one of {', '.join(_KINDS)}"
+        raise RequestError(problem)
+    return next(iter(asked.items()))
+
+
+def _demand(kind: str, value: Any) -> Demand:
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else value
+        json_schema(schema).validate()
+        return Demand(f"answer: {json_rule(schema)}\n")
+    if kind == "choice":
+        found = one_of(tuple(value) if isinstance(value, list) else ())
+    elif not isinstance(value, str):
+        raise ConstraintError(f"it is {shown(value)}, and must be a text", "Send a text")
+    elif kind == "regex":
+        found = regex(value)
+    else:
+        found = lark(_as_lark(value))
+    found.validate()
+    return Demand(_under_answer(found.lark))
+
+
+def _as_lark(text: str) -> str:
+    """A grammar in GBNF, as llama.cpp has it, as one in Lark; one in Lark as it is."""
+    if "::=" not in text:
+        return text
+    try:
+        from llguidance.gbnf_to_lark import any_to_lark
+    except ImportError:
+        return text
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - whatever a converter of foreign text raises
+        raise ConstraintError(f"it cannot be read: {error}", "Correct it") from None
+
+
+def _under_answer(text: str) -> str:
+    """A whole grammar as the rule `answer` of another."""
+    return "\n".join("answer" + line[5:] if line.startswith(("start:", "start ")) else line for line in text.splitlines()) + "\n"
+
+
+def read_tool(function: Mapping[str, Any]) -> Tool:
+    """A function that a client offers."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(str(function.get("name")), json.dumps(parameters), bool(function.get("strict")))
+
+
+def grammar_of(demand: Demand, tokenizer: Any, name: str, before: str | None = "") -> Grammar | None:
+    """A demand as a grammar for what the target writes behind a prompt; None where it may write anything.
+
+    name: the target's, for errors. before: the end of the prompt, which may have opened the reasoning; None: of a text that is
+    continued, without any marks.
+    Raises:
+      ConstraintError: the target writes calls in a way that cannot be held to; names it.
+    """
+    if not demand.holds:
+        return None
+    if before is None:
+        return lark(f"start: answer\n{demand.answer}", demand.what)
+    rules = Rules(lambda mark: _mark(tokenizer, mark))
+    form = format_of(tokenizer, name) if demand.tools else None
+    start = _harmony(demand, rules, before) if is_harmony(tokenizer) else _marked(demand, form, rules, tokenizer, before)
+    return lark(f"start: {start}\n{rules.text}{demand.answer}", demand.what)
+
+
+def _mark(tokenizer: Any, mark: str) -> str:
+    """A mark that is one special token by its number; any other is text."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and is_special(tokenizer, ids[0]) else literal(mark)
+
+
+def _until(mark: str, rules: Rules) -> str:
+    """Free text up to a mark, and the mark: as soon as it stands there, what follows is held."""
+    text = rules.add(_TEXT, terminal=True)
+    if mark.startswith("<["):
+        return f"{text} {mark}"
+    return rules.add(f"{text} {mark}", options="[lazy]")
+
+
+def _marked(demand: Demand, form: CallFormat | None, rules: Rules, tokenizer: Any, before: str) -> str:
+    """Thinking, then the answer or calls, for families of marks in one stream of text."""
+    ways, free = [], not demand.answer and not demand.forced
+    if demand.answer and not demand.forced:
+        opening, closing = _frame(tokenizer, rules)
+        ways.append(" ".join(part for part in (opening, "answer", closing) if part))
+    if form is not None:
+        calls = form.several(demand.tools, rules, demand.many)
+        start = rules.mark(form.start)
+        ways.append(f"{_until(start, rules) if free else start} {calls}")
+    if free:
+        ways.append(rules.add(_TEXT, terminal=True))
+    thinking = _thinking(rules, tokenizer, before)
+    return " ".join([*([thinking] if thinking else []), rules.add(" | ".join(ways))])
+
+
+def _frame(tokenizer: Any, rules: Rules) -> tuple[str, str]:
+    vocabulary = tokenizer.get_vocab()
+    found = next((frame for frame in _FRAMES if all(mark in vocabulary for mark in frame)), None)
+    return (f"{rules.mark(found[0])}?", f"{rules.mark(found[1])}?") if found else ("", "")
+
+
+def _thinking(rules: Rules, tokenizer: Any, before: str) -> str:
+    """What stands before the answer: reasoning to its end where the prompt opened it, else as the target likes."""
+    marks = thinking_marks(tokenizer)
+    if marks is None:
+        return ""
+    start, end = map(rules.mark, marks)
+    blanks = f"{rules.add(_BLANKS, terminal=True)}?"
+    if opens_reasoning(tokenizer, before) or tokenizer.response_initial_state == "reasoning":
+        return f"{_until(end, rules)} {blanks}"
+    if marks[1] in before:
+        return ""
+    return f"({rules.add(f'{start} {_until(end, rules)} {blanks}')})?"
+
+
+def _harmony(demand: Demand, rules: Rules, before: str) -> str:
+    """gpt-oss: messages of analysis, then one of the final channel or a call."""
+    if "<|channel|>" in before.rpartition("<|start|>")[2]:
+        raise ConstraintError("the prompt has chosen a channel; an answer is held to a grammar from its header on")
+    channel, message, end, begin = map(rules.mark, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
+    text = rules.add(_TEXT, terminal=True)
+    aside = rules.add(f'{channel} ("analysis" | "commentary") {message} {text} {end} {begin} "assistant"')
+    ways = [harmony_call(tool, rules) for tool in demand.tools]
+    if not demand.forced:
+        json_mark = f'(" " {rules.mark("<|constrain|>")} "json")?' if demand.answer else ""
+        ways.append(f'{channel} "final" {json_mark} {message} {"answer" if demand.answer else text}')
+    return f"{aside}* {rules.add(' | '.join(ways))}"
