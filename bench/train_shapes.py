@@ -1,6 +1,7 @@
 """What training a drafter costs at true model shapes: random weights, random ids; text by the target, and steps of `train run`.
 
     python bench/train_shapes.py --shape qwen3-4b --bits 4 --out bench/results/train-qwen3-4b-4bit.json [--max-seconds 55]
+    python bench/train_shapes.py --count                                  what a step asks of a Mac, by count: nothing is run
     python bench/train_shapes.py --table bench/results/train-*.json
 
 Measured: rows that the target writes at once (`train data`), then steps of a DFlash or DFlash 2 drafter of the target's width, as
@@ -27,6 +28,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from shapes import SHAPES as TARGETS
 
+from dflash_mlx.config import DrafterConfig
+from dflash_mlx.models.architectures import ARCHITECTURES
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import bench
 from dflash_mlx.tools.columns import align
@@ -61,15 +64,16 @@ SHAPES = {
 }
 
 
-def random_target(config: dict[str, Any], bits: int) -> nn.Module:
-    """A target of these shapes in bfloat16, or quantized; weights are made one by one."""
+def random_target(config: dict[str, Any], bits: int, count: bool = False) -> nn.Module:
+    """A target of these shapes in bfloat16, or quantized; weights are made one by one, or not at all where they only count."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     if bits < 16:
         nn.quantize(model, 64, bits)
     for _, array in tree_flatten(model.parameters()):
-        mx.eval(array)
+        if not count:
+            mx.eval(array)
     model.eval()
     return model
 
@@ -98,25 +102,35 @@ def writing(model: nn.Module, vocab: int, rows: int, asked: int, until: float) -
     return {"rows": rows, "tokens_per_s": rate, "peak_memory_gb": mx.get_peak_memory() / 1e9}
 
 
-def multiply_adds(model: nn.Module, trainer: Trainer, S: int, bits: int) -> dict[str, float]:
+def multiply_adds(model: nn.Module, weights: list[tuple[str, mx.array]], args: argparse.Namespace) -> dict[str, float]:
     """Of one step: the target's pass, the drafter's three products a weight, and the head's two."""
-    c, K, taken = trainer.config, trainer.K, {"target": 0.0, "drafter": 0.0, "head": 0.0}
-    shape = trainer.raw
-    head = Target(model).embedding.weight.shape[0] * shape["hidden_size"]
-    args = model.args
+    shape, blocks, rows = model.args, args.batch * args.anchors, args.batch * args.length
+    taken = {"target": 0.0, "drafter": 0.0}
     for name, p in tree_flatten(model.parameters()):
         if p.ndim < 2 or name.endswith((".scales", ".biases")) or "embed" in name or "lm_head" in name:
             continue
-        size = p.size * (32 // bits if p.dtype == mx.uint32 else 1)
-        taken["target"] += size * (args.num_experts_per_tok / args.num_experts if "switch_mlp" in name else 1) * c.batch * S
-    context = ("fc.", "k_proj", "v_proj")
-    for name, p in tree_flatten(trainer.packing.tree(trainer.params)):
+        size = p.size * (32 // args.bits if p.dtype == mx.uint32 else 1)
+        taken["target"] += size * (shape.num_experts_per_tok / shape.num_experts if "switch_mlp" in name else 1) * rows
+    for name, p in weights:
         if p.ndim >= 2 and "codebook" not in name and "base_kernel" not in name:
-            rows = c.batch * c.anchors * K * (0 if name.startswith("fc.") else 1)
-            rows += c.batch * S if any(part in name for part in context) else 0
-            taken["drafter"] += 3 * p.size * rows
-    taken["head"] = 2 * head * c.batch * c.anchors * (K - 1) + head * c.batch * S / 2
-    return taken
+            of_context = rows if name.startswith("fc.") or "k_proj" in name or "v_proj" in name else 0
+            taken["drafter"] += 3 * p.size * (of_context + (0 if name.startswith("fc.") else blocks * 16))
+    head = shape.vocab_size * shape.hidden_size
+    # Forward and back for the slots; once for the target's rows of the half that was drawn.
+    return taken | {"head": head * (2 * blocks * 15 + rows / 2)}
+
+
+def counted(args: argparse.Namespace) -> dict[str, Any]:
+    """A step's multiply-adds, numbers of the vocabulary and least memory, from shapes alone."""
+    model = random_target(SHAPES[args.shape], args.bits, count=True)
+    raw = drafter_config(model, SHAPES[args.shape]["vocab_size"] - 2, layers=args.layers, block_size=16)
+    config = DrafterConfig.from_dict(as_dflash2(raw) if args.architecture == "dflash2" else raw)
+    weights = tree_flatten(ARCHITECTURES[config.architecture](config).parameters())
+    size, vocab = sum(p.size for _, p in weights), model.args.vocab_size
+    # Weights, gradients, both moments and the moving average in float32, products in bfloat16; a chunk of logits, thrice.
+    least = sum(p.nbytes for _, p in tree_flatten(model.parameters())) + 22 * size + 3 * 4 * args.chunk_blocks * 15 * vocab
+    numbers = args.batch * args.anchors * 15 * vocab
+    return {"multiply_adds": multiply_adds(model, weights, args), "vocabulary_numbers": numbers, "least_memory_gb": least / 1e9}
 
 
 def training(model: nn.Module, vocab: int, args: argparse.Namespace, until: float) -> dict[str, Any]:
@@ -150,9 +164,7 @@ def training(model: nn.Module, vocab: int, args: argparse.Namespace, until: floa
         "drafter_weights": sum(p.size for _, p in tree_flatten(trainer.params)),
         "answer_tokens_per_s": answers / step_s,
         "blocks_per_s": c.batch * c.anchors / step_s,
-        "multiply_adds": multiply_adds(model, trainer, args.length, args.bits),
-        "vocabulary_numbers": c.batch * c.anchors * (trainer.K - 1) * vocab,
-    }
+    } | counted(args)
 
 
 def on_macs(step: dict[str, Any]) -> dict[str, float]:
@@ -203,6 +215,24 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(align(rows))
 
 
+def count_table(args: argparse.Namespace) -> str:
+    """Every shape, by count."""
+    rows: list[list[str]] = []
+    for args.shape in [name for name in SHAPES if name != "tiny"]:
+        found = counted(args)
+        macs, seconds = found["multiply_adds"], on_macs(found)
+        rows = rows or [
+            ["shape", *(f"{name}, e12" for name in macs), "memory, GB, at least", *(f"{n}, s, PREDICTED" for n in seconds)]
+        ]
+        cells = [
+            *(f"{n / 1e12:.1f}" for n in macs.values()),
+            f"{found['least_memory_gb']:.0f}",
+            *(f"{s:.1f}" for s in seconds.values()),
+        ]
+        rows.append([args.shape, *cells])
+    return "\n".join(align(rows))
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", choices=SHAPES, default="tiny")
@@ -217,9 +247,13 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=30)
     p.add_argument("--chunk-blocks", type=int, default=128)
     p.add_argument("--max-seconds", type=float, default=55, help="in all; three steps are taken in any case")
+    p.add_argument("--count", action="store_true", help="print what a step takes by count, and run nothing")
     p.add_argument("--out", type=Path, help="JSON record")
     p.add_argument("--table", type=Path, nargs="+", help="print a table of records, measure nothing")
     args = p.parse_args()
+    if args.count:
+        print(count_table(args))
+        return
     records = [json.loads(path.read_text()) for path in args.table] if args.table else [measure(args)]
     print(table(records))
     if args.out and not args.table:

@@ -15,6 +15,8 @@ _PUBLIC = {
     "generate": "generation",
     "stream_generate": "generation",
     "make_prompt_cache": "generation",
+    "batch_generate": "batch.generator",
+    "BatchGenerator": "batch.generator",
     "can_trim_prompt_cache": "prompt_cache",
     "trim_prompt_cache": "prompt_cache",
     "DrafterConfig": "config",

@@ -30,6 +30,11 @@ class Distribution:
             top_p, top_k = 1.0, 1
         self.temp, self.top_p, self.min_p, self.top_k = temp, top_p, min_p, top_k
 
+    @property
+    def settings(self) -> tuple[float, float, float, int]:
+        """What it is told by: two of the same settings draw alike under the same noise."""
+        return self.temp, self.top_p, self.min_p, self.top_k
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         """[..., V] log-probabilities to ids [...], under noise of `mx.random`."""
         return self.draw(logprobs, mx.random.gumbel(logprobs.shape))

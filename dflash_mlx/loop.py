@@ -145,14 +145,14 @@ class Run:
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
         # Who drafts in the next round, and how many of the drafter's drafts were chosen for it, if that is known.
-        self._proposer: Proposer | BlockProposer = self.blocks
-        self._chosen: int | None = None
-        self._counter = RoundCounter(stats, policy, self.blocks)
+        self.proposer: Proposer | BlockProposer = self.blocks
+        self.chosen: int | None = None
+        self.counter = RoundCounter(stats, policy, self.blocks)
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
         self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
         # Entries whose arrays a pass or a rollback leaves lazy, and those of them that a pass does.
-        self._lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
-        self._states = [entry for entry in self._lazy if type(entry) is ArraysCache]
+        self.lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
+        self._states = [entry for entry in self.lazy if type(entry) is ArraysCache]
 
     @property
     def finished(self) -> bool:
@@ -183,30 +183,30 @@ class Run:
             self.rows, self.blocks.context, self.point = done, context, point
             progress(self._prompt_rows - len(feed), self._prompt_rows)
         cache.ids = cache.ids[: self.rows] + feed
-        self._begun = self.rows
+        self.begun = self.rows
         return feed[0]
 
     def next_draft_length(self) -> int:
         """How many drafts to verify next; 0: plain decoding, as for the first token. Settles who drafts them."""
-        self._proposer, n, self._chosen = self.blocks, self._chosen, None
+        self.proposer, n, self.chosen = self.blocks, self.chosen, None
         if not self.emitted:
             return 0
         n = self._choose() if n is None else n
         proposer, offered = self._offer(n)
         if offered:
-            self._proposer, n = proposer, offered
+            self.proposer, n = proposer, offered
         return n
 
     def propose(self, anchor: int | mx.array, n: int) -> Draft:
         """Draft what may follow the anchor, of which n are to be verified. n = 0: nothing."""
         began, block = time.perf_counter(), self.stats.block_size
         with mx.stream(self.stream):
-            if n and self._proposer is self.blocks:
+            if n and self.proposer is self.blocks:
                 draft = self.blocks.propose(_row(anchor), block - 1, n)
                 began += self.roll_back()
                 self._cut_by_confidence(draft, began)
             else:
-                draft = self._proposer.propose(_row(anchor), block - 1) if n else Draft([])
+                draft = self.proposer.propose(_row(anchor), block - 1) if n else Draft([])
                 check_draft(draft, self.target.vocabulary)
                 self.target_sampler.cut(draft, n)
                 if self.blocks.context.pending.nbytes > _PENDING_BYTES:
@@ -232,7 +232,7 @@ class Run:
         with mx.stream(self.stream):
             self.roll_back()
             began = time.perf_counter()
-            if self.quantization and self.rows > self._begun:
+            if self.quantization and self.rows > self.begun:
                 # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
                 self.quantization.apply(self.cache)
             self.point = rollback_point(self.cache.target, self.rows)
@@ -249,7 +249,7 @@ class Run:
         args = (self.target, output, drafted, context, self.rows + 1, confidence)
         token, read, may_be_nonfinite = self.target_sampler.start(*args)
         if not draft.width:
-            _evaluate(self._states)
+            evaluate(self._states)
         sliding = self.blocks.sliding() if by_drafter else self.blocks.context.sliding
         return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
@@ -302,7 +302,7 @@ class Run:
                 # The drafter was not asked: these rows wait for it with those before them.
                 self.blocks.context.pending.append(features)
                 self.rows = rows
-            _evaluate(self._lazy if n > output.draft.width else [], features)
+            evaluate(self.lazy if n > output.draft.width else [], features)
 
     def roll_back(self) -> float:
         """Take back what the last pass holds beyond the kept rows: behind the next draft, which needs none. Returns: seconds."""
@@ -310,7 +310,7 @@ class Run:
         if self.rows < self.point.length + self.point.rows:
             rollback(self.cache.target, self.point, self.rows)
             self.point.ended(self.rows - self.point.length)
-            _evaluate(self._lazy)
+            evaluate(self.lazy)
         self.stats.seconds["rollback"] += (took := time.perf_counter() - began)
         return took
 
@@ -318,7 +318,7 @@ class Run:
         """Count a round and hand out its tokens."""
         result = kept.result
         if self.emitted:
-            self._counter.add(kept)
+            self.counter.add(kept)
         else:
             self.options.progress(self._prompt_rows, self._prompt_rows)
         for i, token in enumerate([*result.drafted[: result.accepted], result.bonus]):
@@ -335,17 +335,17 @@ class Run:
 
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
         """Enqueue the plain pass after a plain one before that one is read; None: the host has a say in between."""
-        self._chosen = None
+        self.chosen = None
         last, measures = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
-        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self._begun + 1)
+        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self.begun + 1)
         may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._deep)
         if last or measures or self.target_sampler.processors or may_be_nonfinite:
             return None
         n = self._choose()
         # What a text offers depends on the token.
         if n or self._offer(0)[1]:
-            self._chosen = n
+            self.chosen = n
             return None
         return self.verify(token := output.token(), self.propose(token, 0), lookahead=True)
 
@@ -381,7 +381,7 @@ class Run:
             mx.eval([entry.state for entry in cache.entries])
 
 
-def _evaluate(entries: list[Any], *arrays: mx.array) -> None:
+def evaluate(entries: list[Any], *arrays: mx.array) -> None:
     """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
     mx.async_eval([entry.cache if type(entry) is ArraysCache else (entry.keys, entry.values) for entry in entries], *arrays)
 

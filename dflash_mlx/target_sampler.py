@@ -60,11 +60,11 @@ class TargetSampler:
     ):
         self.sampler, self.processors, self.history, self.needs_rows = sampler, processors, History(prompt), False
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
-        self._noise = KeyedNoise(self.seed)
+        self.noise = KeyedNoise(self.seed)
 
     def _choose(self, rows: mx.array, position: int) -> mx.array:
         """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
-        chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self._noise, position, rows)
+        chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self.noise, position, rows)
         return chosen.astype(mx.int32)
 
     def draft(
@@ -74,7 +74,7 @@ class TargetSampler:
         A `Distribution` has them drawn under the noise that its own draws there will have: they match more often."""
         noise = ()
         if isinstance(self.sampler, Distribution):
-            rows = self._noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
+            rows = self.noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
             noise = (self.sampler.draw, rows[None, :n])
         return drafter.draft_with_confidence(*block, *noise, n=n)
 

@@ -18,7 +18,6 @@ from ..errors import DFlashError
 from ..kernels.crash_marker import leave_at_once
 from ..sampling_settings import recommended_text
 from ..serving.interrupt import at_ctrl_c
-from ..serving.keys import keys_wait
 from . import inputs, output
 from .live import live
 from .options import (
@@ -120,7 +119,7 @@ def generate(
     asked = SimpleNamespace(**locals())
     _check_usage(asked)
     _read_prompt(asked)
-    with keys_wait(sys.stdin, lines=True) as asked.show_keys, only_ours_on_stdout() as stdout, live("Starting"):
+    with only_ours_on_stdout() as stdout, live("Starting"):
         from ..sampling_settings import SamplingSettings
 
         settings = SamplingSettings(**sampling)
@@ -272,7 +271,6 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             print(json.dumps({**result, "seed": seed, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         stdout.flush()
         line.stop()
-        asked.show_keys()
         say(output.figures(result))
 
     show = _shown(asked, tokenizer, stdout)

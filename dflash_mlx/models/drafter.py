@@ -54,10 +54,10 @@ class Attention(nn.Module):
 
     def keys_values(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """[B, L, H] rows to rotated keys and values, both [B, n_kv_heads, L, D]; `offset` is the first row's position."""
-        k, v = self._cached_form(x, offset)
+        k, v = self.cached_form(x, offset)
         return (self.rope(k, offset=offset) if self.rotates_late else k), v
 
-    def _cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
         B, L, _ = x.shape
         k = self.k_norm(self.k_proj(x).reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
     def inject(self, context: mx.array, cache: Any, start: int) -> None:
         """Append keys and values of context rows at positions start, start + 1, ... that the cache does not hold yet."""
-        k, v = self._cached_form(context, start)
+        k, v = self.cached_form(context, start)
         held = cache.offset - start
         if held < context.shape[1]:
             self._append(cache, k[:, :, held:], v[:, :, held:])
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         end = cache.block_offset if buffered else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
-        k, v = self._cached_form(mx.concatenate([context, x], axis=1), start)
+        k, v = self.cached_form(mx.concatenate([context, x], axis=1), start)
         if cache.offset is not start:
             held = cache.offset - start
             k, v = k[:, :, held:], v[:, :, held:]

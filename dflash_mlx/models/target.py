@@ -103,7 +103,7 @@ class Target:
         # Which layers a kernel serves in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
         # Modules that change an ArraysCache.
-        self._states = StatefulModules(model, self.family, self.routes)
+        self.states = StatefulModules(model, self.family, self.routes)
         # Further calls of layers that go another way in such passes; who compiles a pass puts them here.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass in place of this target's own where it can; the pair gives it.
@@ -156,7 +156,7 @@ class Target:
         handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
         self.routes.begin()
         routed = [*self.routes.calls(ids.size), *self.fused] if kernels else []
-        with intercept([*routed, *handlers]), self._states.during(cache, point, ids.shape[1], kernels):
+        with intercept([*routed, *handlers]), self.states.during(cache, point, ids.shape[1], kernels):
             # The head's logits are evaluated for a single row only: MLX is lazy, so this costs no head product.
             out = self.model(ids, cache=cache)
         if kernels:

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, ConfigError
 from ..machine import write_atomically
 from ..progress import tell
 from .prompts import FAMILIES, FAMILY_IDS, KINDS, Pools, chat_ids, make_frame, read_prompts
-from .rollout import Frame, Row, Written, write_rows
+from .rollout import Frame, Row, Written, quick_switches, write_rows
 
 TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held-out templates and is never trained on
 
@@ -348,6 +348,8 @@ class _Maker:
         self.until: tuple[float, float] | None = None
         self.wanted: int | None = None
         self.waiting: list[Future] = []
+        # What the next shard asks, planned while this one is written.
+        self.planned: tuple[int, Future] | None = None
 
     def learn(self, docs: Docs) -> None:
         """Remember stored text: questions not to repeat, and pieces for templates."""
@@ -415,9 +417,15 @@ class _Maker:
                 f"{config.min_answer} ids, came before, or fell into a loop",
                 "Give prompts, or lower greedy",
             )
-        rows, kinds, families = self.planner.shard(number, self.pools)
+        if self.planned is not None and self.planned[0] == number:
+            rows, kinds, families = self.planned[1].result()
+        else:
+            rows, kinds, families = self.planner.shard(number, self.pools)
         if not rows:
             return False
+        if number >= 2:
+            # Behind the filter of the shard before, in the same thread: pools then hold all before the next but this one.
+            self.planned = number + 1, helper.submit(self.planner.shard, number + 1, self.pools)
         begun, seed = time.monotonic(), config.seed * 100_003 + number
         written = write_rows(self.model, rows, self.frame, config.max_len, seed, progress=self.tell, deadline=deadline)
         took, new = time.monotonic() - begun, int(sum(w.answer.sum() for w in written))
@@ -458,7 +466,7 @@ def make_data(
     deadline = begun + seconds if seconds else None
     maker.until, maker.wanted = deadline and (begun, deadline), answer_tokens
     tell("Writing text", 0.0, answer_tokens if deadline is None else 100, "tokens of answers" if deadline is None else "%")
-    with ThreadPoolExecutor(1) as helper:  # filters one shard while the target writes the next
+    with ThreadPoolExecutor(1) as helper, quick_switches():  # filters one shard while the target writes the next
         while not (deadline and time.monotonic() > deadline) and not (answer_tokens and maker.answers >= answer_tokens):
             if maker.path(maker.number).exists():
                 maker.take_up()

@@ -98,6 +98,8 @@ class TrainConfig:
         for name, allowed in (("loss", ("decay", "dpace")), ("learn_from", ("text", "target")), ("predecessor", ("text", "own"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(allowed)}", "Choose one")
+        if not self.backbone > 0:
+            raise ConfigError(f"backbone is {self.backbone}; it is a weight above 0", "Give such a weight, 0.5 by default")
         if not 0 <= self.tv <= 1 or (self.tv and self.learn_from == "text"):
             raise ConfigError(
                 f"tv is {self.tv} with learn_from {self.learn_from!r}; it is a share of learning from the target",
@@ -386,6 +388,7 @@ def train(
             report(f"Going on at step {trainer.step}.")
     else:
         report = _silent
+        tell(f"Training as rank {trainer.ranks.rank}; rank 0 says how far")
     trainer.follow()
     return _Run(trainer, docs, held_out, out, report, source).go(pause_s)
 

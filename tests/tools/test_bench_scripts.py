@@ -22,7 +22,7 @@ def script(name):
     return module
 
 
-shapes, host = script("shapes"), script("host")
+shapes, host, prefill = script("shapes"), script("host"), script("prefill")
 
 QWEN3 = {
     **shapes.SHAPES["qwen3-8b"][0],
@@ -162,3 +162,16 @@ def test_passes_that_are_not_those_of_the_loop_are_noticed(pair):
     ids[sum(r.accepted + 1 for r in rounds[:3])] += 1
     with pytest.raises(AssertionError, match="not those of the run"):
         host.bare_s(model, drafter, prompt, rounds, ids, waits=True)
+
+
+def test_prefills_are_told_by_medians_over_mlx_lms_and_no_prompt_begins_as_another(pair):
+    def run(side, seconds, cpu):
+        return {"side": side, "length": 1000, "tokens": 1000, "seconds": seconds, "cpu_seconds": cpu}
+
+    runs = [run("mlx-lm", s, None) for s in (2.0, 3.0, 9.0)] + [run("ours", s, None) for s in (1.0, 2.0, 7.0)]
+    theirs, ours = prefill.summarise(runs)
+    assert (theirs["ratio"], ours["ratio"], ours["tokens_per_second"], ours["cpu_ratio"]) == (1.0, 1.5, 500.0, None)
+    assert prefill.summarise([run("mlx-lm", 1, 4.0), run("ours", 1, 5.0)])[1]["cpu_ratio"] == 0.8
+    prompts = [prefill.prompt_of(40, pair[1], number) for number in (1, 2, 12)]
+    ids = [pair[1].encode(prompt) for prompt in prompts]
+    assert all(abs(len(one) - 40) <= 2 for one in ids) and len({tuple(one[:3]) for one in ids}) == 3

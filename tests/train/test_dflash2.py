@@ -331,6 +331,7 @@ def test_settings_that_contradict_each_other_are_named():
     for changes, match in {
         "loss": ({"loss": "kl"}, "loss is 'kl'"),
         "predecessor": ({"predecessor": "none"}, "predecessor is 'none'"),
+        "backbone": ({"backbone": 0.0}, "backbone is 0.0"),
         "tv": ({"tv": 0.5}, "tv is 0.5 with learn_from 'text'"),
     }.values():
         with pytest.raises(ConfigError, match=match):

@@ -1,0 +1,306 @@
+"""Many requests at once: `batch_generate` as mlx-lm's, and `BatchGenerator`, which requests join and leave at any round.
+
+Read `BatchGenerator.next` first. A request alone in the batch goes through `loop.generate_steps`, as `stream_generate` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
+
+from ..errors import GenerationError
+from ..generation import stream_generate
+from ..loop import make_run
+from ..machine import open_stream, wired_limit
+from ..models.drafter import Drafter
+from ..options import RunOptions
+from ..pair import DFlashPair
+from ..stats import GenerationStats
+from .passes import BatchTarget
+from .policy import BatchPolicy
+from .rounds import RowRound, run_round
+from .row import Row, RowResponse, make_row
+
+# Rows that are answered at once unless somebody says otherwise.
+MAX_BATCH = 8
+# The share of time that prompts are read in while answers run, and the tokens that are read at once then.
+PREFILL_SHARE, _CHUNK = 0.5, 512
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(stream_generate).parameters.items()
+    if parameter.default is not parameter.empty
+}
+
+
+def options_of(model: nn.Module, tokenizer: Any, prompt: Any, **given: Any) -> RunOptions:
+    """The options of one request, by `stream_generate`'s names and defaults.
+
+    Raises:
+      GenerationError: a name that it has not got, or what `RunOptions` refuses.
+    """
+    if unknown := sorted({*given} - {*_DEFAULTS}):
+        raise GenerationError(f"there is no option {', '.join(unknown)}", "Use the keywords of stream_generate")
+    return RunOptions(**{**_DEFAULTS, "model": model, "tokenizer": tokenizer, "prompt": prompt, **given})
+
+
+class BatchGenerator:
+    """Runs requests together that join and leave between rounds.
+
+    Each request's tokens are those that `stream_generate` gives it alone (on a CPU in float32 bit by bit; on a GPU a pass of more
+    rows may round otherwise). Not safe for two threads.
+
+    Args:
+      draft_model: what `load_drafter` returned for `model`.
+      max_batch: requests that are answered at once; those beyond wait in order.
+      prefill_share: of the time, how much goes to reading prompts while answers run, above 0 and below 1.
+    Raises:
+      GenerationError: an argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        draft_model: nn.Module,
+        *,
+        max_batch: int = MAX_BATCH,
+        prefill_share: float = PREFILL_SHARE,
+        stream: Any = generation_stream,
+    ):
+        if not isinstance(draft_model, Drafter):
+            raise GenerationError("a batch needs a DFlash drafter", "Pass what load_drafter returns")
+        if type(max_batch) is not int or max_batch < 1:
+            raise GenerationError(f"max_batch is {max_batch!r}; it must be a whole number of at least 1")
+        if not 0 < prefill_share < 1:
+            raise GenerationError(f"prefill_share is {prefill_share!r}; it must lie between 0 and 1")
+        self.model, self.tokenizer, self.draft_model, self.stream = model, tokenizer, draft_model, stream
+        self.max_batch, self.prefill_share = max_batch, prefill_share
+        self.pair = DFlashPair.of(draft_model)
+        self.policy = BatchPolicy(draft_model.config.block_size - 1)
+        self.waiting: deque[Row] = deque()
+        self.rows: list[Row] = []
+        self._uid, self._target = 0, None
+        # Seconds that went to prompts and to answers since both were last asked for.
+        self._spent = [0.0, 0.0]
+
+    def insert(self, prompt: Any, **options: Any) -> int:
+        """Add a request, with the keywords of `stream_generate`. Returns: its name in `next` and `remove`.
+
+        Raises: as `stream_generate`, before anything runs.
+        """
+        made = options_of(
+            self.model, self.tokenizer, prompt, **{**options, "draft_model": self.draft_model, "stream": self.stream}
+        )
+        row = make_row(self._uid, made, self.pair, make_run)
+        self._uid += 1
+        self.waiting.append(row)
+        return row.uid
+
+    def remove(self, uid: int) -> list[Any] | None:
+        """Take a request out, whatever it is at. Returns: its prompt cache, at the tokens that it was given; None: not here."""
+        row = next((row for row in [*self.rows, *self.waiting] if row.uid == uid), None)
+        if row is None:
+            return None
+        (self.rows if row in self.rows else self.waiting).remove(row)
+        return row.end()
+
+    @property
+    def reason(self) -> str | None:
+        """Why requests are answered one after the other; None: they are answered together, or nobody asked yet."""
+        return self._target and self._target.reason
+
+    def __len__(self) -> int:
+        """Requests that are not finished."""
+        return len(self.rows) + len(self.waiting)
+
+    def next(self) -> list[RowResponse]:
+        """Read a piece of a prompt, or run a round of every answer, or both: the tokens that this gave, a row's in their order.
+
+        A request's last response has its finish_reason and its prompt cache.
+        """
+        with mx.stream(self.stream):
+            found = self._step()
+        for response in found:
+            if response.finish_reason:
+                response.prompt_cache = self.remove(response.uid)
+        return found
+
+    def _step(self) -> list[RowResponse]:
+        room = self.max_batch if self._can_batch() else 1
+        while self.waiting and len(self.rows) < room:
+            self.rows.append(self.waiting.popleft())
+        reading = [row for row in self.rows if row.is_reading]
+        answering = [row for row in self.rows if not row.is_reading]
+        if not (reading and answering):
+            self._spent = [0.0, 0.0]
+        if reading and self._spent[0] * (1 - self.prefill_share) <= self._spent[1] * self.prefill_share:
+            began = time.perf_counter()
+            if failed := self._read(reading[0], _CHUNK if answering else None):
+                return [failed]
+            self._spent[0] += time.perf_counter() - began
+            if not answering:
+                return []
+        began = time.perf_counter()
+        found = self._answer(answering)
+        self._spent[1] += time.perf_counter() - began
+        return found
+
+    def _can_batch(self) -> bool:
+        """Whether rows can run together; looked at when there are two, once for a target."""
+        if len(self) < 2 or self.max_batch == 1:
+            return self._target is not None and self._target.reason is None
+        if self._target is None or self._target.target is not self.pair.target:
+            self._target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
+        return self._target.reason is None
+
+    def _read(self, row: Row, most: int | None) -> RowResponse | None:
+        try:
+            row.read(most)
+        except Exception as error:  # noqa: BLE001 - a fault of this request, such as a prompt that memory does not hold
+            return row.fail(error)
+        return None
+
+    def _answer(self, rows: list[Row]) -> list[RowResponse]:
+        if len(rows) == 1 and len(self.rows) == 1:
+            try:
+                return rows[0].alone()
+            except Exception as error:  # noqa: BLE001 - of the only request there is
+                return [rows[0].fail(error)]
+        for row in rows:
+            row.join()
+        width = self.policy.plan([row.policy for row in rows])
+        rounds = [RowRound(row.run, row.anchor) for row in rows]
+        seconds = run_round(self._target, rounds)
+        found = []
+        for row, done in zip(rows, rounds, strict=True):
+            try:
+                if done.error is not None:
+                    raise done.error
+                found += row.emit(done.kept)
+            except Exception as error:  # noqa: BLE001 - one request's own
+                found.append(row.fail(error))
+        if all(done.error is None for done in rounds):
+            self.policy.observe([row.policy for row in rows], width, seconds)
+        return found
+
+    def close(self) -> None:
+        """Take every request out."""
+        for row in [*self.rows, *self.waiting]:
+            self.remove(row.uid)
+
+    @contextmanager
+    def open(self) -> Iterator[BatchGenerator]:
+        """For as long as requests run: their memory is held as `stream_generate` holds it, and nothing is left behind."""
+        with open_stream(), wired_limit([self.model, self.draft_model], self.stream), ExitStack() as at_end:
+            at_end.callback(self.close)
+            yield self
+
+
+@dataclass
+class BatchResponse:
+    """What `batch_generate` returns, in the order of the prompts: mlx-lm's fields, and what drafting did for each row.
+
+    stats: of each row; seconds: of all, prompts included.
+    """
+
+    texts: list[str]
+    stats: list[GenerationStats]
+    caches: list[list[Any]] | None = None
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+    seconds: float = 0.0
+    responses: list[RowResponse] = field(default_factory=list, repr=False)
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_caches: Sequence[list[Any]] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    draft_model: nn.Module,
+    seeds: Sequence[int] | None = None,
+    max_batch: int = MAX_BATCH,
+    prefill_share: float = PREFILL_SHARE,
+    **options: Any,
+) -> BatchResponse:
+    """Generate for several prompts together: mlx-lm's function with a DFlash drafter.
+
+    Each row's tokens are those of `stream_generate` with the same options; EOS is not among them, as in mlx-lm's.
+
+    Args beyond mlx-lm's:
+      seeds: one a prompt, as `seed` of `stream_generate`. options: `stream_generate`'s keywords, the same for every prompt.
+      max_batch, prefill_share: as `BatchGenerator`.
+    Raises:
+      as `stream_generate`; the first error that a row met, once the others were taken out.
+    """
+    n = len(prompts)
+    given = {
+        "prompt_caches": prompt_caches,
+        "seeds": seeds,
+        "max_tokens": max_tokens if not isinstance(max_tokens, int) else None,
+    }
+    for name, values in given.items():
+        if values is not None and len(values) != n:
+            raise GenerationError(f"{name} has {len(values)} entries; there are {n} prompts", "Give one for each prompt")
+    most = [max_tokens] * n if isinstance(max_tokens, int) else list(max_tokens)
+    rows = [_Collected() for _ in range(n)]
+    batch = BatchGenerator(model, tokenizer, draft_model, max_batch=max_batch, prefill_share=prefill_share)
+    began, done = time.perf_counter(), 0
+    with batch.open():
+        places = {}
+        for i, prompt in enumerate(prompts):
+            own = {"prompt_cache": prompt_caches[i]} if prompt_caches is not None else {}
+            own |= {"seed": seeds[i]} if seeds is not None else {}
+            places[batch.insert(prompt, max_tokens=most[i], **own, **options)] = rows[i]
+        while len(batch):
+            for response in batch.next():
+                if response.error is not None:
+                    raise response.error
+                places[response.uid].add(response, return_logprobs)
+                done += response.finish_reason is not None
+            if verbose:
+                print(f"[batch_generate] Finished processing {done}/{n} ...", end="\r", flush=True)
+    seconds = time.perf_counter() - began
+    if verbose:
+        tokens = sum(row.last.generation_tokens for row in rows)
+        print(f"[batch_generate] Finished processing {done}/{n}")
+        print(f"[batch_generate] {tokens} tokens in {seconds:.3f} s, {tokens / seconds:.3f} tokens-per-sec")
+    return BatchResponse(
+        [row.text for row in rows],
+        [row.last.stats for row in rows],
+        [row.last.prompt_cache for row in rows] if return_prompt_caches else None,
+        [row.ids for row in rows] if return_token_ids else None,
+        [row.logprobs for row in rows] if return_logprobs else None,
+        seconds,
+        [row.last for row in rows],
+    )
+
+
+class _Collected:
+    """What a row of `batch_generate` has given so far."""
+
+    def __init__(self) -> None:
+        self.text, self.ids, self.logprobs, self.last = "", [], [], None
+
+    def add(self, response: RowResponse, wants_logprobs: bool) -> None:
+        self.text, self.last = self.text + response.text, response
+        if response.finish_reason != "stop":
+            self.ids.append(response.token)
+            if wants_logprobs:
+                self.logprobs.append(response.logprobs[response.token].item())

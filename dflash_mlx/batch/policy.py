@@ -1,0 +1,164 @@
+"""How many drafts each row of a batch verifies: from what rounds of so many rows took, and what each row accepted.
+
+Knows numbers only. A row that runs alone is chosen for by its own policy (`draft_length.policy`).
+
+    value(w) = tokens(w) / seconds(B, w)        tokens(w): over the rows, the committed tokens of a round of width w
+                                                seconds(B, w): what a round of B rows at width w took of late
+
+The width with the largest value is taken; 0 is plain batching. A row whose own drafts are worth less than what they add to the
+round drafts nothing in it. Seconds that were never seen are taken from the nearest number of rows, and a width that never ran is
+tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..draft_length.acceptance import expected_tokens
+from ..draft_length.cost_model import first_widths
+from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
+
+# Rounds until the next best width is timed again; until a row that drafts nothing is tried again.
+_LOOK_AGAIN, _TRY_ROW = 96, 24
+# How far a round moves what is known; how much more than that one odd round counts for; rounds of its own that a pass costs.
+_FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
+
+
+class RoundCosts:
+    """Seconds of a round by (rows, width): a mean that follows late rounds, in which an odd one counts for little."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], float] = {}
+
+    def add(self, rows: int, width: int, seconds: float) -> None:
+        known = self.seen.get((rows, width))
+        if known is None or seconds < known / _ODD:
+            self.seen[rows, width] = seconds
+        else:
+            self.seen[rows, width] = known + _FOLLOW * (min(seconds, _ODD * known) - known)
+
+    def seconds(self, rows: int, width: int) -> float | None:
+        """None: no round of this width was ever seen."""
+        if (rows, width) in self.seen:
+            return self.seen[rows, width]
+        near = min((b for b, w in self.seen if w == width), key=lambda b: abs(b - rows), default=None)
+        # A part of a pass is read weights, which rows share.
+        return None if near is None else self.seen[near, width] * (_FIXED + rows) / (_FIXED + near)
+
+
+class BatchPolicy:
+    """Chooses the rows' widths, round by round. most: the widest that the drafter drafts."""
+
+    def __init__(self, most: int):
+        self.most, self.costs = most, RoundCosts()
+        self._rounds = 0
+        self._width = 0
+
+    def plan(self, rows: Sequence[RowPolicy]) -> int:
+        """Set each row's width for the next round. Returns: the width that most of them have."""
+        free = [row for row in rows if row.is_free and not row.waits]
+        for row in rows:
+            row.width = 0
+        if not free:
+            return 0
+        self._rounds += 1
+        B, widths = len(rows), [0, *first_widths(self.most)]
+        tokens = [expected_tokens(row.own.acceptance.rates()) for row in free]
+        known = {w: s for w in widths if (s := self.costs.seconds(B, w)) is not None}
+        if len(known) < len(widths):
+            # Plain rounds first: drafting is judged by them.
+            width = next(w for w in widths if w not in known)
+        else:
+            fixed = len(rows) - len(free)
+            value = {w: (fixed + sum(t[w] for t in tokens)) / s for w, s in known.items()}
+            best = sorted(widths, key=value.__getitem__, reverse=True)
+            width = best[1] if self._rounds % _LOOK_AGAIN == 0 else best[0]
+            free = self._worth(free, tokens, width, value[best[0]], (known[width] - known[0]) / B)
+        for row in free:
+            row.width = width
+        return width
+
+    @staticmethod
+    def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
+        """The rows whose drafts bring more than the tokens that their share of the time is worth, and those due for a try."""
+        if not width:
+            return free
+        found = []
+        for row, expected in zip(free, tokens, strict=True):
+            row.idle = 0 if expected[width] - 1 >= rate * added_s / 2 else row.idle + 1
+            if row.idle % _TRY_ROW == 0:
+                found.append(row)
+        return found
+
+    def observe(self, rows: Sequence[RowPolicy], width: int, seconds: float) -> None:
+        """What a round took whose free rows all had this width."""
+        if all(row.width == width for row in rows):
+            self.costs.add(len(rows), width, seconds)
+
+
+class RowPolicy:
+    """A row's policy: its own while it runs alone, the batch's in company.
+
+    width: the batch's choice; waits: its first token is not there yet, so it does not draft; idle: rounds since it was worth it.
+    """
+
+    def __init__(self, own: DraftLengthPolicy | FixedDraftLength):
+        self.own, self.in_company, self.width, self.waits, self.idle = own, False, 0, True, 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether widths are chosen by time."""
+        return isinstance(self.own, DraftLengthPolicy)
+
+    @property
+    def ready(self) -> bool:
+        return self.in_company or self.own.ready
+
+    @property
+    def wants_confidence(self) -> bool:
+        return not self.in_company and self.own.wants_confidence
+
+    @property
+    def cuts_by_confidence(self) -> bool:
+        return not self.in_company and self.own.cuts_by_confidence
+
+    @property
+    def plain_s(self) -> float | None:
+        return self.own.plain_s
+
+    @property
+    def _is_batchs(self) -> bool:
+        return self.in_company and self.is_free
+
+    def choose(self, pending: int = 0) -> int:
+        if not self._is_batchs:
+            self.width = self.own.choose(pending)
+        return self.width
+
+    def drafts_needed(self, width: int) -> int | None:
+        return width + 1 if self._is_batchs else self.own.drafts_needed(width)
+
+    def confidence_cut(self, confidence: Sequence[float]) -> int:
+        return self.own.confidence_cut(confidence)
+
+    def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
+        """In company: as many ids of the text as are likely to be right, where that is more than the drafter promises."""
+        if not self._is_batchs:
+            return self.own.prompt_lookup_width(width, rates)
+        reach, likely = 1.0, 0
+        for rate in rates:
+            reach *= rate
+            likely += reach > 0.5
+        drafts = expected_tokens(self.own.acceptance.rates())[width]
+        return likely if likely and expected_tokens(rates)[likely] > max(drafts, 2.0) else 0
+
+    def observe(self, width: int, accepted: int, more: bool, seconds: float, *about: Any, **named: Any) -> None:
+        if not self._is_batchs:
+            self.own.observe(width, accepted, more, seconds, *about, **named)
+        elif width and not (named.get("looked_up") or len(about) > 1 and about[1]):
+            # Seconds of a round of many rows say nothing of one row's.
+            self.own.acceptance.add(accepted, more)
+
+    def reason(self, *rounds: Mapping[int, int]) -> str | None:
+        return self.own.reason(*rounds)

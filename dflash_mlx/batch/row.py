@@ -1,0 +1,192 @@
+"""A row of a batch: one request from its prompt to its last token, as `generation` makes responses of a run.
+
+Knows one run. Knows no other row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..generation import GenerationResponse
+from ..loop import Kept, Run, Step, generate_steps
+from ..options import RunOptions
+from ..pair import DFlashPair
+from ..proposers import BlockProposer
+from ..rollback import rollback_point
+from ..text import TextStream
+from .policy import RowPolicy
+
+
+@dataclass
+class RowResponse(GenerationResponse):
+    """A row's response for one token.
+
+    uid: what `insert` called the row. error: why it ended, with finish_reason "error"; the other fields are then as they were.
+    prompt_cache: with the last one, the row's cache, for a request that goes on.
+    """
+
+    uid: int = -1
+    error: Exception | None = None
+    prompt_cache: list[Any] | None = field(default=None, repr=False)
+
+
+class _Paused(Exception):
+    """Leaves a prefill behind one chunk."""
+
+
+class Row:
+    """uid: its name; run: what generates; rest: tokens of its prompt that are not read yet; anchor: its last committed token."""
+
+    def __init__(self, uid: int, run: Run, prompt: list[int]):
+        self.uid, self.run, self.rest, self.anchor = uid, run, list(prompt), -1
+        self.policy = RowPolicy(run.policy)
+        run.policy = run.blocks.policy = run.counter.policy = run.stats.rule = self.policy
+        options, self._tell = run.options, run.options.progress
+        self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
+        self.text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *prompt])
+        self.cancelled, self.n, self._began, self.prompt_tps = False, 0, time.perf_counter(), 0.0
+        # Of a run that goes on alone.
+        self._steps: Iterator[Step] | None = None
+
+    @property
+    def options(self) -> RunOptions:
+        return self.run.options
+
+    @property
+    def is_reading(self) -> bool:
+        return self.anchor < 0
+
+    def read(self, most: int | None) -> None:
+        """Run the next chunk of the prompt, of `most` tokens if that is less than the row's own step."""
+        run, step = self.run, self._step_size or 2048
+        run.options.prefill_step_size = min(step, most or step)
+        before, old = run.rows, len(run.cache.ids) - run.cache.rows
+
+        def progress(done: int, total: int) -> None:
+            if done:
+                raise _Paused
+
+        run.options.progress = progress
+        try:
+            self.anchor = run.prefill(self.rest)
+            run.options.progress = lambda *_: None
+        except _Paused:
+            # The cache says what it holds: the next chunk begins there.
+            run.cache.rows = run.rows
+            self.rest = self.rest[run.rows - before - old :]
+            self._tell(self.prompt_tokens - len(self.rest), self.prompt_tokens)
+
+    def alone(self) -> list[RowResponse]:
+        """The tokens of the next round by the loop for one row."""
+        self.policy.in_company = False
+        if self._steps is None:
+            self._settle()
+            self._steps = generate_steps(self.run, [])
+        found, run = [], self.run
+        while not found or run.rows >= len(run.cache.ids) and not found[-1].finish_reason:
+            # What a round has committed is handed out before anybody may join.
+            token, row, from_draft = next(self._steps)
+            self.anchor = token
+            found.append(self._respond(token, row, from_draft))
+        return found
+
+    def join(self) -> None:
+        """Leave the loop for one row, if the row was in it: its caches are at the tokens that were handed out."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+            self._resume()
+        self.policy.in_company, self.policy.waits = True, not self.run.emitted
+
+    def _settle(self) -> None:
+        """Leave both caches at the tokens that were handed out."""
+        self.run.settle()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Let the run go on from caches that were settled."""
+        run = self.run
+        run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
+        blocks = BlockProposer(
+            run.blocks.drafter, run.cache.drafter, run.cache.features, run.rows, run.target_sampler, run.policy
+        )
+        run.blocks = run.proposer = run.counter.blocks = blocks
+        run.chosen = None
+
+    def emit(self, kept: Kept) -> list[RowResponse]:
+        """Responses for what a round has committed, up to the last token of the row."""
+        found = []
+        for token, row, from_draft in self.run.emit(kept):
+            self.anchor = token
+            found.append(self._respond(token, row, from_draft))
+            if found[-1].finish_reason:
+                break
+        return found
+
+    def _respond(self, token: int, logprobs: mx.array, from_draft: bool) -> RowResponse:
+        now, stats = time.perf_counter(), self.run.stats
+        self.n += 1
+        if self.n == 1:
+            self.prompt_tps, self._began = self.prompt_tokens / max(now - self._began, 1e-9), now
+        if self.options.logprobs:
+            mx.eval(logprobs)
+        stop = token in self.options.tokenizer.eos_token_ids
+        last = stop or self.n == self.options.max_tokens
+        piece = "" if stop else self.text.feed(token)
+        if last:
+            piece += self.text.finish()
+        elapsed, spent = now - self._began, stats.seconds
+        spent["host"] = max(elapsed - spent["draft"] - spent["verify"] - spent["rollback"], 0.0)
+        return RowResponse(
+            text=piece,
+            token=token,
+            logprobs=logprobs,
+            from_draft=from_draft,
+            prompt_tokens=self.prompt_tokens,
+            prompt_tps=self.prompt_tps,
+            generation_tokens=self.n,
+            generation_tps=self.n / elapsed if elapsed else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=("stop" if stop else "length") if last else None,
+            stats=stats,
+            uid=self.uid,
+        )
+
+    def fail(self, error: Exception) -> RowResponse:
+        """The row's last response, for something that went wrong in it alone."""
+        none = {"text": "", "token": -1, "logprobs": None, "from_draft": False, "prompt_tps": self.prompt_tps, "peak_memory": 0.0}
+        counts = {"prompt_tokens": self.prompt_tokens, "generation_tokens": self.n, "generation_tps": 0.0}
+        return RowResponse(**none, **counts, finish_reason="error", stats=self.run.stats, uid=self.uid, error=error)
+
+    def end(self) -> list[Any]:
+        """Leave the batch. Returns: the prompt cache, at the tokens that were handed out."""
+        if self._steps is not None:
+            self._steps.close()
+        else:
+            self.run.settle()
+        return self.run.cache.entries
+
+
+def make_row(uid: int, options: RunOptions, pair: DFlashPair, make_run: Any) -> Row:
+    """A row that has not begun. What cannot be honoured is refused here.
+
+    Raises:
+      GenerationError, CacheError, PairError, ValueError: as `stream_generate`.
+    """
+    options.check_drafter()
+    target, prompt = pair.begin(), options.prompt_ids
+    cache = pair.open_cache(options.prompt_cache, options.max_kv_size)
+    options.check_prompt(target, cache)
+    run = make_run(options, pair, cache)
+    if options.prompt_cache is not None:
+        options.prompt_cache[:] = cache.entries
+        cache.entries = options.prompt_cache
+    return Row(uid, run, prompt)
+
+
+__all__ = ["DFlashPair", "Row", "RowResponse", "make_row"]

@@ -1,0 +1,162 @@
+"""Many requests at once: each gets what it gets alone, whatever the others do."""
+
+import pytest
+import schedules
+from families import family, known_drafter
+from kit import ids_of, letters, offsets, tiny_drafter, tiny_target
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
+
+from dflash_mlx import BatchGenerator, batch_generate, make_prompt_cache, stream_generate
+from dflash_mlx.batch.passes import BatchTarget
+from dflash_mlx.errors import GenerationError
+from dflash_mlx.models.target import Target
+from dflash_mlx.prompt_cache import PairCache
+
+PROMPTS = [[5, 9, 2, 7], [3] * 30, [8, 1], [4, 4, 6, 1, 9]]
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """A random target with a random drafter."""
+    model = tiny_target()
+    return model, tiny_drafter(model)
+
+
+def alone(model, drafter, prompt, n=12, **options):
+    return ids_of(stream_generate(model, letters(), prompt, max_tokens=n, draft_model=drafter, block_size=5, **options))
+
+
+@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.full
+@pytest.mark.rows_equal
+def test_random_schedules_give_each_request_what_it_gets_alone(name):
+    case = schedules.make_case(name)
+    assert not [fault for seed in range(6) for fault in schedules.run_schedule(case, seed)]
+
+
+@pytest.mark.rows_equal
+def test_a_random_schedule_gives_each_request_what_it_gets_alone():
+    case = schedules.make_case("llama, mixed windows")
+    assert not [fault for seed in range(2) for fault in schedules.run_schedule(case, seed)]
+
+
+@pytest.mark.rows_equal
+def test_batch_generate_gives_what_mlx_lms_would_and_the_stats_of_each_row(pairs):
+    model, drafter = pairs
+    options = {"draft_model": drafter, "block_size": 5, "return_token_ids": True, "return_prompt_caches": True}
+    got = batch_generate(model, letters(), PROMPTS, max_tokens=[12, 3, 7, 12], return_logprobs=True, **options)
+    assert got.token_ids == [alone(model, drafter, p, n) for p, n in zip(PROMPTS, (12, 3, 7, 12), strict=True)]
+    assert got.texts == [letters().decode(ids) for ids in got.token_ids]
+    assert [stats.n_rounds > 0 for stats in got.stats] == [True] * 4
+    assert [len(row) for row in got.logprobs] == [12, 3, 7, 12] and max(map(max, got.logprobs)) <= 0
+    for prompt, ids, cache in zip(PROMPTS, got.token_ids, got.caches, strict=True):
+        assert PairCache.read(cache).ids == [*prompt, *ids]
+
+
+def test_a_request_that_goes_on_takes_its_cache_along(pairs):
+    model, drafter = pairs
+    cache = make_prompt_cache(model, drafter)
+    options = {"draft_model": drafter, "block_size": 5, "return_token_ids": True}
+    first = batch_generate(model, letters(), [PROMPTS[0]], [cache], max_tokens=4, return_prompt_caches=True, **options)
+    second = batch_generate(
+        model, letters(), [[6], PROMPTS[1]], [first.caches[0], make_prompt_cache(model, drafter)], max_tokens=5, **options
+    )
+    assert second.token_ids[0] == alone(model, drafter, [*PROMPTS[0], *first.token_ids[0], 6], 5)
+
+
+def test_a_processor_that_fails_ends_its_own_request_only(pairs):
+    model, drafter = pairs
+
+    def fails(tokens, logits):
+        if len(tokens) > len(PROMPTS[1]) + 2:
+            raise OSError("no such grammar")
+        return logits
+
+    batch, got, errors = BatchGenerator(model, letters(), drafter), {}, {}
+    uids = [
+        batch.insert(p, max_tokens=9, block_size=5, logits_processors=[fails] if i == 1 else None) for i, p in enumerate(PROMPTS)
+    ]
+    while len(batch):
+        for response in batch.next():
+            if response.error:
+                errors[response.uid] = str(response.error)
+            else:
+                got.setdefault(response.uid, []).append(response.token)
+    assert errors == {uids[1]: "no such grammar"}
+    assert [got[uid] for i, uid in enumerate(uids) if i != 1] == [
+        alone(model, drafter, p, 9) for i, p in enumerate(PROMPTS) if i != 1
+    ]
+
+
+def test_a_request_that_leaves_while_its_prompt_is_read_leaves_its_rows_behind(pairs):
+    model, drafter = pairs
+    batch = BatchGenerator(model, letters(), drafter)
+    short = batch.insert(PROMPTS[0], max_tokens=40, block_size=5)
+    batch.next()
+    long = batch.insert([7] * 50, max_tokens=4, block_size=5, prefill_step_size=8)
+    while len(batch.rows) < 2 or not batch.rows[1].run.rows:
+        batch.next()
+    cache = PairCache.read(batch.remove(long))
+    assert cache.rows == 8 and cache.ids == [7] * 8 and {*offsets(cache.target)} == {8}
+    assert [row.uid for row in batch.rows] == [short] and batch.remove(long) is None
+    batch.close()
+    assert not len(batch)
+
+
+def test_a_long_prompt_and_running_answers_share_the_time(pairs):
+    model, drafter = pairs
+    batch = BatchGenerator(model, letters(), drafter, prefill_share=0.2)
+    batch.insert(PROMPTS[0], max_tokens=200, block_size=5)
+    batch.next()
+    batch.insert([7] * 120, max_tokens=4, block_size=5, prefill_step_size=4)
+    given, read = 0, 0
+    while len(batch.rows) < 2 or batch.rows[1].is_reading:
+        before = batch.rows[1].run.rows if len(batch.rows) > 1 else 0
+        given += sum(r.uid == 0 for r in batch.next())
+        read += len(batch.rows) > 1 and batch.rows[1].run.rows > before
+    # Both went on: answers between the pieces of a prompt.
+    assert read >= 20 and given > read
+    batch.close()
+
+
+@pytest.mark.parametrize("name", ["bailing_hybrid", "llama4"])
+def test_a_target_that_cannot_run_rows_together_answers_one_after_the_other_and_says_so(name):
+    model = family(name)
+    drafter = known_drafter(model, [1] * 60, block_size=4)
+    batch, order, answers = BatchGenerator(model, letters(), drafter), [], {}
+    for prompt in PROMPTS[:2]:
+        batch.insert(prompt, max_tokens=4, block_size=4)
+    while len(batch):
+        for response in batch.next():
+            order.append(response.uid)
+            answers.setdefault(response.uid, []).append(response.token)
+    assert order == [0] * 4 + [1] * 4 and "several rows" in batch.reason
+    assert [answers[i] for i in (0, 1)] == [
+        ids_of(stream_generate(model, letters(), p, max_tokens=4, draft_model=drafter, block_size=4)) for p in PROMPTS[:2]
+    ]
+
+
+def test_a_target_whose_rows_differ_is_found_by_two_rows():
+    model = tiny_target()
+    mlp = model.model.layers[1].mlp
+
+    class Odd(type(mlp)):
+        def __call__(self, x):
+            return super().__call__(x) * (2 if x.shape[0] > 1 else 1)
+
+    mlp.__class__ = Odd
+    assert "give other values" in BatchTarget(Target(model, (0, 2)), lambda: make_target_cache(model)).reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0; it must be a whole number of at least 1"),
+        ({"prefill_share": 1.0}, "prefill_share is 1.0; it must lie between 0 and 1"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused(pairs, options, message):
+    with pytest.raises(GenerationError, match=message):
+        BatchGenerator(pairs[0], letters(), pairs[1], **options)
+    with pytest.raises(GenerationError, match="max_tokens has 2 entries; there are 1 prompts"):
+        batch_generate(pairs[0], letters(), PROMPTS[:1], max_tokens=[1, 2], draft_model=pairs[1])
