@@ -18,6 +18,7 @@ from ..errors import DFlashError
 from ..kernels.crash_marker import leave_at_once
 from ..sampling_settings import recommended_text
 from ..serving.interrupt import at_ctrl_c
+from ..serving.keys import keys_wait
 from . import inputs, output
 from .live import live
 from .options import (
@@ -119,7 +120,7 @@ def generate(
     asked = SimpleNamespace(**locals())
     _check_usage(asked)
     _read_prompt(asked)
-    with only_ours_on_stdout() as stdout, live("Starting"):
+    with keys_wait(sys.stdin, lines=True) as asked.show_keys, only_ours_on_stdout() as stdout, live("Starting"):
         from ..sampling_settings import SamplingSettings
 
         settings = SamplingSettings(**sampling)
@@ -271,6 +272,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             print(json.dumps({**result, "seed": seed, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         stdout.flush()
         line.stop()
+        asked.show_keys()
         say(output.figures(result))
 
     show = _shown(asked, tokenizer, stdout)

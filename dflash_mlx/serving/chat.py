@@ -21,7 +21,8 @@ from .attachments import Attachment, named_files, no_files, read_attachment, wit
 from .commands import COMMANDS, run_command
 from .conversation import Conversation, Pair
 from .draft_marks import DraftMarks
-from .editor import LineEditor, keys_wait, read_line
+from .editor import LineEditor, read_line
+from .keys import keys_wait
 from .recap import figures, first_line, nothing_shown, recap
 from .screen import MarkdownScreen, MarkedScreen, PlainScreen, stop_on_ctrl_c
 from .sessions import write_session

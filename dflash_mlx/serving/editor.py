@@ -1,10 +1,10 @@
-"""The chat's line editor, on prompt_toolkit: history, folded pastes, $EDITOR, and keys that were typed while nobody read them."""
+"""The chat's line editor, on prompt_toolkit: history, folded pastes and $EDITOR."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TextIO
 
 from ..errors import DFlashError
@@ -159,32 +159,3 @@ def completer(commands: Callable[[], Iterable[str]]) -> Any:
                 yield from (Completion(name, -len(text)) for name in commands() if name.startswith(text))
 
     return Ours()
-
-
-@contextmanager
-def keys_wait(stdin: TextIO, *, lines: bool = False) -> Iterator[None]:
-    """Keys that are typed here are not shown; they wait in the terminal until somebody reads them. Ctrl-C stays a signal.
-
-    lines: whoever reads them reads lines, and no keys.
-    """
-    try:
-        import termios
-
-        fd = stdin.fileno()
-        before = termios.tcgetattr(fd)
-    except (ImportError, OSError, ValueError, termios.error):
-        # No terminal of this kind, so none that shows keys.
-        yield
-        return
-    quiet = termios.tcgetattr(fd)
-    if not lines:
-        quiet[0] &= ~termios.ICRNL
-        quiet[3] &= ~termios.ICANON
-    quiet[3] &= ~termios.ECHO
-    # A signal's key would throw away what was typed before it.
-    quiet[3] |= termios.NOFLSH
-    termios.tcsetattr(fd, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSANOW, before)

@@ -313,6 +313,22 @@ def test_generate_says_what_it_says_within_the_width_and_in_no_words_of_ours(col
     assert screen.longest_pause < 2 and not [row for row in screen.torn if "token" in row], screen.changes
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [40, 200])
+def test_keys_typed_during_an_answer_of_generate_are_not_shown_in_it_and_come_to_the_shell(columns):
+    command = f"{sys.executable} -m dflash_mlx generate --model tiny -p 'x = 1' -m 300"
+    line = f"{command}; stty -a | tr ' ' '\\n' | grep echo$; read k; echo got $k"
+    with Screen(["sh", "-c", line], columns=columns, program=True) as screen:
+        screen.wait_for("self.interp.write, self")
+        screen.send("qqq")
+        screen.wait_for("tokens/s")
+        shown = screen.text
+        screen.send("\r")
+        assert screen.end() == 0
+    assert "q" not in shown.partition("plain decoding.")[2], shown
+    assert "got qqq" in screen.text and "-echo" not in screen.text.split(), screen.text
+
+
 def test_a_sentence_is_broken_between_words_on_a_terminal_and_whole_in_a_pipe(monkeypatch):
     text = "A sentence that is longer than the terminal is wide.\nAnd --a-long-flag-that-is-not-broken."
     assert output.wrapped(text, io.StringIO()) == text
