@@ -152,12 +152,9 @@ def _refused(status: int, data: bytes) -> DFlashError:
         said = _said(json.loads(data))
     except ValueError:
         said = " ".join(data.decode(errors="replace").split())[:300]
-    remedy = {
-        401: "Give its key with --api-key",
-        403: "Give its key with --api-key",
-        404: "Is it a chat model, and the address right?",
-    }
-    return DFlashError(f"the server refuses with status {status}: {said.rstrip('.')}", remedy.get(status, "Change that"))
+    key, place = "Give its key with --api-key", "Look at --url and --model"
+    remedy = {401: key, 403: key, 404: place, 405: place}.get(status, "/retry asks again" if status >= 500 else "")
+    return DFlashError(f"the server answers with status {status}: {said.rstrip('.')}", remedy)
 
 
 def _said(body: Any) -> str:
