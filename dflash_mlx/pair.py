@@ -49,6 +49,8 @@ class DFlashPair:
         self.target = Target(model, drafter.config.target_layer_ids)
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
+        # What rounds of several rows took (`batch.policy.RoundCosts`), from one batch to the next.
+        self.round_costs: Any = None
         # The target whose kernels were tried before its first answer.
         self._tried: Target | None = None
         self._measurement: Measurement | None = None

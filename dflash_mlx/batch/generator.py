@@ -27,7 +27,7 @@ from ..options import RunOptions
 from ..pair import DFlashPair
 from ..stats import GenerationStats
 from .passes import BatchTarget
-from .policy import BatchPolicy
+from .policy import BatchPolicy, RoundCosts
 from .rounds import RowRound, run_round
 from .row import Row, RowResponse, make_row
 
@@ -86,7 +86,8 @@ class BatchGenerator:
         self.model, self.tokenizer, self.draft_model, self.stream = model, tokenizer, draft_model, stream
         self.max_batch, self.prefill_share = max_batch, prefill_share
         self.pair = DFlashPair.of(draft_model)
-        self.policy = BatchPolicy(draft_model.config.block_size - 1)
+        self.pair.round_costs = self.pair.round_costs or RoundCosts()
+        self.policy = BatchPolicy(draft_model.config.block_size - 1, self.pair.round_costs)
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self._uid, self._target = 0, None

@@ -48,10 +48,10 @@ class RoundCosts:
 
 
 class BatchPolicy:
-    """Chooses the rows' widths, round by round. most: the widest that the drafter drafts."""
+    """Chooses the rows' widths, round by round. most: the widest that the drafter drafts; costs: what earlier batches took."""
 
-    def __init__(self, most: int):
-        self.most, self.costs = most, RoundCosts()
+    def __init__(self, most: int, costs: RoundCosts | None = None):
+        self.most, self.costs = most, costs or RoundCosts()
         self._rounds = 0
         self._width = 0
 

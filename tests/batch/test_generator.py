@@ -160,3 +160,11 @@ def test_arguments_that_cannot_be_honoured_are_refused(pairs, options, message):
         BatchGenerator(pairs[0], letters(), pairs[1], **options)
     with pytest.raises(GenerationError, match="max_tokens has 2 entries; there are 1 prompts"):
         batch_generate(pairs[0], letters(), PROMPTS[:1], max_tokens=[1, 2], draft_model=pairs[1])
+
+
+def test_what_rounds_took_is_known_to_the_next_batch(pairs):
+    model, drafter = pairs
+    first, other = (BatchGenerator(model, letters(), one) for one in (drafter, tiny_drafter(model)))
+    first.policy.costs.add(2, 3, 0.5)
+    assert BatchGenerator(model, letters(), drafter).policy.costs.seconds(2, 3) == 0.5
+    assert other.policy.costs.seconds(2, 3) is None
