@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict:
     drafter = load_drafter(args.draft_model, model)
     if args.dense:
         drafter = dense(drafter, dtype or mx.float16)
-    target = Target(model, drafter.config.target_layer_ids)
+    target = Target(model, drafter.config.taps(len(model.layers)))
     part, of = (int(n) for n in args.part.split("/"))
     asked: list[dict] = []
     counts: dict[str, int] = {}

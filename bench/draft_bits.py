@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
     prompts = [encode(tokenizer, text) for text in texts]
 
-    features = Target(model, own.config.target_layer_ids)(mx.array(prompts[0][:-1])[None]).features
+    features = Target(model, own.config.taps(len(model.layers)))(mx.array(prompts[0][:-1])[None]).features
     inputs = inputs_of(own, features, mx.array(prompts[0][-1:]))
     K = args.block_size or own.config.block_size
     result: dict[str, Any] = {

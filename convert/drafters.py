@@ -4,12 +4,14 @@ Knows the names that drafters are published with. Knows nothing of targets and b
 that variants which this version cannot run still convert. A converted drafter keeps the published names and its config.json.
 """
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from dflash_mlx.config import DrafterConfig
@@ -22,6 +24,8 @@ from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 
 _PREFIX = "model."
+# names of Muse-Glimmer's assistant
+_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
 TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
@@ -88,9 +92,10 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     config = DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
     bare: Weights = {}
     dropped: dict[str, str] = {}
-    for name, value in weights.items():
+    for name, value in _spread(weights, config).items():
         reason = unused_reason(name, None)
         short = name.removeprefix(_PREFIX)
+        short = _RENAMED.get(short, short)
         if reason:
             dropped[name] = reason
         elif short in bare:
@@ -105,7 +110,45 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
         notes.append(f"prefix {_PREFIX} removed from {prefixed} tensors")
     if not any(name.endswith(".scales") for name in bare):
         raw.pop("quantization", None)
+    if "mask_embedding" not in bare and (vector := side_mask(checkpoint, config.hidden_size)) is not None:
+        bare["mask_embedding"] = vector
+        notes.append("the mask's embedding is that of a file beside the weights")
     return LoadedDrafter(raw, config, bare, dropped, notes)
+
+
+def _spread(weights: Weights, config: DrafterConfig) -> Weights:
+    """`qkv_proj` matrices, as Laguna's drafters store them, as three: rows of q, then of k, then of v."""
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    out: Weights = {}
+    for name, value in weights.items():
+        if ".qkv_proj." in name and value.shape[0] == q + 2 * kv:
+            for part, rows in zip("qkv", mx.split(value, [q, q + kv]), strict=True):
+                out[name.replace(".qkv_proj.", f".{part}_proj.")] = rows
+        else:
+            out[name] = value
+    return out
+
+
+def side_mask(checkpoint: Checkpoint, hidden: int) -> mx.array | None:
+    """[H]: the vector for mask slots that XiaomiMiMo keeps in a file of its own, which no index names; None: there is none.
+
+    `mask_embedding.safetensors` holds the tensor of that name. Of `mask_embedding.pt`, a zip, the numbers alone are read, as the
+    one storage of H bfloat16 or float32 values: nothing is unpickled.
+    """
+    if checkpoint.gguf is not None:
+        return None
+    tensors, pickled = checkpoint.path / "mask_embedding.safetensors", checkpoint.path / "mask_embedding.pt"
+    if tensors.is_file():
+        return mx.load(str(tensors)).get("mask_embedding")
+    if not pickled.is_file() or not zipfile.is_zipfile(pickled):
+        return None
+    with zipfile.ZipFile(pickled) as archive:
+        sizes = {2 * hidden: mx.bfloat16, 4 * hidden: mx.float32}
+        stored = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size in sizes]
+        if len(stored) != 1:
+            return None
+        data = np.frombuffer(archive.read(stored[0]), np.uint8)
+    return mx.array(data).view(sizes[stored[0].file_size])
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:

@@ -30,12 +30,22 @@ _UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"^(?P<start>.+?[-_.])(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<count>0*[1-9]\d{0,4})\.safetensors$")
-# what a hub repository is asked for: never code, never PyTorch pickles
-_DOWNLOAD = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja", "README.md"]
+# what a hub repository is asked for: never code, and of PyTorch's files one vector, which is read without unpickling
+_DOWNLOAD = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+    "README.md",
+    "mask_embedding.pt",
+]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|ckpt|pkl|pickle|np[yz]|gguf|h5|msgpack|onnx|ot|pdparams)$", re.IGNORECASE)
-_NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$")
+_NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*|mask_embedding)\.\w+$")
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"
@@ -330,7 +340,8 @@ def _adapter(source: str, files: str) -> tuple[str, str]:
 
 def _weight_files(path: Path, source: str) -> tuple[tuple[str, ...], dict[str, str], dict[str, str] | None]:
     """-> (weight files, files left alone and why, the index's tensor -> file map)."""
-    present = sorted(f.name for f in path.glob("*.safetensors"))
+    # a drafter's vector for mask slots, which its reader looks for
+    present = sorted(f.name for f in path.glob("*.safetensors") if f.stem != "mask_embedding")
     others = sorted(f.name for f in path.iterdir() if _OTHER_WEIGHTS.search(f.name) and not _NO_WEIGHTS.match(f.name))
     ignored = dict.fromkeys(others, "not safetensors")
     index = _read_index(path, source)

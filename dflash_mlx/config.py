@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .packagings import DSPARK, architecture_of, flatten_speculators, samples_from_anchor
+from .packagings import DSPARK, LAGUNA, architecture_of, flatten_speculators, samples_from_anchor, taps_before_norm
 from .packagings import is_int as _is_int
 
 # field: every published place of it. All places that hold a value must agree.
@@ -60,7 +60,10 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
     "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
     "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
-    "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias"),
+    "attention_sink_bias": ("dflash_config.attention_sink_bias", "attention_sink_bias", "add_swa_attention_sink_bias"),
+    "attention_value_scale": ("dflash_config.attention_value_scale", "attention_value_scale"),
+    "last_tap": ("last_tap", "dflash_config.last_tap"),
+    "gating": ("gating", "dflash_config.gating"),
     "mask_embedding": ("dflash_config.mask_embedding", "mask_embedding"),
     "enable_thinking": ("dflash_config.enable_thinking", "enable_thinking"),
     "model_type": ("model_type",),
@@ -78,11 +81,10 @@ _REQUIRED = (
 # What a DFlash 2 drafter's layers and selector need besides.
 _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # What the target does to its embeddings and logits, said again for code that has only its matrices.
-_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
 # Extensions that change what a drafter computes: one that says so is refused by name.
 _EXTENSIONS = (
     "attention_sink_bias",
-    "mask_embedding",
     "projector_type",
     "markov_rank",
     "enable_confidence_head",
@@ -91,11 +93,13 @@ _EXTENSIONS = (
 )
 # Those that a DSpark drafter has, and what its Markov head may be.
 _DSPARK_EXTENSIONS = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+# Whose layers may have attention sinks.
+_MAY_HAVE_SINKS = ("", "DFlashDraftModel", DSPARK)
+# A tap of the last layer: before the final norm, as hooks on layers and vLLM take it, or after it, as transformers lists it.
+LAST_TAPS = ("before", "after")
 _MARKOV_HEADS = ("vanilla", "gated", "rnn")
 # Their values that change nothing, beside false, 0 and nothing.
 _PLAIN = {"projector_type": ("dflash", "dspark")}
-# Model types whose authors' code computes something else than `_EXTENSIONS` or the architecture tell.
-_OTHER_FORWARD = {"laguna": "its context passes each layer's input norm"}
 _POSITIVE_INTS = (
     "hidden_size",
     "intermediate_size",
@@ -175,7 +179,8 @@ class RopeConfig:
 class DrafterConfig:
     """A DFlash drafter, as its loader and its layers need it.
 
-    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped. `block_size` counts the anchor, also where a file's
+    `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped (-1: what the first layer is given; the last one's:
+    `last_tap`). `block_size` counts the anchor, also where a file's
     own counts drafts alone (`sample_from_anchor`: the anchor's row drafts the first token). Per layer:
     `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
     `read_from` maps a field to the key it was read from; `unread`: keys that concern a drafter and that nothing here reads, such
@@ -214,10 +219,18 @@ class DrafterConfig:
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
     sample_from_anchor: bool = False
+    attention_sinks: bool = False
+    attention_value_scale: float | None = None
+    last_tap: str = "after"
+    mask_embedding: bool = False
     quantization: Mapping[str, Any] | None = None
     unsupported: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     read_from: Mapping[str, str] = field(default_factory=dict)
+
+    def taps(self, n_layers: int) -> tuple[int, ...]:
+        """`target_layer_ids` as `Target` takes them for so many layers: the last one's output may be meant after the final norm."""
+        return tuple(n_layers if i == n_layers - 1 and self.last_tap == "after" else i for i in self.target_layer_ids)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:
@@ -297,6 +310,8 @@ class _Reader:
         for name in _SCALES:
             if got[name] is not None and not _is_positive(got[name]):
                 self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a positive number")
+        if got["last_tap"] is not None and got["last_tap"] not in LAST_TAPS:
+            self.faults.append(f"{self.read_from['last_tap']} = {got['last_tap']!r} must be {' or '.join(LAST_TAPS)}")
         if got["model_type"] is not None and not isinstance(got["model_type"], str):
             self.faults.append(f"model_type = {got['model_type']!r} must be a name")
         if got["quantization"] and not isinstance(got["quantization"], Mapping):
@@ -329,10 +344,12 @@ class _Reader:
             for name in _EXTENSIONS
             if got[name] and got[name] not in _PLAIN.get(name, ()) and not (is_dspark and name in _DSPARK_EXTENSIONS)
         ]
+        if got["attention_sink_bias"] and self.architecture in _MAY_HAVE_SINKS:
+            unsupported.remove(f"{self.read_from['attention_sink_bias']} = {got['attention_sink_bias']!r}")
+        if got["gating"] not in (None, "per-head", True) and self.architecture == LAGUNA:
+            unsupported.append(f"{self.read_from['gating']} = {got['gating']!r}")
         if is_dspark and got["markov_rank"] and (head := got["markov_head_type"] or "vanilla") not in _MARKOV_HEADS:
             unsupported.append(f"{self.read_from['markov_head_type']} = {head!r}")
-        if got["model_type"] in _OTHER_FORWARD:
-            unsupported.append(f"model_type = {got['model_type']!r} ({_OTHER_FORWARD[got['model_type']]})")
         return DrafterConfig(
             architecture=self.architecture,
             hidden_size=hidden,
@@ -358,6 +375,9 @@ class _Reader:
             markov_rank=got["markov_rank"] or 0,
             markov_head_type=str(got["markov_head_type"] or "vanilla"),
             sample_from_anchor=from_anchor,
+            attention_sinks=bool(got["attention_sink_bias"]),
+            mask_embedding=bool(got["mask_embedding"]),
+            last_tap=got["last_tap"] or ("before" if taps_before_norm(self.architecture, self.raw) else "after"),
             quantization=got["quantization"] or None,
             unsupported=tuple(unsupported),
             unread=self._unread(),
@@ -388,8 +408,8 @@ class _Reader:
                 )
         if taps is None:
             return
-        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(t, 0) for t in taps):
-            self.faults.append(f"{where['target_layer_ids']} = {taps!r} must be a list of 0-based layer ids, none negative")
+        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(t, -1) for t in taps):
+            self.faults.append(f"{where['target_layer_ids']} = {taps!r} must be a list of 0-based layer ids (-1: the embedding)")
             return
         n = got["num_target_layers"]
         if n and max(taps) >= n:

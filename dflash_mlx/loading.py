@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from mlx.utils import tree_flatten
 
 from . import memory
 from .checkpoint import Checkpoint, inspect_checkpoint
-from .config import DrafterConfig
+from .config import LAST_TAPS, DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError
 from .machine import limit_bytes, machine_bytes, on_metal, size_text
 from .memory import Needs, RunSize, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
 from .models.architectures import ARCHITECTURES, build_drafter, not_computed
-from .models.drafter import Drafter, finish_head
+from .models.drafter import Drafter
+from .models.head_scale import finish_head
 from .models.target import Target
 from .pair import DFlashPair
 from .pairs.builtin import builtin_path
@@ -307,7 +309,12 @@ def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int 
 
 
 def load_drafter(
-    path_or_hf_repo: str, model: nn.Module, *, revision: str | None = None, bits: int | str | None = None
+    path_or_hf_repo: str,
+    model: nn.Module,
+    *,
+    revision: str | None = None,
+    bits: int | str | None = None,
+    last_tap: str | None = None,
 ) -> Drafter:
     """Load a drafter, check that it belongs to `model`, and let it borrow that target's embedding and head.
 
@@ -316,6 +323,8 @@ def load_drafter(
       model: what `load` returned. The drafter runs in its activation type.
       bits: 4 or 8: hold a float drafter's matrices in so many bits; "none": as its files have them. None: 4 on Metal, where the
         log says so in one line, "none" elsewhere. A drafter whose files are quantized stays as it is.
+      last_tap: where a tap of the target's last layer is taken, "before" or "after" the final norm. None: as whoever packed the
+        drafter takes it.
     Raises:
       ConfigError, CheckpointError: the drafter's config or tensors; every fault in one message.
       PairError: hidden size, taps, mask row or layer count contradict the target; all of them in one message.
@@ -324,6 +333,8 @@ def load_drafter(
 
     _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
     read = read_drafter(checkpoint)
+    if last_tap is not None:
+        read.config = with_last_tap(read.config, last_tap)
     prepare(model, read.config.windows)
     held = held_bits(read.weights, checkpoint.source, bits)
     dtype = activation_dtype(model)
@@ -337,6 +348,17 @@ def load_drafter(
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
     DFlashPair.of(drafter)
     return drafter
+
+
+def with_last_tap(config: DrafterConfig, last_tap: str) -> DrafterConfig:
+    """The config with the last layer's tap taken before or after the final norm.
+
+    Raises:
+      ConfigError: neither of the two.
+    """
+    if last_tap not in LAST_TAPS:
+        raise ConfigError(f"the last tap is {last_tap!r}; it must be {' or '.join(LAST_TAPS)}", "Leave it out for the default")
+    return replace(config, last_tap=last_tap)
 
 
 def _held_sentence(bits: int, own: int, floats: int, left_float: list[str]) -> str:
@@ -379,13 +401,15 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
         for name, shape in expected.items()
         if name in weights and weights[name].shape != shape
     ]
-    if config.draft_vocab_size:
+    if config.mask_embedding and "mask_embedding" not in weights:
+        faults.append("missing mask_embedding, which the config says the drafter has")
+    if config.draft_vocab_size and ("lm_head" in drafter or config.draft_vocab_size != config.vocab_size):
         rows = drafter.lm_head.weight.shape[0] if "lm_head" in drafter else 0
         if rows != config.draft_vocab_size:
             faults.append(f"lm_head.weight has {rows} rows, draft_vocab_size says {config.draft_vocab_size}")
         if "d2t" not in drafter and config.draft_vocab_size != config.vocab_size:
             faults.append("missing d2t, the map from the reduced vocabulary to the target's")
-    elif "d2t" in drafter:
+    elif "d2t" in drafter and not config.draft_vocab_size:
         faults.append("d2t maps a reduced vocabulary, and the config has no draft_vocab_size")
     if faults:
         raise CheckpointError(
@@ -437,7 +461,7 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
     Raises:
       PairError: names the first part that gives NaN or infinity, and the number type.
     """
-    target = Target(model, drafter.config.target_layer_ids)
+    target = Target(model, drafter.config.taps(len(model.layers)))
     step = max(target.vocabulary // 8, 1)
     features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary).features
     if fault := drafter.first_not_finite(features):
@@ -452,6 +476,8 @@ def mask_row_fault(drafter: Drafter) -> str | None:
     """A sentence where the row that stands for every slot to be filled is zero, or so small that a norm's epsilon hides it: most
     drafters accept next to nothing then."""
     mask = drafter.config.mask_token_id
+    if "mask_embedding" in drafter:
+        return None
     largest = mx.max(mx.abs(drafter._embed(mx.array([[mask]])).astype(mx.float32))).item()
     if largest > 1e-3 * math.sqrt(drafter.config.rms_norm_eps):
         return None
@@ -494,12 +520,10 @@ def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = 
     ids = config.target_layer_ids
     if max(ids) >= n:
         faults.append(f"drafter taps layers {list(ids)}, {family} has {n}")
-    elif max(ids) == n - 1:
-        faults.append(f"drafter taps the last layer {n - 1} of {family}, whose state its authors stored after the final norm")
     if config.num_target_layers not in (None, n):
         faults.append(f"drafter expects {config.num_target_layers} target layers, {family} has {n}")
     token = mx.zeros((1, 1), dtype=mx.int32)
-    tapped = Target(target.model, [i for i in dict.fromkeys(ids) if i < n] or [0])
+    tapped = Target(target.model, [i for i in dict.fromkeys(config.taps(n)) if i <= n] or [0])
     features = tapped(token).features
     try:
         mx.eval(features)

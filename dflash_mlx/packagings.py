@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DSPARK = "DSparkDraftModel"
+DSPARK, LAGUNA = "DSparkDraftModel", "DFlashLagunaForCausalLM"
 # What their packers call DSpark drafters: SpecForge and speculators; DeepSpec; LiquidAI.
 _DSPARK_NAMES = (DSPARK, "DSparkSpeculator", "Qwen3DSparkModel", "Lfm2DSparkDraftModel")
 _SPECULATORS = ("dflash", "dflash2", "dspark")
@@ -56,6 +56,8 @@ def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
     """The name under which a drafter is built: DSpark ones are published under several, and under DFlash's own."""
     if architecture in _DSPARK_NAMES:
         return DSPARK
+    if architecture in ("", "DFlashDraftModel") and raw.get("model_type") == "laguna":
+        return LAGUNA
     if architecture not in ("", "DFlashDraftModel"):
         return architecture
     nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
@@ -80,3 +82,12 @@ def samples_from_anchor(architecture: str, raw: Mapping[str, Any], stated: Any) 
         name in _DSPARK_NAMES or "num_anchors" in raw or "dspark" in (nested.get("projector_type"), raw.get("projector_type"))
     )
     return architecture == DSPARK and trained
+
+
+def taps_before_norm(architecture: str, raw: Mapping[str, Any]) -> bool:
+    """Whether a tap of the target's last layer was taken before the final norm, as those take it who hook layers: SpecForge, and
+    vLLM, which speculators and poolside train with. transformers' list of hidden states, which z-lab's and DeepSpec's code reads,
+    has the last one after the norm."""
+    nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
+    by_specforge = any(key in nested for key in ("attention_mode", "confidence_head_alpha"))
+    return architecture == LAGUNA or "speculators_model_type" in raw or by_specforge

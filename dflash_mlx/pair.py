@@ -46,7 +46,7 @@ class DFlashPair:
         # The drafter holds this pair.
         self._drafter = weakref.ref(drafter)
         self.model, self._lock = model, threading.Lock()
-        self.target = Target(model, drafter.config.target_layer_ids)
+        self.target = Target(model, drafter.config.taps(len(model.layers)))
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
         # What rounds of several rows took (`batch.policy.RoundCosts`), from one batch to the next.

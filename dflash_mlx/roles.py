@@ -8,7 +8,6 @@ OTHER_SPECULATORS = {
     "EAGLE": "an EAGLE head",
     "Medusa": "a Medusa head",
     "domino": "a Domino drafter",
-    "Muse assistant": "a Muse assistant (a drafter with tensor names of its own)",
 }
 
 
@@ -30,8 +29,7 @@ def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
         return "EAGLE"
     if any("medusa" in a.lower() for a in architectures) or "medusa_num_heads" in config:
         return "Medusa"
-    if any(a.startswith("MuseGlimmerAssistant") for a in architectures) or "encoder.fc.weight" in names:
-        return "Muse assistant"
-    if nested or any(a.startswith("DFlash") or "DSpark" in a for a in architectures):
+    named = any(a.startswith(("DFlash", "MuseGlimmerAssistant")) or "DSpark" in a for a in architectures)
+    if nested or named or {"fc.weight", "hidden_norm.weight"} <= names or "encoder.fc.weight" in names:
         return "drafter"
-    return "drafter" if {"fc.weight", "hidden_norm.weight"} <= names else "target"
+    return "target"

@@ -32,6 +32,7 @@ from .options import (
     DraftBitsOption,
     DraftModel,
     DtypeOption,
+    LastTap,
     MaxTokens,
     Model,
     PromptCacheFile,
@@ -105,6 +106,7 @@ def generate(
     sampling: Any = None,
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     block_size: BlockSize = None,
     prompt_lookup: PromptLookup = None,
     copy: Annotated[bool | None, typer.Option("--copy/--no-copy", hidden=True)] = None,
@@ -132,8 +134,9 @@ def generate(
             asked.prompt = _default_prompt(model)
         if show_drafts and model is not None and draft_model in (None, "none"):
             raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
+        size = lambda t: _run(asked, t)  # noqa: E731
         pair = inputs.load_pair(
-            model, draft_model, dtype, draft_bits, revision, trust_remote_code, lambda t: _run(asked, t), adapter_path
+            model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap=last_tap
         )
         for note in notes:
             say(note)
@@ -175,7 +178,7 @@ def _check_usage(asked: SimpleNamespace) -> None:
         new = "--prompt-lookup" if asked.copy else "--no-prompt-lookup"
         say(f"--{'' if asked.copy else 'no-'}copy is now {new}; the old name will go with the next release.")
         asked.prompt_lookup = asked.copy if asked.prompt_lookup is None else asked.prompt_lookup
-    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits)
+    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")

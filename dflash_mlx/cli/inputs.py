@@ -109,13 +109,14 @@ def load_pair(
     trust_remote_code: bool,
     run: Callable[[Any], RunSize] | None = None,
     adapter_path: str | None = None,
+    last_tap: str | None = None,
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
     Args:
       run: what will be asked of the caches, told the tokenizer; compared with this machine's memory before the weights are read.
         None: `CONTEXT` tokens.
-      adapter_path: what mlx-lm trained for the target, put over it.
+      adapter_path: what mlx-lm trained for the target, put over it. last_tap: as in `load_drafter`.
     """
     from .. import loading, traced
     from ..kernels import autotune
@@ -140,7 +141,8 @@ def load_pair(
         asked = run(tokenizer) if run else RunSize(CONTEXT)
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
         loading.read_weights(lm, f"Loading {target}")
-        draft = loading.load_drafter(drafter, lm, revision=revision, bits=draft_bits) if drafter else None
+        how = {"revision": revision, "bits": draft_bits, "last_tap": last_tap}
+        draft = loading.load_drafter(drafter, lm, **how) if drafter else None
         line.heed()
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")

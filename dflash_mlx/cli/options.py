@@ -29,6 +29,7 @@ class Dtype(StrEnum):
 
 
 # 4, 8 and none.
+LastTapKind = StrEnum("LastTapKind", {"before": "before", "after": "after"})
 DraftBits = StrEnum("DraftBits", {"four": "4", "eight": "8", "none": "none"})
 
 # Groups of --help. A command shows those that it has options of, in the order in which it declares them.
@@ -83,6 +84,14 @@ DraftModel = Annotated[
 DraftBitsOption = Annotated[
     DraftBits | None,
     option(DRAFTING, "--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
+]
+LastTap = Annotated[
+    LastTapKind | None,
+    option(
+        DRAFTING,
+        "--last-tap",
+        help="Take a tap of the target's last layer before or after its final norm. Default: as the drafter's packer does.",
+    ),
 ]
 BlockSize = Annotated[
     int | None,
@@ -292,9 +301,13 @@ def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
             raise refuse(flag(name), "it has no effect without --kv-bits")
 
 
-def refuse_lonely_drafter(model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None) -> None:
-    """Usage errors of a drafter without its target, and of bits for a drafter that there is not."""
-    if draft_bits and (draft_model == "none" or model and not draft_model):
-        raise refuse("--draft-bits", "it needs a drafter")
+def refuse_lonely_drafter(
+    model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None, last_tap: LastTapKind | None = None
+) -> None:
+    """Usage errors of a drafter without its target, and of what a drafter is told where there is none."""
+    if draft_model == "none" or model and not draft_model:
+        for name, given in (("--draft-bits", draft_bits), ("--last-tap", last_tap)):
+            if given:
+                raise refuse(name, "it needs a drafter")
     if draft_model and draft_model != "none" and not model:
         raise refuse("--draft-model", "it needs --model, the target it was trained for")

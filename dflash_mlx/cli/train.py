@@ -334,7 +334,7 @@ def train_eval(
         held_out = load_docs(*data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
-        taps = Target(target, drafter.config.target_layer_ids)
+        taps = Target(target, drafter.config.taps(len(target.layers)))
         rows = evaluate(drafter, taps, held_out, load_docs(*data), block_size or [drafter.config.block_size])
         line.stop()
         if as_json:

@@ -11,14 +11,19 @@ from ..config import DrafterConfig
 from .dflash2 import DFlash2Drafter
 from .drafter import Drafter
 from .dspark import DSparkDrafter
+from .variants import LagunaDrafter, SinkDrafter, SinkDSparkDrafter
 
 # Architecture as config.json names it: what builds it. Any other is refused by name.
 ARCHITECTURES: dict[str, type[Drafter]] = {
     "DFlashDraftModel": Drafter,
     "DFlash2DraftModel": DFlash2Drafter,
     "DSparkDraftModel": DSparkDrafter,
+    "DFlashLagunaForCausalLM": LagunaDrafter,
+    "MuseGlimmerAssistantModel": Drafter,
     "": Drafter,
 }
+# Those with attention sinks or scaled values.
+_WITH_SINKS = {Drafter: SinkDrafter, DSparkDrafter: SinkDSparkDrafter}
 
 
 def not_computed(config: DrafterConfig) -> list[str]:
@@ -32,7 +37,8 @@ def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) ->
     Args:
       shapes: the checkpoint's tensors by bare name; of quantized ones the packed shape.
     """
-    drafter = ARCHITECTURES[config.architecture](config)
+    kind = ARCHITECTURES[config.architecture]
+    drafter = (_WITH_SINKS[kind] if config.attention_sinks or config.attention_value_scale else kind)(config)
     if "embed_tokens.weight" in shapes:
         drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)
     if "lm_head.weight" in shapes:
@@ -41,6 +47,8 @@ def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) ->
         if shape := shapes.get(f"candidate_selector.{name}.weight"):
             # A quantized one; in floats it has no `.weight`.
             setattr(drafter.candidate_selector, name, nn.Embedding(shape[0], config.selector_rank))
+    if "mask_embedding" in shapes:
+        drafter.mask_embedding = mx.zeros((config.hidden_size,))
     if isinstance(drafter, DSparkDrafter) and (shape := shapes.get("confidence_head.proj.weight")):
         drafter.add_confidence_head(shape[1], "confidence_head.proj.bias" in shapes)
     if "d2t" in shapes:

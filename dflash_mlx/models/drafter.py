@@ -19,9 +19,9 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..config import DrafterConfig
-from ..errors import PairError
 from ..kernels.layer_routes import attention
 from ..rollback import append_window
+from .head_scale import finish_head
 from .rope import make_rope
 
 # Chooses ids [...] from log-probabilities [..., V] under noise [..., V].
@@ -107,8 +107,16 @@ class Attention(nn.Module):
             out = cache.attend(q, k, v, self.scale, self.causal)
         else:
             mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
-            out = attention(q, k, v, self.scale, mask)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, K, -1))
+            out = self.attend(q, k, v, mask)
+        return self.o_proj(self.weigh(out.transpose(0, 2, 1, 3), x).reshape(B, K, -1))
+
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
+        """Rows [B, n_heads, K, D] to keys and values [B, n_kv_heads, C + K, D], under `block_mask`."""
+        return attention(q, k, v, self.scale, mask)
+
+    def weigh(self, out: mx.array, x: mx.array) -> mx.array:
+        """What attention gave [B, K, n_heads, D], as it is; a variant weighs it by the block's rows x [B, K, H]."""
+        return out
 
 
 def block_mask(K: int, C: int, causal: bool, window: int | None) -> mx.array | str | None:
@@ -140,16 +148,22 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    attention_class = Attention
+
     def __init__(self, config: DrafterConfig, layer: int):
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = self.attention_class(config, layer)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
         """[B, K, H] to [B, K, H]; context rows enter attention as they are, without this layer's input norm."""
-        return self.sublayers(h, lambda x: self.self_attn(x, context, cache, start))
+        return self.sublayers(h, lambda x: self.self_attn(x, self.own_context(context), cache, start))
+
+    def own_context(self, context: mx.array) -> mx.array:
+        """The context rows [B, S, H] that this layer attends to: those that all layers are given."""
+        return context
 
     def sublayers(self, h: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
         """Both sublayers and what is round them, whatever the context is: `attend` takes normed rows [B, K, H] to [B, K, H]."""
@@ -213,7 +227,7 @@ class Drafter(nn.Module):
         """
         context = self.context(features)
         for layer, entry in zip(self.layers, cache, strict=True):
-            layer.self_attn.inject(context, entry, start)
+            layer.self_attn.inject(layer.own_context(context), entry, start)
 
     def __call__(self, block: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
         """One drafter pass.
@@ -266,9 +280,16 @@ class Drafter(nn.Module):
 
     def mask_rows(self, ids: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
         """`slots` of a block that is given as its ids [B, K]."""
-        hidden = self(self._embed(ids), features, cache, start)
+        hidden = self(self.embed_block(ids), features, cache, start)
         # Slot 0 is the anchor itself: its row predicts nothing.
         return hidden[:, 1:]
+
+    def embed_block(self, ids: mx.array) -> mx.array:
+        """[B, K] ids to [B, K, H]; every slot that is a mask gets the drafter's own vector, where it has one."""
+        block = self._embed(ids)
+        if "mask_embedding" not in self:
+            return block
+        return mx.where((ids == self.config.mask_token_id)[..., None], self.mask_embedding.astype(block.dtype), block)
 
     def draw(
         self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
@@ -290,7 +311,7 @@ class Drafter(nn.Module):
 
     def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
         """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
-        block = self._embed(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
+        block = self.embed_block(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
         hidden = self(block, features, self.make_cache(), 0)
         parts = {
             "the tapped layers": features,
@@ -325,48 +346,3 @@ class Drafter(nn.Module):
     def target_ids(self, ids: mx.array) -> mx.array:
         """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""
         return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)
-
-
-def finish_head(
-    config: DrafterConfig,
-    head: Callable[[mx.array], mx.array],
-    matrix: Callable[[mx.array], mx.array],
-    whose: str,
-) -> Callable[[mx.array], mx.array]:
-    """A head with the config's scale and soft-cap, each added only where the head has not got it in its own code.
-
-    The config repeats what the target does to its logits, for code that has only the target's matrix.
-
-    Shapes:
-      - head: hidden [B, L, H] to logits [B, L, V]; matrix: the same by the bare matrix product of that head
-    Raises:
-      PairError: the head scales its logits by another number.
-    """
-    scale, cap = config.output_multiplier, config.final_logit_softcapping
-    if not scale and not cap:
-        return head
-    probe = mx.random.normal((1, 1, config.hidden_size), key=mx.random.key(5))
-
-    def size(of: Callable[[mx.array], mx.array], n: float) -> float:
-        return mx.abs((of(n * probe) - of(0 * probe)).astype(mx.float32)).mean().item()
-
-    if scale:
-        # Of a small row: a soft-cap leaves it as it is. 0.02 is more than the rounding of a scale kept in bfloat16.
-        has = size(head, 1e-3) / size(matrix, 1e-3)
-        if abs(has / scale - 1) < 0.02:
-            scale = None
-        elif abs(has - 1) >= 0.02:
-            raise PairError(
-                f"{whose} scales its logits by {has:.3g}; the drafter's {config.read_from['output_multiplier']} says {scale:g}",
-                "Use the drafter trained for this target",
-            )
-    if cap and size(head, 256) < 0.9 * 256 * size(head, 1):
-        cap = None
-    if not scale and not cap:
-        return head
-
-    def finished(hidden: mx.array) -> mx.array:
-        logits = head(hidden).astype(mx.float32) * (scale or 1.0)
-        return mx.tanh(logits / cap) * cap if cap else logits
-
-    return finished

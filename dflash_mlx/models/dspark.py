@@ -97,7 +97,7 @@ class DSparkDrafter(Drafter):
         return super().slots(anchor, features, cache, start, block_size - self.config.sample_from_anchor)
 
     def mask_rows(self, ids: mx.array, features: mx.array, cache: list, start: int) -> mx.array:
-        hidden = self(self._embed(ids), features, cache, start)
+        hidden = self(self.embed_block(ids), features, cache, start)
         return hidden if self.config.sample_from_anchor else hidden[:, 1:]
 
     def choose(

@@ -86,7 +86,7 @@ def intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Ha
     routed, modules = dict(before), {}
     for module, handler, *method in handlers:
         key = (id(module), method[0] if method else "__call__")
-        routed[key] = _chain(handler, before[key]) if key in before else handler
+        routed[key] = _chain(handler, routed[key]) if key in routed else handler
         modules[key[0]] = module
     try:
         with _lock:

@@ -27,16 +27,20 @@ class _Stop(BaseException):
     """Ends a pass at the first layer, carrying that layer's input."""
 
 
+def _first(args: tuple, kwargs: dict) -> mx.array:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 def _array(value: Any) -> mx.array:
     return value[0] if isinstance(value, (tuple, list)) else value
 
 
-def _keep(outputs: list[mx.array], eager: bool = False) -> Handler:
-    """A handler that only notes what the call returns, and with `eager` hands it to the device."""
+def _keep(outputs: list[mx.array], eager: bool = False, given: bool = False) -> Handler:
+    """A handler that only notes what the call returns, or is `given`, and with `eager` hands it to the device."""
 
     def handler(inner, args, kwargs):
         out = inner(*args, **kwargs)
-        outputs.append(_array(out))
+        outputs.append(_first(args, kwargs) if given else _array(out))
         if eager:
             mx.async_eval(outputs[-1])
         return out
@@ -73,7 +77,8 @@ class Target:
 
     Args:
       model: any mlx-lm model (text part of a wrapper included): `model.layers` lists its layers, one module owns them.
-      layer_ids: 0-based layers whose outputs are tapped, in the order in which they are joined.
+      layer_ids: 0-based layers whose outputs are tapped, in the order in which they are joined. -1: what the first layer is
+        given; as many as there are layers: the last one's output after the final norm.
     Raises:
       TapError: if layers, their owner or a tapped layer cannot be found.
     """
@@ -88,7 +93,7 @@ class Target:
                 f"{self.family} ({type(model).__name__}) has no .layers, as an mlx-lm model has them",
                 "Pass the model that load returned, not a compiled or wrapped function",
             ) from None
-        out = [i for i in self.layer_ids if not 0 <= i < len(self.layers)]
+        out = [i for i in self.layer_ids if not -1 <= i <= len(self.layers)]
         if out:
             raise TapError(
                 f"taps at layers {out} are outside of {self.family}'s layers 0..{len(self.layers) - 1}",
@@ -151,9 +156,10 @@ class Target:
         Raises:
           TapError: if a tapped layer did not run exactly once (a model compiled beforehand never calls it).
         """
-        got: dict[int, list[mx.array]] = {i: [] for i in self.layer_ids}
         final: list[mx.array] = []
-        handlers = [(self.layers[i], _keep(outputs, eager)) for i, outputs in got.items()] + [(self.backbone, _keep(final))]
+        got: dict[int, list[mx.array]] = {i: [] if i < len(self.layers) else final for i in self.layer_ids}
+        handlers = [(self.layers[max(i, 0)], _keep(kept, eager, i < 0)) for i, kept in got.items() if kept is not final]
+        handlers.append((self.backbone, _keep(final)))
         self.routes.begin()
         routed = [*self.routes.calls(ids.size), *self.fused] if kernels else []
         with intercept([*routed, *handlers]), self.states.during(cache, point, ids.shape[1], kernels):
@@ -184,7 +190,7 @@ class Target:
         """[B, L] ids to [B, L, H]: what the first layer is given, any embedding scale included."""
 
         def stop(inner, args, kwargs):
-            raise _Stop(args[0] if args else next(iter(kwargs.values())))
+            raise _Stop(_first(args, kwargs))
 
         try:
             with intercept([(self.layers[0], stop)]):

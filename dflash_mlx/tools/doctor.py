@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from .. import traced
 from ..checkpoint import inspect_checkpoint
+from ..config import LAST_TAPS
 from ..conversion.targets import LoadedTarget
 from ..errors import DFlashError
 from ..generation import stream_generate
@@ -93,7 +94,7 @@ def diagnose(
     if lm is not None and report.get("drafter"):
         draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision, bits=draft_bits))
     if lm is not None and report.get("target"):
-        layers = draft.config.target_layer_ids if draft else (0,)
+        layers = draft.config.taps(len(lm.layers)) if draft else (0,)
         tell("Testing the target")
         report["self_tests"] = _attempt(faults, lambda: _self_tests(lm, layers))
         report["memory"] = _attempt(faults, lambda: _memory(report, lm, draft, contexts))
@@ -104,6 +105,11 @@ def diagnose(
             suspicions.append(fault)
         tell("Counting which drafts are accepted")
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
+        if report["acceptance"] and len(lm.layers) - 1 in draft.config.target_layer_ids:
+            again = lambda way: load_drafter(draft_model, lm, revision=revision, bits=draft_bits, last_tap=way)  # noqa: E731
+            tau = report["acceptance"]["tau"]
+            found = _attempt(faults, lambda: _last_taps(lm, tokenizer, draft, again, model, tau, suspicions))
+            report["acceptance"]["last_tap"] = found
         report["speed"] = _attempt(faults, lambda: _speed(lm, tokenizer, draft, model)) if report["acceptance"] else None
     # Last: what ran above may have tried some.
     report["kernels"] = _attempt(faults, _kernels)
@@ -356,6 +362,26 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
         "acceptance_lengths": stats.acceptance_lengths,
         "ids_equal_plain_decoding": same,
     }
+
+
+def _last_taps(
+    lm: Any, tokenizer: Any, draft: Any, again: Callable[[str], Any], model: str, tau: float | None, suspicions: list[str]
+) -> dict[str, float | None]:
+    """Tokens a round with the last layer's tap before and after the final norm; a suspicion where the other way gives more.
+
+    again: loads the drafter with the tap taken the other way.
+    """
+    mine = draft.config.last_tap
+    other = next(way for way in LAST_TAPS if way != mine)
+    second, (_, prompt) = again(other), _prompt(tokenizer, draft, model)
+    last = list(stream_generate(lm, tokenizer, prompt, _TOKENS, second, block_size=draft.config.block_size))[-1]
+    theirs = last.stats.tau
+    if theirs is not None and tau is not None and theirs > tau:
+        suspicions.append(
+            f"the drafter reads the target's last layer {mine} its final norm and {tau:.2f} tokens a round are accepted; {other} "
+            f"it, {theirs:.2f}: --last-tap {other}, or the key last_tap in its config.json"
+        )
+    return {mine: tau, other: theirs}
 
 
 def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:

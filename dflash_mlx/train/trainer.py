@@ -26,6 +26,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
+from ..config import DrafterConfig
 from ..errors import CheckpointError, ConfigError
 from ..machine import write_atomically
 from ..models.drafter import Drafter
@@ -372,7 +373,7 @@ def train(
     # What is trained is float, whatever it starts from.
     raw = {key: value for key, value in raw.items() if key not in ("quantization", "quantization_config")}
     dtype = dtype or (mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16)
-    target = Target(model, raw["dflash_config"]["target_layer_ids"])
+    target = Target(model, DrafterConfig.from_dict(raw).taps(len(model.layers)))
     model.freeze()
     longest = np.argsort(docs.lengths)[-4:]
     drafter = init_drafter(raw, target, docs.pad(longest, min(config.max_len, 256))[0], config.seed)

@@ -80,6 +80,7 @@ COMMON = {
     "--prefill-step-size": ["9"],
     "--dtype": ["float16"],
     "--draft-bits": ["8"],
+    "--last-tap": ["before"],
     "--revision": ["v1"],
     "--trust-remote-code": [],
     "--json": [],

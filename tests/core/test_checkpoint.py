@@ -130,7 +130,7 @@ def test_tagged_infinities_become_floats(tmp_path):
         ({"dflash_config": {"projector_type": "dspark"}}, ["fc.weight"], "drafter"),
         ({"architectures": ["Qwen3DSparkModel"]}, ["fc.weight"], "drafter"),
         ({"dflash_config": {"projector_type": "domino"}}, ["fc.weight"], "domino"),
-        ({"architectures": ["MuseGlimmerAssistantModel"]}, ["encoder.fc.weight"], "Muse assistant"),
+        ({"architectures": ["MuseGlimmerAssistantModel"]}, ["encoder.fc.weight"], "drafter"),
         ({"medusa_num_heads": 4}, ["0.linear.weight"], "Medusa"),
     ],
 )

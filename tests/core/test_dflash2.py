@@ -21,7 +21,7 @@ from dflash_mlx.loading import make_drafter
 from dflash_mlx.models import dflash2
 from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.dflash2 import CandidateSelector
-from dflash_mlx.models.drafter import finish_head
+from dflash_mlx.models.head_scale import finish_head
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
 

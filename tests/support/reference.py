@@ -43,8 +43,14 @@ def attend(w, config, layer, x, context, theta):
     for h in range(heads):
         scores = q[:, h] @ k[:, h * kv // heads].T / np.sqrt(D)
         scores = np.where(table, scores, -np.inf)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h * kv // heads]
+        top = scores.max(-1, keepdims=True)
+        p = np.exp(scores - top)
+        # A sink is one more logit of the softmax, of a key without a value.
+        sink = np.exp(w["attention_sink_bias"][h] - top) if "attention_sink_bias" in w else 0.0
+        out[:, h] = p / (p.sum(-1, keepdims=True) + sink) @ v[:, h * kv // heads]
+    out *= config.attention_value_scale or 1.0
+    if "g_proj.weight" in w:
+        out *= np.log1p(np.exp(x @ w["g_proj.weight"].T))[..., None]
     return linear(w, "o_proj", out.reshape(K, -1))
 
 
@@ -77,6 +83,9 @@ def part(weights, prefix):
 def hidden_states(weights, config, features, block):
     """Final normed rows [K, H] of a block [K, H] after features [C, n_taps * H_target] of every context row."""
     eps = config.rms_norm_eps
+    if "aux_hidden_norms.0.weight" in weights:
+        parts = np.split(features, len(config.target_layer_ids), axis=-1)
+        features = np.concatenate([rms_norm(p, weights[f"aux_hidden_norms.{i}.weight"], eps) for i, p in enumerate(parts)], -1)
     context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     h = block
     for layer in range(config.num_hidden_layers):
@@ -91,7 +100,9 @@ def hidden_states(weights, config, features, block):
 
         attention, feed = part(w, "self_attn."), part(w, "mlp.")
         x = rms_norm(h, w["input_layernorm.weight"], eps)
-        h = h + around("attention_conv.", x, lambda x: attend(attention, config, layer, x, context, theta))  # noqa: B023
+        # Laguna's context passes each layer's input norm.
+        own = rms_norm(context, w["input_layernorm.weight"], eps) if "g_proj.weight" in attention else context
+        h = h + around("attention_conv.", x, lambda x: attend(attention, config, layer, x, own, theta))  # noqa: B023
         x = rms_norm(h, w["post_attention_layernorm.weight"], eps)
         h = h + around("mlp_conv.", x, lambda x: mlp(feed, x))  # noqa: B023
     return rms_norm(h, weights["norm.weight"], eps)
