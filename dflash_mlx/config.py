@@ -229,7 +229,7 @@ class DrafterConfig:
     read_from: Mapping[str, str] = field(default_factory=dict)
 
     def taps(self, n_layers: int) -> tuple[int, ...]:
-        """`target_layer_ids` as `Target` takes them for so many layers: the last one's output may be meant after the final norm."""
+        """`target_layer_ids` as `Target` takes them for so many layers: the last may mean the state after the final norm."""
         return tuple(n_layers if i == n_layers - 1 and self.last_tap == "after" else i for i in self.target_layer_ids)
 
     @classmethod

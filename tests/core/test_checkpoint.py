@@ -418,7 +418,7 @@ def test_what_is_left_of_another_download_is_left_alone_and_listed(tmp_path):
     assert list(found.tensors) == ["a"] and found.ignored == {"model-00002-of-00003.safetensors": "beside model.safetensors"}
 
 
-SIDE_FILES = ["mask_embedding.safetensors", "mask_embedding.npz", "mask_embedding.pt", "extra.bin", "other.gguf", "row.npy"]
+SIDE_FILES = ["more.safetensors", "more.npz", "more.pt", "extra.bin", "other.gguf", "row.npy"]
 SIDE_FILES += ["tf_model.h5", "flax_model.msgpack", "model.onnx", "mask.pkl", "MASK.NPZ", "rust_model.ot"]
 
 

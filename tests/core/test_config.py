@@ -262,8 +262,8 @@ REFUSED = {
     "mask outside": ({"dflash_config__mask_token_id": 61}, "mask_token_id = 61 lies outside the embedding (vocab_size = 61)"),
     "mask as a flag": ({"dflash_config__mask_token_id": True}, "dflash_config.mask_token_id = True must be a token id"),
     "negative tap": (
-        {"dflash_config__target_layer_ids": [1, -1]},
-        "target_layer_ids = [1, -1] must be a list of 0-based layer ids, none negative",
+        {"dflash_config__target_layer_ids": [1, -2]},
+        "target_layer_ids = [1, -2] must be a list of 0-based layer ids (-1: the embedding)",
     ),
     "empty taps": (
         {"dflash_config__target_layer_ids": []},
@@ -500,7 +500,8 @@ def test_a_dflash_2_drafter_in_speculators_nesting_is_the_flat_one(named):
         "block_size": nested.block_size,
     }
     right = DrafterConfig.from_dict(flat)
-    told = [field for field in vars(right) if field not in ("read_from", "unread")]
+    # Where the last layer is tapped hangs on who packed it.
+    told = [field for field in vars(right) if field not in ("read_from", "unread", "last_tap")]
     assert {field: getattr(nested, field) for field in told} == {field: getattr(right, field) for field in told}
 
 

@@ -211,9 +211,9 @@ def test_a_model_without_layers_or_an_owner_of_them_is_refused():
         Target(model.model)
 
 
-@pytest.mark.parametrize("ids", [(4,), (-1,), (0, 9)])
+@pytest.mark.parametrize("ids", [(5,), (-2,), (0, 9)])
 def test_a_tap_outside_the_layers_is_refused(ids):
-    with pytest.raises(TapError, match=r"taps at layers \[(4|-1|9)\] are outside of llama's layers 0..3. Use the drafter"):
+    with pytest.raises(TapError, match=r"taps at layers \[(5|-2|9)\] are outside of llama's layers 0..3. Use the drafter"):
         Target(tiny_target(), ids)
 
 
