@@ -189,7 +189,7 @@ BROKEN = {
     ),
     "cut short": (truncate, "truncated|incomplete|shorter|damaged"),
     "config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json"),
-    "an own mask vector that is not there": (lambda p: rewrite(p, dflash_config={"mask_embedding": True}), "missing mask_embedding"),
+    "a mask vector that is not there": (lambda p: rewrite(p, dflash_config={"mask_embedding": True}), "missing mask_embedding"),
     "another architecture": (lambda p: rewrite(p, architectures=["DFlash9DraftModel"]), "DFlash9DraftModel"),
     "trained for another target": (lambda p: rewrite(p, num_target_layers=36), "expects 36 target layers, qwen3 has 6"),
 }  # fmt: skip
