@@ -4,13 +4,14 @@ The flags are those of the real command line: a new one without an entry here fa
 stand-ins that write down what they were given; what is compared is that, the output and the exit status.
 """
 
+import json
 import re
 from types import FunctionType, SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from kit import with_template
+from kit import TINY, with_template
 from mlx_lm.models import cache as mlx_lm_cache
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -315,7 +316,7 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("train.curves.write_curves")
     stand_in("train.start.mask_token", 3)
     stand_in("cli.train._digest", "0123")
-    stand_in("conversion.load_drafter_weights", ({}, {}))
+    stand_in("conversion.load_drafter_weights", (json.loads((TINY / "drafter" / "config.json").read_text()), {}))
     row = {"temp": 0.0, "block_size": 4, "looped": False, "kind": "k", "answers": 1}
     stand_in("train.offline_tau.evaluate", [{**row, "drafter": 1.0, "zeroed": 1.0, "lookup": 1.0, "bigram": 1.0}])
 
