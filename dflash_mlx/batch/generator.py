@@ -107,13 +107,21 @@ class BatchGenerator:
         self.waiting.append(row)
         return row.uid
 
+    def row(self, uid: int) -> Row | None:
+        """The row of a request; None: not here."""
+        return next((row for row in [*self.rows, *self.waiting] if row.uid == uid), None)
+
+    def can_add(self) -> bool:
+        """Whether a further request would run beside those that are here."""
+        return len(self) < self.max_batch and self._can_batch(len(self) + 1)
+
     def remove(self, uid: int) -> list[Any] | None:
         """Take a request out, whatever it is at. Returns: its prompt cache, at the tokens that it was given; None: not here."""
-        row = next((row for row in [*self.rows, *self.waiting] if row.uid == uid), None)
-        if row is None:
+        if (row := self.row(uid)) is None:
             return None
         (self.rows if row in self.rows else self.waiting).remove(row)
-        return row.end()
+        with mx.stream(self.stream):
+            return row.end()
 
     @property
     def reason(self) -> str | None:
@@ -137,7 +145,7 @@ class BatchGenerator:
         return found
 
     def _step(self) -> list[RowResponse]:
-        room = self.max_batch if self._can_batch() else 1
+        room = self.max_batch if self._can_batch(len(self)) else 1
         while self.waiting and len(self.rows) < room:
             self.rows.append(self.waiting.popleft())
         reading = [row for row in self.rows if row.is_reading]
@@ -156,9 +164,9 @@ class BatchGenerator:
         self._spent[1] += time.perf_counter() - began
         return found
 
-    def _can_batch(self) -> bool:
-        """Whether rows can run together; looked at when there are two, once for a target."""
-        if len(self) < 2 or self.max_batch == 1:
+    def _can_batch(self, count: int) -> bool:
+        """Whether so many rows can run together; looked at when there are two, once for a target."""
+        if count < 2 or self.max_batch == 1:
             return self._target is not None and self._target.reason is None
         if self._target is None or self._target.target is not self.pair.target:
             self._target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))

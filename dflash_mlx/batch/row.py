@@ -6,7 +6,7 @@ Knows one run. Knows no other row.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +49,12 @@ class Row:
         options, self._tell = run.options, run.options.progress
         self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
         self.text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *prompt])
-        self.cancelled, self.n, self._began, self.prompt_tps = False, 0, time.perf_counter(), 0.0
-        # Of a run that goes on alone.
+        self.n, self._began, self.prompt_tps = 0, time.perf_counter(), 0.0
+        # Rows of the cache -> who is given the entries when they hold so many of the prompt.
+        self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
+        # Of a run that goes on alone. is_written: whether a copy of its cache may be made now.
         self._steps: Iterator[Step] | None = None
+        self._is_written = False
 
     @property
     def options(self) -> RunOptions:
@@ -64,7 +67,8 @@ class Row:
     def read(self, most: int | None) -> None:
         """Run the next chunk of the prompt, of `most` tokens if that is less than the row's own step."""
         run, step = self.run, self._step_size or 2048
-        run.options.prefill_step_size = min(step, most or step)
+        stops = [length - run.rows for length in self.keep_at if length > run.rows]
+        run.options.prefill_step_size = min([step, most or step, *stops])
         before, old = run.rows, len(run.cache.ids) - run.cache.rows
 
         def progress(done: int, total: int) -> None:
@@ -75,17 +79,20 @@ class Row:
         try:
             self.anchor = run.prefill(self.rest)
             run.options.progress = lambda *_: None
+            self._tell(self.prompt_tokens, self.prompt_tokens)
         except _Paused:
             # The cache says what it holds: the next chunk begins there.
             run.cache.rows = run.rows
             self.rest = self.rest[run.rows - before - old :]
             self._tell(self.prompt_tokens - len(self.rest), self.prompt_tokens)
+            if keep := self.keep_at.pop(run.rows, None):
+                keep(self.leave_settled())
 
     def alone(self) -> list[RowResponse]:
         """The tokens of the next round by the loop for one row."""
         self.policy.in_company = False
         if self._steps is None:
-            self._settle()
+            self.leave_settled()
             self._steps = generate_steps(self.run, [])
         found, run = [], self.run
         while not found or run.rows >= len(run.cache.ids) and not found[-1].finish_reason:
@@ -101,12 +108,22 @@ class Row:
             self._steps.close()
             self._steps = None
             self._resume()
+        if self._is_written:
+            self.run.cache.begin()
+            self._is_written = False
         self.policy.in_company, self.policy.waits = True, not self.run.emitted
 
-    def _settle(self) -> None:
-        """Leave both caches at the tokens that were handed out."""
-        self.run.settle()
-        self._resume()
+    def leave_settled(self) -> list[Any]:
+        """The prompt cache at the tokens that were handed out, or so much of the prompt as was read; the row goes on with it."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+            self._resume()
+        else:
+            self.run.settle()
+            self._resume()
+        self._is_written = True
+        return self.run.cache.entries
 
     def _resume(self) -> None:
         """Let the run go on from caches that were settled."""

@@ -26,6 +26,20 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")],
         128,
     ),
+    "max_batch": (
+        Annotated[
+            int | None,
+            option(SERVER, min=1, help="Requests that are answered at once; default: 8 with a drafter, else 1."),
+        ],
+        None,
+    ),
+    "prefill_share": (
+        Annotated[
+            float,
+            option(SERVER, min=0.05, max=0.95, help="Share of the time that prompts are read in while answers run."),
+        ],
+        0.5,
+    ),
     "unload_after": (
         Annotated[
             float | None,
@@ -59,7 +73,7 @@ def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
         raise refuse("--api-key", "it is empty; give a key, or leave it out")
     raised = given["verbose"] or given["log_prompts"] and given["log_level"] != "debug"
     _log_to_stderr("info" if raised else given["log_level"], given["log_json"])
-    names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue", "log_prompts")
+    names = ("model_name", "any_model_name", "host", "port", "api_key", "max_queue", "log_prompts", "max_batch", "prefill_share")
     return {
         **{name: given[name] for name in names},
         "unload_after_s": given["unload_after"],

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..batch.generator import MAX_BATCH, PREFILL_SHARE
 from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
@@ -32,6 +33,7 @@ from ..text import StopText, TextStream, token_bytes
 from .draft_kinds import DraftKinds
 from .errors import ClientDisconnected, RequestError
 from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
+from .together import Together
 
 _log = logging.getLogger(__name__)
 # Seconds after which a client that found the queue full may ask again.
@@ -46,7 +48,8 @@ class Options:
     max_queue: requests that may wait. unload_after_s: without a request, until the models are given up; None keeps them.
     recommended: sampling settings of the target's files, where neither the user nor a request gives one and a request's
     temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
-    log_prompts: write the text of each prompt in the log.
+    log_prompts: write the text of each prompt in the log. max_batch: requests that are answered at once; None: `MAX_BATCH` with a
+    drafter, else 1, for only drafted rows run together. prefill_share: as in `BatchGenerator`.
     """
 
     model_name: str | None = None
@@ -70,6 +73,8 @@ class Options:
     prompt_cache_dir: str | None = None
     prompt_cache_dir_bytes: int = 20 * 10**9
     log_prompts: bool = False
+    max_batch: int | None = None
+    prefill_share: float = PREFILL_SHARE
 
 
 @dataclass
@@ -103,7 +108,28 @@ class LoadedPair:
         options.sampling.check_vocabulary(self.vocabulary)
         if self.drafter is not None and (options.block_size or 1) > (largest := largest_block(self.drafter)):
             raise DFlashError(f"block_size is {options.block_size}; with this drafter it may be {largest} at most")
+        if self.drafter is None and (options.max_batch or 1) > 1:
+            problem = f"max_batch is {options.max_batch}; requests run together with a drafter only"
+            raise DFlashError(problem, "Give a drafter, or leave it out")
         options.caches.check(self.model, self.drafter)
+
+    def most_tokens(self, job: Job) -> int:
+        """How long an answer may be."""
+        room = self.limit - len(job.prompt) if self.limit else job.max_tokens
+        return room if job.max_tokens == -1 else min(job.max_tokens, room)
+
+    def run_options(self, job: Job) -> dict[str, Any]:
+        """What `stream_generate` is told of a job."""
+        sampler, processors = job.sampling.make(self.tokenizer, job.logit_bias)
+        return {
+            "logits_processors": [*processors, *job.processors],
+            "max_tokens": self.most_tokens(job),
+            "sampler": sampler,
+            "seed": job.sampling.seed,
+            "block_size": job.block_size,
+            "constraint": job.constraint,
+            "keep_rounds": False,
+        }
 
 
 @dataclass
@@ -207,8 +233,9 @@ class Engine:
     def __init__(self, options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]]):
         self.options, self._open = options, open_pair
         self.ready, self.fault = threading.Event(), None
-        # What runs now.
-        self.current: Generation | None = None
+        # What runs now, alone or together.
+        self._alone: Generation | None = None
+        self._together: Together | None = None
         self.pair: LoadedPair | None = None
         self._cache = self._new_cache()
         # Before anything is loaded: the directory may be one that cannot be used.
@@ -225,6 +252,17 @@ class Engine:
     def start(self) -> None:
         """Load the pair and wait for jobs."""
         self._thread.start()
+
+    @property
+    def current(self) -> Generation | None:
+        """What runs now: of several the first that came."""
+        return next(iter(self.generations), None)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """All that run now."""
+        together = self._together
+        return [self._alone] if self._alone is not None else together.generations if together is not None else []
 
     @property
     def running(self) -> bool:
@@ -280,6 +318,10 @@ class Engine:
                 self.ready.set()
             stream, answered, since = mx.default_stream(mx.default_device()), False, time.monotonic()
             while self.fault is None and not self._closing.is_set():
+                if self._together:
+                    self._go_on()
+                    answered, since = True, time.monotonic()
+                    continue
                 try:
                     generation = self._queue.get(timeout=0.1)
                 except queue.Empty:
@@ -297,12 +339,15 @@ class Engine:
                 answered, since = True, time.monotonic()
         finally:
             self._closing.set()
+            if self._together is not None:
+                self._together.end_all(_stopping())
             while not self._queue.empty():
                 self._queue.get().put(_stopping())
             while self._cache.write_next(quiet_s=0):
                 pass
             # Arrays end in the thread that made them. A stream of MLX's that is left behind ends the process with an abort.
             del self._cache
+            self._together = None
             if self.pair is not None:
                 self.pair.model = self.pair.drafter = None
             mx.clear_streams()
@@ -323,7 +368,7 @@ class Engine:
         """Give the models and all prompts up; the next job loads them again."""
         while self._cache.write_next(quiet_s=0):
             pass
-        self._cache = self._new_cache()
+        self._cache, self._together = self._new_cache(), None
         self.pair.model = self.pair.drafter = None
         gc.collect()
         mx.clear_cache()
@@ -332,27 +377,70 @@ class Engine:
     def _serve(self, generation: Generation, stream: Any) -> None:
         if generation.cancelled:
             return
-        self.current = generation
+        self._alone = generation
         try:
             if not self.is_loaded:
                 self._load()
+            if self._can_run_together(stream):
+                self._begin(generation)
+                return
             finished = self._run(generation, stream)
             generation.put(None if finished else _stopping())
-        except RequestError as error:
-            generation.put(error)
         except Exception as error:
-            # Requests were checked before: whatever is raised here is a fault of this program.
-            _log.exception("a request failed")
-            told = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
-            generation.put(RequestError(told, status=500))
+            generation.put(_told(error))
         finally:
-            self.current = None
+            self._alone = None
+
+    def _can_run_together(self, stream: Any) -> bool:
+        """Whether requests are answered together here; then there is what does it."""
+        pair, options, most = self.pair, self.options, self.options.max_batch
+        if pair.drafter is None or (MAX_BATCH if most is None else most) == 1:
+            return False
+        if self._together is None:
+            held, key = options.caches, (pair.name, pair.draft_name)
+            how = {
+                "max_batch": most or MAX_BATCH,
+                "prefill_share": options.prefill_share,
+                "most_tokens": pair.most_tokens,
+                "told": _told,
+            }
+            models = pair.model, pair.tokenizer, pair.drafter
+            self._together = Together(*models, self._cache, key, held, stream=stream, **how)
+        return True
+
+    def _begin(self, generation: Generation) -> None:
+        """Add a request to those that run."""
+        text, options = _Text(self.pair.tokenizer, generation.job), self.pair.run_options(generation.job)
+
+        def say(response: Any) -> bool:
+            token = text.token(response)
+            generation.put(token)
+            if token.finish_reason:
+                generation.put(None)
+            return token.finish_reason is not None
+
+        self._together.start(generation, say, options)
+
+    def _go_on(self) -> None:
+        """A round of the requests that run, and those that may begin."""
+        try:
+            while not self._queue.empty():
+                generation = self._queue.queue[0]
+                if not generation.cancelled and not self._together.may_start(generation):
+                    break
+                self._queue.get()
+                try:
+                    if not generation.cancelled:
+                        self._begin(generation)
+                except Exception as error:
+                    generation.put(_told(error))
+            self._together.step()
+        except Exception as error:
+            self._together.end_all(_told(error))
 
     def _run(self, generation: Generation, stream: Any) -> bool:
         """Whether the answer came to its end."""
         pair, job = self.pair, generation.job
-        room = pair.limit - len(job.prompt) if pair.limit else job.max_tokens
-        sampler, processors = job.sampling.make(pair.tokenizer, job.logit_bias)
 
         def progress(done: int, total: int) -> None:
             generation.done = done
@@ -366,16 +454,10 @@ class Engine:
             draft_model=pair.drafter,
             shared=job.shared,
             should_stop=lambda: generation.cancelled or self._closing.is_set(),
-            logits_processors=[*processors, *job.processors],
-            constraint=job.constraint,
             prompt_progress_callback=progress,
-            max_tokens=room if job.max_tokens == -1 else min(job.max_tokens, room),
-            sampler=sampler,
-            seed=job.sampling.seed,
-            block_size=job.block_size,
             caches=self.options.caches,
-            keep_rounds=False,
             stream=stream,
+            **self.pair.run_options(job),
         )
         generation.cached = generation.done = run.held
         text, reason = _Text(pair.tokenizer, job), None
@@ -386,6 +468,16 @@ class Engine:
                 if reason := token.finish_reason:
                     break
         return reason is not None
+
+
+def _told(error: Exception) -> RequestError:
+    """An error as a client is told it."""
+    if isinstance(error, RequestError):
+        return error
+    # Requests were checked before: whatever is raised here is a fault of this program.
+    _log.error("a request failed", exc_info=error)
+    told = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+    return RequestError(told, status=500)
 
 
 def _stopping() -> RequestError:

@@ -43,7 +43,7 @@ class Metrics:
         self.speed = Histogram("tokens_per_second", "Of an answer, behind its first token", buckets=_RATES, **made)
         for name, about, read in (
             ("queue", "Requests that wait", lambda: engine.waiting),
-            ("running", "Requests that run", lambda: int(engine.running)),
+            ("running", "Requests that run", lambda: len(engine.generations)),
             ("active_memory_bytes", "Memory that MLX holds", mx.get_active_memory),
             ("cache_memory_bytes", "Memory that MLX keeps for reuse", mx.get_cache_memory),
             ("peak_memory_bytes", "Most memory that MLX held", mx.get_peak_memory),

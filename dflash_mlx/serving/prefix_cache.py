@@ -254,7 +254,7 @@ class _Run:
     def _keep_copies(self, shared: Sequence[tuple[int, str]], options: dict[str, Any]) -> None:
         """Fill the cache up to each length that later prompts share, and store a copy where it could not be cut later."""
         for length, kind in shared:
-            if not self.at < length < len(self.prompt) or not self.store.keeps or not _needs_copies(self.entries):
+            if not self.at < length < len(self.prompt) or not self.store.keeps or not needs_copies(self.entries):
                 continue
             # The loop fills a cache with all tokens but the last and then chooses one: one more is passed, and it is left there.
             self.until, self.filling = length + 1, True
@@ -268,7 +268,7 @@ class _Run:
     def _generate(
         self, processors: Sequence[LogitsProcessor], options: dict[str, Any]
     ) -> Generator[GenerationResponse, None, None]:
-        processors = [_after(self.prompt[: self.at], processor) for processor in processors] or None
+        processors = [after_held(self.prompt[: self.at], processor) for processor in processors] or None
         if self.draft_model is None and options.get("sampler"):
             # By its place in the whole prompt, which entries of a recurrence alone do not know.
             seed = choose_seed(options.pop("seed", None))
@@ -284,7 +284,7 @@ class _Filled(Exception):
     """Leaves the loop once the tokens of a shared beginning are in the cache."""
 
 
-def _needs_copies(entries: Sequence[Any]) -> bool:
+def needs_copies(entries: Sequence[Any]) -> bool:
     """Whether some entry may refuse to be cut later."""
     parts = entries[:-1] if is_pair_cache(entries) else entries
     return not all(type(entry) in (KVCache, QuantizedKVCache) for entry in parts)
@@ -296,7 +296,7 @@ def _passes(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def _after(held: list[int], processor: LogitsProcessor) -> LogitsProcessor:
+def after_held(held: list[int], processor: LogitsProcessor) -> LogitsProcessor:
     """A processor that sees the held tokens before those of the run."""
     if not held:
         return processor

@@ -235,7 +235,7 @@ def test_a_fault_inside_is_status_500_and_logged(chatty, monkeypatch, caplog, fa
 
     with running(*chatty) as server:
         with monkeypatch.context() as patch:
-            patch.setattr("dflash_mlx.serving.engine.stream_from_prefix", fail)
+            patch.setattr("dflash_mlx.batch.generator.BatchGenerator.insert", fail)
             body = {"messages": MESSAGES, "max_tokens": 2, "stream": stream}
             status, answer = server.post("/v1/chat/completions", body)
         said = json.loads(answer.rpartition("data: ")[2])["error"]

@@ -1,0 +1,205 @@
+"""Requests of a server that are answered together, by one `BatchGenerator`: which of them may start, and what they begin from.
+
+Knows models, generations and the prefix cache. Knows no queue and no HTTP. All of it runs in the generating thread.
+
+A request starts if there is a row for it, if what all running ones may take in the end fits in memory, and if no other one is
+just reading the beginning that it shares. It begins from a stored prefix, or from a copy of what a running one holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch.generator import BatchGenerator
+from ..batch.row import Row, RowResponse
+from ..generation import make_prompt_cache
+from ..machine import limit_bytes
+from ..memory import RunSize, cache_bytes, entries_after_rows, model_bytes
+from ..prompt_cache import PairCache, trim_prompt_cache
+from .prefix_cache import CacheOptions, PrefixCache, after_held, needs_copies
+
+_log = logging.getLogger(__name__)
+# Tokens that a copy of another request's cache must save, to be worth it.
+_WORTH = 16
+
+
+@dataclass
+class _Served:
+    """A request that runs. needs: bytes that its caches may take in the end; say: hands a response on, True: it was the last."""
+
+    generation: Any
+    row: Row
+    needs: int
+    say: Callable[[RowResponse], bool]
+
+
+class Together:
+    """The requests that run.
+
+    Args:
+      key: names models that may share caches in `store`. most_tokens: of a job's answer. told: an error as clients are told it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        drafter: Any,
+        store: PrefixCache,
+        key: Any,
+        caches: CacheOptions,
+        *,
+        max_batch: int,
+        prefill_share: float,
+        most_tokens: Callable[[Any], int],
+        told: Callable[[Exception], Exception],
+        stream: Any,
+    ):
+        self.store, self.key, self.caches, self.drafter, self._most = store, key, caches, drafter, most_tokens
+        self._told = told
+        self._batch = BatchGenerator(model, tokenizer, drafter, max_batch=max_batch, prefill_share=prefill_share, stream=stream)
+        self._served: dict[int, _Served] = {}
+        self._open = ExitStack()
+        # What a few rows take says what many will.
+        self._entries = entries_after_rows(model, drafter, caches.max_kv_size)
+        self._room = limit_bytes() - model_bytes(model) - model_bytes(drafter)
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    @property
+    def generations(self) -> list[Any]:
+        """Those that run, the first one first."""
+        return [served.generation for served in list(self._served.values())]
+
+    def may_start(self, generation: Any) -> bool:
+        """Whether another one may run now. The first one may always."""
+        if not self._served:
+            return True
+        if len(self._served) >= self._batch.max_batch or not self._batch.can_add():
+            return False
+        running = sum(served.needs for served in self._served.values())
+        if self._room - running < (needs := self._needs(generation.job)):
+            return False
+        prompt = generation.job.prompt
+        if any(self._is_read_by(served.row, prompt) for served in self._served.values()):
+            return False
+        # Prefixes that nobody uses now give way.
+        self.store.trim_to(n_bytes=self._room - running - needs)
+        return True
+
+    def _needs(self, job: Any) -> int:
+        return self._needs_of(len(job.prompt) + self._most(job))
+
+    def _needs_of(self, tokens: int) -> int:
+        held = {name: value for name, value in vars(self.caches).items() if name != "prefill_step_size"}
+        return cache_bytes(self._entries, RunSize(tokens, **held))
+
+    @staticmethod
+    def _is_read_by(row: Row, prompt: list[int]) -> bool:
+        """Whether a row is reading a beginning that the prompt shares."""
+        if not row.is_reading:
+            return False
+        ahead = [*row.run.cache.ids, *row.rest]
+        return _shared(ahead, prompt) > row.run.rows + _WORTH
+
+    def start(self, generation: Any, say: Callable[[RowResponse], bool], options: dict[str, Any]) -> None:
+        """Add a request. options: as of `stream_generate`.
+
+        Raises: as `stream_generate`.
+        """
+        job = generation.job
+        if not self._served:
+            self._open.enter_context(self._batch.open())
+        entries, held = self._beginning(job.prompt)
+
+        def progress(done: int, total: int) -> None:
+            generation.done = held + done
+
+        generation.cached = generation.done = held
+        processors = [after_held(job.prompt[:held], processor) for processor in options.pop("logits_processors")]
+        given = {**self.caches.of_a_run(), **options, "logits_processors": processors or None}
+        try:
+            uid = self._batch.insert(job.prompt[held:], prompt_cache=entries, prompt_progress_callback=progress, **given)
+        except BaseException:
+            self._close_if_idle()
+            raise
+        row = self._batch.row(uid)
+        if needs_copies(entries):
+            row.keep_at = {length: self._keeper(job.prompt[:length], kind) for length, kind in job.shared if length > held}
+        self._served[uid] = _Served(generation, row, self._needs(job), say)
+
+    def _keeper(self, tokens: list[int], kind: str) -> Callable[[list[Any]], None]:
+        """What stores a copy of a cache that holds these tokens, for later prompts that begin so."""
+        return lambda entries: self.store.insert_cache(self.key, tokens, copy.deepcopy(entries), cache_type=kind)
+
+    def _beginning(self, prompt: list[int]) -> tuple[list[Any], int]:
+        """A cache that holds most of the prompt's beginning, and how much of it."""
+        entries, rest = self.store.fetch_nearest_cache(self.key, prompt)
+        held = len(prompt) - len(rest)
+        for served in self._served.values():
+            common = min(_shared(served.row.run.cache.ids[: served.row.run.rows], prompt), len(prompt) - 1)
+            if common <= held + _WORTH or needs_copies(served.row.run.cache.entries):
+                continue
+            copied = copy.deepcopy(served.row.leave_settled())
+            surplus = len(PairCache.read(copied).ids) - common
+            if trim_prompt_cache(copied, surplus) == surplus:
+                entries, held = copied, common
+        if entries is None:
+            entries = make_prompt_cache(self._batch.model, self.drafter, self.caches.max_kv_size)
+        return entries, held
+
+    def step(self) -> None:
+        """A round of all that run, and a piece of a prompt. Those that nobody waits for any more end."""
+        for uid, served in list(self._served.items()):
+            if served.generation.cancelled:
+                self._end(uid, self._batch.remove(uid))
+        if not self._served:
+            return
+        for response in self._batch.next():
+            if (served := self._served.get(response.uid)) is None:
+                # It has met its stop string earlier in this round.
+                continue
+            is_last = True
+            if response.error is None:
+                is_last = served.say(response)
+            else:
+                served.generation.put(self._told(response.error))
+            if is_last:
+                cache = response.prompt_cache or self._batch.remove(response.uid)
+                self._end(response.uid, None if response.error else cache)
+
+    def _end(self, uid: int, entries: list[Any] | None) -> None:
+        self._served.pop(uid)
+        if entries is not None and (ids := PairCache.read(entries).ids):
+            self.store.insert_cache(self.key, ids, entries)
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._served:
+            self._open.close()
+
+    def end_all(self, error: Exception) -> None:
+        """Take all that run out, for something that concerns them all."""
+        for uid, served in list(self._served.items()):
+            served.generation.put(error)
+            self._served.pop(uid)
+            try:
+                self._batch.remove(uid)
+            except Exception:
+                # Its cache is given up anyway.
+                _log.exception("a request could not be ended")
+        self._close_if_idle()
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """Length of the longest common start."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
