@@ -389,7 +389,8 @@ def _refuse_two_sets(shards: list[str], source: str) -> None:
     """A complete set of shards beside the single file: which one is meant, nobody says."""
     for (first, count), missing in _shard_sets(shards).items():
         if not missing:
-            found = f"{source} holds two sets of weights: {_SINGLE}, and {int(count)} shards ({first} and so on)"
+            said = f"{int(count)} shard{'s' if int(count) > 1 else ''}"
+            found = f"{source} holds two sets of weights: {_SINGLE}, and {said} ({first}{' and so on' if int(count) > 1 else ''})"
             remedy = f"Delete the one that does not belong to config.json, or add the {_INDEX} of the right one"
             raise CheckpointError(found, remedy)
 

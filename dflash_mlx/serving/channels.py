@@ -92,11 +92,12 @@ _THINKING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<thought>", "</thought>"),
+    ("◁think▷", "◁/think▷"),
     # mlx-lm's own, where they are not tokens but are spelled by the template.
     ("<think>", "</think>"),
 )
 # Marks round an answer that says nothing about its text.
-_FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+_FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<response>", "</response>")
 
 
 def _vocabulary(tokenizer: Any) -> Any:

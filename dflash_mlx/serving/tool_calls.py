@@ -175,12 +175,16 @@ def read_calls(parsed: Any) -> list[Call]:
     Arguments may be an object or its text, absent or null: then there are none.
 
     Raises:
-      ValueError: one of them has no name, or its arguments are no JSON object. Then none of them is a call.
+      ValueError: one of them has no name, or its arguments are no JSON object or under another name. Then none is a call.
     """
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not calls:
         raise ValueError("there is no call in it")
     return [_read_call(call) for call in calls]
+
+
+# What a call without arguments may hold. Anything else may be arguments, which a call must not lose.
+_BESIDE = {"name", "tool_name", "arguments", "parameters", "function", "type", "id", "tool_call_id", "index"}
 
 
 def _read_call(call: Any) -> Call:
@@ -189,7 +193,11 @@ def _read_call(call: Any) -> Call:
     name = (call.get("name") or call.get("tool_name")) if isinstance(call, dict) else None
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call has no name")
-    arguments = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
+    arguments = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), None)
+    if arguments is None:
+        if beside := call.keys() - _BESIDE:
+            raise ValueError(f"its arguments may be under {sorted(beside)}")
+        arguments = {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         # Half of a surrogate pair stays escaped: it is no character of its own.

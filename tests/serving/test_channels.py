@@ -183,6 +183,7 @@ def test_gpt_oss_channels_are_answer_reasoning_and_calls(text, options, pieces, 
         ("<seed:think>", "</seed:think>"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
         ("<think>", "</think>"),
+        ("◁think▷", "◁/think▷"),
     ],
 )
 def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
@@ -191,6 +192,15 @@ def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
     for tokenizer in (Marked(start, end), spelled):
         assert told(tokenizer, f"{start}hm{end}Hi {start[:3]}", step=step) == [("reasoning", "hm"), ("answer", f"Hi {start[:3]}")]
         assert told(tokenizer, f"hm{end}Hi", before=f"x{start}", step=step) == [("reasoning", "hm"), ("answer", "Hi")]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_frame_round_an_answer_is_none_of_it(step):
+    # As ERNIE's thinking models write; where the marks are no tokens they are text.
+    text, marks = "hm</think>\n\n<response>\nHi\n</response>\n", ("<think>", "</think>")
+    ernie = Marked(*marks, "<response>", "</response>")
+    assert told(ernie, text, before="<think>", step=step) == [("reasoning", "hm"), ("answer", "\n\n\nHi\n\n")]
+    assert told(Marked(*marks), text, before="<think>", step=step)[1] == ("answer", text.removeprefix("hm</think>"))
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
@@ -244,6 +254,9 @@ GOOD = '{"name": "ls", "arguments": {}}'
             "{broken",
             "[" * 5000,
         ),
+        # A call of nothing would lose what these ask for.
+        *('{"name": "ls", "args": {"x": 1}}', '{"name": "ls", "input": {}}', '{"name": "ls", "path": "/tmp"}'),
+        *('{"function": {"name": "ls", "arguments": null}, "tool_input": {"x": 1}}',),
         *('{"name": "ls", "arguments": [1]}', '{"name": "ls", "arguments": "Paris"}', '{"name": "ls", "arguments": {"x": NaN}}'),
     ],
 )
