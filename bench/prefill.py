@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def command(side: str, target: str, pair: str, port: int) -> list[str]:
     drafter = ["--draft-model", pair] if side == "ours" else []
     started = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--model", target, *drafter, "--port", str(port)]
     return [*started, "--dtype", machine_dtype()]
+
+
+def free_port() -> int:
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        return link.getsockname()[1]
 
 
 @contextmanager
@@ -126,9 +133,9 @@ def measure(given: argparse.Namespace) -> dict:
     tokenizer, runs, number = load_tokenizer(Path(target)), [], 0
     with ExitStack() as stack:
         servers = {}
-        for place, side in enumerate(given.sides):
-            log = given.folder / f"{side}.log"
-            servers[side] = stack.enter_context(server(side, target, given.pair, given.port + place, log)), given.port + place
+        for side in given.sides:
+            log, port = given.folder / f"{side}.log", free_port()
+            servers[side] = stack.enter_context(server(side, target, given.pair, port, log)), port
         for length in given.lengths:
             for trial in range(-1, given.trials):
                 # The first one compiles kernels and is not counted.
@@ -161,7 +168,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
-    parser.add_argument("--port", type=int, default=8460)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     record = measure(given)
