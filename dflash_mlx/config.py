@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .packagings import DSPARK, LAGUNA, architecture_of, flatten_speculators, samples_from_anchor, taps_before_norm
+from .packagings import (
+    DSPARK,
+    LAGUNA,
+    algorithm_of,
+    architecture_of,
+    flatten_speculators,
+    implied_block_size,
+    names_another_algorithm,
+    samples_from_anchor,
+    taps_before_norm,
+)
 from .packagings import is_int as _is_int
 
 # field: every published place of it. All places that hold a value must agree.
@@ -251,6 +261,9 @@ class _Reader:
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where} holds a {type(raw).__name__}; it must hold a JSON object", "Use a drafter's config.json")
+        if names_another_algorithm(raw):
+            kind = f"speculators_model_type = {algorithm_of(raw)!r}"
+            raise ConfigError(f"{where} is of another kind of drafter: {kind}", "Use a DFlash, DFlash 2 or DSpark drafter")
         raw = self.raw = flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
@@ -266,6 +279,7 @@ class _Reader:
         self.defaults = {
             **_MODEL_TYPE_DEFAULTS.get(str(raw.get("model_type")), {}),
             **_ARCHITECTURE_DEFAULTS.get(self.architecture, {}),
+            "block_size": implied_block_size(raw),
         }
 
     def _at(self, path: str) -> Any:

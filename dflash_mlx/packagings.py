@@ -20,12 +20,29 @@ def is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 
 
+def algorithm_of(raw: Mapping[str, Any]) -> Any:
+    """What vLLM's speculators library says a drafter is; None: another tool packed it."""
+    config = raw.get("speculators_config")
+    said = config.get("algorithm") if isinstance(config, Mapping) and "transformer_layer_config" in raw else None
+    return raw.get("speculators_model_type") or said
+
+
+def names_another_algorithm(raw: Mapping[str, Any]) -> bool:
+    kind = algorithm_of(raw)
+    return kind is not None and kind not in _SPECULATORS
+
+
+def implied_block_size(raw: Mapping[str, Any]) -> int | None:
+    """NVIDIA's DFlash drafters for its Nemotron state no block. Source: NeMo's recipe for the model of 52 layers trains 8."""
+    return 8 if "pard_token" in raw and raw.get("architectures") == ["DFlashDraftModel"] else None
+
+
 def flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
     """A config of vLLM's speculators library in the published spelling: one level, and taps counted from layer 0's output.
 
     Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
     """
-    kind = raw.get("speculators_model_type")
+    kind = algorithm_of(raw)
     if kind not in _SPECULATORS:
         return raw
     parts: dict[str, Mapping[str, Any]] = {}

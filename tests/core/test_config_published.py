@@ -3,10 +3,17 @@
 A row holds what is stated of it (None: not stated, a small number stands in), in one of the two published spellings.
 """
 
+import json
+from pathlib import Path
+
+import mlx.core as mx
 import pytest
+from kit import flat, grow, ids_of, rounds_of, run, tiny_target
 
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.models.architectures import ARCHITECTURES
+from dflash_mlx.errors import ConfigError
+from dflash_mlx.loading import make_drafter
+from dflash_mlx.models.architectures import ARCHITECTURES, build_drafter, not_computed
 from dflash_mlx.models.rope import ExactRoPE, make_rope
 
 S, F = "sliding_attention", "full_attention"
@@ -154,3 +161,71 @@ def test_kimis_yarn_and_gemmas_scales_are_read():
     assert isinstance(rope, ExactRoPE) and abs(rope.scale - 1.4158883) < 1e-6
     c = DrafterConfig.from_dict(written("Gemma-4 31B"))
     assert (c.final_logit_softcapping, c.input_embedding_scale) == (30.0, 73.3)
+
+
+# Files as they are published, and excerpts of them; a row says where it was read, and which values stand in for unstated ones.
+FILES = {row["name"]: row for row in json.loads((Path(__file__).parents[1] / "data/published_configs.json").read_text())}
+SMALL = {
+    "hidden_size": 24, "intermediate_size": 32, "head_dim": 8, "v_head_dim": 8, "vocab_size": 61, "sliding_window": 6,
+    "swa_window_size": 6, "num_target_layers": 4, "max_window_layers": 2, "conv_group_size": 4, "selector_rank": 4,
+    "selector_top_k": 3, "markov_rank": 4, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 2,
+}  # fmt: skip
+TAPS = {"target_layer_ids": [0, 2], "aux_hidden_state_layer_ids": [1, 3]}
+
+
+def shrunk(part):
+    """A config of the same keys and ways, whose sizes are the tiny target's."""
+    found = {}
+    for key, value in part.items():
+        if key == "layer_types":
+            value = [value[0], value[-1]]
+        elif isinstance(value, dict):
+            value = shrunk(value)
+        elif value and key in SMALL:
+            value = SMALL[key]
+        elif value and key == "draft_vocab_size":
+            value = SMALL["vocab_size"]
+        found[key] = TAPS.get(key, value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def test_the_table_is_of_many_publishers_and_says_where_each_row_was_read():
+    publishers = {name.split("/")[0] for name in FILES if "/" in name.split(" ")[0]}
+    assert len(FILES) + len(ROWS) >= 80 and len(publishers) >= 15, sorted(publishers)
+    assert all(row["source"] and row["config"] for row in FILES.values())
+    assert all(row.get("excerpt") for row in FILES.values() if row.get("stand_in"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_file_runs_or_is_refused_by_name(name, target):
+    raw, refused = FILES[name]["config"], FILES[name].get("refused")
+    try:
+        config = DrafterConfig.from_dict(raw)
+    except ConfigError as fault:
+        assert refused and refused in str(fault) and "missing" not in str(fault)
+        return
+    assert not_computed(config) == ([refused] if refused else [])
+    if refused:
+        return
+    # Counted as its publisher counts, with another packer's convention undone.
+    packed = raw.get("transformer_layer_config") or {}
+    nested = raw.get("dflash_config") or {}
+    stated = nested.get("target_layer_ids") or raw.get("target_layer_ids")
+    assert list(config.target_layer_ids) == (stated or [i - 1 for i in raw["aux_hidden_state_layer_ids"]])
+    assert config.hidden_size == (packed or raw)["hidden_size"]
+    assert config.ropes[0].dims == config.head_dim
+
+    small = DrafterConfig.from_dict(shrunk(raw))
+    kept = ("architecture", "block_size", "sample_from_anchor", "last_tap", "markov_head_type", "traditional", "attention_sinks")
+    assert all(getattr(small, key, None) == getattr(config, key, None) for key in kept)
+    mx.random.seed(7)
+    drafter = make_drafter(small, flat(grow(build_drafter(small, {}), 3.0)), target)
+    prompt = [5, 9, 33, 7, 20, 41, 2, 8]
+    got = run(target, drafter, prompt, 6, block_size=min(5, small.block_size))
+    assert ids_of(got) == ids_of(run(target, None, prompt, 6)) and rounds_of(got)
