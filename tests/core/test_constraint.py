@@ -7,7 +7,7 @@ import jsonschema
 import mlx.core as mx
 import numpy as np
 import pytest
-from kit import failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
+from kit import DATA, failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
 
 from dflash_mlx import constrained, constraint, generate, make_prompt_cache, stream_generate
 from dflash_mlx.constraint import ConstraintError, json_object, json_schema, lark, one_of, regex
@@ -186,6 +186,26 @@ def test_an_answer_is_json_of_its_schema_and_its_drafts_change_nothing(pair, see
     jsonschema.validate(value, SCHEMA)
     # Laid out as json.dumps does, for that is what the forced drafts are.
     assert text_of(got) == json.dumps(value, ensure_ascii=False) and got[-1].stats.sources["grammar"]["accepted"] >= 12
+
+
+SCHEMAS = json.loads((DATA / "schemas.json").read_text())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_of_every_schema_hold_and_are_plain_decodings(pair, name):
+    """As `bench/structured.py` does for 25 seeds; here one, and up to 200 tokens."""
+    model, tokenizer, drafter = pair
+    schema, prompt = SCHEMAS[name]["schema"], f'{name.replace(" ", "_")} = json.loads("""'
+    options = {"max_tokens": 200, "constraint": json_schema(schema), "seed": 7, "sampler": Distribution(1.0)}
+    got = list(stream_generate(model, tokenizer, prompt, draft_model=drafter, block_size=8, **options))
+    assert ids_of(got) == ids_of(stream_generate(model, tokenizer, prompt, **options))
+    if got[-1].finish_reason == "stop":
+        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        validator.validate(json.loads(text_of(got)))
+    else:
+        held = json_schema(schema).begin(tokenizer)
+        assert got[-1].finish_reason == "length" and all(held.advance(r.token) for r in got)
 
 
 def test_other_grammars_hold_too(pair):
