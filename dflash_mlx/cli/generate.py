@@ -66,6 +66,10 @@ Prompt = Annotated[
 ]
 PromptFile = Annotated[str | None, option(PROMPT, help="A file that holds the prompt.")]
 PrefillResponse = Annotated[str | None, option(PROMPT, help="How the answer begins; what is printed goes on behind it.")]
+JsonSchema = Annotated[
+    str | None,
+    option(OUTPUT, metavar="FILE", help="Hold the answer to the JSON schema in this file. Needs the package llguidance."),
+]
 Raw = Annotated[bool, option(PROMPT, "--raw", help="Use the prompt as it is, without the chat template.")]
 PromptLookup = Annotated[
     bool | None,
@@ -114,6 +118,7 @@ def generate(
     prompt_cache_file: PromptCacheFile = None,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
     as_json: AsJson = False,
     show_drafts: ShowDrafts = False,
     show_stats: ShowStats = False,
@@ -194,6 +199,8 @@ def _check_usage(asked: SimpleNamespace) -> None:
             raise refuse(flag(name), "it has no effect with --prompt-cache-file: that was settled when the file was made")
     if asked.prefill_response == "":
         raise refuse("--prefill-response", "it is empty; give some text")
+    if asked.json_schema is not None and asked.prefill_response is not None:
+        raise refuse("--json-schema", "--prefill-response begins the answer, and all of the answer is held to the schema")
     if asked.stop and "" in asked.stop:
         raise refuse("--stop", "it needs a text")
     if asked.stop and asked.show_drafts:
@@ -213,11 +220,27 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     elif inputs.is_piped():
         # Nothing there, as of a program that is started by another: as if there were no pipe.
         asked.prompt = inputs.standard_input() or None
+    asked.demand = None if asked.json_schema is None else _read_schema(asked.json_schema)
     for name in ("system", "prefill_response"):
         if (text := getattr(asked, name)) is not None:
             setattr(asked, name, inputs.utf8(os.fsencode(text), f"of {flag(name)}"))
     if asked.prompt == "":
         raise refuse("--prompt", "it is empty; give some text")
+
+
+def _read_schema(path: str) -> Any:
+    """What a file holds answers to. Raises: DFlashError where it is no schema, or has what they cannot be held to."""
+    from ..serving.answer_grammar import read_answer
+
+    return read_answer({"json_schema": inputs.file_text(path)})
+
+
+def _grammar(asked: SimpleNamespace, tokenizer: Any, ids: list[int], is_rendered: bool) -> Any:
+    """What the answer behind a prompt is held to; None: nothing."""
+    from ..serving.answer_grammar import grammar_of
+
+    before = tokenizer.decode(ids[-64:]) if is_rendered else None
+    return None if asked.demand is None else grammar_of(asked.demand, tokenizer, asked.model or "this target", before)
 
 
 def _default_prompt(model: str | None) -> str:
@@ -288,6 +311,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
             draft_model=draft,
             block_size=block_size,
             prompt_lookup=asked.prompt_lookup,
+            constraint=_grammar(asked, tokenizer, ids, is_rendered),
             text_stream=TextStream(tokenizer, ids, after_chat_template=is_rendered),
             seed=seed,
             sampler=sampler,

@@ -22,6 +22,7 @@ _MORE = {
     "max_tokens": (int | None, "Most tokens of one answer; -1: no limit. Default: 1024."),
     "block_size": (int | None, "Tokens of a block, the last known one included. Default: what is fastest here."),
     "thinking": (bool | None, "Ask the model to think first, or not (enable_thinking)."),
+    "json_object": (bool | None, "Hold the answer to one JSON object."),
 }
 
 
@@ -34,7 +35,7 @@ def _options() -> type[llm.Options]:
 class DFlashModel(llm.Model):
     """A target with the drafter that is known for it."""
 
-    can_stream = True
+    can_stream = supports_schema = True
     Options = _options()
 
     def __init__(self, target: str):
@@ -51,9 +52,15 @@ class DFlashModel(llm.Model):
           DFlashError: options or messages that the pair cannot take.
         """
         talk = self._talk = self._talk or self._load()
+        from ..serving.answer_grammar import read_answer
         from ..serving.conversation import Settings
 
         given = {name: value for name, value in prompt.options.model_dump().items() if value is not None}
+        held = {
+            "json_schema": prompt.schema,
+            "response_format": {"type": "json_object"} if given.pop("json_object", False) else None,
+        }
+        talk.demand = read_answer({name: value for name, value in held.items() if value})
         before = [one for one in conversation.responses if one is not response] if conversation else []
         systems = [text for one in (*(one.prompt for one in before), prompt) if (text := one.system)]
         if systems and talk.raw:

@@ -18,6 +18,7 @@ from ..models.target import Target
 from ..prompt_files import PrefixFiles
 from ..sampling_settings import SamplingSettings, parse, setting, used_of
 from ..text import TextStream
+from .answer_grammar import Demand, grammar_of
 from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat
 from .prefix_cache import AS_THEY_ARE, CacheOptions, PrefixCache, PrefixRun, stream_from_prefix
@@ -106,10 +107,11 @@ class Conversation:
       given: the settings that the user gave; of the others those hold that the target's files recommend, at temp 0 none.
       files: where prompts are kept for the next chat.
     Attributes:
-      url: of the server that answers (`remote`); None: models run here.
+      url: of the server that answers (`remote`); None: models run here. demand: what answers are held to.
     """
 
     url: str | None = None
+    demand = Demand()
     store: PrefixCache | None = None
 
     def __init__(
@@ -279,6 +281,7 @@ class Conversation:
             logits_processors=processors,
             seed=settings.seed,
             block_size=settings.block_size if pair.drafter else None,
+            constraint=grammar_of(self.demand, pair.tokenizer, pair.name, None if self.raw else prompt.before),
             text_stream=TextStream(pair.tokenizer, prompt.ids, after_chat_template=not self.raw),
         )
 

@@ -106,6 +106,7 @@ VALUES = {
     "generate": {
         "--prompt": ["y"],
         "--prompt-file": ["FILE"],
+        "--json-schema": ["SCHEMA"],
         "--stop": ["st"],
         "--prompt-lookup": [],
         "--no-prompt-lookup": [],
@@ -225,6 +226,7 @@ def outcome(monkeypatch, tmp_path, pair):
     model, plain, drafter = pair
     calls = []
     (tmp_path / "FILE").write_text("def f():\n")
+    (tmp_path / "SCHEMA").write_text("{}")
     filled = mlx_lm_cache.make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=filled)
     mlx_lm_cache.save_prompt_cache(str(tmp_path / "CACHE.safetensors"), filled, {"model": "M"})

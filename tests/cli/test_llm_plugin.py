@@ -1,5 +1,6 @@
 """`llm -m dflash/tiny`: the plugin answers as the package does, goes on with a conversation, and takes the sampling options."""
 
+import json
 import tomllib
 from dataclasses import fields
 from importlib import import_module
@@ -32,6 +33,21 @@ def test_an_answer_and_the_turn_after_it_are_the_packages_own(model):
     second = talk.prompt("\nclass ", max_tokens=6).text()
     ids = [*tokenizer.encode("def test_" + first.text()), *tokenizer.encode("\nclass ", add_special_tokens=False)]
     assert second == generate(target, tokenizer, ids, max_tokens=6)
+
+
+def test_an_answer_is_held_to_a_schema_or_to_any_object(model):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert json.loads(model.prompt("x = ", schema=schema, max_tokens=60).text()).keys() == {"a"}
+    assert model.prompt("x = ", json_object=True, max_tokens=3).text().startswith("{")
+    with pytest.raises(Exception, match="uniqueItems"):
+        model.prompt("x", schema={"type": "array", "uniqueItems": True}).text()
+    # The next answer is free again.
+    assert not model.prompt("def test_", max_tokens=3).text().startswith("{")
 
 
 def test_every_sampling_setting_is_an_option_and_is_checked(model):
