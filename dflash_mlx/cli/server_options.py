@@ -29,7 +29,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "max_batch": (
         Annotated[
             int | None,
-            option(SERVER, min=1, help="Requests that are answered at once; default: 8 with a drafter, else 1."),
+            option(SERVER, min=1, help="Requests that are answered at once; default: 8 with a drafter, else and on CUDA 1."),
         ],
         None,
     ),

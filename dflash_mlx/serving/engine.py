@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..batch.generator import MAX_BATCH, PREFILL_SHARE
+from ..batch.generator import PREFILL_SHARE, usual_rows
 from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
@@ -48,8 +48,8 @@ class Options:
     max_queue: requests that may wait. unload_after_s: without a request, until the models are given up; None keeps them.
     recommended: sampling settings of the target's files, where neither the user nor a request gives one and a request's
     temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
-    log_prompts: write the text of each prompt in the log. max_batch: requests that are answered at once; None: `MAX_BATCH` with a
-    drafter, else 1, for only drafted rows run together. prefill_share: as in `BatchGenerator`.
+    log_prompts: write the text of each prompt in the log. max_batch: requests that are answered at once; None: `usual_rows()`
+    with a drafter, else 1, for only drafted rows run together. prefill_share: as in `BatchGenerator`.
     """
 
     model_name: str | None = None
@@ -393,13 +393,13 @@ class Engine:
 
     def _can_run_together(self, stream: Any) -> bool:
         """Whether requests are answered together here; then there is what does it."""
-        pair, options, most = self.pair, self.options, self.options.max_batch
-        if pair.drafter is None or (MAX_BATCH if most is None else most) == 1:
+        pair, options, most = self.pair, self.options, self.options.max_batch or usual_rows()
+        if pair.drafter is None or most == 1:
             return False
         if self._together is None:
             held, key = options.caches, (pair.name, pair.draft_name)
             how = {
-                "max_batch": most or MAX_BATCH,
+                "max_batch": most,
                 "prefill_share": options.prefill_share,
                 "most_tokens": pair.most_tokens,
                 "told": _told,
