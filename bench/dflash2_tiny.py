@@ -1,6 +1,6 @@
 """DFlash 2 beside DFlash on `tiny`'s target: both go on from its built-in drafter with the same text for as many steps, on a CPU.
 
-    python bench/dflash2_tiny.py --out FOLDER [--steps 200]        text, both drafters, record.json; some five minutes of a core
+    python bench/dflash2_tiny.py --out FOLDER [--steps 200]        text, both drafters, record.json; some ten minutes of a core
 
 The text is of one sort: how functions that begin by refusing a wrong type go on, half greedy and half drawn at temperature 0.7 or
 1. Words of the 100 held-out questions are not in the training text's. tau: offline rounds over the target's own answers, of at

@@ -67,6 +67,7 @@ def test_rounds_replayed_with_a_trained_drafter_equal_the_served_ones(model, doc
     assert mean_tau(replays) > 1.1
 
 
+@pytest.mark.full
 def test_a_fresh_drafter_drafts_what_the_dflash_drafter_that_it_starts_from_does(model, docs, tmp_path):
     first = drafter_config(model, mask_token_id=1, layers=1, block_size=BLOCK, target_layer_ids=TAPS)
     train(model, docs, tmp_path / "one", first, config(steps=15))
