@@ -10,6 +10,7 @@ import pytest
 from kit import DATA, failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
 
 from dflash_mlx import constrained, constraint, generate, make_prompt_cache, stream_generate
+from dflash_mlx.batch.generator import BatchGenerator
 from dflash_mlx.constraint import ConstraintError, json_object, json_schema, lark, one_of, regex
 from dflash_mlx.draft_length.policy import FixedDraftLength
 from dflash_mlx.pair import DFlashPair
@@ -137,6 +138,24 @@ def test_a_cut_round_verifies_no_draft_that_may_not_come(tiny, monkeypatch):
         assert turns.advance(one.bonus)
         widths.append(one.width)
     assert 0 in widths and max(widths) > 0 and ids_of(got) == ids_of(run(model, None, PROMPT, 40, constraint=Turns()))
+
+
+def test_each_row_of_a_batch_has_a_constraint_of_its_own(tiny):
+    model, drafter = tiny
+    asked = [{"constraint": Turns()}, {}, {"constraint": Turns(every=2), "sampler": Distribution(1.0), "seed": 3}]
+    lines = [ids_of(run(model, None, PROMPT, 30, **{**options, "constraint": fresh(options)})) for options in asked]
+    batch, got = BatchGenerator(model, letters(), drafter, max_batch=3), {}
+    for options in asked:
+        got[batch.insert(PROMPT, max_tokens=30, block_size=5, **{**options, "constraint": fresh(options)})] = []
+    while len(batch):
+        for response in batch.next():
+            got[response.uid].append(response.token)
+    assert list(got.values()) == lines
+
+
+def fresh(options):
+    """A constraint that no run has moved on."""
+    return Turns(every=options["constraint"].every) if "constraint" in options else None
 
 
 def test_a_plain_stretch_under_a_constraint_waits_once_a_token(tiny, waits):
