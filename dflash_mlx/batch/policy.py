@@ -6,8 +6,8 @@ Knows numbers only. A row that runs alone is chosen for by its own policy (`draf
                                                 seconds(B, w): what a round of B rows at width w took of late
 
 The width with the largest value is taken; 0 is plain batching. A row whose own drafts are worth less than what they add to the
-round drafts nothing in it. Seconds that were never seen are taken from the nearest number of rows, and a width that never ran is
-tried once.
+round drafts nothing in it. Seconds that were never seen are taken from the nearest number of rows. A width that never ran is
+tried once, if it would pay at what it costs one row: many rows share less of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..draft_length.acceptance import expected_tokens
-from ..draft_length.cost_model import first_widths
+from ..draft_length.cost_model import CostModel, first_widths
 from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 
-# Rounds until the next best width is timed again; until a row that drafts nothing is tried again.
-_LOOK_AGAIN, _TRY_ROW = 96, 24
+# Rounds until the next best width is timed again, if it is worth so much of the best; until a row that drafts nothing is tried.
+_LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
+# Ids of the text must promise so much more than the drafter, or than none: what is promised is a mean over kinds of text.
+_LOOKUP_GAIN = 1.25
 # How far a round moves what is known; how much more than that one odd round counts for; rounds of its own that a pass costs.
 _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
 
@@ -53,7 +55,6 @@ class BatchPolicy:
     def __init__(self, most: int, costs: RoundCosts | None = None):
         self.most, self.costs = most, costs or RoundCosts()
         self._rounds = 0
-        self._width = 0
 
     def plan(self, rows: Sequence[RowPolicy]) -> int:
         """Set each row's width for the next round. Returns: the width that most of them have."""
@@ -65,19 +66,39 @@ class BatchPolicy:
         self._rounds += 1
         B, widths = len(rows), [0, *first_widths(self.most)]
         tokens = [expected_tokens(row.own.acceptance.rates()) for row in free]
-        known = {w: s for w in widths if (s := self.costs.seconds(B, w)) is not None}
-        if len(known) < len(widths):
-            # Plain rounds first: drafting is judged by them.
-            width = next(w for w in widths if w not in known)
-        else:
-            fixed = len(rows) - len(free)
-            value = {w: (fixed + sum(t[w] for t in tokens)) / s for w, s in known.items()}
-            best = sorted(widths, key=value.__getitem__, reverse=True)
-            width = best[1] if self._rounds % _LOOK_AGAIN == 0 else best[0]
-            free = self._worth(free, tokens, width, value[best[0]], (known[width] - known[0]) / B)
+        seconds, fixed = self._seconds(B, widths, free[0].own.cost_model), len(rows) - len(free)
+        value = {w: (fixed + sum(t[w] for t in tokens)) / s for w, s in seconds.items()}
+        best = sorted(value, key=value.__getitem__, reverse=True)
+        # Plain rounds first: drafting is judged by them. What is almost as good is timed again now and then.
+        width, second = best[0], best[1] if len(best) > 1 else best[0]
+        if self._rounds % _LOOK_AGAIN == 0 and value[second] > _NEAR * value[width]:
+            width = second
+        if len(value) > 1:
+            free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / B)
+        for row in rows:
+            row.price = value[best[0]] * self._token_s(B, seconds)
         for row in free:
             row.width = width
         return width
+
+    def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
+        """What a round of B rows takes by width, 0 alone where no plain round was seen. alone: what passes of one row cost."""
+        plain = self.costs.seconds(B, 0)
+        if plain is None:
+            return {0: 1.0}
+        found = {}
+        for w in widths:
+            known = self.costs.seconds(B, w)
+            if known is None:
+                known = plain * max(alone.round(w) / alone.plain(), 1.0) if alone is not None else plain
+            found[w] = known
+        return found
+
+    @staticmethod
+    def _token_s(B: int, seconds: Mapping[int, float]) -> float:
+        """Seconds that a verified token adds to a round of B rows."""
+        w = min((w for w in seconds if w), default=0)
+        return max(seconds[w] - seconds[0], 0.0) / (B * w) if w else 0.0
 
     @staticmethod
     def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
@@ -101,10 +122,11 @@ class RowPolicy:
     """A row's policy: its own while it runs alone, the batch's in company.
 
     width: the batch's choice; waits: its first token is not there yet, so it does not draft; idle: rounds since it was worth it.
+    price: of verifying one token, in tokens that the batch would give in that time.
     """
 
     def __init__(self, own: DraftLengthPolicy | FixedDraftLength):
-        self.own, self.in_company, self.width, self.waits, self.idle = own, False, 0, True, 0
+        self.own, self.in_company, self.width, self.waits, self.idle, self.price = own, False, 0, True, 0, 0.0
 
     @property
     def is_free(self) -> bool:
@@ -143,15 +165,13 @@ class RowPolicy:
         return self.own.confidence_cut(confidence)
 
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """In company: as many ids of the text as are likely to be right, where that is more than the drafter promises."""
+        """In company: as many ids of the text as gain most, where that is more than the drafter promises."""
         if not self._is_batchs:
             return self.own.prompt_lookup_width(width, rates)
-        reach, likely = 1.0, 0
-        for rate in rates:
-            reach *= rate
-            likely += reach > 0.5
-        drafts = expected_tokens(self.own.acceptance.rates())[width]
-        return likely if likely and expected_tokens(rates)[likely] > max(drafts, 2.0) else 0
+        gains = [tokens - self.price * w for w, tokens in enumerate(expected_tokens(rates))]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        drafted = expected_tokens(self.own.acceptance.rates())[width] - self.price * width
+        return best if gains[best] > _LOOKUP_GAIN * max(drafted, 1.0) else 0
 
     def observe(self, width: int, accepted: int, more: bool, seconds: float, *about: Any, **named: Any) -> None:
         if not self._is_batchs:

@@ -1,0 +1,104 @@
+"""How many drafts the rows of a batch verify: by what rounds took and what each row accepted."""
+
+import pytest
+
+from dflash_mlx.batch.policy import BatchPolicy, RoundCosts, RowPolicy
+from dflash_mlx.draft_length.acceptance import AcceptanceRate
+from dflash_mlx.draft_length.cost_model import CostModel
+from dflash_mlx.draft_length.policy import DraftLengthPolicy, FixedDraftLength
+
+MOST = 7
+# Of one row: a round of 7 drafts costs 1.5 tokens' time.
+ALONE = CostModel(1.0, 0.2, 0.0, {1: 1.05, 3: 1.15, 7: 1.3})
+
+
+def row(rate, costs=ALONE):
+    """A row whose drafts are accepted at this rate."""
+    acceptance = AcceptanceRate(MOST)
+    acceptance.counts = [[1000 * rate, 1000.0] for _ in range(MOST)]
+    policy = RowPolicy(DraftLengthPolicy(MOST, acceptance, costs, lambda: pytest.fail("measured")))
+    policy.in_company, policy.waits = True, False
+    return policy
+
+
+def play(rows, seconds, rounds=60):
+    """The widths of the last rounds, where one of B rows takes seconds(B, tokens)."""
+    policy, seen = BatchPolicy(MOST), []
+    for _ in range(rounds):
+        width = policy.plan(rows)
+        drafts = [one.width for one in rows]
+        policy.observe(rows, width, seconds(len(rows), sum(drafts) + len(rows), any(drafts)))
+        seen.append(drafts)
+    return seen
+
+
+def by_tokens(B, tokens, drafts):
+    """A CPU: each token costs the same, and a draft half of one."""
+    return tokens + (B * MOST / 2 if drafts else 0)
+
+
+def by_pass(B, tokens, drafts):
+    """A large GPU: a pass costs the same whatever is in it."""
+    return 1.0 + 0.2 * drafts
+
+
+def test_where_tokens_cost_a_batch_goes_back_to_plain_decoding():
+    seen = play([row(0.6) for _ in range(8)], by_tokens)
+    assert seen[-20:] == [[0] * 8] * 20
+    # What was found out cost few rounds.
+    assert sum(any(drafts) for drafts in seen) <= 4
+
+
+def test_where_a_pass_costs_the_same_every_row_drafts_as_much_as_pays():
+    assert play([row(0.8) for _ in range(8)], by_pass)[-20:] == [[7] * 8] * 20
+
+
+def test_a_row_whose_drafts_are_refused_drafts_nothing_beside_others_that_gain():
+    def seconds(B, tokens, drafts):
+        return 1.0 + tokens / 16
+
+    seen = play([row(0.9), row(0.9), row(0.02)], seconds)
+    assert sum(drafts[0] > 0 for drafts in seen[-24:]) >= 22 and sum(drafts[2] > 0 for drafts in seen[-24:]) <= 2
+
+
+def test_a_width_that_one_row_cannot_gain_by_is_not_tried_with_many():
+    dear = CostModel(1.0, 3.0, 0.0, {1: 3.0, 3: 5.0, 7: 9.0})
+    assert play([row(0.5, dear) for _ in range(4)], by_tokens) == [[0] * 4] * 60
+
+
+def test_fixed_rows_keep_their_width_and_rows_that_wait_do_not_draft():
+    fixed, waiting, free = RowPolicy(FixedDraftLength(3)), row(0.9), row(0.9)
+    fixed.in_company, waiting.waits = True, True
+    BatchPolicy(MOST).plan([fixed, waiting, free])
+    assert (fixed.choose(), waiting.choose()) == (3, 0)
+
+
+def test_costs_of_other_numbers_of_rows_are_a_guess_until_seen():
+    costs = RoundCosts()
+    costs.add(4, 0, 1.0)
+    assert costs.seconds(4, 0) == 1.0 and costs.seconds(4, 7) is None
+    assert costs.seconds(8, 0) == pytest.approx(1.5)
+    # One odd round moves it little, a fast one at once.
+    costs.add(4, 0, 50.0)
+    assert costs.seconds(4, 0) == pytest.approx(1.25)
+    costs.add(4, 0, 0.2)
+    assert costs.seconds(4, 0) == 0.2
+
+
+def test_a_batchs_rounds_say_nothing_of_what_one_row_costs():
+    one = row(0.5)
+    told = one.own.cost_model.rounds_since_plain
+    one.width = 3
+    one.observe(3, 2, False, 9.0, True)
+    assert one.own.cost_model.rounds_since_plain == told and one.own.acceptance.counts[0][0] > 0
+
+
+def test_ids_of_the_text_are_verified_as_far_as_they_gain():
+    free, sure = row(0.2), [0.95] * 7
+    free.price = 0.0
+    assert free.prompt_lookup_width(0, sure) == 7
+    # At this price a token must be likely: the seventh is right in 0.7 of rounds.
+    free.price = 0.8
+    assert 0 < free.prompt_lookup_width(0, sure) < 7
+    free.price = 1.0
+    assert free.prompt_lookup_width(0, sure) == 0
