@@ -22,12 +22,14 @@ from . import report
 from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter, write_out
 from .finite import require_finite
 from .gguf.drafter import published_names
+from .gguf.drafter_out import write_drafter_gguf
 from .quantize import FLOAT_DTYPES, MODES, Options, Predicate, Recipe, check_options, mixed_recipe, quantize
 from .targets import LoadedTarget, quantize_to_match, read_target
 from .tokenizers import check_tokenizer, copy_tokenizer
 from .write import staged_directory, write_json, write_weights
 
 _RECORD = "conversion.json"
+GGUF_NAME = "drafter.gguf"
 
 
 @dataclass
@@ -41,7 +43,8 @@ class Conversion:
 
     def summary(self) -> str:
         """What was written, how close it is to the source, with units, and whether that is fine: three lines."""
-        size = sum(entry["bytes"] for name, entry in self.record["written"].items() if name.endswith(".safetensors"))
+        kept = (".safetensors", ".gguf")
+        size = sum(entry["bytes"] for name, entry in self.record["written"].items() if name.endswith(kept))
         lines = [f"Wrote {self.kind} {self.path}: {len(self.record['tensors'])} tensors, {size_text(size)}"]
         parity = self.record["parity"]
         if "not_checked" in parity:
@@ -98,6 +101,8 @@ def convert(
     force: bool = False,
     q_mode: str = "affine",
     dequantize: bool = False,
+    to: str = "mlx",
+    vocab: str | None = None,
 ) -> Conversion:
     """Convert a target or a drafter, as `mlx_lm.convert`.
 
@@ -114,6 +119,9 @@ def convert(
       force: replace an existing directory
       q_mode: "affine", "mxfp4", "nvfp4" or "mxfp8"
       dequantize: write quantized matrices out in floats, in their scales' type or in `dtype`
+      to: "mlx", or "gguf": a drafter as drafter.gguf in `mlx_path`, under llama.cpp's names; `quantize` then means Q4_0, or Q8_0
+        with 8 bits
+      vocab: a GGUF file whose vocabulary goes into that file: llama.cpp wants the target's there
     Returns:
       what was done; the same is written to conversion.json beside the weights.
     Raises:
@@ -133,8 +141,14 @@ def convert(
         raise ConversionError("both quantize (-q) and dequantize are given", "Give one of the two")
     checkpoint = inspect_checkpoint(hf_path, revision=revision)
     is_drafter = checkpoint.role == "drafter"
+    if to == "gguf":
+        _check_gguf(checkpoint, options, q_group_size)
+    elif to != "mlx" or vocab is not None:
+        raise ConversionError(f"to is {to!r}" if to != "mlx" else "a vocabulary is given without to='gguf'", "Use to='gguf'")
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
-        if is_drafter:
+        if to == "gguf":
+            done = _drafter_to_gguf(checkpoint, staging, options, vocab)
+        elif is_drafter:
             done = _convert_drafter(checkpoint, staging, options)
         else:
             done = _convert_target(checkpoint, staging, options)
@@ -238,6 +252,27 @@ _NOT_WRITTEN = ("vision_config", "audio_config", "auto_map", "_name_or_path")
 
 def _with_vocabulary(loaded: LoadedTarget):
     return loaded.model, loaded.target.text["vocab_size"]
+
+
+def _check_gguf(checkpoint: Checkpoint, options: Options, group_size: int | None) -> None:
+    if checkpoint.role != "drafter":
+        raise ConversionError(f"GGUF is written of drafters, and {checkpoint.source} is a target", "Use llama.cpp's converter")
+    if group_size is not None or options.mode != "affine" or options.predicate is not None:
+        raise ConversionError("GGUF's blocks have their own groups, modes and types", "Give bits alone: 8 or 4")
+
+
+def _drafter_to_gguf(checkpoint: Checkpoint, staging: Path, options: Options, vocab: str | None) -> Conversion:
+    drafter = read_drafter(checkpoint)
+    require_finite(checkpoint, drafter.dropped)
+    weights = write_out(dict(drafter.raw), cast_tensors(drafter.weights, options.dtype))
+    weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
+    types, notes = write_drafter_gguf(
+        staging / GGUF_NAME, drafter.config, weights, options.bits if options.quantize else None, vocab
+    )
+    tensors = {name: {"shape": list(value.shape), "dtype": types[name]} for name, value in weights.items()}
+    record = _record("drafter", checkpoint, tensors, Recipe(), None, drafter.dropped, {}, drafter.notes + notes)
+    record["parity"] = {"not_checked": "the file was read again, and every tensor is as written"}
+    return Conversion(staging, "drafter", record, drafter.notes + notes)
 
 
 def _convert_drafter(checkpoint: Checkpoint, staging: Path, options: Options) -> Conversion:

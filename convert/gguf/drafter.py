@@ -23,7 +23,7 @@ from .blocks import GROUP_SIZE, AffineTensor, can_decode, decode
 from .header import GGUFFile
 from .source import rope_scaling
 
-_ROOT = {
+ROOT = {
     "fc.weight": "fc.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
     "hidden_norm.weight": "hidden_norm.weight",
@@ -43,7 +43,7 @@ _ROOT = {
     "confidence_head.weight": "confidence_head.proj.weight",
     "confidence_head.bias": "confidence_head.proj.bias",
 }
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -58,7 +58,7 @@ _LAYER = {
     "attn_conv_proj": "attention_conv.kernel_projection",
     "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
-_BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}
+BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}
 # what training keeps beside a drafter, and tables that are computed
 _NOT_READ = re.compile(r"^(t2d|rope_freqs\.weight)$")
 _KEYS = {
@@ -135,14 +135,14 @@ def _found(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 def _place(name: str, architecture: str, faults: list[str]) -> str | None:
     """The published name of a tensor; None, where it is not carried over or is a fault."""
     bare = re.sub(rf"^(?:{re.escape(architecture)}|dflash|dspark)[._](?=[a-z])", "", name)
-    if bare in _ROOT:
-        return _ROOT[bare]
+    if bare in ROOT:
+        return ROOT[bare]
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", bare):
         layer, part, kind = match.groups()
-        if part in _BARE:
-            return f"layers.{layer}.{_BARE[part]}"
-        if part in _LAYER and kind:
-            return f"layers.{layer}.{_LAYER[part]}.{kind}"
+        if part in BARE:
+            return f"layers.{layer}.{BARE[part]}"
+        if part in LAYER and kind:
+            return f"layers.{layer}.{LAYER[part]}.{kind}"
     if re.match(r"(layers\.\d+\.|norm\.|embed_tokens\.|lm_head\.|candidate_selector\.|markov_head\.|confidence_head\.)", bare):
         return bare  # some keep the published names
     if not _NOT_READ.match(bare):

@@ -37,6 +37,8 @@ from .output import columns_of, only_ours_on_stdout, say, wrapped
 
 QuantizationMode = StrEnum("QuantizationMode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 
+Layout = StrEnum("Layout", ["mlx", "gguf"])
+
 QUANTIZING, PLAN = "Quantizing", "What is measured"
 
 
@@ -68,6 +70,17 @@ def convert(
     ] = None,
     dequantize: Annotated[bool, option(QUANTIZING, "--dequantize", "-d", help="Write quantized matrices out in floats.")] = False,
     quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
+    to: Annotated[
+        Layout | None,
+        option(
+            OUTPUT,
+            metavar="<layout>",
+            help="mlx, or gguf: a drafter as drafter.gguf for llama.cpp; -q is then Q4_0 or Q8_0. Default: mlx.",
+        ),
+    ] = None,
+    vocab: Annotated[
+        str | None, option(OUTPUT, metavar="FILE", help="GGUF file of the target, whose vocabulary llama.cpp wants beside.")
+    ] = None,
     revision: Revision = None,
     force: Annotated[bool, option(OUTPUT, "--force", help="Replace an existing directory.")] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -78,6 +91,8 @@ def convert(
             raise refuse(name, "it has no effect without --quantize")
     if q_bits is not None and quant_predicate:
         raise refuse("--q-bits", "it has no effect with --quant-predicate, whose recipe sets the bits")
+    if vocab is not None and to != Layout.gguf:
+        raise refuse("--vocab", "it has no effect without --to gguf")
     with only_ours_on_stdout(), live(f"Converting {hf_path}"):
         from ..conversion import convert as convert_checkpoint
         from ..pairs import builtin
@@ -96,6 +111,8 @@ def convert(
             force=force,
             q_mode=q_mode.value if q_mode else "affine",
             dequantize=dequantize,
+            to=to.value if to else "mlx",
+            vocab=vocab,
         )
     for note in done.notes:
         say(f"Note: {note}.")

@@ -171,6 +171,8 @@ VALUES = {
         "--q-mode": ["mxfp4", "-q"],
         "--dequantize": [],
         "--quant-predicate": ["mixed_4_6", "-q"],
+        "--to": ["gguf"],
+        "--vocab": ["t.gguf", "--to", "gguf"],
         "--force": [],
     },
     "cache": {"--delete": ["session/a"], "--yes": []},

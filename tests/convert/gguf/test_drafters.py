@@ -166,3 +166,87 @@ def test_what_a_file_lacks_or_has_too_much_is_named(tmp_path, model, monkeypatch
     write_drafter(tmp_path / "d.gguf", raw, weights, keys=change.get("keys", {}))
     with pytest.raises(ConversionError, match=f"d.gguf is a DFlash drafter in a GGUF file that cannot be read: .*{message}"):
         load_drafter(str(tmp_path / "d.gguf"), model)
+
+
+def published(folder, raw, weights):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return str(folder)
+
+
+WRITTEN = {"as it is": ({}, Kind.BF16), "float16": ({"dtype": "float16"}, Kind.F16), "float32": ({"dtype": "float32"}, Kind.F32)}
+WRITTEN |= {"Q8_0": ({"quantize": True, "q_bits": 8}, Kind.Q8_0), "Q4_0": ({"quantize": True}, Kind.Q4_0)}
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2", "DSpark"])
+@pytest.mark.parametrize("how", WRITTEN)
+def test_a_written_file_is_what_llama_cpps_converter_writes(tmp_path, model, kind, how):
+    """The reference: the fixture's writer, whose names and keys are llama.cpp's; each byte and each id."""
+    raw, weights = small(kind)
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    options, type_ = WRITTEN[how]
+    done = convert(published(tmp_path / "source", raw, weights), str(tmp_path / "out"), to="gguf", **options)
+    assert done.kind == "drafter" and "drafter.gguf" in done.record["written"]
+    held = {name: value.astype(mx.float16) if how == "float16" else value for name, value in weights.items()}
+    meant = write_drafter(tmp_path / "theirs.gguf", raw, held, type_, leave_out=())
+    ours, theirs = (gguf.GGUFReader(path) for path in (tmp_path / "out" / "drafter.gguf", tmp_path / "theirs.gguf"))
+    by_name = {tensor.name: tensor for tensor in theirs.tensors}
+    assert {tensor.name for tensor in ours.tensors} == set(by_name)
+    for tensor in ours.tensors:
+        other = by_name[tensor.name]
+        if tensor.name.startswith("conf_proj"):
+            continue
+        assert tensor.tensor_type == other.tensor_type and tensor.data.tobytes() == other.data.tobytes(), tensor.name
+    for key, field in theirs.fields.items():
+        if not key.startswith(("GGUF.", "general.")):
+            assert ours.fields[key].contents() == field.contents(), key
+    drafter = load_drafter(str(tmp_path / "out" / "drafter.gguf"), model)
+    expected = make_drafter(DrafterConfig.from_dict(raw), {name: mx.array(value) for name, value in meant.items()}, model)
+    assert drafts(drafter, model) == drafts(expected, model)
+
+
+def test_the_targets_vocabulary_goes_into_the_file(tmp_path):
+    raw, weights = small()
+    writer = gguf.GGUFWriter(tmp_path / "target.gguf", "qwen3")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(V)])
+    writer.add_token_types([1] * V)
+    writer.add_eos_token_id(7)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert(published(tmp_path / "source", raw, weights), str(tmp_path / "out"), to="gguf", vocab=str(tmp_path / "target.gguf"))
+    ours, theirs = (gguf.GGUFReader(tmp_path / name) for name in ("out/drafter.gguf", "target.gguf"))
+    kept = [name for name in theirs.fields if name.startswith("tokenizer.")]
+    assert len(kept) == 5
+    for name in kept:
+        assert (ours.fields[name].contents(), ours.fields[name].types) == (
+            theirs.fields[name].contents(),
+            theirs.fields[name].types,
+        )
+    assert ours.fields["tokenizer.ggml.mask_token_id"].contents() == raw["dflash_config"]["mask_token_id"]
+
+
+NO_PLACE = {
+    "sinks": ({"attention_sink_bias": True}, "attention_sink_bias"),
+    "a scale of the values": ({"attention_value_scale": 0.5}, "attention_value_scale = 0.5"),
+    "pairs": ({"rope_is_neox_style": False}, "ropes"),
+    "the embedding as a tap": ({"last_tap": "before"}, "last_tap = 'before'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_what_llama_cpp_has_no_place_for_is_refused(tmp_path, name):
+    changes, message = NO_PLACE[name]
+    raw, weights = small(**changes)
+    with pytest.raises(ConversionError, match=message):
+        convert(published(tmp_path / "source", raw, weights), str(tmp_path / "out"), to="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_is_not_written_as_gguf(tmp_path):
+    with pytest.raises(ConversionError, match="is a target"):
+        convert(str(TINY / "target"), str(tmp_path / "out"), to="gguf")
