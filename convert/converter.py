@@ -141,10 +141,7 @@ def convert(
         raise ConversionError("both quantize (-q) and dequantize are given", "Give one of the two")
     checkpoint = inspect_checkpoint(hf_path, revision=revision)
     is_drafter = checkpoint.role == "drafter"
-    if to == "gguf":
-        _check_gguf(checkpoint, options, q_group_size)
-    elif to != "mlx" or vocab is not None:
-        raise ConversionError(f"to is {to!r}" if to != "mlx" else "a vocabulary is given without to='gguf'", "Use to='gguf'")
+    _check_layout(to, vocab, checkpoint, options, q_group_size)
     with staged_directory(Path(mlx_path), checkpoint, force=force) as staging:
         if to == "gguf":
             done = _drafter_to_gguf(checkpoint, staging, options, vocab)
@@ -254,7 +251,13 @@ def _with_vocabulary(loaded: LoadedTarget):
     return loaded.model, loaded.target.text["vocab_size"]
 
 
-def _check_gguf(checkpoint: Checkpoint, options: Options, group_size: int | None) -> None:
+def _check_layout(to: str, vocab: str | None, checkpoint: Checkpoint, options: Options, group_size: int | None) -> None:
+    if to not in ("mlx", "gguf"):
+        raise ConversionError(f"to is {to!r}", "Give 'mlx' or 'gguf'")
+    if to == "mlx":
+        if vocab is not None:
+            raise ConversionError("a vocabulary is given, and no GGUF is written", "Give to='gguf' too")
+        return
     if checkpoint.role != "drafter":
         raise ConversionError(f"GGUF is written of drafters, and {checkpoint.source} is a target", "Use llama.cpp's converter")
     if group_size is not None or options.mode != "affine" or options.predicate is not None:

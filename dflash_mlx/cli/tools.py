@@ -42,6 +42,17 @@ Layout = StrEnum("Layout", ["mlx", "gguf"])
 QUANTIZING, PLAN = "Quantizing", "What is measured"
 
 
+To = Annotated[
+    Layout | None,
+    option(
+        OUTPUT,
+        metavar="<layout>",
+        help="mlx, or gguf: a drafter as drafter.gguf for llama.cpp; -q is then Q4_0 or Q8_0. Default: mlx.",
+    ),
+]
+Vocab = Annotated[str | None, option(OUTPUT, metavar="FILE", help="GGUF file of the target, whose vocabulary llama.cpp wants.")]
+
+
 def convert(
     hf_path: Annotated[
         str,
@@ -70,29 +81,16 @@ def convert(
     ] = None,
     dequantize: Annotated[bool, option(QUANTIZING, "--dequantize", "-d", help="Write quantized matrices out in floats.")] = False,
     quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
-    to: Annotated[
-        Layout | None,
-        option(
-            OUTPUT,
-            metavar="<layout>",
-            help="mlx, or gguf: a drafter as drafter.gguf for llama.cpp; -q is then Q4_0 or Q8_0. Default: mlx.",
-        ),
-    ] = None,
-    vocab: Annotated[
-        str | None, option(OUTPUT, metavar="FILE", help="GGUF file of the target, whose vocabulary llama.cpp wants beside.")
-    ] = None,
+    to: To = None,
+    vocab: Vocab = None,
     revision: Revision = None,
     force: Annotated[bool, option(OUTPUT, "--force", help="Replace an existing directory.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
-    for name, value in (("--q-bits", q_bits), ("--q-group-size", q_group_size), ("--q-mode", q_mode)):
-        if value is not None and not quantize:
-            raise refuse(name, "it has no effect without --quantize")
-    if q_bits is not None and quant_predicate:
-        raise refuse("--q-bits", "it has no effect with --quant-predicate, whose recipe sets the bits")
-    if vocab is not None and to != Layout.gguf:
-        raise refuse("--vocab", "it has no effect without --to gguf")
+    if not quantize:
+        _refuse_bits({"--q-bits": q_bits, "--q-group-size": q_group_size, "--q-mode": q_mode})
+    _refuse_vain(q_bits, quant_predicate, to, vocab)
     with only_ours_on_stdout(), live(f"Converting {hf_path}"):
         from ..conversion import convert as convert_checkpoint
         from ..pairs import builtin
@@ -117,6 +115,19 @@ def convert(
     for note in done.notes:
         say(f"Note: {note}.")
     say(done.summary())
+
+
+def _refuse_bits(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise refuse(name, "it has no effect without --quantize")
+
+
+def _refuse_vain(q_bits: int | None, quant_predicate: str | None, to: Layout | None, vocab: str | None) -> None:
+    if q_bits is not None and quant_predicate:
+        raise refuse("--q-bits", "it has no effect with --quant-predicate, whose recipe sets the bits")
+    if vocab is not None and to != Layout.gguf:
+        raise refuse("--vocab", "it has no effect without --to gguf")
 
 
 def doctor(
