@@ -187,6 +187,8 @@ def _check_usage(asked: SimpleNamespace) -> None:
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")
+    if asked.show_drafts and asked.block_size == 1:
+        raise refuse("--show-drafts", "--block-size 1 drafts nothing, so there is nothing to mark")
     for name in ("system", "thinking", "chat_template_args", "prefill_response"):
         if getattr(asked, name) is not None and asked.raw:
             raise refuse(flag(name), "--raw uses no chat template, so there is no place for it")

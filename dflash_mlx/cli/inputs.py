@@ -13,7 +13,7 @@ from ..errors import DFlashError
 from ..sampling_settings import recommended, recommended_text, used_of
 from ..serving.interrupt import insistent
 from .live import live
-from .options import DraftBits, Dtype
+from .options import DraftBits, Dtype, drafter_name
 from .output import say
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | 
     from ..pairs import builtin
     from ..pairs.published import published_drafter
 
-    if draft_model is not None and draft_model.lower() == "none":
+    if draft_model is not None and drafter_name(draft_model) == "none":
         return model or builtin.DEFAULT_PAIR, None
     if model is None:
         return builtin.DEFAULT_PAIR, builtin.DEFAULT_PAIR

@@ -77,9 +77,20 @@ ChatTemplateArgs = Annotated[
     str | None,
     option(PROMPT, help="Variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'."),
 ]
+
+
+def drafter_name(name: str | None) -> str | None:
+    """A drafter as it was typed, 'auto' and 'none' in small letters: they are told by their letters everywhere."""
+    return name.lower() if name and name.lower() in ("auto", "none") else name
+
+
 DraftModel = Annotated[
     str | None,
-    option(DRAFTING, help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding."),
+    option(
+        DRAFTING,
+        callback=drafter_name,
+        help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding.",
+    ),
 ]
 DraftBitsOption = Annotated[
     DraftBits | None,

@@ -27,6 +27,7 @@ from .options import (
     Model,
     Revision,
     TrustRemoteCode,
+    drafter_name,
     option,
     refuse,
     refuse_lonely_drafter,
@@ -133,7 +134,9 @@ def _refuse_vain(q_bits: int | None, quant_predicate: str | None, to: Layout | N
 def doctor(
     model: Model = None,
     adapter_path: AdapterPath = None,
-    draft_model: Annotated[str | None, option(DRAFTING, help="DFlash drafter, for --model or alone.")] = None,
+    draft_model: Annotated[
+        str | None, option(DRAFTING, callback=drafter_name, help="DFlash drafter, for --model or alone.")
+    ] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     revision: Revision = None,
@@ -157,7 +160,7 @@ def doctor(
             from ..pairs.builtin import DEFAULT_PAIR
             from ..tools.doctor import diagnose, render
 
-        if draft_model is not None and draft_model.lower() == "none":
+        if draft_model == "none":
             model, draft_model = model or DEFAULT_PAIR, None
         elif model is None and draft_model is None:
             model = draft_model = DEFAULT_PAIR

@@ -283,6 +283,13 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", "--draft-model", "tiny"], 2, "--model"),
         (["generate", *TINY, "--top-p", "0.5"], 2, "temperature 0"),
         (["generate", *TINY, "--json", "--show-drafts"], 2, "rounds"),
+        (["generate", *TINY, "--block-size", "1", "--show-drafts"], 2, "drafts nothing"),
+        # However it is written.
+        (["bench", "--model", "tiny", "--draft-model", "None"], 2, "nothing to compare"),
+        (["chat", "--model", "tiny", "--draft-model", "NONE", "--block-size", "4"], 2, "needs a drafter"),
+        (["serve", "--model", "tiny", "--draft-model", "None", "--block-size", "4"], 2, "needs a drafter"),
+        (["doctor", "--draft-model", "NONE", "--draft-bits", "4"], 2, "needs a drafter"),
+        (["generate", "--model", "no-such/model", "--draft-model", "AUTO", "-p", "x"], 1, "auto finds none"),
         (["generate", *TINY, "-m", "0"], 2, "-1 for no limit"),
         (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
         (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
