@@ -285,7 +285,7 @@ def _submit(state: Any, asked: CompletionRequest, prompts: list[Prompt]) -> list
     }.get(asked.api, partial(Completion, fingerprint=state.fingerprint))
     try:
         for index, prompt in enumerate(prompts):
-            generation = state.engine.submit(_job(asked, prompt, state.engine.pair))
+            generation = state.engine.submit(_job(asked, prompt, state.engine.pair, index))
             writers.append(make(asked, state.engine.pair, prompt, generation, index=index))
     except BaseException:
         for writer in writers:
@@ -351,7 +351,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair) -> Job:
+def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair, index: int) -> Job:
     budget = []
     if request.thinking_budget is not None:
         opened = opens_reasoning(pair.tokenizer, prompt.before)
@@ -360,7 +360,7 @@ def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair) -> Job:
         prompt=prompt.ids,
         shared=prompt.shared,
         after_template=request.chat,
-        sampling=request.sampling,
+        sampling=request.sampling_of(index),
         logit_bias=request.logit_bias,
         max_tokens=request.max_tokens,
         block_size=request.block_size,

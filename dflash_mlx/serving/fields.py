@@ -32,6 +32,7 @@ _OURS = {
     "num_draft_tokens": "drafts of a round; 0: none",
 }
 _OF_OPENAI = {
+    "n": "answers to each prompt, up to 16; of a seed each has the next one",
     "stream_options": "`include_usage`",
     "stop": "a text or a list; empty ones count for nothing",
     "max_tokens": "-1: no limit",
@@ -135,7 +136,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
 # Fields that ask for what this server does not do, unless they hold one of these values; null is always as if left out.
 _OFF = {"mirostat": (0,), "dry_multiplier": (0,), "typical_p": (1,), "tfs_z": (1,), "min_tokens": (0,), "ignore_eos": (False,)}
 _NEVER = {name: () for name in ("adapters", "lora", "num_ctx")}
-_MANY = {"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",)}
+_MANY = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         **{name: () for name in ("audio", "function_call", "functions", "prediction", "web_search_options")},

@@ -38,7 +38,7 @@ class CompletionRequest:
     """One request of any API, read and checked.
 
     api: a name of `fields.APIS`. prompts: of a text completion, each a text or token ids; one answer for each.
-    continues: the last message begins the answer. thinking_budget: tokens of thinking, None is no limit.
+    n: answers to each prompt. continues: the last message begins the answer. thinking_budget: tokens of it, None is no limit.
     demand: what the answer is held to. ignored: names of fields that had no effect. body: as it came, without what was not read.
     """
 
@@ -59,6 +59,7 @@ class CompletionRequest:
     logprobs: bool
     top_logprobs: int
     show_drafts: bool = False
+    n: int = 1
     continues: bool = False
     thinking_budget: int | None = None
     demand: Demand = Demand()
@@ -71,15 +72,22 @@ class CompletionRequest:
         return self.api != TEXT
 
     def render(self, tokenizer: Any) -> list[Prompt]:
-        """A prompt for each answer.
+        """A prompt for each answer, those of one prompt side by side.
 
         Raises:
           DFlashError: the chat template refuses the messages.
         """
         if not self.chat:
-            return [render_text(tokenizer, prompt) for prompt in self.prompts]
-        variables = self.template_args, self.role_mapping, self.continues
-        return [render_chat(tokenizer, self.messages, self.tools, *variables)]
+            found = [render_text(tokenizer, prompt) for prompt in self.prompts]
+        else:
+            variables = self.template_args, self.role_mapping, self.continues
+            found = [render_chat(tokenizer, self.messages, self.tools, *variables)]
+        return [prompt for prompt in found for _ in range(self.n)]
+
+    def sampling_of(self, index: int) -> SamplingSettings:
+        """Of one answer: the first to a prompt is the one that it would be alone."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.n) % (1 << 32))
 
     def grammar(self, pair: LoadedPair, prompt: Prompt) -> Grammar | None:
         """What the answer to a prompt is held to; None: nothing. Raises: ConstraintError where it cannot be."""
@@ -93,6 +101,7 @@ _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 _LARGEST_BIAS = 1_000_000
 _MOST_TOP = 20
 _MOST_PROMPTS = 64
+_MOST_ANSWERS = 16
 # OpenAI's efforts, and the nearest that templates know.
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -182,6 +191,7 @@ def _read(
         logprobs=count is not None,
         top_logprobs=count or 0,
         show_drafts=_flag(body, "show_drafts"),
+        n=_count(body),
         continues=continues,
         demand=demand,
         thinking_budget=_thinking_budget(body, pair),
@@ -232,6 +242,14 @@ def _prompts(body: Mapping[str, Any], pair: LoadedPair) -> list[str | list[int]]
     if len(prompts) > _MOST_PROMPTS:
         raise RequestError(f"prompt has {len(prompts)} prompts; at most {_MOST_PROMPTS} are taken", "Send several requests")
     return prompts
+
+
+def _count(body: Mapping[str, Any]) -> int:
+    """How many answers to each prompt."""
+    n = body.get("n", 1)
+    if type(n) is not int or not 1 <= n <= _MOST_ANSWERS:
+        raise RequestError(f"n is {shown(n)}; it must be a whole number from 1 to {_MOST_ANSWERS}")
+    return n
 
 
 def _is_id(value: Any, pair: LoadedPair) -> bool:

@@ -207,12 +207,14 @@ class Completion(Writer):
         return {**choice, key: said}
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts; accepted and rejected are the drafter's."""
+        """OpenAI's counts; accepted and rejected are the drafter's. A prompt counts with the first of its answers."""
+        own = self.index % self.request.n == 0
+        prompt_tokens = self.prompt_tokens if own else 0
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self.count,
-            "total_tokens": self.prompt_tokens + self.count,
-            "prompt_tokens_details": {"cached_tokens": self.generation.cached},
+            "total_tokens": prompt_tokens + self.count,
+            "prompt_tokens_details": {"cached_tokens": self.generation.cached if own else 0},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": max(self.last.verified - self.accepted, 0),

@@ -23,8 +23,8 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"model": "another/model"}, 404, "the model 'another/model' is not served here; this server has 'served'"),
         ({"model": 3}, 404, "the model 3 is not served here"),
         ({"draft_model": "other"}, 400, "draft_model is \"other\"; this server has 'drafter'"),
-        ({"n": 2}, 400, "n is 2; this server cannot do that"),
-        ({"n": True}, 400, "n is true; this server cannot"),
+        ({"n": 17}, 400, "n is 17; it must be a whole number from 1 to 16"),
+        ({"n": True}, 400, "n is true; it must be a whole number"),
         ({"response_format": {"type": "json"}}, 400, 'response_format is {"type": "json"}; its type must be text, json_object'),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400, "or json_schema with a schema"),
         ({"guided_json": {"uniqueItems": True}}, 400, "guided_json: the JSON schema cannot be held to: Unimplemented keys"),
@@ -113,8 +113,8 @@ def test_what_cannot_be_done_is_refused_with_a_sentence_and_harms_nobody(served,
 def test_the_openai_client_sees_its_own_error_classes(served):
     with pytest.raises(openai.NotFoundError, match="another"):
         served.client.chat.completions.create(model="another", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="n is 3"):
-        ask(served, n=3)
+    with pytest.raises(openai.BadRequestError, match="n is 30"):
+        ask(served, n=30)
 
 
 def test_a_prompt_that_is_none_is_refused(served):

@@ -110,3 +110,19 @@ def test_max_batch_bounds_what_runs_and_needs_a_drafter(pair, most):
     with pytest.raises(DFlashError, match="max_batch is 2; requests run together with a drafter only"):
         with running(pair[0], pair[1], max_batch=2):
             pass
+
+
+@pytest.mark.rows_equal
+def test_n_gives_answers_of_the_next_seeds_and_counts_the_prompt_once(pair):
+    body = {"model": "served", "prompt": "x = [", "max_tokens": 10, "temperature": 1.0}
+    with running(*pair) as server:
+        alone = [server.client.completions.create(seed=seed, **body).choices[0].text for seed in (4, 5, 6)]
+        got = server.client.completions.create(seed=4, n=3, **body)
+        streamed = {0: "", 1: "", 2: ""}
+        for chunk in server.client.completions.create(seed=4, n=3, stream=True, stream_options={"include_usage": True}, **body):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+            usage = chunk.usage or None
+    assert [(one.index, one.text) for one in got.choices] == [*enumerate(alone)] and streamed == dict(enumerate(alone))
+    assert got.usage.completion_tokens == usage.completion_tokens <= 30
+    assert got.usage.prompt_tokens == usage.prompt_tokens < 10
