@@ -135,6 +135,8 @@ VALUES = {
         "--api-key": ["k"],
         "--max-body-mb": ["1"],
         "--max-queue": ["3"],
+        "--max-batch": ["3"],
+        "--prefill-share": ["0.25"],
         "--unload-after": ["9"],
         "--model-name": ["m"],
         "--model-aliases": ["a,b"],
