@@ -55,11 +55,12 @@ def insistent() -> Iterator[None]:
         while not ended.wait(_CAUGHT_S):
             os.kill(os.getpid(), signal.SIGINT)
 
-    try:
-        with at_ctrl_c(act):
+    with at_ctrl_c(act):
+        try:
             yield
-    finally:
-        ended.set()
+        finally:
+            # Before the watcher is waited for: what is closed behind the block is not interrupted once more.
+            ended.set()
 
 
 @contextmanager

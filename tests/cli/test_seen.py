@@ -163,6 +163,13 @@ def test_a_ctrl_c_that_a_library_caught_comes_again_until_the_block_ends(monkeyp
     time.sleep(0.2)
 
 
+def test_what_is_closed_behind_the_block_is_not_interrupted_once_more():
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupt.insistent():
+        signal.raise_signal(signal.SIGINT)
+    assert time.monotonic() - began < interrupt._CAUGHT_S / 2
+
+
 def test_ctrl_c_that_python_wrapped_ends_a_command_as_ctrl_c(monkeypatch):
     class Field:
         def __set_name__(self, owner, name):
