@@ -21,13 +21,10 @@ from ..models.target import Target, TargetOutput
 from ..proposers import BlockProposer, Context, Draft
 from ..rollback import rollback_point
 from ..sampling import noise_at, sample_rows
-from ..target_sampler import RoundResult, TargetSampler, unpack_drafts
+from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
 from .drafting import RowDraft, can_draft_rows, draft_rows
 from .passes import BatchTarget, RowPass
-
-# Probabilities travel among int32 ids, as in `target_sampler`.
-_ONE = 1 << 20
 
 
 @dataclass
@@ -187,8 +184,7 @@ def _draws_alike(sampler: TargetSampler) -> bool:
 
 def _drafts(row: RowRound) -> list[mx.array]:
     draft = row.draft
-    sure = [] if draft.confidence is None else [(draft.confidence[0] * _ONE).astype(mx.int32)]
-    return [draft.row[0], *sure] if draft.row.shape[1] else []
+    return [pack_drafts(draft.row, draft.confidence)] if draft.row.shape[1] else []
 
 
 def _choices(rows: Sequence[RowRound], spans: list[slice], normed: mx.array) -> mx.array:

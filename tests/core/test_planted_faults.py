@@ -29,7 +29,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "context position off by one in prefill": (
-        (drafter_module.Attention, "inject", "self._cached_form(context, start)", "self._cached_form(context, start + 1)"),
+        (drafter_module.Attention, "inject", "self.cached_form(context, start)", "self.cached_form(context, start + 1)"),
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
