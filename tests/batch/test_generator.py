@@ -2,7 +2,7 @@
 
 import pytest
 import schedules
-from families import family, known_drafter
+from families import family, greedy_line, known_drafter
 from kit import ids_of, letters, offsets, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
@@ -105,18 +105,47 @@ def test_a_request_that_leaves_while_its_prompt_is_read_leaves_its_rows_behind(p
 
 def test_a_long_prompt_and_running_answers_share_the_time(pairs):
     model, drafter = pairs
-    batch = BatchGenerator(model, letters(), drafter, prefill_share=0.2)
-    batch.insert(PROMPTS[0], max_tokens=200, block_size=5)
+    batch = BatchGenerator(model, letters(), drafter, prefill_share=0.05)
+    batch.insert(PROMPTS[0], max_tokens=2000, block_size=5)
     batch.next()
-    batch.insert([7] * 120, max_tokens=4, block_size=5, prefill_step_size=4)
-    given, read = 0, 0
+    batch.insert([7] * 40, max_tokens=4, block_size=5, prefill_step_size=4)
+    rounds, read = 0, 0
     while len(batch.rows) < 2 or batch.rows[1].is_reading:
         before = batch.rows[1].run.rows if len(batch.rows) > 1 else 0
-        given += sum(r.uid == 0 for r in batch.next())
+        rounds += any(r.uid == 0 for r in batch.next())
         read += len(batch.rows) > 1 and batch.rows[1].run.rows > before
-    # Both went on: answers between the pieces of a prompt.
-    assert read >= 20 and given > read
+    # A piece of a prompt takes about as long as a round: at half of the time there would be one round to each.
+    assert read >= 9 and rounds > 3 * read
     batch.close()
+
+
+@pytest.mark.rows_equal
+def test_rows_of_every_setting_join_one_that_was_alone():
+    model = family("llama")
+    line = greedy_line(model, [3, 1, 4], 30)
+    drafter = known_drafter(model, line, block_size=4)
+
+    def options(i):
+        return {**schedules.SETTINGS[i], "max_tokens": 10, "block_size": 4}
+
+    every = range(len(schedules.SETTINGS))
+    alone = [list(stream_generate(model, letters(), [3, 1, 4], draft_model=drafter, **options(i))) for i in every]
+    batch, got = BatchGenerator(model, letters(), drafter, max_batch=8), {}
+    batch.insert([3, 1, 4], **options(0))
+    # Its first token, and a round in which drafts were accepted.
+    while sum(map(len, got.values())) < 3:
+        for response in batch.next():
+            got.setdefault(response.uid, []).append(response)
+    for i in every[1:]:
+        batch.insert([3, 1, 4], **options(i))
+    while len(batch):
+        for response in batch.next():
+            got.setdefault(response.uid, []).append(response)
+    assert any(r.accepted > 1 for r in alone[0][-1].stats.rounds)
+    for i, responses in enumerate(alone):
+        assert ids_of(got[i]) == ids_of(responses)
+        rounds = got[i][-1].stats.rounds
+        assert rounds == responses[-1].stats.rounds[: len(rounds)]
 
 
 @pytest.mark.parametrize("name", ["bailing_hybrid", "llama4"])
