@@ -80,7 +80,7 @@ def measure(model: Any, folders: list[Path], texts: dict[str, list], docs: Any) 
         for folder in folders:
             drafter = load_drafter(str(folder), model, bits="none")
             K = drafter.config.block_size
-            target = Target(model, drafter.config.target_layer_ids)
+            target = Target(model, drafter.config.taps(len(model.layers)))
             replays = replay_with(drafter_guess(drafter, target, ids, K, noise=noise), ids, spans, K)
             found.append([histogram(r.accepted, K) for r in replays])
             report(f"Temperature {temp}, {folder.name}: {mean_tau(replays):.3f} tokens a round")

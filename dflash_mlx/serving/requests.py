@@ -173,7 +173,8 @@ def _read(
     # Only Anthropic's API says that a last message of the assistant is gone on with.
     continues = api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and demand.holds:
-        raise RequestError("messages ends with one of the assistant; an answer that it begins cannot be held to a format")
+        problem = "messages ends with one of the assistant; an answer that it begins cannot be held to a format"
+        raise RequestError(problem, "Leave one of the two out")
     return CompletionRequest(
         api=api,
         prompts=[] if chat else _prompts(body, pair),

@@ -68,7 +68,7 @@ def test_drafts_behind_it_are_those_of_a_drafter_that_saw_only_what_follows():
     grow(drafter)
     cache = adopt_cache(model, drafter, filled(model, LINE[:20]))
     got = run(model, drafter, LINE[20:], 12, prompt_cache=cache, block_size=4)
-    line, target, at = LINE + ids_of(got), Target(model, drafter.config.target_layer_ids), len(LINE)
+    line, target, at = LINE + ids_of(got), Target(model, drafter.config.taps(len(model.layers))), len(LINE)
     for drafted, accepted, _ in rounds_of(got):
         if drafted:
             features = target(mx.array([line[:at]])).features[:, 20:]

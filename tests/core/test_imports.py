@@ -2,14 +2,17 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import dflash_mlx
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(inspect.getfile(dflash_mlx)).parent
 # docs/architecture.md's order, leaves first; a module imports only from what stands before it. A package is one entry, or
 # its modules are named. `version` and `__init__` are below all of it. The group may use all before it and each other.
@@ -206,3 +209,10 @@ def test_the_converter_is_installed_inside_the_package_only():
     code = "import importlib.util as u; assert u.find_spec('dflash_mlx.conversion'); assert u.find_spec('convert') is None"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_package_is_in_the_wheel():
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    files = [path for folder in ("dflash_mlx", "convert") for path in (ROOT / folder).rglob("*.py")]
+    here = {path.parent.relative_to(ROOT).as_posix() for path in files}
+    assert set(told) == {re.sub("^convert", "dflash_mlx/conversion", name).replace("/", ".") for name in here}

@@ -146,7 +146,8 @@ class Oracle(Drafter):
     def learn(self, line, model):
         self._line = list(line)
         outputs = full_forward(model, self._line)
-        self._features = mx.concatenate([outputs[i] for i in self.config.target_layer_ids], axis=-1)
+        outputs.append(model.model.norm(outputs[-1]))
+        self._features = mx.concatenate([outputs[i] for i in self.config.taps(len(model.layers))], axis=-1)
         mx.eval(self._features)
         return self
 
