@@ -160,8 +160,8 @@ def test_chosen_widths_are_shown_with_their_reason(pair):
     plan = Plan(kinds=("copy",), temps=(0.0,), contexts=(0,), max_tokens=16, trials=1)
     record = Bench(*pair, plan, names=("tiny", "tiny")).go()
     ours = record["runs"][0]["dflash"]
-    off = "Drafting was off in 1 of 1 answers: it would be slower here."
-    shown = off if is_off({"confidence_cut": {}, **ours}) else f"In 1 of 1 answers: {ours['width_reason'][:20]}"
+    off = "Drafting was off in 1 of 1 answer: it would be slower here."
+    shown = off if is_off({"confidence_cut": {}, **ours}) else f"In 1 of 1 answer: {ours['width_reason'][:20]}"
     assert ours["width_reason"] and shown in bench.table(record)
     assert sum(ours["widths"].values()) == ours["rounds"] and record["runs"][0]["differs_at"] is None
 
@@ -179,7 +179,7 @@ def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apar
     assert run["late_speedup"] == pytest.approx(run["dflash"]["late_tps"] / run["mlx_lm"]["late_tps"])
     ours = run["dflash"]
     assert 16 / ours["late_tps"] < ours["decode_s"]
-    assert ours["width_reason"] is None and "1 of 1 answers" not in bench.table(record)
+    assert ours["width_reason"] is None and "1 of 1 answer" not in bench.table(record)
     assert f"After the first 64 tokens of an answer: {run['late_speedup']:.2f}" in bench.table(record)
 
 
