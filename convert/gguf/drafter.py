@@ -21,7 +21,7 @@ from dflash_mlx.errors import ConversionError
 
 from .blocks import GROUP_SIZE, AffineTensor, can_decode, decode
 from .header import GGUFFile
-from .source import rope_scaling
+from .source import KEYS, rope_scaling
 
 ROOT = {
     "fc.weight": "fc.weight",
@@ -62,15 +62,7 @@ BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_co
 # what training keeps beside a drafter, and tables that are computed
 _NOT_READ = re.compile(r"^(t2d|rope_freqs\.weight)$")
 _KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
+    **KEYS,
     "attention.sliding_window": "sliding_window",
     "target_hidden_size": "target_hidden_size",
     "block_size": "block_size",

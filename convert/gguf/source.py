@@ -48,7 +48,7 @@ class _Architecture:
     - model_type: mlx-lm's module
     - layer: GGUF name of a layer's tensor -> HF name; every layer has all of them
     - optional: config flag -> such names that all layers have or none; the flag says which
-    - keys: GGUF key -> config key, beside `_KEYS`; required, unless `defaults` has what llama.cpp takes where it is absent
+    - keys: GGUF key -> config key, beside `KEYS`; required, unless `defaults` has what llama.cpp takes where it is absent
     - extra: config entries that the file does not state, from those that it does
     - permuted: rows of q and k are interleaved, because llama.cpp's RoPE for this architecture rotates neighbours
     - norm_shift: what llama.cpp's converter added to every norm weight, and mlx-lm's model adds again
@@ -70,7 +70,7 @@ class _Architecture:
     scales_rope: bool = True
 
 
-_KEYS = {
+KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -362,7 +362,7 @@ def _config(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The HF-style config and what speaks against it; None if the keys do not give one."""
     arch = metadata["general.architecture"]
-    keys = _KEYS | architecture.keys
+    keys = KEYS | architecture.keys
     found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     found = {key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value for key, value in found.items()}
 
