@@ -293,16 +293,9 @@ class Run:
 
     def commit(self, kept: Kept) -> None:
         """Keep the anchor and the accepted drafts. Unless that is all of the pass, `roll_back` takes the others back later."""
-        output, n = kept.output, kept.result.accepted + 1
         with mx.stream(self.stream):
-            features, rows = output.features[:, :n], self.rows + n
-            if output.draft.by_drafter:
-                self.rows, self.blocks.context = rows, Context(self.rows, FeatureRows(features), output.sliding)
-            else:
-                # The drafter was not asked: these rows wait for it with those before them.
-                self.blocks.context.pending.append(features)
-                self.rows = rows
-            evaluate(self.lazy if n > output.draft.width else [], features)
+            features = keep_rows(self, kept)
+            evaluate(self.lazy if kept.result.accepted == kept.output.draft.width else [], features)
 
     def roll_back(self) -> float:
         """Take back what the last pass holds beyond the kept rows: behind the next draft, which needs none. Returns: seconds."""
@@ -389,6 +382,19 @@ def evaluate(entries: list[Any], *arrays: mx.array) -> None:
 def _row(anchor: int | mx.array) -> mx.array:
     """[1]"""
     return mx.array([anchor], dtype=mx.int32) if isinstance(anchor, int) else anchor
+
+
+def keep_rows(run: Run, kept: Kept) -> mx.array:
+    """`Run.commit` without handing anything to the device. Returns: the kept rows' features, [1, n, n_taps * H]."""
+    output, n = kept.output, kept.result.accepted + 1
+    features, rows = output.features[:, :n], run.rows + n
+    if output.draft.by_drafter:
+        run.rows, run.blocks.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
+    else:
+        # The drafter was not asked: these rows wait for it with those before them.
+        run.blocks.context.pending.append(features)
+        run.rows = rows
+    return features
 
 
 def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:

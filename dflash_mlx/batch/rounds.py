@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..distribution import Distribution
-from ..feature_rows import FeatureRows
 from ..kernels.autotune import NotFiniteError
-from ..loop import Kept, PendingPass, Run, evaluate
+from ..loop import Kept, PendingPass, Run, evaluate, keep_rows
 from ..models.target import Target, TargetOutput
-from ..proposers import BlockProposer, Context, Draft
+from ..proposers import BlockProposer, Draft
 from ..rollback import rollback_point
 from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
@@ -78,7 +77,8 @@ def run_round(target: BatchTarget, rows: Sequence[RowRound]) -> float:
     for row in sound:
         if row.error is None:
             row.kept.output.seconds = took
-            _own(row, _commit)
+            # What is handed to the device goes for all rows at once.
+            _own(row, lambda row: keep_rows(row.run, row.kept))
     evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound if row.kept])
     return took
 
@@ -239,14 +239,3 @@ def _decide(
         )
 
     return decide
-
-
-def _commit(row: RowRound) -> None:
-    """As `Run.commit`, without handing anything to the device: that is done for all rows at once."""
-    run, output, n = row.run, row.kept.output, row.kept.result.accepted + 1
-    features, rows = output.features[:, :n], run.rows + n
-    if output.draft.by_drafter:
-        run.rows, run.blocks.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
-    else:
-        run.blocks.context.pending.append(features)
-        run.rows = rows

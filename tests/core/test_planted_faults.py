@@ -33,7 +33,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
-        (loop.Run, "commit", "output.features[:, :n]", "output.features[:, : max(n - 1, 1)]"),
+        (loop, "keep_rows", "output.features[:, :n]", "output.features[:, : max(n - 1, 1)]"),
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
@@ -42,15 +42,15 @@ FAULTS = {
     ),
     "context row doubled": (
         (
-            loop.Run,
-            "commit",
+            loop,
+            "keep_rows",
             "output.features[:, :n]",
             "mx.concatenate([output.features[:, :1], output.features[:, :n]], axis=1)",
         ),
         (PLAIN, SLIDING),
     ),
     "rejected row kept in the context": (
-        (loop.Run, "commit", "output.features[:, :n]", "output.features[:, : n + 1]"),
+        (loop, "keep_rows", "output.features[:, :n]", "output.features[:, : n + 1]"),
         (PLAIN, SLIDING),
     ),
     "window one too wide in the mask": (
