@@ -5,10 +5,8 @@ Puts text, counts and rates round the tokens of `loop`. Everything that is refus
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -26,16 +24,10 @@ from .options import RunOptions, check_draft_model
 from .pair import DFlashPair, check_window, make_pair_cache
 from .plain import plain_responses
 from .proposers import Proposer
+from .responses import GenerationResponse, Responder
 from .sampling import LogitsProcessor, Sampler
-from .stats import GenerationStats, figures_of
+from .stats import figures_of
 from .text import TextStream
-
-
-@dataclass
-class GenerationResponse(MlxLmResponse):
-    """mlx-lm's response for one token, plus `stats`: the run's `GenerationStats` so far, None without a DFlash drafter."""
-
-    stats: GenerationStats | None = None
 
 
 def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, max_kv_size: int | None = None) -> list[Any]:
@@ -140,42 +132,15 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int
 
 
 def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, None, None]:
-    """Text, counts and rates round the steps, as mlx-lm's stream_generate gives them."""
-    options, stats = run.options, run.stats
-    eos, prompt_tokens = options.tokenizer.eos_token_ids, len(options.prompt_ids)
-    text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *options.prompt_ids])
+    options = run.options
     with open_stream(), wired_limit([options.model, options.draft_model], options.stream), ExitStack() as at_end, closing(steps):
         at_end.callback(lambda: options.warn_of_unused_kv_bits(len(run.cache.ids)))
-        began = time.perf_counter()
-        for n, (token, row, from_draft) in enumerate(steps, start=1):
-            if n == 1:
-                prompt_tps = prompt_tokens / (time.perf_counter() - began)
-                began = time.perf_counter()
-            if options.logprobs:
-                mx.eval(row)
-            stop = token in eos
-            last = stop or n == options.max_tokens
-            piece = "" if stop else text.feed(token)
-            if last:
-                piece += text.finish()
-                # Caches are at this token before the caller sees it.
-                steps.close()
-            elapsed, spent = time.perf_counter() - began, stats.seconds
-            spent["host"] = max(elapsed - spent["draft"] - spent["verify"] - spent["rollback"], 0.0)
-            yield GenerationResponse(
-                text=piece,
-                token=token,
-                logprobs=row,
-                from_draft=from_draft,
-                prompt_tokens=prompt_tokens,
-                prompt_tps=prompt_tps,
-                generation_tokens=n,
-                generation_tps=n / elapsed if elapsed else 0.0,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=("stop" if stop else "length") if last else None,
-                stats=stats,
-            )
-            if last:
+        responder = Responder(run, options.prompt_ids)
+        for step in steps:
+            # Caches are at the last token before the caller sees it.
+            response = responder.respond(step, steps.close)
+            yield response
+            if response.finish_reason:
                 run.blocks.drafter.pair.after_answer()
                 return
     raise GenerationError(

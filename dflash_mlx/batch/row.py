@@ -5,20 +5,16 @@ Knows one run. Knows no other row.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
-from ..generation import GenerationResponse
 from ..loop import Kept, Run, Step, generate_steps
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..proposers import BlockProposer
+from ..responses import GenerationResponse, Responder
 from ..rollback import rollback_point
-from ..text import TextStream
 from .policy import RowPolicy
 
 
@@ -48,8 +44,7 @@ class Row:
         run.policy = run.blocks.policy = run.counter.policy = run.stats.rule = self.policy
         options, self._tell = run.options, run.options.progress
         self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
-        self.text = options.text_stream or TextStream(options.tokenizer, [*run.cache.ids, *prompt])
-        self.n, self._began, self.prompt_tps = 0, time.perf_counter(), 0.0
+        self.responder = Responder(run, prompt)
         # Rows of the cache -> who is given the entries when they hold so many of the prompt.
         self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
         # Of a run that goes on alone. is_written: whether a copy of its cache may be made now.
@@ -97,9 +92,7 @@ class Row:
         found, run = [], self.run
         while not found or run.rows >= len(run.cache.ids) and not found[-1].finish_reason:
             # What a round has committed is handed out before anybody may join.
-            token, row, from_draft = next(self._steps)
-            self.anchor = token
-            found.append(self._respond(token, row, from_draft))
+            found.append(self._respond(next(self._steps)))
         return found
 
     def join(self) -> None:
@@ -115,13 +108,12 @@ class Row:
 
     def leave_settled(self) -> list[Any]:
         """The prompt cache at the tokens that were handed out, or so much of the prompt as was read; the row goes on with it."""
-        if self._steps is not None:
+        if self._steps is None:
+            self.run.settle()
+        else:
             self._steps.close()
             self._steps = None
-            self._resume()
-        else:
-            self.run.settle()
-            self._resume()
+        self._resume()
         self._is_written = True
         return self.run.cache.entries
 
@@ -138,46 +130,21 @@ class Row:
     def emit(self, kept: Kept) -> list[RowResponse]:
         """Responses for what a round has committed, up to the last token of the row."""
         found = []
-        for token, row, from_draft in self.run.emit(kept):
-            self.anchor = token
-            found.append(self._respond(token, row, from_draft))
+        for step in self.run.emit(kept):
+            found.append(self._respond(step))
             if found[-1].finish_reason:
                 break
         return found
 
-    def _respond(self, token: int, logprobs: mx.array, from_draft: bool) -> RowResponse:
-        now, stats = time.perf_counter(), self.run.stats
-        self.n += 1
-        if self.n == 1:
-            self.prompt_tps, self._began = self.prompt_tokens / max(now - self._began, 1e-9), now
-        if self.options.logprobs:
-            mx.eval(logprobs)
-        stop = token in self.options.tokenizer.eos_token_ids
-        last = stop or self.n == self.options.max_tokens
-        piece = "" if stop else self.text.feed(token)
-        if last:
-            piece += self.text.finish()
-        elapsed, spent = now - self._began, stats.seconds
-        spent["host"] = max(elapsed - spent["draft"] - spent["verify"] - spent["rollback"], 0.0)
-        return RowResponse(
-            text=piece,
-            token=token,
-            logprobs=logprobs,
-            from_draft=from_draft,
-            prompt_tokens=self.prompt_tokens,
-            prompt_tps=self.prompt_tps,
-            generation_tokens=self.n,
-            generation_tps=self.n / elapsed if elapsed else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=("stop" if stop else "length") if last else None,
-            stats=stats,
-            uid=self.uid,
-        )
+    def _respond(self, step: Step) -> RowResponse:
+        self.anchor = step[0]
+        return RowResponse(**vars(self.responder.respond(step)), uid=self.uid)
 
     def fail(self, error: Exception) -> RowResponse:
         """The row's last response, for something that went wrong in it alone."""
-        none = {"text": "", "token": -1, "logprobs": None, "from_draft": False, "prompt_tps": self.prompt_tps, "peak_memory": 0.0}
-        counts = {"prompt_tokens": self.prompt_tokens, "generation_tokens": self.n, "generation_tps": 0.0}
+        none = {"text": "", "token": -1, "logprobs": None, "from_draft": False, "peak_memory": 0.0}
+        none |= {"prompt_tps": self.responder.prompt_tps}
+        counts = {"prompt_tokens": self.prompt_tokens, "generation_tokens": self.responder.n, "generation_tps": 0.0}
         return RowResponse(**none, **counts, finish_reason="error", stats=self.run.stats, uid=self.uid, error=error)
 
     def end(self) -> list[Any]:

@@ -33,7 +33,7 @@ from kit import (
 from rows import tolerance
 
 import dflash_mlx
-from dflash_mlx import generation, loop, make_prompt_cache
+from dflash_mlx import loop, make_prompt_cache
 from dflash_mlx import options as checks
 from dflash_mlx import target_sampler as choose
 from dflash_mlx.draft_length import prompt_lookup as copying
@@ -388,13 +388,13 @@ def test_a_round_waits_for_the_device_once(tiny, waits, monkeypatch):
     model, line, *_ = tiny
     drafter = tiny_drafter(model)
     per_round = []
-    add_round = generation.GenerationStats.add_round
+    add_round = loop.GenerationStats.add_round
 
     def record(self, *args):
         per_round.append(waits["wait"])
         return add_round(self, *args)
 
-    monkeypatch.setattr(generation.GenerationStats, "add_round", record)
+    monkeypatch.setattr(loop.GenerationStats, "add_round", record)
     assert ids_of(run(model, drafter, PROMPT, 40)) == line[:40]
     waited = [b - a for a, b in zip(per_round, per_round[1:], strict=False)]
     # The second round waits for its draft apart, to split the time.
@@ -623,7 +623,7 @@ PLACES = {
     "commit": (loop.Run, "commit", (1, 2, 4)),
     "commit of a row": (loop.Run, "commit_row", (1,)),
     "rollback": (loop, "rollback", (1, 2)),
-    "end of round": (generation.GenerationStats, "add_round", (1, 3)),
+    "end of round": (loop.GenerationStats, "add_round", (1, 3)),
 }
 MOMENTS = [
     # The quick tier takes the last call of each place, the full one all.

@@ -71,6 +71,7 @@ ORDER = (
     "round_counter",
     "loop",
     "plain",
+    "responses",
     "generation",
     "batch.passes",
     "batch.drafting",
