@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import queue
-import re
 import statistics
 import sys
 import threading
@@ -27,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peers import machine_dtype, written_target  # noqa: E402
-from prefill import cpu_seconds, server  # noqa: E402
+from prefill import cpu_seconds, report, server  # noqa: E402
 
 from dflash_mlx.pairs.builtin import builtin_path  # noqa: E402
 from dflash_mlx.tools.bench import machine  # noqa: E402
@@ -136,11 +135,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8480)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    record = measure(given)
-    for row in record["summary"]:
-        print(row)
-    if given.out:
-        given.out.write_text(re.sub(r"\n {2,}", " ", json.dumps(record, indent=1)) + "\n")
+    report(measure(given), given.out)
 
 
 if __name__ == "__main__":

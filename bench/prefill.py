@@ -160,6 +160,14 @@ def measure(given: argparse.Namespace) -> dict:
     }
 
 
+def report(record: dict, out: Path | None) -> None:
+    """Print a record's summary and write it, a line for each of its parts."""
+    for row in record["summary"]:
+        print(row)
+    if out:
+        out.write_text(re.sub(r"\n {2,}", " ", json.dumps(record, indent=1)) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", default="smollm2")
@@ -170,11 +178,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    record = measure(given)
-    for row in record["summary"]:
-        print(row)
-    if given.out:
-        given.out.write_text(re.sub(r"\n {2,}", " ", json.dumps(record, indent=1)) + "\n")
+    report(measure(given), given.out)
 
 
 if __name__ == "__main__":
