@@ -20,7 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from ..errors import GenerationError
 from ..generation import stream_generate
-from ..loop import make_run
 from ..machine import open_stream, wired_limit
 from ..models.drafter import Drafter
 from ..options import RunOptions
@@ -110,7 +109,7 @@ class BatchGenerator:
         made = options_of(
             self.model, self.tokenizer, prompt, **{**options, "draft_model": self.draft_model, "stream": self.stream}
         )
-        row = make_row(self._uid, made, self.pair, make_run)
+        row = make_row(self._uid, made, self.pair)
         self._uid += 1
         self.waiting.append(row)
         return row.uid

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..loop import Kept, Run, Step, generate_steps
+from ..loop import Kept, Run, Step, generate_steps, make_run
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..proposers import BlockProposer
@@ -156,7 +156,7 @@ class Row:
         return self.run.cache.entries
 
 
-def make_row(uid: int, options: RunOptions, pair: DFlashPair, make_run: Any) -> Row:
+def make_row(uid: int, options: RunOptions, pair: DFlashPair) -> Row:
     """A row that has not begun. What cannot be honoured is refused here.
 
     Raises:
@@ -171,6 +171,3 @@ def make_row(uid: int, options: RunOptions, pair: DFlashPair, make_run: Any) -> 
         options.prompt_cache[:] = cache.entries
         cache.entries = options.prompt_cache
     return Row(uid, run, prompt)
-
-
-__all__ = ["DFlashPair", "Row", "RowResponse", "make_row"]
