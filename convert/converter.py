@@ -19,7 +19,7 @@ from dflash_mlx.machine import size_text
 from dflash_mlx.models.architectures import not_computed
 
 from . import report
-from .drafters import TARGET_COPIES, cast_tensors, quantize_tensors, read_drafter, write_out
+from .drafters import cast_tensors, quantize_tensors, read_drafter, write_out
 from .finite import require_finite
 from .gguf.drafter import published_names
 from .gguf.drafter_out import write_drafter_gguf
@@ -268,7 +268,6 @@ def _drafter_to_gguf(checkpoint: Checkpoint, staging: Path, options: Options, vo
     drafter = read_drafter(checkpoint)
     require_finite(checkpoint, drafter.dropped)
     weights = write_out(dict(drafter.raw), cast_tensors(drafter.weights, options.dtype))
-    weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
     types, notes = write_drafter_gguf(
         staging / GGUF_NAME, drafter.config, weights, options.bits if options.quantize else None, vocab
     )
@@ -326,7 +325,7 @@ def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig
 
     def fill(model, weights) -> None:
         quantize_to_match(model, weights, dict(raw), checkpoint.source)
-        model.load_weights([item for item in weights.items() if item[0] not in TARGET_COPIES], strict=True)
+        model.load_weights(list(weights.items()), strict=True)
 
     try:
         source = report.drafter_outputs(config, read_drafter(checkpoint).weights, fill)

@@ -4,6 +4,7 @@ Knows the names that drafters are published with. Knows nothing of targets and b
 that variants which this version cannot run still convert. A converted drafter keeps the published names and its config.json.
 """
 
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 _PREFIX = "model."
 # names of Muse-Glimmer's assistant
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# tensors of the target that speculators' folders repeat, and the inverse of their map of a reduced vocabulary: kept, not used
-TARGET_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
+# tensors of the target that speculators' folders repeat (packed, or NaN where they were never filled), and the inverse of their
+# map of a reduced vocabulary
+_TARGET_COPY = re.compile(r"(verifier_(lm_head|norm)\..+|t2d)$")
 
 # inputs that share a scale in a drafter that is quantized as it is loaded
 GROUP = 64
@@ -93,8 +95,8 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     bare: Weights = {}
     dropped: dict[str, str] = {}
     for name, value in _spread(weights, config).items():
-        reason = unused_reason(name, None)
         short = name.removeprefix(_PREFIX)
+        reason = "the target's, repeated" if is_target_copy(short) else unused_reason(name, None)
         short = _RENAMED.get(short, short)
         if reason:
             dropped[name] = reason
@@ -105,6 +107,8 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
             )
         else:
             bare[short] = value
+    if options := raw.get("quantization"):
+        raw["quantization"] = {one: of for name, of in options.items() for one in _spread_names(name)}
     prefixed = sum(name.startswith(_PREFIX) for name in weights)
     if prefixed:
         notes.append(f"prefix {_PREFIX} removed from {prefixed} tensors")
@@ -122,11 +126,15 @@ def _spread(weights: Weights, config: DrafterConfig) -> Weights:
     out: Weights = {}
     for name, value in weights.items():
         if ".qkv_proj." in name and value.shape[0] == q + 2 * kv:
-            for part, rows in zip("qkv", mx.split(value, [q, q + kv]), strict=True):
-                out[name.replace(".qkv_proj.", f".{part}_proj.")] = rows
+            out.update(zip(_spread_names(name), mx.split(value, [q, q + kv]), strict=True))
         else:
             out[name] = value
     return out
+
+
+def _spread_names(name: str) -> list[str]:
+    """A fused projection's name, or one of its tensors', as the three that it stands for; another name alone."""
+    return [name.replace(".qkv_proj", f".{part}_proj") for part in "qkv"] if ".qkv_proj" in name else [name]
 
 
 def side_mask(checkpoint: Checkpoint, hidden: int) -> mx.array | None:
@@ -151,6 +159,11 @@ def side_mask(checkpoint: Checkpoint, hidden: int) -> mx.array | None:
     return mx.array(data).view(sizes[stored[0].file_size])
 
 
+def is_target_copy(name: str) -> bool:
+    """Whether a drafter's tensor is one that it was trained beside and drafts without."""
+    return bool(_TARGET_COPY.match(name))
+
+
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Of one row, as a
     confidence head has it, nothing is saved."""
@@ -169,7 +182,7 @@ def hold_in_bits(read: LoadedDrafter, bits: int) -> list[str]:
 
     Returns: names of the matrices that stay float, because neither divides their inputs.
     """
-    weights = {name: value for name, value in read.weights.items() if name not in TARGET_COPIES}
+    weights = dict(read.weights)
     matrices = [name for name, value in weights.items() if is_matrix(name, value.shape)]
     left = [name for name in matrices if not group_for(weights[name].shape[-1])]
     if len(left) == len(matrices):

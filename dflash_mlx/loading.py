@@ -228,12 +228,10 @@ def drafter_bytes(weights: Mapping[str, mx.array], dtype: mx.Dtype | None, bits:
       weights: by bare name, as `read_drafter` gives them; dtype: the target's activation type, None: the files'; bits: as of
         `held_bits`.
     """
-    from .conversion.drafters import TARGET_COPIES, group_for, is_matrix
+    from .conversion.drafters import group_for, is_matrix
 
     total = 0.0
     for name, value in weights.items():
-        if name in TARGET_COPIES:
-            continue
         each = dtype.size if dtype and mx.issubdtype(value.dtype, mx.floating) else value.itemsize
         if bits and is_matrix(name, value.shape) and (group := group_for(value.shape[-1])):
             # A scale and a bias for each group.
@@ -385,10 +383,10 @@ def _check_architecture(config: DrafterConfig) -> None:
 def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.Module) -> Drafter:
     """Build a drafter from its config and bare-named tensors, and bind it to a target; faults as in `load_drafter`."""
     from .conversion import quantize_to_match
-    from .conversion.drafters import TARGET_COPIES
+    from .conversion.drafters import is_target_copy
 
     _check_architecture(config)
-    weights = {name: value for name, value in weights.items() if name not in TARGET_COPIES}
+    weights = {name: value for name, value in weights.items() if not is_target_copy(name)}
     target = Target(model)
     drafter = build_drafter(config, {name: value.shape for name, value in weights.items()})
     check_pair(config, target, drafter)

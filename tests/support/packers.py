@@ -204,3 +204,16 @@ def awq(weight, group=64, zeros=True):
 
     tensors = {"qweight": ("I32", words((integers + 8).T)), "scales": (kind, scale.T)}
     return tensors | ({"qzeros": ("I32", words((zero + 8).T))} if zeros else {}), values
+
+
+def fp8(weight, rows=1, columns=0, dtype="BF16", name="weight_scale"):
+    """E4M3 values and a scale for each block of rows and columns (0: all of them; the last rows may be fewer):
+    compressed-tensors' float-quantized and naive-quantized, and DeepSeek's blocks. Values in
+    bfloat16, as the publishers' tools write them out."""
+    rows, columns = rows or weight.shape[0], columns or weight.shape[1]
+    padded = np.pad(weight, [(0, -len(weight) % rows), (0, 0)])
+    blocks = padded.reshape(len(padded) // rows, rows, -1, columns)
+    kind, stored, scale = as_type(np.abs(blocks).max((1, 3)) / 448, dtype)
+    wide = scale.repeat(rows, 0).repeat(columns, 1)[: len(weight)]
+    codes = np.delete(_CODES, (127, 255))[_nearest(weight / wide, np.delete(E4M3, (127, 255)))].astype(np.uint8)
+    return {"weight": ("F8_E4M3", codes), name: (kind, stored)}, bf16(E4M3[codes] * wide)
