@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,57 +47,54 @@ def questions(words: list[str], n: int) -> list[str]:
     return [f"    if not isinstance({a}, {b.title()}):\n        raise TypeError(" for a, b in chosen]
 
 
-def answers(model: Any, tokenizer: Any, temp: float) -> list[tuple[list[int], int]]:
-    """(ids, where the answer starts) of the target's answers to the held-out questions, question i drawn under seed i: what
-    `stream_generate` says of each, all in step."""
-    lines = [list(tokenizer.encode(text)) for text in questions(HELD_OUT, TEXTS)]
-    starts, seeds, eos = [len(line) for line in lines], list(range(TEXTS)), set(tokenizer.eos_token_ids)
+def answers(model: Any, lines: Sequence[Sequence[int]], eos: set[int], temp: float, most: int) -> list[tuple[list[int], int]]:
+    """(ids, where the answer starts) of the target's answers of at most `most` tokens to prompts of ids, prompt i drawn under
+    seed i: what `stream_generate` says of each, all in step."""
+    lines = [list(line) for line in lines]
+    starts, seeds = [len(line) for line in lines], list(range(len(lines)))
     cache, first = make_prompt_cache(model), min(starts)
-    rows = model(mx.array([line[:first] for line in lines]), cache=cache)[:, -1]
-    for at in range(first, max(starts) + TOKENS):
+    rows = model(mx.array([line[:first] for line in lines]), cache=cache)[:, -1].astype(mx.float32)
+    for at in range(first, max(starts) + most):
         logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
-        noise = noise_at(seeds, [at] * TEXTS, rows.shape[-1]) if temp else None
+        noise = noise_at(seeds, [at] * len(lines), rows.shape[-1]) if temp else None
         chosen = mx.argmax(rows, axis=-1) if noise is None else Distribution(temp).draw(logprobs, noise)
         for line, token in zip(lines, chosen.tolist(), strict=True):
             if len(line) == at:
                 line.append(token)
-        rows = model(mx.array([[line[at]] for line in lines]), cache=cache)[:, -1]
+        rows = model(mx.array([[line[at]] for line in lines]), cache=cache)[:, -1].astype(mx.float32)
     found = []
     for line, start in zip(lines, starts, strict=True):
-        ends = [i + 1 for i in range(start, start + TOKENS) if line[i] in eos]
-        found.append((line[: min([*ends, start + TOKENS])], start))
+        ends = [i + 1 for i in range(start, start + most) if line[i] in eos]
+        found.append((line[: min([*ends, start + most])], start))
     return found
 
 
-def measure(model: Any, folders: list[Path], texts: dict[str, list], docs: Any) -> list[dict[str, Any]]:
-    """A row a temperature: tau of both drafters and of a bigram table, and the gain of the second drafter, with its interval."""
-    rows = []
-    for temp, written in texts.items():
-        ids = np.zeros((len(written), max(len(line) for line, _ in written)), np.int32)
-        for row, (line, _) in zip(ids, written, strict=True):
-            row[: len(line)] = line
-        spans, found = [(start, len(line)) for line, start in written], []
-        noise = SharedNoise(float(temp), np.arange(len(written))) if float(temp) else None
-        for folder in folders:
-            drafter = load_drafter(str(folder), model, bits="none")
-            K = drafter.config.block_size
-            target = Target(model, drafter.config.taps(len(model.layers)))
-            replays = replay_with(drafter_guess(drafter, target, ids, K, noise=noise), ids, spans, K)
-            found.append([histogram(r.accepted, K) for r in replays])
-            report(f"Temperature {temp}, {folder.name}: {mean_tau(replays):.3f} tokens a round")
-        if docs is not None:
-            replays = replay_with(bigram_guess(docs, K), ids, spans, K)
-            found.append([histogram(r.accepted, K) for r in replays])
-        names = ("dflash", "dflash2", "bigram")
-        row: dict[str, Any] = {"temp": float(temp), "texts": len(written)}
-        for name, one in zip(names, found, strict=False):
-            sums = np.array(one).sum(0)
-            row[name] = round(float((sums * np.arange(1, len(sums) + 1)).sum() / sums.sum()), 4)
-        row["gain"] = paired(found[1], found[0])
-        if docs is not None:
-            row["over_bigram"] = paired(found[1], found[2])
-        rows.append(row)
-    return rows
+def measure(model: Any, folders: Sequence[Path], written: list[tuple[list[int], int]], temp: float) -> list[list[list[int]]]:
+    """Each drafter's rounds over the target's answers: a histogram of accepted drafts a text."""
+    ids, spans = padded(written)
+    noise, found = SharedNoise(temp, np.arange(len(written))) if temp else None, []
+    for folder in folders:
+        drafter = load_drafter(str(folder), model, bits="none")
+        K = drafter.config.block_size
+        target = Target(model, drafter.config.taps(len(model.layers)))
+        replays = replay_with(drafter_guess(drafter, target, ids, K, noise=noise), ids, spans, K)
+        found.append([histogram(r.accepted, K) for r in replays])
+        report(f"Temperature {temp}, {folder.name}: {mean_tau(replays):.3f} tokens a round")
+    return found
+
+
+def padded(written: list[tuple[list[int], int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Answers as `replay_with` takes them: ids [B, S], and each answer's span."""
+    ids = np.zeros((len(written), max(len(line) for line, _ in written)), np.int32)
+    for row, (line, _) in zip(ids, written, strict=True):
+        row[: len(line)] = line
+    return ids, [(start, len(line)) for line, start in written]
+
+
+def tau(found: Sequence[list[int]]) -> float:
+    """Mean of accepted + 1 over all rounds of some texts."""
+    sums = np.array(found).sum(0)
+    return round(float((sums * np.arange(1, len(sums) + 1)).sum() / sums.sum()), 4)
 
 
 def report(text: str) -> None:
@@ -126,13 +124,19 @@ def main() -> None:
     folders = [args.out / "dflash", args.out / "dflash2"]
     for folder, raw in zip(folders, (first, as_dflash2(first, rank=32)), strict=True):
         train(model, docs, folder, raw, settings, init=start, report=report)
-    texts = {str(temp): answers(model, tokenizer, temp) for temp in (0.0, 1.0)}
+    lines, eos = [tokenizer.encode(text) for text in questions(HELD_OUT, TEXTS)], set(tokenizer.eos_token_ids)
+    texts, rows, K = {temp: answers(model, lines, eos, temp, TOKENS) for temp in (0.0, 1.0)}, [], first["block_size"]
+    for temp, written in texts.items():
+        one, two = measure(model, folders, written, temp)
+        table = [histogram(r.accepted, K) for r in replay_with(bigram_guess(docs, K), *padded(written), K)]
+        row = {"temp": temp, "texts": len(written), "dflash": tau(one), "dflash2": tau(two), "bigram": tau(table)}
+        rows.append(row | {"gain": paired(two, one), "over_bigram": paired(two, table)})
     record = {
         "steps": args.steps,
         "answer_tokens": int(docs.answer.sum()),
         "conversations": len(docs),
         "cpu_seconds": round(time.process_time() - begun),
-        "rows": measure(model, folders, texts, docs),
+        "rows": rows,
     }
     (args.out / "texts.json").write_text(json.dumps(texts))
     (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
