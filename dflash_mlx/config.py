@@ -80,13 +80,8 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "quantization": ("quantization", "quantization_config"),
 }
 _REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("block_size", "mask_token_id", "target_layer_ids"),
 )
 # What a DFlash 2 drafter's layers and selector need besides.
 _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -94,12 +89,8 @@ _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
 # Extensions that change what a drafter computes: one that says so is refused by name.
 _EXTENSIONS = (
-    "attention_sink_bias",
-    "projector_type",
-    "markov_rank",
-    "enable_confidence_head",
-    "sample_from_anchor",
-    "log_snr_conditioning",
+    *("attention_sink_bias", "projector_type", "markov_rank"),
+    *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning"),
 )
 # Those that a DSpark drafter has, and what its Markov head may be.
 _DSPARK_EXTENSIONS = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
@@ -160,13 +151,8 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 _ROPE_NUMBERS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor"),
 )
 
 
@@ -190,12 +176,12 @@ class DrafterConfig:
     """A DFlash drafter, as its loader and its layers need it.
 
     `target_layer_ids[i]` is a 0-based target layer whose OUTPUT is tapped (-1: what the first layer is given; the last one's:
-    `last_tap`). `block_size` counts the anchor, also where a file's
-    own counts drafts alone (`sample_from_anchor`: the anchor's row drafts the first token). Per layer:
-    `causal[l]` (inside the block), `windows[l]` (query position - key position < window; None: no window), `ropes[l]`.
-    `read_from` maps a field to the key it was read from; `unread`: keys that concern a drafter and that nothing here reads, such
-    as `runtime_block_size` (a server's own limit: here `block_size=` or the draft-length policy says how much is drafted) and,
-    for the published architectures, `partial_rotary_factor`.
+    `tapped_last`, which `last_tap` may say). `block_size` counts the anchor, also where a file's own counts drafts alone
+    (`sample_from_anchor`: the anchor's row drafts the first token). Per layer: `causal[l]` (inside the block), `windows[l]`
+    (query position - key position < window; None: no window), `ropes[l]`. `read_from` maps a field to the key it was read from;
+    `unread`: keys that concern a drafter and that nothing here reads, such as `runtime_block_size` (a server's own limit: here
+    `block_size=` or the draft-length policy says how much is drafted) and, for the published architectures,
+    `partial_rotary_factor`.
     """
 
     architecture: str
@@ -231,16 +217,21 @@ class DrafterConfig:
     sample_from_anchor: bool = False
     attention_sinks: bool = False
     attention_value_scale: float | None = None
-    last_tap: str = "after"
+    last_tap: str | None = None
     mask_embedding: bool = False
     quantization: Mapping[str, Any] | None = None
     unsupported: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     read_from: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def tapped_last(self) -> str:
+        """Where a tap of the target's last layer is taken: before or after its final norm."""
+        return self.last_tap or "after"
+
     def taps(self, n_layers: int) -> tuple[int, ...]:
         """`target_layer_ids` as `Target` takes them for so many layers: the last may mean the state after the final norm."""
-        return tuple(n_layers if i == n_layers - 1 and self.last_tap == "after" else i for i in self.target_layer_ids)
+        return tuple(n_layers if i == n_layers - 1 and self.tapped_last == "after" else i for i in self.target_layer_ids)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:
@@ -250,6 +241,12 @@ class DrafterConfig:
           ConfigError: names every missing, contradicting or impossible key with its value, all at once.
         """
         return _Reader(raw, where).read()
+
+
+class HookedConfig(DrafterConfig):
+    """Of a packer who hooks layers, the last one before its norm (`packagings.taps_before_norm`)."""
+
+    tapped_last = property(lambda self: self.last_tap or "before")
 
 
 class _Reader:
@@ -364,7 +361,8 @@ class _Reader:
             unsupported.append(f"{self.read_from['gating']} = {got['gating']!r}")
         if is_dspark and got["markov_rank"] and (head := got["markov_head_type"] or "vanilla") not in _MARKOV_HEADS:
             unsupported.append(f"{self.read_from['markov_head_type']} = {head!r}")
-        return DrafterConfig(
+        kind = HookedConfig if taps_before_norm(self.architecture, self.raw) else DrafterConfig
+        return kind(
             architecture=self.architecture,
             hidden_size=hidden,
             intermediate_size=got["intermediate_size"],
@@ -391,7 +389,7 @@ class _Reader:
             sample_from_anchor=from_anchor,
             attention_sinks=bool(got["attention_sink_bias"]),
             mask_embedding=bool(got["mask_embedding"]),
-            last_tap=got["last_tap"] or ("before" if taps_before_norm(self.architecture, self.raw) else "after"),
+            last_tap=got["last_tap"],
             quantization=got["quantization"] or None,
             unsupported=tuple(unsupported),
             unread=self._unread(),

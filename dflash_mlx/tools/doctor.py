@@ -371,7 +371,7 @@ def _last_taps(
 
     again: loads the drafter with the tap taken the other way.
     """
-    mine = draft.config.last_tap
+    mine = draft.config.tapped_last
     other = next(way for way in LAST_TAPS if way != mine)
     second, (_, prompt) = again(other), _prompt(tokenizer, draft, model)
     last = list(stream_generate(lm, tokenizer, prompt, _TOKENS, second, block_size=draft.config.block_size))[-1]

@@ -222,7 +222,15 @@ def test_a_published_file_runs_or_is_refused_by_name(name, target):
     assert config.ropes[0].dims == config.head_dim
 
     small = DrafterConfig.from_dict(shrunk(raw))
-    kept = ("architecture", "block_size", "sample_from_anchor", "last_tap", "markov_head_type", "traditional", "attention_sinks")
+    kept = (
+        "architecture",
+        "block_size",
+        "sample_from_anchor",
+        "tapped_last",
+        "markov_head_type",
+        "traditional",
+        "attention_sinks",
+    )
     assert all(getattr(small, key, None) == getattr(config, key, None) for key in kept)
     mx.random.seed(7)
     drafter = make_drafter(small, flat(grow(build_drafter(small, {}), 3.0)), target)

@@ -156,8 +156,8 @@ def test_speculators_and_laguna_take_the_last_layer_before_its_norm():
     packed = {k: v for k, v in raw.items() if k not in ("architectures", "dflash_config", "block_size", "model_type")}
     spec = {"speculators_model_type": "dflash", "transformer_layer_config": packed, "aux_hidden_state_layer_ids": [2, 4]}
     for given in (raw, spec | {"mask_token_id": 3, "block_size": 5}):
-        assert DrafterConfig.from_dict(given).last_tap == "before"
-    assert DrafterConfig.from_dict(raw_config(H, V)).last_tap == "after"
+        assert DrafterConfig.from_dict(given).tapped_last == "before"
+    assert DrafterConfig.from_dict(raw_config(H, V)).tapped_last == "after"
 
 
 def torch_file(path, vector):
