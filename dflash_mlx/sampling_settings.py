@@ -30,17 +30,18 @@ def setting(
     *,
     above: bool = False,
     unlimited: bool = False,
+    off: Any = None,
     needs: str | None = None,
 ) -> Any:
     """A field that is checked.
 
     Args:
       kind: int, float or bool; low, high: the least and most that it may be. above: `low` itself is refused.
-      unlimited: -1 stands for no limit.
+      unlimited: -1 stands for no limit. off: another value that leaves it off, as other programs write it.
       zero: what the value 0 means, for people. help: one sentence for `--help`.
       needs: name of the field without which this one has no effect.
     """
-    about = {"kind": kind, "low": low, "high": high, "above": above, "unlimited": unlimited}
+    about = {"kind": kind, "low": low, "high": high, "above": above, "unlimited": unlimited, "off": off}
     return field(default=default, metadata={**about, "zero": zero, "help": help, "needs": needs})
 
 
@@ -60,7 +61,7 @@ class SamplingSettings:
     top_p: float = setting(
         1.0, float, 0, 1, "the likeliest token alone", "Sample among the likeliest tokens that reach this share.", needs="temp"
     )
-    top_k: int = setting(0, int, 0, _LONGEST, "off", "Sample among the k likeliest tokens.", needs="temp")
+    top_k: int = setting(0, int, 0, _LONGEST, "off, as is -1", "Sample among the k likeliest tokens.", off=-1, needs="temp")
     min_p: float = setting(
         0.0, float, 0, 1, "off", "Least probability of a token, relative to the likeliest one's.", needs="temp"
     )
@@ -94,7 +95,9 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            check(one, getattr(self, one.name))
+            check(one, value := getattr(self, one.name))
+            if is_off(one, value):
+                object.__setattr__(self, one.name, one.default)
 
     @property
     def greedy(self) -> bool:
@@ -186,11 +189,10 @@ def recommended(config: Any, vocabulary: int) -> tuple[dict[str, Any], dict[str,
     values = {key: value for key in RECOMMENDED if (value := config.get(key)) is not None}
     if config.get("do_sample") is True:
         values.setdefault("temperature", 1.0)
-    if values.get("top_k") == -1:
-        # Off, as other programs write it.
-        del values["top_k"]
     for key, value in values.items():
         one = known[RECOMMENDED[key]]
+        if is_off(one, value):
+            continue
         whole = isinstance(value, float) and value.is_integer() and one.metadata["kind"] is int
         try:
             check(one, value := int(value) if whole else value)
@@ -216,13 +218,18 @@ def recommended_text(settings: Mapping[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items())
 
 
+def is_off(one: Field, value: Any) -> bool:
+    """Whether a value is another program's way to leave a field off, beside its default."""
+    return one.metadata["off"] is not None and type(value) in (int, float) and value == one.metadata["off"]
+
+
 def check(one: Field, value: Any) -> None:
     """Whether a field made by `setting` may have this value; None where None is its default.
 
     Raises:
       GenerationError: names the field, the value and the range.
     """
-    if value is None and one.default is None or value == -1 and one.metadata["unlimited"]:
+    if value is None and one.default is None or value == -1 and one.metadata["unlimited"] or is_off(one, value):
         return
     kind, low, high, above = (one.metadata[name] for name in ("kind", "low", "high", "above"))
     if kind is bool:
@@ -244,7 +251,8 @@ def wanted(one: Field) -> str:
         return f"{what} of at least {low}, or -1 for no limit"
     if high is None:
         return f"{what} of at least {low}"
-    return f"{what} above {low} and at most {high}" if above else f"{what} from {low} to {high}"
+    off = "" if one.metadata["off"] is None else f", or {one.metadata['off']} for off"
+    return f"{what} above {low} and at most {high}" if above else f"{what} from {low} to {high}{off}"
 
 
 def parse(one: Field, text: str) -> Any:

@@ -100,7 +100,7 @@ def test_a_request_goes_before_it_and_one_at_temperature_0_is_greedy(pair, monke
     recommended = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     with running(model, tokenizer, recommended=recommended) as served:
         ask(served, max_tokens=1)
-        ask(served, max_tokens=1, temperature=0.3, extra_body={"top_k": 0})
+        ask(served, max_tokens=1, temperature=0.3, extra_body={"top_k": -1})
         ask(served, max_tokens=1, temperature=0)
     assert asked == [
         SamplingSettings(**recommended),

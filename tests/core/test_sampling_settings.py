@@ -7,16 +7,18 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
+from dflash_mlx.cli.options import checked
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.sampling import Distribution, SamplingSettings, sample_at
-from dflash_mlx.sampling_settings import check_max_tokens, recommended
+from dflash_mlx.sampling_settings import check_max_tokens, recommended, wanted
+from dflash_mlx.serving.conversation import Settings
 
 NAMES = [one.name for one in fields(SamplingSettings)]
 # For every setting: whether 0 is refused, off (nothing is made for it), or takes the likeliest token; then what is refused.
 TABLE = {
     "temp": ("likeliest", (-0.1, float("nan"), float("inf"), "hot", True, None)),
     "top_p": ("likeliest", (-0.1, 1.5, float("nan"), "half")),
-    "top_k": ("off", (-1, 2.5, True)),
+    "top_k": ("off", (-2, -1.5, 2.5, True)),
     "min_p": ("off", (-0.1, 1.1)),
     "xtc_probability": ("off", (-0.1, 1.1)),
     "xtc_threshold": ("strictest", (-0.1, 0.6)),
@@ -62,6 +64,19 @@ def test_what_0_means(name):
 def test_what_is_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(GenerationError, match=f"^{name} is .*; it must be "):
         SamplingSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in fields(SamplingSettings) if one.metadata["off"] is not None], ids=lambda one: one.name
+)
+def test_what_other_programs_write_for_off_is_off(one):
+    off = one.metadata["off"]
+    for value in (off, float(off)):
+        assert SamplingSettings(temp=1.0, **{one.name: value}) == SamplingSettings(temp=1.0)
+        assert recommended({"temperature": 0.7, one.name: value}, 100) == ({"temp": 0.7}, {})
+    # In a chat and on the command line it is typed, and said to be allowed.
+    assert Settings(temp=1.0, **{one.name: 3}).changed(one.name, str(off)) == Settings(temp=1.0)
+    assert f"or {off} for off" in wanted(one) and checked(one, off) == off
 
 
 def test_a_distribution_takes_the_likeliest_token_at_top_p_0():

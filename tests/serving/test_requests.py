@@ -345,7 +345,7 @@ def test_a_zero_means_in_a_request_what_it_means_everywhere(served, name, value,
         *(
             {"top_p": -0.1},
             {"top_p": 1.1},
-            {"top_k": -1},
+            {"top_k": -2},
             {"top_k": 1.5},
             {"min_p": 2},
             {"xtc_probability": 1.5},
