@@ -16,6 +16,7 @@ import mlx.nn as nn
 from dflash_mlx.checkpoint import Checkpoint
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConversionError
+from dflash_mlx.hub import snapshot_of
 from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.progress import tell
@@ -135,8 +136,8 @@ def provenance(checkpoint: Checkpoint) -> dict:
     record = {"path_or_repo": checkpoint.source, "kind": checkpoint.kind}
     if checkpoint.revision:
         record["revision"] = checkpoint.revision
-    if checkpoint.path.parent.name == "snapshots":
-        record["commit"] = checkpoint.path.name
+    if (snapshot := snapshot_of(checkpoint.path)) is not None:
+        record["commit"] = snapshot.name
     names = list(checkpoint.files)
     if checkpoint.kind != "gguf":
         files = [file for pattern in ("config.json", *TOKENIZER_FILES) for file in sorted(checkpoint.path.glob(pattern))]

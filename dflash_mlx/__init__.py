@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from .version import __version__
+
+# Nothing else is imported here: a Ctrl-C before `__main__.main` runs ends the process by the signal.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # name: module that holds it. Imported at first use, so that `import dflash_mlx` loads neither mlx_lm nor a model.
 _PUBLIC = {
@@ -29,6 +31,8 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     try:
         module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
     except ImportError as error:

@@ -5,7 +5,6 @@ is for the converter to say. Everything that is wrong with the files is found he
 Source: the safetensors format (8-byte little-endian header length, JSON header, data); huggingface_hub's cache layout.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -19,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, DFlashError
-from .progress import hub_bar
+from .hub import locate, snapshot_of
 from .roles import OTHER_SPECULATORS, role_of
 
 if TYPE_CHECKING:
@@ -30,19 +29,6 @@ _UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F64")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"^(?P<start>.+?[-_.])(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<count>0*[1-9]\d{0,4})\.safetensors$")
-# what a hub repository is asked for: never code, and of PyTorch's files one vector, which is read without unpickling
-_DOWNLOAD = [
-    "*.json",
-    "*.safetensors",
-    "tokenizer.model",
-    "*.tiktoken",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-    "README.md",
-    "mask_embedding.pt",
-]
-_NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|ckpt|pkl|pickle|np[yz]|gguf|h5|msgpack|onnx|ot|pdparams)$", re.IGNORECASE)
 _NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*|mask_embedding)\.\w+$")
@@ -143,9 +129,12 @@ def inspect_checkpoint(path_or_repo: str | Path, *, revision: str | None = None)
 
 def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     source = str(path_or_repo)
-    path = _locate(path_or_repo, revision)
+    path = locate(path_or_repo, revision)
     if path.is_file():
         return _inspect_gguf(path, source)
+    folder = _weights_folder(path, source)
+    if (path / folder / "config.json").exists():
+        path, source, folder = path / folder, source if folder == "." else f"{source}/{folder}", "."
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
         if len(ggufs) == 1:
@@ -161,7 +150,10 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
         _check_link(path, str(file.relative_to(path)), source)
     config = _read_json(path, "config.json", source, required=True)
     generation_config = _read_json(path, "generation_config.json", source, required=False)
-    files, ignored, index = _weight_files(path, source)
+    files, ignored, index = _weight_files(path / folder, source)
+    if folder != ".":
+        files, ignored = tuple(f"{folder}/{name}" for name in files), {f"{folder}/{name}": why for name, why in ignored.items()}
+        index = index and {tensor: f"{folder}/{name}" for tensor, name in index.items()}
     tensors = _read_headers(path, files, index, source)
     return Checkpoint(
         path=path,
@@ -176,88 +168,6 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     )
 
 
-def _locate(path_or_repo: str | Path, revision: str | None) -> Path:
-    path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
-    if text and path.exists():
-        if path.is_dir() or path.suffix.lower() == ".gguf":
-            return path
-        raise CheckpointError(
-            f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
-        )
-    if not _is_repo_id(text):
-        raise CheckpointError(
-            f"{text or 'an empty name'} does not exist; it must be a directory, a .gguf file or a hub repository like org/name",
-            "Check the path",
-        )
-    return _download(text, revision)
-
-
-def _is_repo_id(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text)) and not text.lower().endswith(
-        (".gguf", ".safetensors")
-    )
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub import errors as hub
-
-    page = f"https://huggingface.co/{repo}"
-    at = f" at revision {revision}" if revision else ""
-    try:
-        wanted = {"allow_patterns": _DOWNLOAD, "ignore_patterns": _NOT_DOWNLOADED}
-        return Path(snapshot_download(repo, revision=revision, tqdm_class=hub_bar(f"Fetching {repo}"), **wanted))
-    except hub.GatedRepoError:
-        raise CheckpointError(
-            f"{repo} is gated: its owner has to give access",
-            f"Accept its conditions at {page} and set HF_TOKEN to a token of that account",
-        ) from None
-    except hub.RevisionNotFoundError:
-        raise CheckpointError(f"{repo} has no revision {revision}", f"See {page}/commits") from None
-    except hub.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{repo} is neither a directory here nor a repository of the hub, or it is private",
-            f"Check the name, and for a private repository set HF_TOKEN ({page})",
-        ) from None
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
-        if full := _full_disk(error):
-            raise CheckpointError(*full) from None
-        offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
-        found = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect"
-        raise CheckpointError(
-            f"{repo}{at} is not in the hub cache and {found}", f"{todo} once, or give the path of a downloaded directory"
-        ) from None
-    except hub.HfHubHTTPError as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise CheckpointError(
-                f"the hub gives no access to {repo} (it answered {status})", f"Ask for access at {page} and set HF_TOKEN"
-            ) from None
-        raise CheckpointError(
-            f"{repo}{at} could not be downloaded; the hub answered {status}", f"Try again later: {page}"
-        ) from None
-    except (OSError, hub.HFValidationError) as error:
-        if full := _full_disk(error):
-            raise CheckpointError(*full) from None
-        raise CheckpointError(
-            f"{repo}{at} could not be had from the hub or its cache: {_one_line(error)}",
-            "Check the name and the connection, or give the path of a downloaded directory",
-        ) from None
-
-
-def _full_disk(error: BaseException | None) -> tuple[str, str] | None:
-    """(problem, remedy) where a full disk lies behind a failed download."""
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            from huggingface_hub import constants
-
-            problem = f"the disk of the hub cache ({constants.HF_HUB_CACHE}) is full"
-            return problem, "Free some space and start again: what was fetched is kept; or move the cache with HF_HOME"
-        error = error.__cause__ or error.__context__
-    return None
-
-
 @contextmanager
 def _reading(what: str, where: str) -> Iterator[None]:
     """Whatever reading and parsing damaged files raises, as one sentence; the steps inside only raise what they meet."""
@@ -270,6 +180,21 @@ def _reading(what: str, where: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             cause = f"{error.strerror}: {Path(os.fsdecode(error.filename or where)).name[:_MOST_LETTERS]}"
         raise CheckpointError(f"{where} is no {what}: {cause}", "Download the file again") from error
+
+
+def _weights_folder(path: Path, source: str) -> str:
+    """The folder in a directory that has the weights: "." is the directory itself, which holds some or has no such folder.
+
+    Raises:
+      CheckpointError: several have.
+    """
+    if any(file.suffix.lower() in (".safetensors", ".gguf", ".bin", ".pt", ".pth") for file in path.iterdir()):
+        return "."
+    folders = sorted({file.parent.name for file in path.glob("[!.]*/*.safetensors")})
+    if len(folders) > 1:
+        problem = f"{source} has no weights, and {len(folders)} folders that have: {_some(folders)}"
+        raise CheckpointError(problem, f"Name one: {source}/{folders[0]}")
+    return folders[0] if folders else "."
 
 
 def _read_object(text: bytes) -> dict:
@@ -455,7 +380,8 @@ def _check_link(path: Path, name: str, source: str) -> None:
     if real.is_relative_to(root):
         return
     # hub cache: models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>
-    if root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs":
+    snapshot = snapshot_of(root)
+    if snapshot is not None and real.parent == snapshot.parent.parent / "blobs":
         return
     raise CheckpointError(f"{source}/{name} is a symbolic link out of the directory, to {real}", "Copy the file into it")
 

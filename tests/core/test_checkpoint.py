@@ -76,6 +76,44 @@ def test_links_into_the_hub_cache_are_followed(tmp_path):
     assert list(inspect_checkpoint(snapshot).tensors) == ["a"]
 
 
+@pytest.mark.parametrize("config", ["top", "folder", "both"])
+def test_weights_in_a_folder_of_their_own_are_found(tmp_path, config):
+    shards(tmp_path / "draft")
+    if config != "folder":
+        (tmp_path / "config.json").write_text(json.dumps({**SOME_CONFIG, "vocab_size": 7}))
+    if config == "top":
+        (tmp_path / "draft" / "config.json").unlink()
+    found = inspect_checkpoint(tmp_path)
+    # The config beside the weights is theirs.
+    assert (found.config.get("vocab_size") == 7) == (config == "top")
+    assert list(found.tensors) == ["t1", "t2"] and list(found.load()) == ["t1", "t2"]
+    assert all(found.file_path(name).parent == tmp_path / "draft" for name in found.files)
+    assert found.source == (str(tmp_path) if config == "top" else f"{tmp_path}/draft")
+    shards(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="has no weights, and 2 folders that have: draft, other. Name one: .*/draft"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_folder_of_a_hub_repository_is_named_behind_it(tmp_path, monkeypatch):
+    repository, asked = tmp_path / "models--org--name", []
+    snapshot, blobs = repository / "snapshots" / "abc123", repository / "blobs"
+    write_checkpoint(blobs, SOME_CONFIG, {"a": mx.ones((1,))})
+    (snapshot / "draft" / "4bit").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / "draft" / "4bit" / name).symlink_to(f"../../../../blobs/{name}")
+
+    def snapshot_download(repo, allow_patterns, **more):
+        asked.append((repo, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = inspect_checkpoint("org/name/draft/4bit")
+    assert list(found.tensors) == ["a"] and found.path == snapshot / "draft" / "4bit"
+    assert asked[0][0] == "org/name" and all(pattern.startswith("draft/4bit/") for pattern in asked[0][1])
+    with pytest.raises(CheckpointError, match="org/name has no folder other. See https://huggingface.co/org/name/tree/main"):
+        inspect_checkpoint("org/name/other")
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "additional_chat_templates/tool.jinja", "merges.txt"])
 def test_a_file_beside_the_weights_that_links_outside_is_refused(tmp_path, name):
     path = write_checkpoint(tmp_path / "m", SOME_CONFIG, {"a": mx.ones((1,))})

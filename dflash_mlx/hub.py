@@ -1,0 +1,123 @@
+"""Where a checkpoint lies: a directory, a .gguf file, or a hub repository (`org/name`, or `org/name/folder`), which is fetched.
+
+Knows the hub and its cache's layout. Reads nothing of what it finds.
+"""
+
+import errno
+import re
+from pathlib import Path
+
+from .errors import CheckpointError
+from .progress import hub_bar
+
+# what a hub repository is asked for: never code, and of PyTorch's files one vector, which is read without unpickling
+_DOWNLOAD = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+    "README.md",
+    "mask_embedding.pt",
+]
+_NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
+
+
+def locate(path_or_repo: str | Path, revision: str | None) -> Path:
+    """The directory or .gguf file that a name means; a hub repository is fetched, or found in the hub cache.
+
+    Raises:
+      CheckpointError: there is no such thing, or it cannot be fetched.
+    """
+    path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if text and path.exists():
+        if path.is_dir() or path.suffix.lower() == ".gguf":
+            return path
+        raise CheckpointError(
+            f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
+        )
+    if not _is_repo_id(text):
+        raise CheckpointError(
+            f"{text or 'an empty name'} does not exist; it must be a directory, a .gguf file or a hub repository like org/name",
+            "Check the path",
+        )
+    return _download(text, revision)
+
+
+def _is_repo_id(text: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", text)) and not text.lower().endswith(
+        (".gguf", ".safetensors")
+    )
+
+
+def snapshot_of(path: Path) -> Path | None:
+    """The hub cache's folder of one commit that this directory is, or lies in; None: it is elsewhere."""
+    return next((folder for folder in (path, *path.parents) if folder.parent.name == "snapshots"), None)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """A repository's folder in the hub cache; of `org/name/folder` that folder, which alone is fetched."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import errors as hub
+
+    repo, folder = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
+    page = f"https://huggingface.co/{repo}"
+    at = f" at revision {revision}" if revision else ""
+    try:
+        patterns = [f"{folder}/{pattern}" if folder else pattern for pattern in _DOWNLOAD]
+        wanted = {"allow_patterns": patterns, "ignore_patterns": _NOT_DOWNLOADED}
+        found = Path(snapshot_download(repo, revision=revision, tqdm_class=hub_bar(f"Fetching {name}"), **wanted))
+        if not (found / folder).is_dir():
+            raise CheckpointError(f"{repo}{at} has no folder {folder}", f"See {page}/tree/{revision or 'main'}")
+        return found / folder
+    except hub.GatedRepoError:
+        raise CheckpointError(
+            f"{repo} is gated: its owner has to give access",
+            f"Accept its conditions at {page} and set HF_TOKEN to a token of that account",
+        ) from None
+    except hub.RevisionNotFoundError:
+        raise CheckpointError(f"{repo} has no revision {revision}", f"See {page}/commits") from None
+    except hub.RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{name} is neither a directory here nor {'in ' if folder else ''}a repository of the hub, or it is private",
+            f"Check the name, and for a private repository set HF_TOKEN ({page})",
+        ) from None
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
+        if full := _full_disk(error):
+            raise CheckpointError(*full) from None
+        offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
+        found = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect"
+        raise CheckpointError(
+            f"{name}{at} is not in the hub cache and {found}", f"{todo} once, or give the path of a downloaded directory"
+        ) from None
+    except hub.HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise CheckpointError(
+                f"the hub gives no access to {repo} (it answered {status})", f"Ask for access at {page} and set HF_TOKEN"
+            ) from None
+        raise CheckpointError(
+            f"{repo}{at} could not be downloaded; the hub answered {status}", f"Try again later: {page}"
+        ) from None
+    except (OSError, hub.HFValidationError) as error:
+        if full := _full_disk(error):
+            raise CheckpointError(*full) from None
+        raise CheckpointError(
+            f"{repo}{at} could not be had from the hub or its cache: {' '.join(str(error).split())[:200]}",
+            "Check the name and the connection, or give the path of a downloaded directory",
+        ) from None
+
+
+def _full_disk(error: BaseException | None) -> tuple[str, str] | None:
+    """(problem, remedy) where a full disk lies behind a failed download."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            from huggingface_hub import constants
+
+            problem = f"the disk of the hub cache ({constants.HF_HUB_CACHE}) is full"
+            return problem, "Free some space and start again: what was fetched is kept; or move the cache with HF_HOME"
+        error = error.__cause__ or error.__context__
+    return None
