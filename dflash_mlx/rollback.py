@@ -205,7 +205,7 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
     """Cut an entry that held `offset` rows before the pass. One that the model does not use stays where it was."""
     length = offset + keep
     if entry.offset > length:
-        _CUT[type(entry)](entry, entry.offset - length)
+        _CUT.get(type(entry), KVCache.trim)(entry, entry.offset - length)
     if entry.offset not in (offset, length):
         raise CacheError(
             f"{type(entry).__name__} holds {entry.offset} rows; it must hold {length}",

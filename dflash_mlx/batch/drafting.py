@@ -1,7 +1,7 @@
 """One drafter pass over the blocks of several rows, each with its own context.
 
-Knows the drafter's layers; knows no target pass, no acceptance and no loop. All blocks are equally long. As in `passes`, a row's
-keys are its own and are attended to by it alone, so its drafts are those of the row alone.
+Knows the drafter's layers; knows no target pass, no acceptance and no loop. All blocks are equally long. As in `passes`, rows
+of a group attend in one call, and any other row with its own entries; sliding layers row by row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ..kernels.layer_routes import attention
 from ..models.drafter import Attention, Drafter, block_mask
 from ..models.dspark import DSparkDrafter
 from ..rollback import append_window
+from .group_pass import GroupPass
+from .groups import Places, Seat, SlotKV, group_spans
 
 # What a kind of drafter may not do in its own way, to draft for several rows; DSpark's slots are known.
 _OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
@@ -30,6 +32,7 @@ class RowDraft:
     Shapes:
       - features: [1, S, n_taps * H_target], new context rows, the first at position `start`, which is what `cache` holds
     draw: the target's distribution, where drafts are drawn as it draws, and its noise [N, V] at the slots.
+    seat: where the row's keys are, if it shares a group.
     """
 
     anchor: int
@@ -38,6 +41,7 @@ class RowDraft:
     start: int
     draw: Distribution | None = None
     noise: mx.array | None = None
+    seat: Seat | None = None
 
 
 def can_draft_rows(drafter: Drafter) -> bool:
@@ -56,48 +60,88 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
     masks = mx.full((len(rows), block_size - 1), drafter.config.mask_token_id, dtype=mx.int32)
     h = drafter._embed(mx.concatenate([anchors[:, None], masks], axis=1))
     context = drafter.context(_joined([row.features for row in rows], 1))
-    spans, ends, at, start = [], [], [], 0
-    for row in rows:
-        S = row.features.shape[1]
-        spans.append((start, start + S))
-        ends.append(row.start + S)
-        at += range(row.start, row.start + S + block_size)
-        start += S
-    places = _Places(rows, spans, mx.array(ends), mx.array(at))
+    places = _Places(rows, block_size)
     for i, layer in enumerate(drafter.layers):
         h = layer.sublayers(h, lambda x, i=i, layer=layer: places.attend(layer.self_attn, i, x, context))
     hidden = drafter.norm(h)[:, 0 if from_anchor else 1 :][:, :n]
     return _choose(drafter, rows, hidden, anchors)
 
 
-@dataclass
 class _Places:
-    """spans: each row's context rows in the joined context; ends: the anchors' positions; positions: [P], of every row."""
+    """Where the rows' new context rows and their blocks stand, in the order in which keys are made of them:
 
-    rows: Sequence[RowDraft]
-    spans: list[tuple[int, int]]
-    ends: mx.array
-    positions: mx.array
+        context a | context b | ... | block a | block b | ...        [C + B * K]
+
+    spans: each row's context rows in the joined context; ends: the anchors' positions.
+    """
+
+    def __init__(self, rows: Sequence[RowDraft], K: int):
+        self.rows, self.K, self.spans, start = rows, K, [], 0
+        for row in rows:
+            self.spans.append((start, start + row.features.shape[1]))
+            start = self.spans[-1][1]
+        self._context, self.ends = start, [row.start + row.features.shape[1] for row in rows]
+        at = [row.start + i for row in rows for i in range(row.features.shape[1])]
+        self._positions = mx.array(at + [end + i for end in self.ends for i in range(K)])
+        self._anchors = mx.array(self.ends)
+        self._groups = [self._of_group(*span) for span in group_spans(rows)]
+
+    def _of_group(self, first: int, last: int) -> tuple[int, int, GroupPass, Places] | None:
+        """Rows first to last - 1 share a group."""
+        some, ends = self.rows[first:last], [end + self.K for end in self.ends[first:last]]
+        group, slots = some[0].seat.group, [row.seat.slot for row in some]
+        at = [(row.seat.slot, row.start + i) for row in some for i in range(row.features.shape[1])]
+        at += [(slot, end - self.K + i) for slot, end in zip(slots, ends, strict=True) for i in range(self.K)]
+        return first, last, GroupPass(group, slots, ends, [self.K] * len(some)), Places(group, at)
 
     def attend(self, attn: Attention, layer: int, x: mx.array, context: mx.array) -> mx.array:
         """`Attention.__call__` of each row: [B, K, H] normed block rows and [1, C, H] context rows to [B, K, H]."""
         B, K, H = x.shape
-        parts = [part for r, (s, e) in enumerate(self.spans) for part in (context[:, s:e], x[r : r + 1])]
         # Each row of context and blocks is a row of the batch, with a position of its own.
-        k, v = attn.cached_form(_joined(parts, 1).reshape(-1, 1, H), self.positions)
-        outs, start = [], 0
+        k, v = attn.cached_form(mx.concatenate([context.reshape(-1, 1, H), x.reshape(-1, 1, H)]), self._positions)
         if attn.rotates_late:
             # The whole length of a row says how it is rotated.
-            rotated = [attn.queries(x[r : r + 1], end) for r, end in enumerate(self.ends.tolist())]
-            q = mx.concatenate(rotated)
+            q = mx.concatenate([attn.queries(x[r : r + 1], end) for r, end in enumerate(self.ends)])
         else:
-            q = attn.queries(x, self.ends)
-        for r, (row, (s, e)) in enumerate(zip(self.rows, self.spans, strict=True)):
-            end = start + e - s + K
-            mine = (a[start:end].swapaxes(0, 2) for a in (k, v))
-            outs.append(_attend_row(attn, row.cache[layer], row.start, q[r : r + 1], *mine))
-            start = end
+            q = attn.queries(x, self._anchors)
+        outs, r = [], 0
+        for first, last, group, places in self._groups if attn.window is None and not attn.rotates_late else ():
+            if type(self.rows[first].cache[layer]) is SlotKV:
+                outs += [self._row(attn, layer, i, q, k, v) for i in range(r, first)]
+                outs.append(self._together(attn, layer, range(first, last), group, places, q, k, v))
+                r = last
+        outs += [self._row(attn, layer, i, q, k, v) for i in range(r, B)]
         return attn.o_proj(_joined(outs, 0).transpose(0, 2, 1, 3).reshape(B, K, -1))
+
+    def _of_rows(self, first: int, last: int, a: mx.array) -> mx.array:
+        """[C + B * K, heads, 1, D] to what rows first to last - 1 have of it."""
+        if last - first == len(self.rows):
+            return a
+        block = self._context + first * self.K
+        return mx.concatenate([a[self.spans[first][0] : self.spans[last - 1][1]], a[block : block + (last - first) * self.K]])
+
+    def _row(self, attn: Attention, layer: int, r: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        mine = (self._of_rows(r, r + 1, a).swapaxes(0, 2) for a in (k, v))
+        return _attend_row(attn, self.rows[r].cache[layer], self.rows[r].start, q[r : r + 1], *mine)
+
+    def _together(
+        self, attn: Attention, layer: int, some: range, group: GroupPass, places: Places, q: mx.array, k: mx.array, v: mx.array
+    ) -> mx.array:
+        """[len(some), n_heads, K, D] of rows of a group. What a layer holds already is written once more, the same."""
+        k, v = (self._of_rows(some.start, some.stop, a).squeeze(2) for a in (k, v))
+        entries = [self.rows[r].cache[layer] for r in some]
+        places.write(entries[0].index, k, v)
+        for r, entry in zip(some, entries, strict=True):
+            entry.offset = self.ends[r]
+        q = q if len(some) == len(self.rows) else q[some.start : some.stop]
+        if not group.is_apart(q.dtype):
+            return group.together_in(q, entries[0].index, attn.scale, attn.causal)
+
+        def alone(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
+            return attention(q, k, v, attn.scale, mask)
+
+        rows, masks = [q[i : i + 1] for i in range(len(some))], ["causal" if attn.causal else None] * len(some)
+        return _joined(group.apart(rows, entries[0].index, alone, masks), 0)
 
 
 def _attend_row(attn: Attention, cache: Any, start: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:

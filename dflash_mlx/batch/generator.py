@@ -25,6 +25,7 @@ from ..models.drafter import Drafter
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..stats import GenerationStats
+from .groups import Groups
 from .passes import BatchTarget
 from .policy import BatchPolicy, RoundCosts
 from .rounds import RowRound, run_round
@@ -97,6 +98,7 @@ class BatchGenerator:
         self.policy = BatchPolicy(draft_model.config.block_size - 1, self.pair.round_costs)
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
+        self._groups = Groups()
         self._uid, self._target = 0, None
         # Seconds that went to prompts and to answers since both were last asked for.
         self._spent = [0.0, 0.0]
@@ -195,7 +197,8 @@ class BatchGenerator:
         for row in rows:
             row.join()
         width = self.policy.plan([row.policy for row in rows])
-        rounds = [RowRound(row.run, row.anchor) for row in rows]
+        self._groups.arrange([(row.seat, row.room) for row in rows if row.seat])
+        rounds = [RowRound(row.run, row.anchor, row.seat) for row in rows]
         seconds = run_round(self._target, rounds)
         found = []
         for row, done in zip(rows, rounds, strict=True):

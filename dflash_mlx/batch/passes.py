@@ -2,14 +2,13 @@
 
 Knows models as mlx-lm has them and their cache entries; knows no drafts, no acceptance and no loop.
 
-    rows       a: 1 anchor, 3 drafts     b: 1 anchor     c: 1 anchor, 1 draft
-    ids        a a a a b c c             [T, 1]: each token is a row of its own to the model, at its own position
+    rows       a: 1 anchor, 3 drafts     b: 1 anchor     c: 1 anchor, 1 draft     d: 1 anchor
+    ids        a a a a b c c d           [T, 1]: each token is a row of its own to the model, at its own position
     linear     one product over all T
-    attention  a | b | c                 each row's queries with that row's own keys, as it attends alone
-    others     a | b | c                 a module that uses its entry in another way (a recurrence, MLA) runs row by row
+    attention  a b c | d                 rows of a group (`groups`) in one call; any other row with its own entry, as alone
+    others     a | b | c | d             a module that uses its entry in another way (a recurrence, MLA) runs row by row
 
-No key is copied or padded when rows join, leave or grow apart: memory is what the rows take alone, a row's cache is at all times
-what a run alone would have, and its values are those of a run alone, bit by bit where products do not depend on their rows.
+Rows of a group stand side by side, in the order of their slots.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from ..kernels.routing import ATTENTION, renamed
 from ..models.intercept import intercept, own_class
 from ..models.target import Target, TargetOutput
 from ..rollback import RollbackPoint, exact_windows, rollback_point
+from .group_pass import GroupPass
+from .groups import Groups, Seat, SlotKV, group_spans, seat_of
 
 # Tokens of the two rows that are tried.
 _PROBE = (5, 3)
@@ -36,28 +37,81 @@ _PROBE = (5, 3)
 
 @dataclass
 class RowPass:
-    """One row's part of a pass: `size` tokens after what its entries hold; `point` undoes them."""
+    """One row's part of a pass: `size` tokens after what its entries hold; `point` undoes them; seat: where it has a group."""
 
     entries: list[Any]
     point: RollbackPoint
     size: int
+    seat: Seat | None = None
 
 
-class _PerRow(mx.array):
-    """Stands for keys, values or masks, one of each row, on their way through a layer's code."""
+class _PerShare(mx.array):
+    """Stands for keys, values or masks, one of each share of the rows, on their way through a layer's code."""
 
-    rows: list[Any]
-    entries: list[Any]
+    entry: RowsEntry
+    parts: list[Any]
 
     @classmethod
-    def of(cls, rows: list[Any], entries: list[Any] = ()) -> _PerRow:
+    def of(cls, entry: RowsEntry, parts: list[Any]) -> _PerShare:
         made = cls(mx.zeros((1, 1, 1, 1)))
-        made.rows, made.entries = rows, entries
+        made.entry, made.parts = entry, parts
         return made
 
 
-class _Spans:
-    """The spans of a pass's rows among its T tokens, and what layers have in common."""
+class _OneShare:
+    """A row that attends by itself, with its own entry: row number `row`, whose tokens are `span` of T."""
+
+    def __init__(self, row: int, size: int, span: tuple[int, int]):
+        self.row, self.size, self.span = row, size, span
+
+    def write(self, entries: list[Any], keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return entries[self.row].update_and_fetch(_as_row(keys), _as_row(values))
+
+    def mask(self, entries: list[Any], asked: dict[str, Any]) -> Any:
+        return entries[self.row].make_mask(self.size, **asked)
+
+    def of_row(self, mask: Any, row: int) -> Any:
+        return mask
+
+    def attend(self, queries, keys, values, entries, scale, mask, sinks) -> mx.array:
+        return _as_tokens([scaled_dot_product_attention(_as_row(queries), keys, values, entries[self.row], scale, mask, sinks)])
+
+
+class _GroupShare:
+    """Rows of a group, from row number `row` on."""
+
+    def __init__(self, row: int, of: GroupPass, span: tuple[int, int]):
+        self.row, self.of, self.span, self.rows = row, of, span, range(row, row + len(of.sizes))
+
+    def write(self, entries: list[Any], keys: mx.array, values: mx.array) -> tuple[int, int]:
+        index = entries[self.row].index
+        self.of.places.write(index, keys.squeeze(2), values.squeeze(2))
+        for row, size in zip(self.rows, self.of.sizes, strict=True):
+            entries[row].offset += size
+        return index, index
+
+    def mask(self, entries: list[Any], asked: dict[str, Any]) -> dict[str, Any]:
+        # Made when it is known whether rows attend together.
+        return asked
+
+    def of_row(self, mask: dict[str, Any], row: int) -> Any:
+        return self.of.row_mask(row - self.row, **mask)
+
+    def attend(self, queries, index, _, entries, scale, mask, sinks) -> mx.array:
+        if not isinstance(mask, dict):
+            raise TypeError("a layer attends under a mask that is not the one of its entry")
+        if not self.of.is_apart(queries.dtype):
+            return self.of.attend(queries, index, scale, self.of.mask(True, mask.get("window_size")), sinks)
+
+        def alone(q: mx.array, k: mx.array, v: mx.array, m: Any) -> mx.array:
+            return scaled_dot_product_attention(q, k, v, entries[self.row], scale, m, sinks)
+
+        masks = [self.of_row(mask, row) for row in self.rows]
+        return _as_tokens(self.of.apart(self.of.split(queries), index, alone, masks))
+
+
+class _Layout:
+    """How a pass's T tokens are shared out, and what layers have in common."""
 
     def __init__(self, rows: Sequence[RowPass]):
         self.rows, self.spans, start = rows, [], 0
@@ -65,6 +119,32 @@ class _Spans:
             self.spans.append((start, start + row.size))
             start += row.size
         self._positions: dict[tuple[int, ...], mx.array] = {}
+        self._single = [_OneShare(i, row.size, span) for i, (row, span) in enumerate(zip(rows, self.spans, strict=True))]
+        self._grouped = list(self._make_shares())
+
+    def _make_shares(self) -> Iterator[_OneShare | _GroupShare]:
+        end = 0
+        for first, last in group_spans(self.rows):
+            yield from self._single[end:first]
+            some, end = self.rows[first:last], last
+            slots, sizes = [row.seat.slot for row in some], [row.size for row in some]
+            ends = [row.point.length + row.size for row in some]
+            span = self.spans[first][0], self.spans[last - 1][1]
+            yield _GroupShare(first, GroupPass(some[0].seat.group, slots, ends, sizes), span)
+        yield from self._single[end:]
+
+    def shares(self, entries: list[Any]) -> list[_OneShare | _GroupShare]:
+        """Of the rows with these entries."""
+        for share in self._grouped:
+            if type(share) is _GroupShare and type(entries[share.row]) is SlotKV:
+                break
+        else:
+            return self._single
+        found = []
+        for share in self._grouped:
+            one_by_one = type(share) is _GroupShare and type(entries[share.row]) is not SlotKV
+            found += [self._single[row] for row in share.rows] if one_by_one else [share]
+        return found
 
     def positions(self, offsets: tuple[int, ...]) -> mx.array:
         """[T] int32: where each token stands, rows beginning at these offsets."""
@@ -73,21 +153,12 @@ class _Spans:
             self._positions[offsets] = mx.array(every, dtype=mx.int32)
         return self._positions[offsets]
 
-    def split(self, a: mx.array) -> list[mx.array]:
-        """[T, heads, 1, D] to one [1, heads, n, D] a row."""
-        return [a[s:e] if e - s == 1 else a[s:e].swapaxes(0, 2) for s, e in self.spans]
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    """[1, heads, n, D] of each row to [T, heads, 1, D]."""
-    return mx.concatenate([a if a.shape[2] == 1 else a.swapaxes(0, 2) for a in parts])
-
 
 class RowsEntry:
     """What a layer is given as its cache entry: one entry of each row."""
 
-    def __init__(self, rows: _Spans, entries: list[Any]):
-        self.of, self.entries = rows, entries
+    def __init__(self, layout: _Layout, entries: list[Any]):
+        self.of, self.entries, self.shares = layout, entries, layout.shares(entries)
 
     @property
     def offset(self) -> mx.array:
@@ -99,16 +170,54 @@ class RowsEntry:
             raise TypeError("a recurrent state was read outside of the modules that are given it")
         return RowsEntry(self.of, [entry[place] for entry in self.entries])
 
+    def _split(self, a: mx.array) -> list[mx.array]:
+        """[T, ...] to what each share has of it."""
+        return [a] if len(self.shares) == 1 else [a[share.span[0] : share.span[1]] for share in self.shares]
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """[T, heads, 1, D] each; what is returned goes to attention as it is."""
-        parts = zip(self.entries, self.of.split(keys), self.of.split(values), strict=True)
-        held = [entry.update_and_fetch(k, v) for entry, k, v in parts]
-        return _PerRow.of([k for k, _ in held], self.entries), _PerRow.of([v for _, v in held])
+        parts = zip(self.shares, self._split(keys), self._split(values), strict=True)
+        held = [share.write(self.entries, k, v) for share, k, v in parts]
+        return _PerShare.of(self, [k for k, _ in held]), _PerShare.of(self, [v for _, v in held])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         asked = {} if type(self.entries[0]) is ArraysCache else {"return_array": return_array, "window_size": window_size}
-        masks = [entry.make_mask(row.size, **asked) for entry, row in zip(self.entries, self.of.rows, strict=True)]
-        return None if all(mask is None for mask in masks) else _PerRow.of(masks)
+        masks = [share.mask(self.entries, asked) for share in self.shares]
+        return None if all(mask is None for mask in masks) else _PerShare.of(self, masks)
+
+    def attend(self, queries: mx.array, keys: list[Any], values: list[Any], scale: float, mask: Any, sinks: Any) -> mx.array:
+        """[T, heads, 1, D] to the same. keys, values: of each share; mask: of all, or what the layer made of it."""
+        masks = [mask] * len(self.shares) if not isinstance(mask, _PerShare) else self.masks(mask)
+        parts = zip(self.shares, self._split(queries), keys, values, masks, strict=True)
+        outs = [share.attend(q, k, v, self.entries, scale, m, sinks) for share, q, k, v, m in parts]
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+
+    def masks(self, mask: _PerShare) -> list[Any]:
+        """Of each of this entry's shares, from a mask that another entry may have made."""
+        if len(mask.parts) == len(self.shares):
+            return mask.parts
+        return [mask_of_row(mask, share.row) for share in self.shares]
+
+
+def mask_of_row(mask: _PerShare, row: int) -> Any:
+    """The mask of one row, as its own entry would have made it."""
+    for share, part in zip(mask.entry.shares, mask.parts, strict=True):
+        if type(share) is _OneShare and share.row == row:
+            return part
+        if type(share) is _GroupShare and row in share.rows:
+            return share.of_row(part, row)
+    raise IndexError(row)
+
+
+def _as_tokens(parts: list[mx.array]) -> mx.array:
+    """[1, heads, n, D] of each row to [T, heads, 1, D]."""
+    parts = [a if a.shape[2] == 1 else a.swapaxes(0, 2) for a in parts]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _as_row(a: mx.array) -> mx.array:
+    """[n, heads, 1, D] of one row to [1, heads, n, D]."""
+    return a if a.shape[0] == 1 else a.swapaxes(0, 2)
 
 
 class BatchTarget:
@@ -128,7 +237,7 @@ class BatchTarget:
 
         Returns: hidden [T, 1, H] and features [T, 1, n_taps * H].
         """
-        self._rows = _Spans(rows)
+        self._rows = _Layout(rows)
         columns = zip(*(row.entries for row in rows), strict=True)
         cache = [RowsEntry(self._rows, list(column)) for column in columns]
         try:
@@ -144,11 +253,9 @@ class BatchTarget:
         """A handler of a module that attends: its own call, with each row's attention in the place of mlx-lm's function."""
 
         def attend(queries, keys, values, cache, scale, mask, sinks=None):
-            if not isinstance(keys, _PerRow):
+            if not isinstance(keys, _PerShare):
                 return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-            masks = mask.rows if isinstance(mask, _PerRow) else [mask] * len(keys.rows)
-            parts = zip(self._rows.split(queries), keys.rows, values.rows, keys.entries, masks, strict=True)
-            return _joined([scaled_dot_product_attention(q, k, v, e, scale, m, sinks) for q, k, v, e, m in parts])
+            return keys.entry.attend(queries, keys.parts, values.parts, scale, mask, sinks)
 
         ours = renamed(own_class(module).__call__, ATTENTION, attend)
         return lambda inner, args, kwargs: ours(module, *args, **kwargs)
@@ -170,8 +277,8 @@ class BatchTarget:
             finally:
                 self._alone = False
             if isinstance(outs[0], tuple):
-                return tuple(_as_tokens(parts) for parts in zip(*outs, strict=True))
-            return _as_tokens(outs)
+                return tuple(_states(parts) for parts in zip(*outs, strict=True))
+            return _states(outs)
 
         return handler
 
@@ -190,7 +297,8 @@ class BatchTarget:
             self._handlers = [(m, self._attends(m), "__call__") for m in chosen.values()]
             self._handlers += [(m, self._one_by_one(m), "__call__") for m in found if id(m) not in chosen]
             try:
-                rows = [RowPass(e, rollback_point(e, 0), len(b)) for e, b in zip(self._prompts(make_cache), blocks, strict=True)]
+                rows = [self._seated(*about) for about in zip(self._prompts(make_cache), _PROBE, blocks, strict=True)]
+                Groups().arrange([(row.seat, row.point.length + row.size) for row in rows if row.seat])
                 together = self(mx.array([token for block in blocks for token in block]), rows).hidden[:, 0]
                 error = (mx.abs(together - alone).max() / mx.abs(alone).max()).item()
                 if error < near:
@@ -199,6 +307,10 @@ class BatchTarget:
             except Exception as error:  # noqa: BLE001
                 reason = f"its layers cannot run several rows ({type(error).__name__}: {error})"
         return reason
+
+    @staticmethod
+    def _seated(entries: list[Any], held: int, block: list[int]) -> RowPass:
+        return RowPass(entries, rollback_point(entries, held), len(block), seat_of(entries))
 
     def _prompts(self, make_cache: Callable[[], list[Any]]) -> list[list[Any]]:
         """The entries of two rows of a few tokens."""
@@ -219,13 +331,13 @@ def _of_row(value: Any, i: int, span: tuple[int, int]) -> Any:
     """Row i's part of what a module is given: its entry, its mask, its tokens' states [T, 1, H] as [1, n, H]."""
     if isinstance(value, RowsEntry):
         return value.entries[i]
-    if isinstance(value, _PerRow):
-        return value.rows[i]
+    if isinstance(value, _PerShare):
+        return mask_of_row(value, i)
     tokens = isinstance(value, mx.array) and value.ndim > 2 and value.shape[1] == 1
     return value[span[0] : span[1]].swapaxes(0, 1) if tokens else value
 
 
-def _as_tokens(parts: Sequence[Any]) -> Any:
+def _states(parts: Sequence[Any]) -> Any:
     """[1, n, H] of each row to [T, 1, H]."""
     return mx.concatenate([part.swapaxes(0, 1) for part in parts]) if isinstance(parts[0], mx.array) else parts[0]
 

@@ -23,15 +23,20 @@ from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
 from .drafting import RowDraft, can_draft_rows, draft_rows
+from .groups import Seat, in_slots
 from .passes import BatchTarget, RowPass
 
 
 @dataclass
 class RowRound:
-    """One row in one round. anchor: its last committed token; n: drafts to verify; error: what went wrong in this row alone."""
+    """One row in one round. anchor: its last committed token; n: drafts to verify; error: what went wrong in this row alone.
+
+    seat: where its keys are, if it shares a group.
+    """
 
     run: Run
     anchor: int
+    seat: Seat | None = None
     n: int = 0
     draft: Draft | None = None
     kept: Kept | None = None
@@ -66,7 +71,7 @@ def run_round(target: BatchTarget, rows: Sequence[RowRound]) -> float:
     for row in rows:
         _own(row, _propose)
     _draft([row for row in rows if row.error is None and row.draft is None])
-    sound = [row for row in rows if row.error is None]
+    sound = in_slots([row for row in rows if row.error is None])
     if not sound:
         return time.perf_counter() - began
     passes = [_begin_pass(row) for row in sound]
@@ -105,7 +110,8 @@ def _draft(rows: Sequence[RowRound]) -> None:
     sizes: dict[int, list[RowRound]] = {}
     for row in rows:
         sizes.setdefault(row.run.stats.block_size, []).append(row)
-    for size, alike in sizes.items():
+    for size, some in sizes.items():
+        alike = in_slots(some)
         asked = [_asked(row, size) for row in alike]
         needed = [row.run.policy.drafts_needed(row.n) for row in alike]
         n = None if None in needed else max(needed)
@@ -120,7 +126,7 @@ def _draft(rows: Sequence[RowRound]) -> None:
 def _asked(row: RowRound, size: int) -> RowDraft:
     blocks, sampler = row.run.blocks, row.run.target_sampler
     features, held = blocks.context.pending.joined(), blocks.context.rows
-    asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.begin)
+    asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.begin, seat=row.seat)
     if isinstance(sampler.sampler, Distribution):
         position = held + features.shape[1] + 1
         asked.draw, asked.noise = sampler.sampler, sampler.noise.rows(position, size, row.run.target.vocabulary)[:-1]
@@ -134,7 +140,7 @@ def _begin_pass(row: RowRound) -> RowPass:
     if run.quantization and run.rows > run.begun:
         run.quantization.apply(run.cache)
     run.point = rollback_point(run.cache.target, run.rows)
-    return RowPass(run.cache.target, run.point, row.draft.width + 1)
+    return RowPass(run.cache.target, run.point, row.draft.width + 1, row.seat)
 
 
 def _ids(rows: Sequence[RowRound]) -> mx.array:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_lm.models.cache import KVCache
+
 from ..loop import Kept, Run, Step, generate_steps, make_run
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..proposers import BlockProposer
 from ..responses import GenerationResponse, Responder
 from ..rollback import rollback_point
+from .groups import Seat, seat_of
 from .policy import RowPolicy
 
 
@@ -49,6 +52,8 @@ class Row:
         self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
         # Of a run that goes on alone. is_written: whether a copy of its cache may be made now.
         self._steps: Iterator[Step] | None = None
+        # Where its keys are in company; None: with itself.
+        self.seat: Seat | None = None
         self._is_written = False
 
     @property
@@ -105,14 +110,23 @@ class Row:
             self.run.cache.begin()
             self._is_written = False
         self.policy.in_company, self.policy.waits = True, not self.run.emitted
+        self.seat = self.seat or self._find_seat()
+
+    def _find_seat(self) -> Seat | None:
+        run = self.run
+        empty = [entry for entry in run.cache.drafter if type(entry) is KVCache and entry.empty()]
+        # Entries that are still empty have no shape, and quantized ones another.
+        return None if empty or not run.rows or run.quantization else seat_of(run.cache.entries[:-1])
+
+    @property
+    def room(self) -> int:
+        """Tokens that its entries hold at most within the next round."""
+        return self.run.rows + self.run.stats.block_size
 
     def leave_settled(self) -> list[Any]:
         """The prompt cache at the tokens that were handed out, or so much of the prompt as was read; the row goes on with it."""
-        if self._steps is None:
-            self.run.settle()
-        else:
-            self._steps.close()
-            self._steps = None
+        self._settle()
+        self._steps = None
         self._resume()
         self._is_written = True
         return self.run.cache.entries
@@ -149,11 +163,18 @@ class Row:
 
     def end(self) -> list[Any]:
         """Leave the batch. Returns: the prompt cache, at the tokens that were handed out."""
+        self._settle()
+        return self.run.cache.entries
+
+    def _settle(self) -> None:
+        """Leave the caches at the tokens that were handed out, with arrays of their own."""
         if self._steps is not None:
             self._steps.close()
         else:
             self.run.settle()
-        return self.run.cache.entries
+        if self.seat is not None:
+            self.seat.leave()
+            self.seat = None
 
 
 def make_row(uid: int, options: RunOptions, pair: DFlashPair) -> Row:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch.generator import BatchGenerator
+from ..batch.groups import MOST, MOST_TOKENS
 from ..batch.row import Row, RowResponse
 from ..generation import make_prompt_cache
 from ..machine import limit_bytes
@@ -68,6 +69,9 @@ class Together:
         # What a few rows take says what many will.
         self._entries = entries_after_rows(model, drafter, caches.max_kv_size)
         self._room = limit_bytes() - model_bytes(model) - model_bytes(drafter)
+        if self._batch.max_batch > 1:
+            # Rows in company share arrays, which are longer than they are.
+            self._room = (self._room - self._needs_of(MOST_TOKENS)) / MOST
 
     def __len__(self) -> int:
         return len(self._served)
@@ -90,7 +94,7 @@ class Together:
         if any(self._is_read_by(served.row, prompt) for served in self._served.values()):
             return False
         # Prefixes that nobody uses now give way.
-        self.store.trim_to(n_bytes=self._room - running - needs)
+        self.store.trim_to(n_bytes=int(self._room - running - needs))
         return True
 
     def _needs(self, job: Any) -> int:

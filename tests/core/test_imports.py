@@ -74,6 +74,8 @@ ORDER = (
     "plain",
     "responses",
     "generation",
+    "batch.groups",
+    "batch.group_pass",
     "batch.passes",
     "batch.drafting",
     "batch.policy",

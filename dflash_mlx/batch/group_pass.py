@@ -1,0 +1,126 @@
+"""One pass over rows of a group: the tokens of each go into its slot, and all rows attend in one call.
+
+    sizes 2 1 2     tokens    a a b c c           [T, heads, 1, D]
+                    queries   a a | b . | c c     [slots, heads, 2, D], where a place that no token has is never read
+                    mask      [slots, 1, 2, L]    a token sees its own row's tokens up to itself; L: what the longest row holds
+
+Where values must be those of a row alone, bit by bit, each row attends by itself (`attends_apart`).
+Knows groups and MLX's attention; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from .groups import Group, Places
+
+# Keys that are attended to come in steps of so many: cuDNN plans anew for each number.
+_STEP = 64
+
+Attend = Callable[..., mx.array]
+
+
+def attends_apart(dtype: mx.Dtype) -> bool:
+    """Whether each row attends by itself: a CPU adds up a row of scores in another order when padding makes it longer.
+
+    Then the last places differ, and float32 on a CPU is where a row's tokens are promised to be those of the row alone.
+    """
+    return dtype == mx.float32 and mx.default_device() == mx.cpu
+
+
+class GroupPass:
+    """Some rows of a group in a pass.
+
+    slots: theirs, in order; ends: of each, the tokens that its slot holds when it attends; sizes: how many of these attend.
+    """
+
+    def __init__(self, group: Group, slots: Sequence[int], ends: Sequence[int], sizes: Sequence[int]):
+        self.group, self.slots, self.ends, self.sizes = group, slots, ends, sizes
+        self._n, self._used = max(sizes), range(len(group.seats))
+        self._length = min(-(-max(ends) // _STEP) * _STEP, group.capacity)
+        self._is_even = min(sizes) == self._n and [*slots] == [*self._used]
+        self._masks: dict[Any, mx.array] = {}
+
+    def is_apart(self, dtype: mx.Dtype) -> bool:
+        return attends_apart(dtype)
+
+    @cached_property
+    def places(self) -> Places:
+        """Of the tokens that attend."""
+        every = zip(self.slots, self.ends, self.sizes, strict=True)
+        return Places(self.group, [(slot, end - n + i) for slot, end, n in every for i in range(n)])
+
+    def row_mask(self, row: int, **asked: Any) -> mx.array | str | None:
+        """What the row's KVCache would give."""
+        n = self.sizes[row]
+        asked = {"return_array": False, "window_size": None, **asked}
+        return create_attention_mask(n, self.ends[row] - n, **asked)
+
+    def mask(self, is_causal: bool = True, window: int | None = None) -> mx.array:
+        """[slots, 1, n, L] bool: what each query sees, made once a pass; a place that no token has sees something.
+
+        is_causal: False where sizes are equal only; a query then sees all that its row holds.
+        """
+        if (is_causal, window) not in self._masks:
+            last = dict.fromkeys(self._used, (self._n, self._n))
+            last |= dict(zip(self.slots, zip(self.ends, self.sizes, strict=True), strict=True))
+            ends = [last[slot] for slot in self._used]
+            first = mx.array([end - n for end, n in ends], dtype=mx.int32)[:, None, None, None]
+            own, at = first + mx.arange(self._n)[:, None], mx.arange(self._length)
+            seen = at <= (own if is_causal else own[:, :, -1:])
+            self._masks[is_causal, window] = seen if window is None else seen & (at > own - window)
+        return self._masks[is_causal, window]
+
+    @cached_property
+    def _out_and_back(self) -> tuple[mx.array, mx.array]:
+        """Which token each query is, [slots, n]; which query each token is, [T]."""
+        out, back, token = [[0] * self._n for _ in self._used], [], 0
+        for slot, n in zip(self.slots, self.sizes, strict=True):
+            out[slot][:n] = range(token, token + n)
+            back += range(slot * self._n, slot * self._n + n)
+            token += n
+        return mx.array(out), mx.array(back)
+
+    def attend(self, queries: mx.array, index: int, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
+        """[T, heads, 1, D] to the same."""
+        T, heads, _, D = queries.shape
+        if not self._is_even:
+            queries = queries.squeeze(2)[self._out_and_back[0]].swapaxes(1, 2)
+        elif self._n > 1:
+            queries = queries.reshape(len(self._used), self._n, heads, D).swapaxes(1, 2)
+        out = self.together(queries, index, scale, mask, sinks)
+        if self._is_even and self._n == 1:
+            return out
+        out = out.swapaxes(1, 2).reshape(-1, heads, 1, out.shape[3])
+        return out if self._is_even else out[self._out_and_back[1]]
+
+    def together_in(self, queries: mx.array, index: int, scale: float, is_causal: bool) -> mx.array:
+        """[rows of the pass, heads, n, D], all of them n long, to the same."""
+        if self._is_even:
+            return self.together(queries, index, scale, self.mask(is_causal))
+        rows = dict(zip(self.slots, range(len(self.slots)), strict=True))
+        every = queries[mx.array([rows.get(slot, 0) for slot in self._used])]
+        return self.together(every, index, scale, self.mask(is_causal))[mx.array([*self.slots])]
+
+    def together(self, queries: mx.array, index: int, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
+        """[slots, heads, n, D] to the same."""
+        keys, values = self.group.held(index, self._used, self._length)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    def split(self, queries: mx.array) -> list[mx.array]:
+        """[T, heads, 1, D] to each row's, [1, heads, n, D]."""
+        start, found = 0, []
+        for n in self.sizes:
+            found.append(queries[start : start + n] if n == 1 else queries[start : start + n].swapaxes(0, 2))
+            start += n
+        return found
+
+    def apart(self, queries: Sequence[mx.array], index: int, attend: Attend, masks: Sequence[Any]) -> list[mx.array]:
+        """Each row's queries, [1, heads, n, D], with its own keys. attend: (queries, keys, values, mask) -> the same."""
+        rows = zip(queries, self.slots, self.ends, masks, strict=True)
+        return [attend(q, *self.group.held(index, [slot], end), mask) for q, slot, end, mask in rows]

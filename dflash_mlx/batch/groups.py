@@ -1,0 +1,278 @@
+"""Rows of like length in shared arrays, so that one launch writes the keys of many rows and one attends for them.
+
+    a group of capacity 640       slot 0: row b, 470 tokens    slot 1: row d, 590    slot 2: row a, 512    slot 3: free
+    keys of one of its entries    [4 slots, kv_heads, 640, D]  values: the same
+
+A row's KVCache is a `SlotKV` for as long as it has a slot: the same object with the same offset and the same methods, whose keys
+lie in its group. A row that prefills, runs alone or leaves has ordinary ones. Rows are copied when they come, when they outgrow
+their group and, one row, when another leaves; never in a round.
+
+Capacities grow by a quarter, and rows share a group while that takes little more than groups of their own (`partition`). Knows
+mlx-lm's KVCache; knows no models, no rounds and no tokens' meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+# The smallest capacity, how capacities grow, and how much more shared groups may take than a group for each row.
+_LEAST, _GROWTH, _SHARED = 256, 1.25, 0.2
+# What groups take at most: so many times what their rows do, and so many tokens more.
+MOST, MOST_TOKENS = _GROWTH * (1 + _SHARED), 1024
+
+
+def capacity_for(tokens: int) -> int:
+    """The least capacity that holds so many tokens."""
+    size = float(_LEAST)
+    while -(-size // 64) * 64 < tokens:
+        size *= _GROWTH
+    return int(-(-size // 64) * 64)
+
+
+def partition(needs: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Rows that need room for so many tokens, in few groups: the capacity of each and its rows, the longest first."""
+    spare, found = max(_SHARED * sum(map(capacity_for, needs)), MOST_TOKENS), []
+    for row in sorted(range(len(needs)), key=needs.__getitem__, reverse=True):
+        own = capacity_for(needs[row])
+        if found and found[-1][0] - own <= spare:
+            spare -= found[-1][0] - own
+            found[-1][1].append(row)
+        else:
+            found.append((own, [row]))
+    return found
+
+
+class SlotKV(KVCache):
+    """A KVCache whose keys and values are those of `slot` in the group's entry number `index`.
+
+    Made of a KVCache, and made one again, by its class: whoever holds the entry need not know.
+    """
+
+    group: Group
+    index: int
+    slot: int
+
+    @property
+    def keys(self) -> mx.array:
+        """[1, kv_heads, offset, D]"""
+        return self.group.held(self.index, [self.slot], self.offset)[0]
+
+    @property
+    def values(self) -> mx.array:
+        return self.group.held(self.index, [self.slot], self.offset)[1]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Of this row alone, as KVCache does. The group has room: `Groups.arrange`."""
+        places = Places(self.group, [(self.slot, self.offset + i) for i in range(keys.shape[2])])
+        places.write(self.index, keys[0].swapaxes(0, 1), values[0].swapaxes(0, 1))
+        self.offset += keys.shape[2]
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def empty(self) -> bool:
+        return False
+
+
+class Seat:
+    """A row's place: its KVCache entries that hold something, and its group, if it has one."""
+
+    def __init__(self, entries: Sequence[KVCache]):
+        self.entries, self.group = list(entries), None
+        shapes = [(e.keys.shape[1], e.keys.shape[3], e.values.shape[3], e.keys.dtype, e.values.dtype) for e in self.entries]
+        # Rows of one kind may share a group.
+        self.kind: tuple = tuple(shapes)
+
+    @property
+    def slot(self) -> int:
+        return self.entries[0].slot
+
+    def leave(self) -> None:
+        """Make ordinary entries of the row's, with arrays of their own."""
+        if (group := self.group) is None:
+            return
+        for entry in self.entries:
+            if type(entry) is not SlotKV:
+                continue
+            keys, values = (mx.contiguous(array) for array in (entry.keys, entry.values))
+            mx.eval(keys, values)
+            entry.__class__ = KVCache
+            del entry.group, entry.index, entry.slot
+            entry.keys, entry.values = keys, values
+        self.group = None
+        group.drop([self])
+
+
+def seat_of(entries: Sequence[Any]) -> Seat | None:
+    """The seat of a row with these entries; None: none of them is a KVCache that holds something."""
+    found = [entry for entry in entries if type(entry) is KVCache and not entry.empty()]
+    return Seat(found) if found else None
+
+
+def in_slots(rows: Sequence[Any]) -> list[Any]:
+    """Rows with a `seat` in the order of a pass: those of a group side by side, by their slots, and the others behind."""
+    groups: dict[int, int] = {}
+    keyed = []
+    for row in rows:
+        group = row.seat and row.seat.group
+        keyed.append((groups.setdefault(id(group), len(groups)), row.seat.slot) if group else (len(rows), 0))
+    return [rows[i] for i in sorted(range(len(rows)), key=keyed.__getitem__)]
+
+
+def group_spans(rows: Sequence[Any]) -> list[tuple[int, int]]:
+    """The groups of rows that stand as `in_slots` has put them: (first row, last row + 1) of each."""
+    found: list[tuple[int, int]] = []
+    for i, row in enumerate(rows):
+        group = row.seat and row.seat.group
+        if group and found and found[-1][1] == i and rows[i - 1].seat.group is group:
+            found[-1] = (found[-1][0], i + 1)
+        elif group:
+            found.append((i, i + 1))
+    return found
+
+
+class Group:
+    """Slots of one capacity. seats: the rows in the first slots, in their order; `slots` counts free ones too."""
+
+    def __init__(self, capacity: int, kind: tuple):
+        self.capacity, self.kind, self.slots = capacity, kind, 0
+        self.seats: list[Seat] = []
+        # One of each entry, all slots' heads' tokens as rows: [slots * kv_heads * capacity, D]. A write is then one scatter.
+        self.keys = [mx.zeros((0, k), dtype) for _, k, _, dtype, _ in kind]
+        self.values = [mx.zeros((0, v), dtype) for _, _, v, _, dtype in kind]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.keys, *self.values))
+
+    def held(self, index: int, slots: Sequence[int], tokens: int) -> tuple[mx.array, mx.array]:
+        """Views of an entry's keys and values in neighbouring slots, [len(slots), kv_heads, tokens, D] each.
+
+        They must be gone when the group is written to next: MLX would copy the arrays.
+        """
+        shape, at = (self.slots, self.kind[index][0], self.capacity, -1), slice(slots[0], slots[-1] + 1)
+        return tuple(a[index].reshape(shape)[at, :, :tokens] for a in (self.keys, self.values))
+
+    def take(self, seats: Sequence[Seat]) -> None:
+        """Give rows the next slots, with what their entries hold."""
+        first, left = len(self.seats), [(seat.group, seat) for seat in seats if seat.group is not None]
+        self._resize(max(self.slots, first + len(seats)))
+        for index, (heads, *_) in enumerate(self.kind):
+            size = heads * self.capacity
+            for slot, seat in enumerate(seats, first):
+                entry = seat.entries[index]
+                for arrays, array in ((self.keys, entry.keys), (self.values, entry.values)):
+                    # The whole slot: what a row before left there may be no number, and nothing times that is no number.
+                    rest = self.capacity - entry.offset
+                    row = mx.pad(array[0, :, : entry.offset], [(0, 0), (0, rest), (0, 0)])
+                    arrays[index][slot * size : (slot + 1) * size] = row.reshape(size, -1)
+            # Entry by entry: what is there twice is one entry.
+            mx.eval(self.keys[index], self.values[index])
+            for slot, seat in enumerate(seats, first):
+                self._own(seat.entries[index], index, slot)
+        for seat in seats:
+            seat.group = self
+            self.seats.append(seat)
+        for group in {id(group): group for group, _ in left}.values():
+            group.drop([seat for of, seat in left if of is group])
+
+    def _own(self, entry: KVCache, index: int, slot: int) -> None:
+        if type(entry) is not SlotKV:
+            del entry.keys, entry.values
+            entry.__class__ = SlotKV
+        entry.group, entry.index, entry.slot = self, index, slot
+
+    def drop(self, seats: Sequence[Seat]) -> None:
+        """Free the slots of rows that have gone; rows behind fill them, so that those in use are the first ones."""
+        places, gone = list(enumerate(self.seats)), {id(seat) for seat in seats}
+        n = len(places) - len(gone)
+        holes = [slot for slot, seat in places[:n] if id(seat) in gone]
+        moves = [(slot, to) for (slot, _), to in zip([p for p in places[n:] if id(p[1]) not in gone], holes, strict=True)]
+        for index, (heads, *_) in enumerate(self.kind if moves else ()):
+            size = heads * self.capacity
+            for arrays in (self.keys, self.values):
+                rows = [mx.contiguous(arrays[index][a * size : (a + 1) * size]) for a, _ in moves]
+                mx.eval(rows)
+                for row, (_, to) in zip(rows, moves, strict=True):
+                    arrays[index][to * size : (to + 1) * size] = row
+                mx.eval(arrays[index])
+        kept = self.seats[:n]
+        for slot, to in moves:
+            kept[to] = self.seats[slot]
+            for entry in kept[to].entries:
+                entry.slot = to
+        self.seats = kept
+        if not n:
+            self.fit()
+
+    def fit(self) -> None:
+        """Have no free slots."""
+        self._resize(len(self.seats))
+
+    def _resize(self, slots: int) -> None:
+        """Have so many slots, those in use among them."""
+        if slots == self.slots:
+            return
+        for index, (heads, *_) in enumerate(self.kind):
+            rows = slots * heads * self.capacity
+            for arrays in (self.keys, self.values):
+                old = arrays[index]
+                fewer = mx.contiguous(old[:rows])
+                arrays[index] = fewer if len(old) >= rows else mx.pad(old, [(0, rows - len(old)), (0, 0)])
+            mx.eval(self.keys[index], self.values[index])
+        self.slots = slots
+
+
+class Groups:
+    """The groups of a batch's rows."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def __iter__(self) -> Iterator[Group]:
+        return (group for group in self._groups if group.seats)
+
+    def arrange(self, needs: Sequence[tuple[Seat, int]]) -> None:
+        """Have room for so many tokens of each row. Nothing is copied while every row has it, and few slots are free."""
+        held = sum(group.slots * group.capacity for group in self._groups)
+        if held > MOST * sum(tokens for _, tokens in needs) + MOST_TOKENS:
+            for group in self._groups:
+                group.fit()
+        if all(seat.group is not None and tokens <= seat.group.capacity for seat, tokens in needs):
+            return
+        for kind in {seat.kind: None for seat, _ in needs}:
+            alike = [(seat, tokens) for seat, tokens in needs if seat.kind == kind]
+            for capacity, rows in partition([tokens for _, tokens in alike]):
+                known = (group for group in self if (group.capacity, group.kind) == (capacity, kind))
+                group = next(known, None) or Group(capacity, kind)
+                if coming := [alike[row][0] for row in rows if alike[row][0].group is not group]:
+                    group.take(coming)
+                self._groups = [*(one for one in self if one is not group), group]
+
+
+class Places:
+    """Where new tokens of a group's rows are written: (slot, position) of each."""
+
+    def __init__(self, group: Group, at: Sequence[tuple[int, int]]):
+        self.group, self.at = group, at
+        self._rows: dict[int, mx.array] = {}
+
+    def _of(self, heads: int) -> mx.array:
+        """[T * heads] int32: the rows of a group's array that these tokens are."""
+        if heads not in self._rows:
+            size = self.group.capacity
+            first = mx.array([slot * heads * size + position for slot, position in self.at], dtype=mx.int32)
+            more = mx.arange(0, heads * size, size, dtype=mx.int32)
+            self._rows[heads] = first if heads == 1 else (first[:, None] + more).reshape(-1)
+        return self._rows[heads]
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """[T, kv_heads, D] each, in place."""
+        rows = self._of(self.group.kind[index][0])
+        for arrays, new in ((self.group.keys, keys), (self.group.values, values)):
+            arrays[index][rows] = new.reshape(rows.size, -1)
