@@ -20,6 +20,7 @@ from .options import (
     DraftBitsOption,
     DraftModel,
     DtypeOption,
+    LastTap,
     MaxTokens,
     Model,
     Revision,
@@ -121,6 +122,7 @@ def chat(
     sampling: Any = None,
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     block_size: BlockSize = None,
     caches: Any = None,
     max_tokens: MaxTokens = None,
@@ -133,10 +135,10 @@ def chat(
 ) -> None:
     """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
     own = {"adapter_path": adapter_path, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    own |= {"draft_model": draft_model, "draft_bits": draft_bits, "block_size": block_size}
+    own |= {"draft_model": draft_model, "draft_bits": draft_bits, "last_tap": last_tap, "block_size": block_size}
     own |= {**caches, "prompt_cache_dir": prompt_cache_dir}
     _refuse_with_url(url, own)
-    refuse_lonely_drafter(model, draft_model, draft_bits)
+    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
     _refuse_lonely_block(block_size, model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb)
     checked_max_tokens(max_tokens)
@@ -147,7 +149,7 @@ def chat(
         from ..serving.conversation import Conversation
         from ..serving.sessions import read_session, session_path
 
-    load = _loader(model, adapter_path, revision, (dtype, draft_bits, revision, trust_remote_code, size))
+    load = _loader(model, adapter_path, last_tap, (dtype, draft_bits, revision, trust_remote_code, size))
 
     def change(name: str | None, drafter: str | None) -> Any:
         pair = load(name, drafter)
@@ -176,18 +178,24 @@ def chat(
     _run_chat(Chat(conversation, change, given=given, session=kept, resumed=state, plain=plain), conversation, plain)
 
 
-def _loader(model: str | None, adapter_path: str | None, revision: str | None, how: tuple) -> Callable[..., Any]:
+def _loader(model: str | None, adapter_path: str | None, last_tap: str | None, how: tuple) -> Callable[..., Any]:
     """What loads a chat's pair by the names of target and drafter. how: as `inputs.load_pair` is told behind them."""
     from ..serving.conversation import Pair
+
+    pairs: list[tuple[str | None, str | None]] = []
 
     def load(name: str | None, drafter: str | None) -> Pair:
         # Trained for the first model; /model may name another.
         over = adapter_path if name == model else None
         if adapter_path and not over:
             say(f"--adapter-path belongs to {model}: {name} runs without it.")
+        # Said of the drafter that the chat begins with, likewise.
+        pairs.append((name, drafter))
+        if last_tap and pairs[-1] != pairs[0]:
+            say("--last-tap belongs to the first drafter: this one's last tap is its packer's.")
         with only_ours_on_stdout():
-            pair = Pair(*inputs.load_pair(name, drafter, *how, over))
-        pair.recommended = inputs.recommended_sampling(pair.name, revision, pair.model)
+            pair = Pair(*inputs.load_pair(name, drafter, *how, over, last_tap if pairs[-1] == pairs[0] else None))
+        pair.recommended = inputs.recommended_sampling(pair.name, how[2], pair.model)
         return pair
 
     return load
@@ -236,6 +244,7 @@ def serve(
     sampling: Any = None,
     draft_model: DraftModel = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     block_size: BlockSize = None,
     caches: Any = None,
     prompt_cache_size: PromptCacheSize = 10,
@@ -249,7 +258,7 @@ def serve(
 
     Sampling options and --max-tokens hold for requests that do not name their own.
     """
-    refuse_lonely_drafter(model, draft_model, draft_bits)
+    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
@@ -274,7 +283,8 @@ def serve(
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
-        pair = inputs.load_pair(model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path)
+        how = (dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap)
+        pair = inputs.load_pair(model, draft_model, *how)
         inputs.say_unread_template_args(pair[3], variables)
         name, _, lm, _, drafter = pair
         options.recommended = inputs.use_recommended(name, inputs.recommended_sampling(name, revision, lm), sampling, drafter)

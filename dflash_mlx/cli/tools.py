@@ -23,6 +23,7 @@ from .options import (
     DraftModel,
     Dtype,
     DtypeOption,
+    LastTap,
     MaxTokens,
     Model,
     Revision,
@@ -139,6 +140,7 @@ def doctor(
     ] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     revision: Revision = None,
     report: Annotated[
         str | None,
@@ -153,7 +155,7 @@ def doctor(
     """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
     if report is not None:
         given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype}
-        _report(report, as_json, **given, draft_bits=draft_bits, revision=revision)
+        _report(report, as_json, **given, draft_bits=draft_bits, last_tap=last_tap, revision=revision)
         return
     with only_ours_on_stdout() as stdout, live("Looking") as line:
         with insistent():
@@ -164,8 +166,9 @@ def doctor(
             model, draft_model = model or DEFAULT_PAIR, None
         elif model is None and draft_model is None:
             model = draft_model = DEFAULT_PAIR
-        if draft_bits and draft_model is None:
-            raise refuse("--draft-bits", "it needs a drafter")
+        for name, value in (("--draft-bits", draft_bits), ("--last-tap", last_tap)):
+            if value and draft_model is None:
+                raise refuse(name, "it needs a drafter")
         if adapter_path and model is None:
             raise refuse("--adapter-path", "it needs --model")
         if draft_model == "auto":
@@ -173,9 +176,8 @@ def doctor(
                 raise refuse("--draft-model", "'auto' needs --model")
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
-        found = diagnose(
-            model, draft_model, dtype.value if dtype else None, revision, draft_bits=draft_bits, adapter_path=adapter_path
-        )
+        how = {"draft_bits": draft_bits, "adapter_path": adapter_path, "last_tap": last_tap}
+        found = diagnose(model, draft_model, dtype.value if dtype else None, revision, **how)
         line.stop()
         print(json.dumps(found) if as_json else wrapped(render(found), stdout, indent=12), file=stdout)
     if found["faults"]:
@@ -237,12 +239,12 @@ def bench(
         option(MODEL, help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found."),
     ] = None,
     hopeless: Annotated[
-        bool,
-        option(PLAN, "--hopeless", help="Spoil every draft: what speculation costs where it never pays."),
+        bool, option(PLAN, "--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
     ] = False,
     dense: Annotated[bool, option(MODEL, "--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -291,7 +293,7 @@ def _check_bench(asked: SimpleNamespace) -> None:
     """Usage errors that need no model."""
     from ..sampling_settings import SamplingSettings
 
-    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits)
+    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
     if asked.draft_model == "none" or asked.model and not asked.draft_model:
         raise refuse("--draft-model", "give a drafter (or 'auto'): there is nothing to compare without")
     if asked.draft_bits not in (None, "none") and asked.dense:
@@ -324,9 +326,8 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
 
     run = lambda tokenizer: RunSize(max(asked.context or [0]) + inputs.CONTEXT)  # noqa: E731
     bits = DraftBits.none if asked.dense else asked.draft_bits
-    target, drafter, lm, tokenizer, draft = inputs.load_pair(
-        asked.model, asked.draft_model, asked.dtype, bits, asked.revision, asked.trust_remote_code, run, asked.adapter_path
-    )
+    how = (asked.dtype, bits, asked.revision, asked.trust_remote_code, run, asked.adapter_path, asked.last_tap)
+    target, drafter, lm, tokenizer, draft = inputs.load_pair(asked.model, asked.draft_model, *how)
     if asked.adapter_path:
         # A record names what was measured.
         target = f"{target} with {asked.adapter_path}"
@@ -374,4 +375,5 @@ def _dense(asked: SimpleNamespace, lm: Any, drafter: str | None) -> tuple[Any, A
     inputs.is_written_out(lm, asked.dense, default=False)
     type_ = activation_dtype(lm)
     lm = write_out(lm, type_)
-    return lm, write_out(load_drafter(drafter, lm, revision=asked.revision, bits="none"), type_)
+    draft = load_drafter(drafter, lm, revision=asked.revision, bits="none", last_tap=asked.last_tap)
+    return lm, write_out(draft, type_)

@@ -21,6 +21,7 @@ from .options import (
     DraftBitsOption,
     Dtype,
     DtypeOption,
+    LastTap,
     NamingWhatIsMissing,
     example,
     flag,
@@ -316,6 +317,7 @@ def train_eval(
     adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
+    last_tap: LastTap = None,
     dense: Dense = None,
     as_json: AsJson = False,
 ) -> None:
@@ -330,7 +332,7 @@ def train_eval(
         from ..train.offline_tau import evaluate
 
         target, _ = _load_for_training(model, dtype, dense, adapter_path)
-        drafter = load_drafter(draft_model, target, bits=draft_bits)
+        drafter = load_drafter(draft_model, target, bits=draft_bits, last_tap=last_tap)
         held_out = load_docs(*data, names="heldout.npz")
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))

@@ -62,10 +62,11 @@ def diagnose(
     contexts: Sequence[int] = CONTEXTS,
     draft_bits: int | str | None = None,
     adapter_path: str | None = None,
+    last_tap: str | None = None,
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    adapter_path: what mlx-lm trained for the target, put over it.
+    adapter_path: what mlx-lm trained for the target, put over it. draft_bits, last_tap: as in `load_drafter`.
     Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, speed, kernels, traced,
     advice, faults, suspicions.
     """
@@ -92,7 +93,8 @@ def diagnose(
         if lm is not None:
             report["target"] = _attempt(faults, lambda: {**weights, **_describe_target(lm)})
     if lm is not None and report.get("drafter"):
-        draft = _attempt(faults, lambda: load_drafter(draft_model, lm, revision=revision, bits=draft_bits))
+        again = lambda tap: load_drafter(draft_model, lm, revision=revision, bits=draft_bits, last_tap=tap)  # noqa: E731
+        draft = _attempt(faults, lambda: again(last_tap))
     if lm is not None and report.get("target"):
         layers = draft.config.taps(len(lm.layers)) if draft else (0,)
         tell("Testing the target")
@@ -106,7 +108,6 @@ def diagnose(
         tell("Counting which drafts are accepted")
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
         if report["acceptance"] and len(lm.layers) - 1 in draft.config.target_layer_ids:
-            again = lambda way: load_drafter(draft_model, lm, revision=revision, bits=draft_bits, last_tap=way)  # noqa: E731
             tau = report["acceptance"]["tau"]
             found = _attempt(faults, lambda: _last_taps(lm, tokenizer, draft, again, model, tau, suspicions))
             report["acceptance"]["last_tap"] = found
@@ -480,6 +481,9 @@ def render(report: Mapping[str, Any]) -> str:
             f"({f'{expected:.1f} expected' if expected else 'no expected number is known'}); "
             f"ids {'equal' if acceptance['ids_equal_plain_decoding'] else 'DIFFER FROM'} plain decoding's"
         )
+        if taps := acceptance.get("last_tap"):
+            said = (f"{way} its final norm {'unknown' if tau is None else f'{tau:.2f}'}" for way, tau in taps.items())
+            lines.append(f"            with the target's last layer tapped {', '.join(said)}")
     if kernels := report.get("kernels"):
         lines += _kernel_lines(kernels)
     if found := report.get("traced"):

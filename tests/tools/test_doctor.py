@@ -9,7 +9,7 @@ import pytest
 from cli_kit import run
 from kit import TINY, plant
 
-from dflash_mlx import load, loading
+from dflash_mlx import load, load_drafter, loading, stream_generate
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.kernels import autotune
 from dflash_mlx.tools import doctor
@@ -350,3 +350,24 @@ def test_advice_is_given_by_the_whole_report(monkeypatch):
     monkeypatch.setattr(loading, "loaded_dtype", lambda checkpoint, dtype: own(checkpoint, dtype or "auto"))
     report = diagnose("tiny", None)
     assert report["faults"] == [] and "advice      this GPU computes bfloat16" in render(report)
+
+
+@pytest.mark.full
+def test_both_ways_to_tap_the_last_layer_are_counted_and_the_better_is_named(tmp_path):
+    """Nothing in this drafter's config says which its trainer took: the last layer is trained on by neither."""
+    path = copy(tmp_path)
+    rewrite(path, dflash_config={"target_layer_ids": [1, 2, 5]})
+    lm, tokenizer = load("tiny", dtype=mx.float32)
+    taus = {}
+    for way in ("before", "after"):
+        drafter = load_drafter(str(path), lm, last_tap=way)
+        _, prompt = doctor._prompt(tokenizer, drafter, "tiny")
+        taus[way] = list(stream_generate(lm, tokenizer, prompt, 32, drafter, block_size=8))[-1].stats.tau
+    better, worse = sorted(taus, key=taus.get, reverse=True)
+    assert taus[better] > taus[worse]
+    for said in (worse, better):
+        report = diagnose("tiny", str(path), mx.float32, last_tap=said)
+        # what it was told comes first, and is what its answers were counted with
+        assert list(report["acceptance"]["last_tap"].items()) == [(way, taus[way]) for way in (said, *({*taus} - {said}))]
+        named = [text for text in report["suspicions"] if f"--last-tap {better}" in text]
+        assert bool(named) == (said == worse) and f"{better} its final norm {taus[better]:.2f}" in render(report)
