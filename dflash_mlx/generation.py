@@ -17,6 +17,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from .constraint import Constraint, Grammar
 from .errors import GenerationError
+from .exact import exact_pair
 from .loop import Run, Step, generate_steps, make_run
 from .machine import open_stream, wired_limit
 from .models.drafter import Drafter
@@ -76,6 +77,7 @@ def stream_generate(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     num_draft_tokens: int | None = None,
     input_embeddings: mx.array | None = None,
+    exact: bool = False,
     copy: bool | None = None,
 ) -> Generator[GenerationResponse, None, None]:
     """Generate text, one response a token: `mlx_lm.stream_generate` with a DFlash drafter as `draft_model`.
@@ -94,6 +96,8 @@ def stream_generate(
       constraint: what the answer may say, such as `constraint.json_schema(schema)`. What it forces is drafted for nothing.
       text_stream: how ids become text, a leading blank for one; None: `TextStream(tokenizer, prompt)`.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
+      exact: ids and log-probabilities are the same bits with any drafter, block size or lookup, or none, on a GPU too. What
+        cannot be so is refused; without a drafter it is our own loop, with `stats`.
       keep_rounds: False keeps only the summary of a long run in `stats`. copy: the old name of prompt_lookup.
     Greedy (no sampler) is mlx-lm's. Processors are called for committed rows only, one wait a row.
 
@@ -102,13 +106,13 @@ def stream_generate(
       ValueError: max_tokens 0 or an empty prompt, as in mlx-lm.
     """
     options = RunOptions(**locals())
-    if not isinstance(draft_model, Drafter):
+    if not (exact or isinstance(draft_model, Drafter)):
         return _respond_plainly(plain_responses(options), logprobs)
-    options.check_drafter()
-    pair = DFlashPair.of(draft_model)
+    pair = exact_pair(options) if exact else DFlashPair.of(options.check_drafter())
     target, prompt = pair.begin(), options.prompt_ids
     cache = pair.open_cache(prompt_cache, max_kv_size)
     options.check_prompt(target, cache)
+    cache = pair.lined_up(cache, options)
     run = make_run(options, pair, cache)
     if prompt_cache is not None:
         # Nothing was refused: a fresh list from mlx-lm's own make_prompt_cache gets the drafter's part.

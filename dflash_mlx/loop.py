@@ -166,7 +166,7 @@ class Run:
         self._prompt_rows = len(feed)
         progress(0, len(feed))
         while len(feed) > 1:
-            chunk = feed[: min(self.options.prefill_step_size or 2048, len(feed) - 1)]
+            chunk = feed[: self.target.prefill_rows(self.rows, self.options.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
                 features = self.target(mx.array([chunk]), cache.target).features
                 # None of its rows can be kept alone.

@@ -54,6 +54,7 @@ class RunOptions:
     prompt_progress_callback: Callable[[int, int], None] | None
     num_draft_tokens: int | None
     input_embeddings: mx.array | None
+    exact: bool = False
     copy: bool | None = None
 
     def __post_init__(self) -> None:
@@ -137,8 +138,8 @@ class RunOptions:
                     raise GenerationError(f"{name} is {value!r} with an mlx-lm draft model; mlx-lm would drop it", "Leave it out")
         check_window(self.model, self.max_kv_size)
 
-    def check_drafter(self) -> None:
-        """Refuse what cannot run with a DFlash drafter, and settle `block_size`.
+    def check_drafter(self) -> Drafter:
+        """The DFlash drafter. Refuses what cannot run with it, and settles `block_size`.
 
         Raises:
           GenerationError, PairError: names the option.
@@ -163,6 +164,7 @@ class RunOptions:
                     f"{name} was given with a block_size of 1, which drafts nothing",
                     "Leave one of the two out, or give at least 2",
                 )
+        return self.draft_model
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
         """Refuse a prompt that the target cannot run after what the cache holds; warn of one beyond the drafter."""

@@ -39,14 +39,16 @@ class DFlashPair:
 
     target: the tapped target. It is made once, and again only where modules were put in the place of others, as adapters are.
     accelerator: what may run the passes of the two faster than their own code does, or None.
-    history: what its runs have learned of draft lengths.
+    history: what its runs have learned of draft lengths. exact: the pair of the same two for exact runs, once there was one.
     """
+
+    target_class = Target
 
     def __init__(self, model: nn.Module, drafter: Drafter):
         # The drafter holds this pair.
         self._drafter = weakref.ref(drafter)
         self.model, self._lock = model, threading.Lock()
-        self.target = Target(model, drafter.config.taps(len(model.layers)))
+        self.target = self.target_class(model, drafter.config.taps(len(model.layers)))
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
         # What rounds of several rows took (`batch.policy.RoundCosts`), from one batch to the next.
@@ -54,6 +56,7 @@ class DFlashPair:
         # The target whose kernels were tried before its first answer.
         self._tried: Target | None = None
         self._measurement: Measurement | None = None
+        self.exact: Any = None
 
     @staticmethod
     def of(drafter: Drafter) -> DFlashPair:
@@ -72,13 +75,21 @@ class DFlashPair:
     def begin(self) -> Target:
         """The target for one run, with the accelerator that holds for the models as they are now."""
         with self._lock:
-            now, known = dict(self.model.named_modules()), self.target.modules
-            if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
-                self.target = Target(self.model, self.target.layer_ids)
+            self._renew()
             self.accelerator = self.target.accelerator = accelerate(self)
             if self._tried is not self.target and try_before_answers(self.target):
                 self._tried = self.target
             return self.target
+
+    def _renew(self) -> None:
+        """Make the target again where modules were put in the place of others."""
+        now, known = dict(self.model.named_modules()), self.target.modules
+        if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
+            self.target = self.target_class(self.model, self.target.layer_ids)
+
+    def lined_up(self, cache: PairCache, options: Any) -> PairCache:
+        """The cache as a run of these options goes on from it."""
+        return cache
 
     def after_answer(self) -> None:
         """What can wait until a stream of this pair has given its last token; nothing while another stream is open."""

@@ -98,6 +98,7 @@ class PairCache:
     `ids`: every committed token, `UNKNOWN` where mlx-lm filled the cache. The target holds the first `rows` of them; the last may
     still be missing (the anchor).
     `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
+    `exact`: (step, border) of an exact run that writes to it (`exact.ExactPair.lined_up`); no file carries it.
     """
 
     entries: list[Any]
@@ -105,6 +106,7 @@ class PairCache:
     ids: list[int]
     rows: int
     features: mx.array | None
+    exact: tuple[int, int] | None = None
 
     @property
     def target(self) -> list[Any]:
@@ -181,6 +183,7 @@ class PairCache:
     def begin(self) -> None:
         """Note that entries move from now on. Until `write`, a copy of the list is refused."""
         self._store_layout(_AT_WORK)
+        self.entries[-1].exact = self.exact
 
     def write(self) -> None:
         """Store ids, rows and pending features back into the list's last entry."""

@@ -57,6 +57,8 @@ def options_of(model: nn.Module, tokenizer: Any, prompt: Any, **given: Any) -> R
     """
     if unknown := sorted({*given} - {*_DEFAULTS}):
         raise GenerationError(f"there is no option {', '.join(unknown)}", "Use the keywords of stream_generate")
+    if given.get("exact"):
+        raise GenerationError("exact was given in a batch, whose passes hold rows of several requests", "Use stream_generate")
     return RunOptions(**{**_DEFAULTS, "model": model, "tokenizer": tokenizer, "prompt": prompt, **given})
 
 

@@ -46,7 +46,9 @@ class Measurement:
         self.target, self._drafter, self._clock = target, weakref.ref(drafter), clock
         info = mx.device_info()
         device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
-        key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint())
+        # Passes of another kind of target cost something else.
+        kind = () if type(target) is Target else (type(target).__name__,)
+        key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint(), *kind)
         self._key, self.costs = key, load_cost_model(key)
         self._passes: Times | None = None
         # What the next pass should take, and how many were run.

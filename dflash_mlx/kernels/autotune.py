@@ -9,6 +9,8 @@
 Knows no kernel: each asks a `Question`. Unset on Metal, no pass waits for a trial: what is not known yet runs on stock MLX, and
 `try_waiting` is called before the first answer and after answers. Where kernels were asked for, and on CUDA, the first pass that
 asks runs the trial. A trial in which a process died is found by its marker (`crash_marker`).
+
+`sure` asks who gives a row the same bits among any number of rows: no time decides that.
 """
 
 from __future__ import annotations
@@ -59,6 +61,15 @@ _waiting: dict[tuple[str, ...], tuple[Question, int]] = {}
 _slow: set[str] = set()
 _survey: _Survey | None = None
 _trying = threading.Lock()
+
+
+class _Here(threading.local):
+    """In this thread: whether a plan is made by `sure`."""
+
+    exact = False
+
+
+_here = _Here()
 # (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
 # being made meanwhile is kept in the old one, where nobody looks.
 _plans: dict[tuple, Any] = {}
@@ -195,6 +206,8 @@ def choose(question: Question, rows: int) -> Candidate | None:
     Raises:
       KernelError: if the user asked for a kernel and it cannot run or is wrong.
     """
+    if _here.exact:
+        return _choose_surely(question, rows)
     asked = tuple(c for c in question.candidates if _wanted(c.kernel))
     if not asked:
         return None
@@ -218,6 +231,49 @@ def choose(question: Question, rows: int) -> Candidate | None:
         name, reason = _why_not(asked, table)
         raise KernelError(f"{name} cannot run here as {VARIABLE} asks: {reason} ({question.shape})", "Unset the variable")
     return next((c for c in asked if c.name == found), None)
+
+
+def sure(plan: Callable[..., T], *about: Any) -> T:
+    """`plan(*about)`, where one family of candidates serves every row count, faster than stock MLX or not, or none does.
+
+    Raises:
+      KernelError: DFLASH_MLX_KERNELS leaves out all candidates, or none of them is right here at every row count.
+    """
+    before, _here.exact = _here.exact, True
+    try:
+        return plan(*about)
+    finally:
+        _here.exact = before
+
+
+def _choose_surely(question: Question, rows: int) -> Candidate | None:
+    """`choose` for `sure`: the first family that is right at all row counts, texts in matrix units first. None: no GPU."""
+    if not has_gpu():
+        return None
+    wanted = setting()
+    named = frozenset() if wanted == "off" else REGISTRY.keys() if isinstance(wanted, str) else wanted
+    asked = [c for c in question.candidates if c.kernel.name in named]
+    if not asked:
+        left_out = " or ".join(dict.fromkeys(c.kernel.name for c in question.candidates))
+        raise KernelError(f"{VARIABLE} is {switch(VARIABLE)!r}; exact needs {left_out} ({question.shape})", "Unset it")
+    asked.sort(key=lambda c: -[other.kernel.name for other in question.candidates].index(c.kernel.name))
+    reasons = []
+    for family in dict.fromkeys(c.family for c in asked):
+        of = tuple(c for c in asked if c.family == family)
+        own = dataclasses.replace(question, candidates=of)
+        table = _table(own)
+        if (missing := [count for count in own.rows if count not in table]) and _on(own):
+            _here.exact = False  # a trial's own calls are ordinary ones
+            try:
+                _try(own, missing)
+            finally:
+                _here.exact = True
+        found = verdicts(table, True, {c.name for c in of} - {c.name for c in _on(own)})
+        if all(count in found for count in own.rows):
+            name = found[tried_rows(rows, own.rows)]
+            return next(c for c in of if c.name == name)
+        reasons.append(": ".join(_why_not(of, table)))
+    raise KernelError(f"exact needs a kernel that cannot run here: {'; '.join(reasons)} ({question.shape})", "Run without exact")
 
 
 def _on(question: Question) -> tuple[Candidate, ...]:
@@ -257,7 +313,7 @@ def planned(decide: Callable[..., T], *about: Any, given: tuple = ()) -> T:
     """
     if _survey is not None and _surveyed():
         return decide(*about, *given)
-    plans, key = _plans, (decide, about)
+    plans, key = _plans, (decide, about, _here.exact)
     try:
         return plans[key]
     except KeyError:

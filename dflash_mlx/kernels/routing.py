@@ -57,7 +57,10 @@ class KernelRoute:
 
 
 def attention_calls(
-    model: nn.Module, class_of: Callable[[nn.Module], type] = type, passes: PassState | None = None
+    model: nn.Module,
+    class_of: Callable[[nn.Module], type] = type,
+    passes: PassState | None = None,
+    route: type[Attention] | None = None,
 ) -> list[tuple[nn.Module, KernelRoute, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `scaled_dot_product_attention`.
 
@@ -65,6 +68,7 @@ def attention_calls(
 
     Args:
       class_of: a module's own class, where something may stand in its place. passes: notes what happens to the calls.
+      route: the handlers' class; None: `Attention`.
     """
     found: list[tuple[nn.Module, KernelRoute, str]] = []
     masks, passes = PassMasks(), passes or PassState()
@@ -73,7 +77,7 @@ def attention_calls(
         call = cls.__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(ATTENTION) is scaled_dot_product_attention:
             if ATTENTION in call.__code__.co_names:
-                found.append((module, Attention(module, call, masks, passes), "__call__"))
+                found.append((module, (route or Attention)(module, call, masks, passes), "__call__"))
     return found
 
 
@@ -105,7 +109,7 @@ class Attention(KernelRoute):
         self._other_mask = self._other_mask or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
         laid = None
         if not self._other_mask:
-            laid = (keys, values, 0, 0) if buffer else _laid(queries, keys, values, cache, mask)
+            laid = (keys, values, 0, 0) if buffer else laid_keys(queries, keys, values, cache, mask)
         said = isinstance(scale, (int, float))
         if laid and said:
             k, v, start, window = laid
@@ -123,21 +127,26 @@ class Attention(KernelRoute):
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
+def _recurrence_plan(*given: mx.array) -> Launch | None:
+    return gated_delta_plan(*given) if autotune.may_run() else None
+
+
 @dataclass
 class Recurred:
     """What a call of a recurrence was given, and the state that it left: enough to run its first rows again in one launch.
 
-    given: (q, k, v, g, beta, state) as `gated_delta` takes them; steps: mlx-lm's own code for this call.
+    given: (q, k, v, g, beta, state) as `gated_delta` takes them; steps: mlx-lm's own code for this call; plan: says what
+    may run in its place.
     """
 
     given: tuple[mx.array, ...]
     steps: Launch
+    plan: Callable[..., Launch | None] = _recurrence_plan
     state: mx.array | None = None
 
     def first(self, rows: int) -> mx.array:
         """The state behind the first rows."""
-        launch = gated_delta_plan(*self.given) if autotune.may_run() else None
-        return (launch or self.steps)(*self.given, rows)[1]
+        return (self.plan(*self.given) or self.steps)(*self.given, rows)[1]
 
 
 class _Listening(threading.local):
@@ -149,6 +158,8 @@ class _Listening(threading.local):
 
 class Recurrence(KernelRoute):
     """A handler of a module with a gated delta rule: its call with ours in the place of mlx-lm's function."""
+
+    plan = staticmethod(_recurrence_plan)
 
     def __init__(self, module: nn.Module, call: FunctionType, passes: PassState):
         super().__init__(module, passes)
@@ -179,9 +190,9 @@ class Recurrence(KernelRoute):
             return gated_delta_ops(q, k, v, g, beta, state, None, mask, use_kernel)
         # A slice of the convolution's output: a kernel would copy it, now and in a rollback.
         given = (q, k, v if here.noted is None else mx.contiguous(v), g, beta, state)
-        launch = gated_delta_plan(*given) if here.kernels and autotune.may_run() else None
+        launch = self.plan(*given) if here.kernels else None
         (self.passes.served if launch else self.passes.left).add(self)
-        call = Recurred(given, partial(gated_delta_ops, use_kernel=use_kernel))
+        call = Recurred(given, partial(gated_delta_ops, use_kernel=use_kernel), self.plan)
         y, call.state = (launch or call.steps)(*given)
         if here.noted is not None:
             here.noted.append(call)
@@ -189,7 +200,7 @@ class Recurrence(KernelRoute):
 
 
 def recurrence_calls(
-    model: nn.Module, class_of: Callable[[nn.Module], type], passes: PassState
+    model: nn.Module, class_of: Callable[[nn.Module], type], passes: PassState, route: type[Recurrence] = Recurrence
 ) -> list[tuple[nn.Module, Recurrence, str]]:
     """(module, handler, method) for each module that itself calls mlx-lm's `gated_delta_update`."""
     found = []
@@ -197,7 +208,7 @@ def recurrence_calls(
         call = class_of(module).__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(UPDATE) is gated_delta.gated_delta_update:
             if UPDATE in call.__code__.co_names:
-                found.append((module, Recurrence(module, call, passes), "__call__"))
+                found.append((module, route(module, call, passes), "__call__"))
     return found
 
 
@@ -207,7 +218,7 @@ def _is_window(mask: mx.array, cache: Any) -> bool:
     return own and mask.window == cache.max_size
 
 
-def _laid(
+def laid_keys(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, mask: Any
 ) -> tuple[mx.array, mx.array, int, int] | None:
     """What a cache has just handed out, as the kernel takes it: keys and values in the order of the text, the position of the
@@ -294,7 +305,7 @@ class Switch(KernelRoute):
         layer = self.module
         w, scales, biases = layer["weight"], layer["scales"], layer["biases"]
         launch = None
-        if _rows_fit(x.shape, indices.shape):
+        if rows_fit(x.shape, indices.shape):
             launch = block_gather_qmm_plan(x, w, scales, biases, indices, layer.group_size, layer.bits)
         if launch is None:
             self.passes.left.add(self)
@@ -304,6 +315,6 @@ class Switch(KernelRoute):
         return y + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else y
 
 
-def _rows_fit(x: tuple[int, ...], indices: tuple[int, ...]) -> bool:
+def rows_fit(x: tuple[int, ...], indices: tuple[int, ...]) -> bool:
     """Whether the rows' leading axes are those of the indices, or those with one row for all k experts. Takes shapes."""
     return x[-2] == 1 and (x[:-2] == indices or x[:-2] == (*indices[:-1], 1))

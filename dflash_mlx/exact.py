@@ -1,0 +1,250 @@
+"""Exact runs: ids and log-probabilities that depend on nobody's drafts, on no block size, and not on whether there is a drafter.
+
+Every pass of up to 16 rows takes routes that give a row the same bits alone and among others (`kernels.exact_routes`); a run
+without a drafter is the same loop with none. Prompts are read in whole chunks between multiples of the step, counted from the
+text's first token, by MLX's own operations; rows behind the last such border are read like a block's.
+
+    prompt        |---- step ----|---- step ----|- 16 -|- 16 -|- 9 -| a
+    bits          of the chunk's tokens          of a row's own
+
+What cannot be honoured is refused here by name. On a CPU in float32 MLX's own operations are row-equal and nothing is routed.
+Before a pair's first exact answer its passes are compared (`row_differences`): a target that is not row-equal is refused.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import make_prompt_cache as make_target_cache
+
+from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
+from .errors import CacheError, GenerationError
+from .kernels import autotune
+from .kernels.block_qmm import MAX_ROWS
+from .kernels.exact_routes import ExactRoutes
+from .models.drafter import Drafter
+from .models.intercept import own_class
+from .models.recurrent import StatefulModules
+from .models.target import Target, TargetOutput
+from .options import RunOptions
+from .pair import DFlashPair
+from .progress import tell
+from .prompt_cache import UNKNOWN, PairCache, is_pair_cache, trim_prompt_cache
+from .rollback import exact_windows, leaves
+from .row_differences import ROWS, first_difference
+
+# Rows of a whole chunk. Those behind the last border, this many at most, take passes of 16 rows.
+STEP = 512
+# Rows that are compared before the first answer where no kernel runs.
+_FEW_ROWS = (4,)
+
+
+class ExactTarget(Target):
+    """A target whose passes of up to 16 rows give each row the bits that it has alone."""
+
+    def __init__(self, model: nn.Module, layer_ids: Any = ()):
+        super().__init__(model, layer_ids)
+        if not row_equal_here(model):
+            self.routes = ExactRoutes(model, own_class)
+            self.states = StatefulModules(model, self.family, self.routes)
+
+    def __call__(
+        self, ids: mx.array, cache: Any = None, point: Any = None, kernels: bool = False, eager: bool = False
+    ) -> TargetOutput:
+        if ids.size > MAX_ROWS:
+            return super().__call__(ids, cache, point)
+        with exact_windows(cache or ()):
+            return super().__call__(ids, cache, point, kernels=True, eager=eager)
+
+    def prefill_rows(self, at: int, step: int | None, left: int) -> int:
+        step = step or STEP
+        to_border = step - at % step
+        return step if to_border == step <= left else min(to_border, left, MAX_ROWS)
+
+    def check(self, flag: list[int], compiled: bool = False) -> None:
+        """Raises: GenerationError where a value is not finite. The pass is not run again by other operations."""
+        try:
+            super().check(flag, compiled)
+        except autotune.NotFiniteError:
+            raise GenerationError(
+                f"a pass of {self.family} gave a value that is not finite, and exact has one way to compute it",
+                "Run without exact",
+            ) from None
+
+
+def row_equal_here(model: nn.Module) -> bool:
+    """Whether MLX's own operations are row-equal for this model: on a CPU, where all that is not packed is float32."""
+    floats = {a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating)}
+    return mx.default_device() == mx.Device(mx.cpu) and not autotune.has_gpu() and floats <= {mx.float32}
+
+
+class ExactPair(DFlashPair):
+    """A pair whose runs are exact. Its passes have costs and a history of their own."""
+
+    target_class = ExactTarget
+
+    def __init__(self, model: nn.Module, drafter: Any):
+        super().__init__(model, drafter)
+        self._proved: Target | None = None
+
+    def begin(self) -> Target:
+        """The target for one run, compared with itself row by row before the first.
+
+        Raises:
+          GenerationError, KernelError: it cannot be served exactly; names what differs.
+        """
+        with self._lock:
+            self._renew()
+            if self._proved is not self.target:
+                prove(self.target)
+                self._proved = self.target
+            return self.target
+
+    def lined_up(self, cache: PairCache, options: RunOptions) -> PairCache:
+        """The cache cut back to where its rows are those that reading the whole text anew would give.
+
+        Rows up to a border are a whole chunk's. Where the text now reaches over a border that the cache's rows were not read
+        up to, they are read again from the border before.
+
+        Raises:
+          CacheError: the cache does not say which tokens those are.
+        """
+        step = options.prefill_step_size or STEP
+        border = (len(cache.ids) + len(options.prompt_ids) - 1) // step * step
+        held_step, whole = getattr(cache.entries[-1], "exact", None) or (None, None)
+        # How far its rows are good: not at all where another kind of run wrote them.
+        good = 0 if held_step != step else cache.rows if border == whole else min(cache.rows, border, whole)
+        if good < cache.rows:
+            cache = self._cut(cache, good)
+        cache.exact = step, border
+        return cache
+
+    def _cut(self, cache: PairCache, rows: int) -> PairCache:
+        ids = cache.ids
+        if UNKNOWN in ids:
+            raise CacheError("the prompt cache was filled by mlx-lm and exact cannot read its tokens again", "Start a new one")
+        entries = cache.entries
+        if not rows or not trim_prompt_cache(entries, len(ids) - rows):
+            rows, entries[:] = 0, PairCache.make(make_target_cache(self.model), self.drafter.make_cache())
+        found = PairCache.read(entries)
+        found.ids = ids
+        found.write()
+        return found
+
+
+class NoDrafter(nn.Module):
+    """Stands in a run where a drafter would: it is given no features and asked for no drafts."""
+
+    stated_thinking = None
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        config = SimpleNamespace(block_size=1, max_position_embeddings=None, taps=lambda layers: ())
+        # Not items of the module: they are no parameters.
+        vars(self).update(config=config, target=model, layers=[None], pair=None)
+
+    def make_cache(self) -> list[Any]:
+        """An entry that stays empty, in the drafter's place of a prompt cache."""
+        return [KVCache()]
+
+    def inject(self, features: mx.array, cache: list[Any], start: int) -> None:
+        """Nothing: there are no features."""
+
+
+class ExactAlone(ExactPair):
+    """A target without a drafter: the loop's own plain rounds, one row a pass."""
+
+    def __init__(self, model: nn.Module):
+        # A pair does not hold its drafter, which holds the pair.
+        self._nobody = NoDrafter(model)
+        super().__init__(model, self._nobody)
+        object.__setattr__(self._nobody, "pair", self)
+
+    def draft_length_policy(self, stream: Any) -> DraftLengthPolicy | FixedDraftLength:
+        return FixedDraftLength(0)
+
+    def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
+        """The target's part of a prompt cache, whoever drafted: from here on it is the target's alone."""
+        if entries and is_pair_cache(entries):
+            held = PairCache.read(entries)
+            own = [*held.target, *self._nobody.make_cache(), ArraysCache(3)]
+            PairCache(own, held.n_target, held.ids, held.rows, None).write()
+            own[-1].exact, entries = getattr(entries[-1], "exact", None), own
+        return super().open_cache(entries, max_kv_size)
+
+
+def exact_pair(options: RunOptions) -> ExactPair:
+    """The exact pair of a run's models, made once; a run without a drafter gets one that drafts nothing.
+
+    Raises:
+      GenerationError, CacheError, PairError: an option that cannot be honoured exactly; names it.
+    """
+    check_exact(options)
+    if options.draft_model is not None:
+        pair = DFlashPair.of(options.check_drafter())
+        check_block(pair.drafter, options.block_size)
+        pair.exact = pair.exact or ExactPair(pair.model, pair.drafter)
+        return pair.exact
+    options.check_plain()
+    alone = vars(options.model).get("_exact_alone")
+    if alone is None:
+        # Beside the module's items: neither a parameter nor seen by who walks through them.
+        object.__setattr__(options.model, "_exact_alone", alone := ExactAlone(options.model))
+    options.draft_model, options.block_size = alone.drafter, 1
+    return alone
+
+
+def check_exact(options: RunOptions) -> None:
+    """Refuse what makes rows depend on more than the text.
+
+    Raises:
+      GenerationError, CacheError: names the option.
+    """
+    if options.draft_model is not None and not isinstance(options.draft_model, Drafter):
+        raise GenerationError("exact was given with an mlx-lm draft model; mlx-lm's own loop is not exact", "Leave one out")
+    said = {
+        "max_kv_size": (options.max_kv_size, "a window that keeps first rows has no text"),
+        "kv_bits": (options.kv_bits, "quantized keys have no text"),
+        "input_embeddings": (options.input_embeddings, "prompts are token ids"),
+    }
+    for name, (value, why) in said.items():
+        if value is not None:
+            raise GenerationError(f"{name} was given with exact, which cannot honour it: {why}", "Leave one of the two out")
+    if options.acceptance != "match":
+        raise GenerationError(
+            f"acceptance is {options.acceptance!r} with exact; the text then depends on the drafter", "Leave one of the two out"
+        )
+    for entry in leaves(options.prompt_cache or []):
+        if isinstance(entry, QuantizedKVCache) or getattr(entry, "keep", 0):
+            raise CacheError(
+                f"the prompt cache has a {type(entry).__name__} that keeps quantized or first rows; exact has no text for it",
+                "Start a new one without kv_bits and max_kv_size",
+            )
+    if autotune.has_gpu() and autotune.setting() == "off":
+        raise GenerationError(f"{autotune.VARIABLE} is 'off' and exact needs our kernels on a GPU", "Unset it")
+
+
+def check_block(drafter: Drafter, block_size: int | None) -> None:
+    """Refuse blocks beyond the rows that a text takes."""
+    if (slots := block_size or drafter.config.block_size) > MAX_ROWS:
+        raise GenerationError(
+            f"block_size is {slots} with exact; a pass of exact has at most {MAX_ROWS} rows", f"Give a block_size of {MAX_ROWS}"
+        )
+
+
+def prove(target: Target) -> None:
+    """Compare passes of the target with its passes of one row.
+
+    Raises:
+      GenerationError, KernelError: names the operation that differs, or the text that is missing.
+    """
+    routed = isinstance(target.routes, ExactRoutes)
+    if routed:
+        tell("Comparing rows of exact passes")
+    if found := first_difference(target, ROWS if routed else _FEW_ROWS):
+        raise GenerationError(f"{target.family} cannot be served exactly: {found}", "Run it without exact")
