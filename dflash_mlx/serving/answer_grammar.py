@@ -14,14 +14,12 @@ from typing import Any
 
 from ..constraint import ConstraintError, Grammar, is_special, json_rule, json_schema, lark, one_of, regex
 from .call_grammars import CallFormat, Rules, Tool, format_of, harmony_call, literal
-from .channels import is_harmony, opens_reasoning, thinking_marks
+from .channels import frames, is_harmony, opens_reasoning, thinking_marks
 from .errors import RequestError, shown
 
 _TEXT = "/(?s:.*)/"
 # Blanks that targets write behind their thinking.
 _BLANKS = r"/[ \r\n]{1,4}/"
-# Marks round an answer that says nothing about its text.
-_FRAMES = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 # Fields that hold an answer to something, of which one may be given; of structured_outputs likewise.
 FIELDS = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -172,8 +170,7 @@ def _marked(demand: Demand, form: CallFormat | None, rules: Rules, tokenizer: An
     """Thinking, then the answer or calls, for families of marks in one stream of text."""
     ways, free = [], not demand.answer and not demand.forced
     if demand.answer and not demand.forced:
-        opening, closing = _frame(tokenizer, rules)
-        ways.append(" ".join(part for part in (opening, "answer", closing) if part))
+        ways += _framed(tokenizer, rules)
     if form is not None:
         calls = form.several(demand.tools, rules, demand.many)
         start = rules.mark(form.start)
@@ -184,10 +181,15 @@ def _marked(demand: Demand, form: CallFormat | None, rules: Rules, tokenizer: An
     return " ".join([*([thinking] if thinking else []), rules.add(" | ".join(ways))])
 
 
-def _frame(tokenizer: Any, rules: Rules) -> tuple[str, str]:
-    vocabulary = tokenizer.get_vocab()
-    found = next((frame for frame in _FRAMES if all(mark in vocabulary for mark in frame)), None)
-    return (f"{rules.mark(found[0])}?", f"{rules.mark(found[1])}?") if found else ("", "")
+def _framed(tokenizer: Any, rules: Rules) -> list[str]:
+    """The answer alone, or between marks. Those that are tokens may stand alone too: a prompt may have opened the frame."""
+    found, vocabulary = next(iter(frames(tokenizer)), None), tokenizer.get_vocab()
+    if found is None:
+        return ["answer"]
+    blanks, (opening, closing) = f"{rules.add(_BLANKS, terminal=True)}?", map(rules.mark, found)
+    if all(mark in vocabulary for mark in found):
+        return [f"({opening} {blanks})? answer ({blanks} {closing})?"]
+    return ["answer", f"{opening} {blanks} answer {blanks} {closing}"]
 
 
 def _thinking(rules: Rules, tokenizer: Any, before: str) -> str:

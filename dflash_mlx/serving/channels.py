@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
-from .tool_calls import CALLS, Call, Reader, is_json, mended, open_value, read_whole, tried
+from .tool_calls import BARE, CALLS, Call, Reader, begins_bare, is_json, mended, offered, open_value, read_whole, tried
 
 
 @dataclass
@@ -96,8 +96,13 @@ _THINKING = (
     # mlx-lm's own, where they are not tokens but are spelled by the template.
     ("<think>", "</think>"),
 )
-# Marks round an answer that says nothing about its text.
-_FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<response>", "</response>")
+# Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's.
+_FRAMES = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ("<response>", "</response>"),
+    ("<answer>", "</answer>"),
+)
 
 
 def _vocabulary(tokenizer: Any) -> Any:
@@ -116,6 +121,12 @@ def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
         return tokenizer.think_start, tokenizer.think_end
     spelled = _spelled(tokenizer)
     return next(((start, end) for start, end in _THINKING if spelled(start) and spelled(end)), None)
+
+
+def frames(tokenizer: Any) -> list[tuple[str, str]]:
+    """The marks that may stand round an answer, as tokens or spelled by the chat template."""
+    spelled = _spelled(tokenizer)
+    return [(start, end) for start, end in _FRAMES if spelled(start) and spelled(end)]
 
 
 def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
@@ -158,6 +169,41 @@ class _Scanner:
 _MOST_HELD = 32_768
 
 
+class _Frame:
+    """Takes marks that are text off an answer: one where it begins, and then the other where it ends. Elsewhere they are text."""
+
+    def __init__(self, start: str, end: str, before: str):
+        self.start, self.end, self.held = start, end, ""
+        # Whether the mark may still come; None: it is settled.
+        self.begins: bool | None = not before.rstrip().endswith(start)
+        self.within = not self.begins
+
+    def feed(self, text: str, last: bool) -> str:
+        """What of an answer can be told; `last`: nothing of it follows, or what follows is no text."""
+        self.held += text
+        said = ""
+        if self.begins:
+            at = len(self.held) - len(self.held.lstrip())
+            said, self.held = self.held[:at], self.held[at:]
+            if self.held.startswith(self.start):
+                self.begins, self.within, self.held = None, True, self.held[len(self.start) :]
+            elif self.held and (last or not self.start.startswith(self.held)):
+                self.begins = None
+        if self.begins:
+            return said
+        at = len(self.held)
+        if self.within:
+            at = self.held.rfind("<")
+            tail = self.held[at:].rstrip() if at >= 0 else ""
+            ended = tail == self.end
+            if at < 0 or not ended and (last or not self.end.startswith(self.held[at:])):
+                at = len(self.held)
+            elif last and ended:
+                self.held, self.within = self.held[:at], False
+        said, self.held = said + self.held[:at], self.held[at:]
+        return said
+
+
 class _Json:
     """Whether growing text can still be one JSON value, and where it stands within a string."""
 
@@ -179,6 +225,9 @@ class _Json:
                 # Behind it marks may stand.
                 self._over = True
                 break
+            elif self._depth == 0 and letter == ";":
+                # Another call of Llama's.
+                self._depth = None
             elif not letter.isspace():
                 self.possible = bool(self._depth) or self._depth is None and letter in "{["
                 self._depth = (self._depth or 0) + (letter in "{[") - (letter in "}]")
@@ -197,6 +246,10 @@ class _Marked:
         self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
+        spelled = [frame for frame in frames(tokenizer) if not all(mark in _vocabulary(tokenizer) for mark in frame)]
+        self.frame = _Frame(*spelled[0], before) if spelled else None
+        # Whether the answer may begin with a call without its mark.
+        self.bare = bool(self.calls) and self.calls[0] == BARE
         # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.
         self.before, self.mark, self.call, self.json = self.state, "", "", _Json()
         self.live = LiveCalls(())
@@ -215,8 +268,8 @@ class _Marked:
                 edges["normal"].append((start, "tool"))
             edges["reasoning"].append((start, "tool"))
             edges["tool"] += [(end, "normal")] if end else []
-        frames = [mark for mark in _FRAMES if mark in _vocabulary(tokenizer)]
-        edges["normal"] += [(mark, "normal") for mark in (*tokenizer.structural_markers, *frames)]
+        framing = [mark for frame in _FRAMES for mark in frame if mark in _vocabulary(tokenizer)]
+        edges["normal"] += [(mark, "normal") for mark in (*tokenizer.structural_markers, *framing)]
         for state, way in formats.items():
             edges.setdefault(state, []).extend((mark, to) for mark, to in way if to != "tool" or self.calls)
         return edges
@@ -225,6 +278,10 @@ class _Marked:
         self.scanner.held += text
         pieces = []
         while True:
+            if self.bare and self.state == "normal" and (begun := self.scanner.held.strip()):
+                self.bare = False
+                if begins_bare(begun):
+                    self._open("tool", "")
             ways = dict(reversed(self.edges.get(self.state, [])))
             part, mark = self.scanner.next(list(ways), last)
             if self.state == "tool":
@@ -236,16 +293,23 @@ class _Marked:
                 if (mark or last) and not self._closed(mark or "", pieces):
                     continue
             else:
-                pieces.append(self._text(part))
+                pieces.append(self._text(part, last or mark is not None))
             if mark is None:
                 return pieces
-            if ways[mark] == "tool":
-                self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
-                self.live = live_calls(self.calls[2], mark, self.tools) if self.lives else LiveCalls(())
-            self.state = ways[mark]
+            self._open(ways[mark], mark)
 
-    def _text(self, text: str) -> Piece:
-        return Piece("reasoning" if self.state == "reasoning" else "answer", text)
+    def _open(self, state: str, mark: str) -> None:
+        """Go on in a state that a mark opens. In "tool" a call begins, and where it has no mark the whole answer is one."""
+        if state == "tool":
+            self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
+            self.live = live_calls(self.calls[2], mark, self.tools) if self.lives and mark else LiveCalls(())
+        self.state = state
+
+    def _text(self, text: str, ends: bool) -> Piece:
+        """ends: what follows is no text of this kind."""
+        if self.state == "reasoning":
+            return Piece("reasoning", text)
+        return Piece("answer", self.frame.feed(text, ends) if self.frame else text)
 
     def _closed(self, end: str, pieces: list[Piece]) -> bool:
         """Whether the call could be read.
@@ -256,7 +320,8 @@ class _Marked:
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
-        if whole and (calls := tried(lambda: read_whole(read, text, self.tools), text, self.tools)):
+        calls = tried(lambda: read_whole(read, text, self.tools), text, self.tools) if whole else []
+        if calls and (self.mark or offered(calls, self.tools)):
             pieces.append(Piece("call", calls=calls[self.live.begun :]))
             return True
         if end and value:
@@ -273,7 +338,7 @@ class _Marked:
     def _given_up(self, part: str) -> bool:
         """Whether what is held can be no call any more, whatever follows; part: the newest of it."""
         _, end, read = self.calls
-        if is_json(read) and not self.json.feed(part):
+        if is_json(read) and not self.json.feed(part) or not self.mark and not begins_bare(self.call):
             return True
         # An end that is held stands within a value.
         at = self.call.find(end) if end and len(self.call) > _MOST_HELD else -1
@@ -286,7 +351,7 @@ class _Marked:
             self.state = self.before
             return
         self.state, self.scanner.held = self.before, self.call + end + self.scanner.held
-        pieces.append(self._text(self.mark))
+        pieces.append(self._text(self.mark, False))
 
 
 class _Harmony:

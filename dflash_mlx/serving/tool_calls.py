@@ -16,6 +16,7 @@ from typing import Any
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.tool_parsers.minimax_m2 import _convert_param_value_with_types as read_as
 from mlx_lm.tool_parsers.minimax_m2 import _get_param_types_from_config as types_of
+from mlx_lm.tool_parsers.pythonic import parse_tool_call as parse_python
 from mlx_lm.tool_parsers.qwen3_coder import _get_arguments_config as schemas_of
 from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call as parse_xml_call
 
@@ -33,7 +34,21 @@ class Call:
 
 
 def _json_calls(text: str, tools: Any) -> Any:
-    return json.loads(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"))
+    """An object or a list; of Llama also several objects with semicolons between."""
+    text, calls = text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>").strip(), []
+    while text:
+        call, end = json.JSONDecoder().raw_decode(text)
+        calls.append(call)
+        if (text := text[end:].strip()) and text[0] != ";":
+            raise ValueError("something stands behind a call")
+        text = text[1:].strip()
+    return calls[0] if len(calls) == 1 else calls
+
+
+def _python_lines(text: str, tools: Any) -> Any:
+    """A call as Python writes it on each line."""
+    calls = [parse_python(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
+    return [call for one in calls for call in (one if isinstance(one, list) else [one])]
 
 
 def _single_key_calls(text: str, tools: Any) -> Any:
@@ -155,6 +170,8 @@ def is_json(read: Reader) -> bool:
     return read in (_json_calls, _single_key_calls, json_tools.parse_tool_call)
 
 
+# Llama's mark of a call, which it leaves out as often as not: then the whole answer is the call.
+BARE = "<|python_tag|>"
 # (start, end, reader) of tool calls that mlx-lm's wrapper does not know; "" ends with the answer.
 CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),
@@ -164,9 +181,24 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<|tool_call|>", "<|/tool_call|>", _json_calls),
     ("<TOOLCALL>", "</TOOLCALL>", _json_calls),
     ("<tool_call>", "</tool_call>", _json_calls),
+    # Hunyuan and Jamba; OLMo.
+    ("<tool_calls>", "</tool_calls>", _json_calls),
+    ("<function_calls>", "</function_calls>", _python_lines),
     ("<|tool_call|>", "", _json_calls),
-    ("<|python_tag|>", "", _json_calls),
+    (BARE, "", _json_calls),
 )
+
+
+def begins_bare(text: str) -> bool:
+    """Whether an answer's beginning may be a call without its mark: an object, and its first name one of a call's."""
+    first = re.match(r'\s*\{\s*"([^"\\]*)"', text)
+    return text.lstrip()[:1] == "{" and (first is None or first[1] in _BESIDE)
+
+
+def offered(calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether all calls are of functions that the client offered."""
+    known = [made.get("name") for tool in tools if isinstance(made := tool.get("function", tool), dict)]
+    return all(call.name in known for call in calls)
 
 
 def read_calls(parsed: Any) -> list[Call]:

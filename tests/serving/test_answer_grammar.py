@@ -79,6 +79,14 @@ def test_an_answer_opens_behind_the_thinking(template):
     assert ends(hermes, ANSWER, "<think>", "<think>\n\n</think>\n\n") is not True
 
 
+@pytest.mark.parametrize("template", [None, "<think></think><answer></answer>"], ids=["tokens", "text"])
+def test_an_answer_may_stand_between_its_familys_marks(template):
+    hunyuan = family(*THINKS, "<answer>", "</answer>", template=template)
+    for text in ('{"a": 1}', '<think>x</think>\n<answer>\n{"a": 1}\n</answer>', '<answer>{"a": 1}</answer>'):
+        assert ends(hunyuan, ANSWER, text) is True, text
+    assert ends(hunyuan, ANSWER, "<answer>No") == "<answer>"
+
+
 @pytest.mark.parametrize("template", [None, "".join((*THINKS, *CALLS))], ids=["tokens", "text"])
 def test_calls_are_json_between_marks(template):
     hermes = family(*THINKS, *CALLS, parser=json_tools, template=template)

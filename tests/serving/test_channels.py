@@ -203,6 +203,48 @@ def test_a_frame_round_an_answer_is_none_of_it(step):
     assert told(Marked(*marks), text, before="<think>", step=step)[1] == ("answer", text.removeprefix("hm</think>"))
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_frame_that_the_template_spells_is_one_at_both_ends_of_an_answer_only(step):
+    hunyuan, tools = Marked(), [{"function": {"name": "ls"}}]
+    hunyuan.chat_template = "<think></think><answer></answer><tool_calls></tool_calls>"
+    call = '<tool_calls>\n[{"name": "ls", "arguments": {"a": 1}}]\n</tool_calls>'
+    thought = "<think>hm</think>"
+    for text, before, pieces in (
+        (thought + "\n<answer>\nHi\n</answer>", "", [("reasoning", "hm"), ("answer", "\n\nHi\n")]),
+        ("<answer>a < b, </answer> and </ans</answer>\n", "", [("answer", "a < b, </answer> and </ans")]),
+        (f"<answer>Look: {call}\n</answer>", "", [("answer", "Look: "), ("call", [("ls", '{"a": 1}')]), ("answer", "\n")]),
+        (f"<answer>Look:</answer>\n{call}", "", [("answer", "Look:"), ("call", [("ls", '{"a": 1}')])]),
+        ("Hi</answer>", "<answer>\n", [("answer", "Hi")]),
+        # Not of an answer that they frame: its own text.
+        ("Put it in <answer></answer>", "", [("answer", "Put it in <answer></answer>")]),
+        ("<answer>cut </ans", "", [("answer", "cut </ans")]),
+        ("<ans", "", [("answer", "<ans")]),
+    ):
+        assert told(hunyuan, text, before, tools, step) == pieces, text
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_call_of_llamas_without_its_mark_is_the_whole_answer(step):
+    llama, tools = Marked("<|python_tag|>"), [{"type": "function", "function": {"name": "ls"}}]
+    call = '{"name": "ls", "parameters": {"a": 1}}'
+    one = ("ls", '{"a": 1}')
+    for text, pieces in (
+        (call, [("call", [one])]),
+        (f"\n {call}; {call}\n", [("call", [one, one])]),
+        (f"<|python_tag|>{call};{call}", [("call", [one, one])]),
+        (f"Sure: {call}", [("answer", f"Sure: {call}")]),
+        (call + " is it", [("answer", call + " is it")]),
+        (call.replace("ls", "rm"), [("answer", call.replace("ls", "rm"))]),
+        ('{"a": {"name": "ls"}}', [("answer", '{"a": {"name": "ls"}}')]),
+    ):
+        got = told(llama, text, tools=tools, step=step)
+        assert [piece for piece in got if piece[1].__class__ is list or piece[1].strip()] == pieces or got == pieces, text
+        assert told(llama, text, step=step) == [("answer", text)]
+    # What is soon known to be none flows at once.
+    channels = Channels(llama, tools=tools)
+    assert channels.feed('{"a') == [] and channels.feed('": ')[0].text == '{"a": '
+
+
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("marks", "text"),
@@ -217,6 +259,8 @@ def test_a_frame_round_an_answer_is_none_of_it(step):
         (("<|tool_call|>", "<|/tool_call|>"), '<|tool_call|>[{"name": "ls", "arguments": {"a": 1}}]<|/tool_call|>'),
         (("<|tool_call|>",), '<|tool_call|>[{"name": "ls", "arguments": {"a": 1}}]'),
         (("<|python_tag|>",), '<|python_tag|>{"name": "ls", "parameters": {"a": 1}}<|eom_id|>'),
+        (("<tool_calls>", "</tool_calls>"), '<tool_calls>[{"name": "ls", "arguments": {"a": 1}}]</tool_calls>'),
+        (("<function_calls>", "</function_calls>"), "<function_calls>\nls(a=1)\n</function_calls>"),
         (
             ("<seed:tool_call>", "</seed:tool_call>"),
             "<seed:tool_call><function=ls><parameter=a>1</parameter></function></seed:tool_call>",
