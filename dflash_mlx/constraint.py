@@ -31,6 +31,14 @@ _LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace
 # As Python's json.dumps writes: what targets write most, and blanks that are fixed are drafted for nothing.
 _AS_PYTHON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _HELD_GRAMMARS = 64
+# Formats of which llguidance takes a year 0, the 29th of any February and the 60th second of any minute.
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_BY_4 = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_BY_4}|{_BY_4}00)-02-29)"
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR})"
+_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 
 
 class ConstraintError(GenerationError):
@@ -289,31 +297,40 @@ def json_rule(schema: Mapping[str, Any] | bool | str, **more: Any) -> str:
         raise ConstraintError(
             f"x-guidance of the JSON schema is {layout!r}; it may have {', '.join(sorted(_LAYOUT))}", "Leave it out"
         )
-    _check_schema(schema)
+    schema = _readied(schema)
     try:
         return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_PYTHON, **more, **layout}})}"
     except (TypeError, ValueError) as error:
         raise ConstraintError(f"the JSON schema cannot be written as JSON: {error}", "Give an object of JSON") from None
 
 
-def _check_schema(schema: Any) -> None:
-    """Refuse keywords that llguidance would pass over or hold to by halves."""
+def _readied(schema: Any) -> Any:
+    """A schema with `_FORMATS` as patterns.
+
+    Raises:
+      ConstraintError: it has a keyword that llguidance would pass over or hold to by halves.
+    """
     if isinstance(schema, list):
-        for part in schema:
-            _check_schema(part)
+        return [_readied(part) for part in schema]
     if not isinstance(schema, Mapping):
-        return
+        return schema
+    made = {}
     for name, value in schema.items():
         if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
-            for part in value.values():
-                _check_schema(part)
+            value = {key: _readied(part) for key, part in value.items()}
         elif name in _DROPPED:
             raise ConstraintError(f"the JSON schema has {name!r}, which answers cannot be held to", "Leave it out")
         elif name == "minProperties" and isinstance(value, int) and value > max(1, len(schema.get("required", []))):
             problem = f"minProperties of the JSON schema is {value}; a name that stands twice would count twice"
             raise ConstraintError(problem, "Leave it out, or name those that are required")
         elif name not in ("const", "enum", "default", "example", "examples"):
-            _check_schema(value)
+            value = _readied(value)
+        made[name] = value
+    pattern, others = _FORMATS.get(str(made.get("format"))), made.get("allOf", [])
+    if pattern is not None and isinstance(others, list):
+        del made["format"]
+        made["allOf"] = [*others, {"pattern": f"^{pattern}$"}]
+    return made
 
 
 def json_object() -> Grammar:

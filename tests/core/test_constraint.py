@@ -2,12 +2,15 @@
 
 import json
 import sys
+from datetime import date, datetime, time
 
 import jsonschema
 import mlx.core as mx
 import numpy as np
 import pytest
-from kit import DATA, failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
+from kit import DATA, TINY, failing_pass, ids_of, letters, plant, run, text_of, tiny_drafter, tiny_target
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import AutoTokenizer
 
 from dflash_mlx import constrained, constraint, generate, make_prompt_cache, stream_generate
 from dflash_mlx.batch.generator import BatchGenerator
@@ -291,3 +294,41 @@ def test_what_does_not_go_with_a_constraint_is_refused(tiny, pair, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConstraintError, match="not installed. Install it: pip install llguidance"):
         next(stream_generate(*pair[:2], "x", 3, constraint=lark('start: "never compiled"')))
+
+
+def test_a_date_or_a_time_that_ends_is_one():
+    dates = [
+        f"{year:04}-{day}"
+        for year in (0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, 2100, 9999)
+        for day in ("01-31", "02-28", "02-29", "02-30", "04-30", "04-31", "06-00", "12-31", "13-01", "00-01")
+    ]
+    times = ["00:00:00Z", "23:59:59.5Z", "23:59:60Z", "25:00:00Z", "12:60:00Z", "12:00:00-23:59", "12:00:00+24:00"]
+    tokenizer = TokenizerWrapper(AutoTokenizer.from_pretrained(TINY / "target"), eos_token_ids=[0])
+
+    def taken(schema, value):
+        held, text = json_schema(schema).begin(tokenizer), json.dumps(value)
+        return all(held.advance(token) for token in tokenizer.encode(text)) and bool(held.mask()[0] & 1)
+
+    def is_one(parse, text):
+        try:
+            return bool(parse(text)) or True
+        except ValueError:
+            return False
+
+    for format, parse, texts in (
+        ("date", date.fromisoformat, dates),
+        ("time", time.fromisoformat, times),
+        (
+            "date-time",
+            datetime.fromisoformat,
+            [f"{day}T12:00:00Z" for day in dates[::3]] + [f"2024-02-29T{one}" for one in times],
+        ),
+    ):
+        schema = {"type": ["string", "null"], "format": format}
+        right = {text: is_one(parse, text) for text in texts}
+        assert {text: taken(schema, text) for text in texts} == right and any(right.values()) and not all(right.values())
+        # Beside what else the schema says.
+        more = {**schema, "pattern": "^20", "allOf": [{"minLength": 3}]}
+        assert {text for text in texts if taken(more, text)} == {text for text in texts if right[text] and text.startswith("20")}
+        assert taken(schema, None)
+    assert "pattern" not in constraint.json_rule({"properties": {"format": {"type": "string"}}, "const": {"format": "date"}})
