@@ -33,7 +33,7 @@ class Demand:
     """What an answer is held to.
 
     answer: rules of a grammar that begins with `answer`; "" where text is free. what: names it in errors.
-    tools: those that may be called; forced: at least one is; many: more than one may be.
+    tools: those that may be called; some: others are offered too; forced: at least one is; many: more than one may be.
     """
 
     answer: str = ""
@@ -41,11 +41,13 @@ class Demand:
     tools: tuple[Tool, ...] = ()
     forced: bool = False
     many: bool = True
+    some: bool = False
 
     @property
     def holds(self) -> bool:
         """Whether anything is asked for that free text would not do."""
-        return bool(self.answer or self.tools and (self.forced or not self.many or any(tool.strict for tool in self.tools)))
+        calls = self.forced or self.some or not self.many or any(tool.strict for tool in self.tools)
+        return bool(self.answer or self.tools and calls)
 
 
 def read_answer(body: Mapping[str, Any]) -> Demand:
@@ -72,8 +74,17 @@ def _is_text(name: str, value: Any) -> bool:
     return name == "response_format" and value == {"type": "text"}
 
 
+def _refuse_structural_tags(where: str) -> None:
+    problem = (
+        f"{where} asks for structural_tag; this server holds whole answers, and calls, to a schema, and no parts of free text"
+    )
+    raise RequestError(problem, "Send tools with strict, or a grammar")
+
+
 def _response_format(value: Any) -> tuple[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "structural_tag":
+        _refuse_structural_tags("response_format")
     if kind == "json_object":
         return ("json", value["schema"]) if value.get("schema") is not None else ("json_object", True)
     inner = value.get("json_schema") if kind == "json_schema" else None
@@ -86,6 +97,8 @@ def _response_format(value: Any) -> tuple[str, Any]:
 def _structured(value: Any) -> tuple[str, Any]:
     """vLLM's object of one kind; its settings of blanks are the schema's `x-guidance` here."""
     asked = {key: part for key, part in value.items() if part not in (None, False)} if isinstance(value, dict) else {}
+    if "structural_tag" in asked:
+        _refuse_structural_tags("structured_outputs")
     if len(asked) != 1 or asked.keys() - set(_KINDS):
         problem = f"structured_outputs is {shown(value)}; it must have one of {', '.join(_KINDS)}"
         raise RequestError(problem)

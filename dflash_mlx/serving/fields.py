@@ -45,7 +45,7 @@ _OF_TEMPLATES = {
     "reasoning_effort": "to the template, or it switches thinking",
 }
 _TOOLS = "functions; hosted tools are left out and named in `x-ignored-fields`; arguments are held to a `strict` schema"
-_CHOICE = '"auto", "none", "required" or a function'
+_CHOICE = '"auto", "none", "required", a function, or `allowed_tools`: some of those that are offered'
 _MANY_CALLS = "false: at most one call"
 # What an answer is held to: one of these may be given.
 _HELD = {

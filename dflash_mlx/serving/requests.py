@@ -418,17 +418,19 @@ def _ignore(ignored: list[str], api: str, *names: str) -> None:
 def _held_calls(
     demand: Demand, body: Mapping[str, Any], tools: list[dict[str, Any]], pair: LoadedPair, api: str, ignored: list[str]
 ) -> Demand:
-    """A demand with the calls that are offered, and how: which must come, how many, and whose arguments are held to."""
-    choice, one = body.get("tool_choice", "auto"), "parallel_tool_calls" in body and not _flag(body, "parallel_tool_calls")
+    """A demand with the calls that are offered, and how: which must come, how many, and whose arguments are held to.
+
+    tools: of a target whose calls cannot be held to, those that may not be called are taken out of it: they are not offered.
+    """
+    one = "parallel_tool_calls" in body and not _flag(body, "parallel_tool_calls")
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-    named = _named(choice)
-    if named is None and choice not in ("auto", "none", "required"):
-        raise RequestError(f'tool_choice is {shown(choice)}; it must be "auto", "none", "required" or name a function')
-    if named is not None:
-        functions = [function for function in functions if function.get("name") == named]
-    if (forced := choice == "required" or named is not None) and not functions:
+    choice = body.get("tool_choice", "auto")
+    names, forced = _chosen(choice, {str(function.get("name")) for function in functions})
+    if forced and not functions:
         raise RequestError(f"tool_choice is {shown(choice)}, and tools offers no such function", "Offer it")
-    calls = replace(demand, tools=tuple(map(read_tool, functions)), forced=forced, many=not one and named is None)
+    chosen = [function for function in functions if names is None or function.get("name") in names]
+    many, some = not one and _named(choice) is None, len(chosen) < len(functions)
+    calls = replace(demand, tools=tuple(map(read_tool, chosen)), forced=forced, many=many, some=some)
     if not calls.tools or not calls.holds:
         return calls
     try:
@@ -441,16 +443,48 @@ def _held_calls(
             for name, sent in (("tools: strict", any(tool.strict for tool in calls.tools)), ("parallel_tool_calls", one))
             if sent
         ]
-        if forced or demand.answer or not asked or not isinstance(error, UnsupportedError):
+        if forced or demand.answer or not (asked or some) or not isinstance(error, UnsupportedError):
             field = "tool_choice" if forced else "tools" if asked[:1] == ["tools: strict"] else "parallel_tool_calls"
             raise RequestError(f"{field}: {error.problem}", error.remedy) from None
         _ignore(ignored, api, *asked)
+        tools[:] = [tool for tool in tools if tool.get("function") in chosen]
         return replace(demand, tools=())
 
 
+def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
+    """The functions that a `tool_choice` lets be called, None: any; and whether one must be. In the shape of either of OpenAI's
+    APIs."""
+    if choice in ("auto", "none", "required"):
+        return None, choice == "required"
+    if (name := _named(choice)) is not None:
+        names, forced = {name}, True
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = choice.get("allowed_tools", choice)
+        mode, allowed = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+        # Hosted tools are left out here too.
+        names = (
+            {_named(tool) for tool in allowed if not isinstance(tool, dict) or tool.get("type", "function") == "function"}
+            if isinstance(allowed, list)
+            else set()
+        )
+        if mode not in ("auto", "required") or not names or None in names:
+            problem = (
+                f'tool_choice is {shown(choice)}; allowed_tools must have mode "auto" or "required", and tools with functions'
+            )
+            raise RequestError(problem)
+        forced = mode == "required"
+    else:
+        problem = f'tool_choice is {shown(choice)}; it must be "auto", "none", "required", allowed_tools, or name a function'
+        raise RequestError(problem)
+    if missing := sorted(names - offered):
+        what = f"is {shown(choice)}" if forced and len(names) == 1 else f"allows {missing[0]!r}"
+        raise RequestError(f"tool_choice {what}, and tools offers no such function", "Offer it")
+    return names, forced
+
+
 def _named(choice: Any) -> str | None:
-    """The function that a `tool_choice` names, in the shape of either of OpenAI's APIs."""
-    if not isinstance(choice, dict) or choice.get("type") != "function":
+    """The function that an object names, in the shape of either of OpenAI's APIs."""
+    if not isinstance(choice, dict) or choice.get("type", "function") != "function":
         return None
     name = choice.get("name", choice["function"].get("name") if isinstance(choice.get("function"), dict) else None)
     return name if isinstance(name, str) else None

@@ -1,6 +1,7 @@
 """Answers that are held to something: grammars in each family's own marks, and what clients ask for and get."""
 
 import json
+import re
 
 import anthropic
 import jsonschema
@@ -16,6 +17,7 @@ from dflash_mlx.constraint import json_rule
 from dflash_mlx.serving.answer_grammar import Demand, grammar_of, read_answer, read_tool
 from dflash_mlx.serving.channels import Channels
 from dflash_mlx.serving.engine import LoadedPair, Options
+from dflash_mlx.serving.errors import RequestError
 from dflash_mlx.serving.fields import CHAT, RESPONSES
 from dflash_mlx.serving.requests import read_request
 
@@ -169,6 +171,56 @@ def test_a_family_whose_calls_cannot_be_held_to_is_refused_by_name_where_calls_a
     ]
 
 
+def allowed(mode, *names, nested=True):
+    """A `tool_choice` in the shape of chat completions, or of Responses."""
+    if nested:
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]},
+        }
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES])
+def test_of_allowed_tools_alone_calls_are_written(api):
+    hermes, loose = family(*CALLS, parser=json_tools), [{"type": "function", "function": {"name": name}} for name in ("ls", "rm")]
+    for mode, free in (("auto", True), ("required", False)):
+        read = asked(hermes, api, tools=loose, tool_choice=allowed(mode, "ls", nested=api == CHAT))
+        # What is not allowed stays in the prompt, so that a kept prefix serves every choice.
+        assert len(read.tools) == 2 and read.ignored == []
+        call = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
+        said = [
+            ends(hermes, read.demand, text) is True for text in (call.replace("NAME", "ls"), call.replace("NAME", "rm"), "No.")
+        ]
+        assert said == [True, False, free]
+    # All of them: as if it were left out.
+    assert not asked(hermes, api, tools=loose, tool_choice=allowed("auto", "rm", "ls")).demand.holds
+
+
+def test_tools_that_are_not_allowed_are_not_offered_where_calls_cannot_be_held_to():
+    tokenizer = family("[TOOL_CALLS]", "[ARGS]", parser=mistral)
+    read = asked(tokenizer, tools=OFFERED, tool_choice=allowed("auto", "rm"))
+    assert [tool["function"]["name"] for tool in read.tools] == ["rm"] and not read.demand.holds
+    with pytest.raises(Exception, match="tool_choice: calls of served begin with"):
+        asked(tokenizer, tools=OFFERED, tool_choice=allowed("required", "rm"))
+
+
+@pytest.mark.parametrize(
+    "choice,message",
+    [
+        (allowed("auto", "cat"), "tool_choice allows 'cat', and tools offers no such function. Offer it"),
+        (allowed("any", "ls"), 'allowed_tools must have mode "auto" or "required", and tools with functions'),
+        (allowed("auto"), "and tools with functions"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": "ls"}, "and tools with functions"),
+        ({"type": "allowed_tools", "allowed_tools": ["ls"]}, "and tools with functions"),
+        (allowed("auto", None), "and tools with functions"),
+    ],
+)
+def test_an_odd_choice_of_tools_is_refused(choice, message):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        asked(family(*CALLS, parser=json_tools), tools=OFFERED, tool_choice=choice)
+
+
 STRICT = [
     (json_tools, {"type": "array", "uniqueItems": True}, "uniqueItems"),
     (qwen3_coder, {"type": "string", "pattern": "a+"}, "'pattern' of the parameter 'p' of 'f'"),
@@ -189,6 +241,14 @@ def test_a_strict_schema_that_cannot_be_held_to_is_refused_and_another_is_any_ob
         qwen3_coder: "<function=f>\n<parameter=p>\nx\n</parameter>\n</function>",
     }
     assert ends(tokenizer, held, f"<tool_call>\n{text[parser]}\n</tool_call>") is True
+
+
+@pytest.mark.parametrize(
+    "name,value", [("response_format", {"type": "structural_tag"}), ("structured_outputs", {"structural_tag": "{}"})]
+)
+def test_tags_within_free_text_are_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=f"{name} asks for structural_tag; .* no parts of free text. Send tools with strict"):
+        read_answer({name: value})
 
 
 def test_a_grammar_of_llama_cpp_is_read():
