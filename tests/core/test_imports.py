@@ -22,6 +22,7 @@ ORDER = (
     "machine",
     "requirements",
     "packagings",
+    "rope_config",
     "config",
     "models.rope",
     "conversion.gguf.header",
