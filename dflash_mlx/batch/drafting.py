@@ -14,15 +14,18 @@ import mlx.core as mx
 
 from ..distribution import Distribution
 from ..kernels.layer_routes import attention
-from ..models.drafter import Attention, Drafter, block_mask
+from ..models.drafter import Attention, DecoderLayer, Drafter, block_mask
 from ..models.dspark import DSparkDrafter
 from ..rollback import append_window
 from .group_pass import GroupPass
 from .groups import Places, Seat, SlotKV, group_spans
 
-# What a kind of drafter may not do in its own way, to draft for several rows; DSpark's slots are known.
+# What a kind of drafter, its layers and their attention may not do in their own way, to draft for several rows; DSpark's slots
+# are known.
 _OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
 _OWN |= dict.fromkeys(("slots", "mask_rows"), (Drafter, DSparkDrafter))
+_OF_LAYERS = {"__call__": (DecoderLayer,), "own_context": (DecoderLayer,)}
+_OF_ATTENTION = dict.fromkeys(("__call__", "inject", "attend", "weigh"), (Attention,))
 
 
 @dataclass
@@ -46,7 +49,11 @@ class RowDraft:
 
 def can_draft_rows(drafter: Drafter) -> bool:
     """Whether `draft_rows` does what the drafter does for one row."""
-    return all(getattr(type(drafter), name) in [getattr(kind, name) for kind in kinds] for name, kinds in _OWN.items())
+    layer = drafter.layer_class
+    parts = ((type(drafter), _OWN), (layer, _OF_LAYERS), (layer.attention_class, _OF_ATTENTION))
+    return all(
+        getattr(part, name) in [getattr(kind, name) for kind in kinds] for part, own in parts for name, kinds in own.items()
+    )
 
 
 def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: int | None) -> tuple[mx.array, mx.array | None]:
@@ -58,7 +65,7 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
     block_size -= from_anchor
     anchors = mx.array([row.anchor for row in rows], dtype=mx.int32)
     masks = mx.full((len(rows), block_size - 1), drafter.config.mask_token_id, dtype=mx.int32)
-    h = drafter._embed(mx.concatenate([anchors[:, None], masks], axis=1))
+    h = drafter.embed_block(mx.concatenate([anchors[:, None], masks], axis=1))
     context = drafter.context(_joined([row.features for row in rows], 1))
     places = _Places(rows, block_size)
     for i, layer in enumerate(drafter.layers):
