@@ -4,8 +4,8 @@
 #   2 the built wheel, from an empty directory: the first command of README, then the quick tests
 #   3 an editable install: the slow tests
 #   4 what convert writes, read by the oldest transformers and mlx-lm that are declared (1 to 3 have the newest)
-#   5 on every other interpreter of 3.11 to 3.14 that is here: the same first command and a part of the quick tests (PART below);
-#     for those that are not here: all dependencies as wheels
+#   5 on every other interpreter of 3.11 to 3.14 that is here: the same first command and a part of the quick tests (PART below),
+#     with MLX's own products (tests/support/products.py); for those that are not here: all dependencies as wheels
 # PYTHON names the interpreter of 1 to 3 (default: python3.11). ONLY=quick stops after 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -66,7 +66,7 @@ for version in 3.11 3.12 3.13 3.14; do
     echo "== Python $version"
     "$found" -m venv "$work/$version"
     "$work/$version/bin/pip" install -q "$wheel[cpu,train,dev]"
-    quick "$work/$version" "${PART[@]/#/$repo/tests/}"
+    DFLASH_MLX_TEST_PRODUCTS=mlx quick "$work/$version" "${PART[@]/#/$repo/tests/}"
   else
     echo "== Python $version is not here: its wheels"
     python scripts/wheels.py "$version" "$work/wheels"

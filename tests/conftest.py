@@ -1,5 +1,9 @@
 """Fixtures that several test files share; makers and checks are in kit.py."""
 
+# First: it has to be loaded before MLX.
+import products  # noqa: F401
+
+# isort: split
 import os
 from pathlib import Path
 

@@ -337,7 +337,7 @@ def test_logprobs_equal_plain_decodings(pair):
     theirs = plain(model, tokenizer, "import os", max_tokens=30)
     for a, b in zip(got, theirs, strict=True):
         assert a.logprobs.shape == b.logprobs.shape == (1536,) and a.logprobs.dtype == b.logprobs.dtype
-        # float32, many rows against one: bit-equal with OpenBLAS, nearly so with others.
+        # float32, many rows against one: bit-equal with the reference BLAS, nearly so with others.
         assert mx.allclose(a.logprobs, b.logprobs, rtol=0, atol=tolerance()).item()
         assert mx.argmax(a.logprobs).item() == a.token
 

@@ -156,7 +156,7 @@ class Oracle(Drafter):
         held = {entry.offset for entry in cache}
         if held != {start}:
             raise AssertionError(f"context starts at row {start}, the drafter's cache holds {held}")
-        # float32; one row and many are bit-equal with OpenBLAS, nearly so with others.
+        # float32; one row and many are bit-equal with the reference BLAS, nearly so with others.
         near = tolerance()
         if not mx.allclose(features[0], self._features[start : start + rows], rtol=near, atol=near).item():
             raise AssertionError(f"context rows {start}..{start + rows - 1} are not the target's states there")

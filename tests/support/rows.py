@@ -2,8 +2,9 @@
 
     python tests/support/rows.py     says so; exit status 0 either way
 
-MLX hands float products to the CPU's BLAS: OpenBLAS on Linux, Accelerate on a Mac. Whether that adds a row up in the same order
-alone and among others is its own affair. Tests marked `rows_equal` need it and are skipped by that name where it is not so.
+MLX hands float products to the CPU's BLAS: the reference BLAS on Linux, Accelerate on a Mac. Whether that adds a row up in the
+same order alone and among others is its own affair. Tests marked `rows_equal` need it and are skipped by that name where it is
+not so.
 
 DFLASH_MLX_TEST_ROWS=differ   makes this CPU one whose rows differ in their last places, to see which tests need the mark
 """

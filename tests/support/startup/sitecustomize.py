@@ -1,4 +1,4 @@
-"""Run by Python at its start where the tests' environment puts it on the path: MLX gets the device of the tests."""
+"""Run by Python at its start where the tests' environment puts it on the path: MLX gets the tests' device and products."""
 
 import importlib.util
 import os
@@ -6,12 +6,17 @@ import sys
 
 
 class DeviceChooser:
-    """Finds mlx.core as the others do, and chooses the device after it was run."""
+    """Finds mlx.core as the others do, loads the products before it and chooses the device after it was run."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mlx.core":
             return None
         sys.meta_path.remove(self)
+        products = os.environ.get("DFLASH_MLX_TEST_PRODUCTS", "mlx")
+        if products != "mlx":
+            import ctypes
+
+            ctypes.CDLL(products, ctypes.RTLD_GLOBAL)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
