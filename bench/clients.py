@@ -29,7 +29,7 @@ from peers import machine_dtype, written_target  # noqa: E402
 from prefill import cpu_seconds, report, server  # noqa: E402
 
 from dflash_mlx.pairs.builtin import builtin_path  # noqa: E402
-from dflash_mlx.tools.bench import machine  # noqa: E402
+from dflash_mlx.tools.place import machine  # noqa: E402
 
 SIDES, PROMPTS = ("mlx-lm", "ours"), 8
 FIGURES = {"tokens_per_second": "over", "tokens_per_cpu_second": "cpu_over", "latest_first_s": "first_over"}

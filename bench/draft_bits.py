@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from dflash_mlx import load, load_drafter, stream_generate
     from dflash_mlx.models.target import Target
     from dflash_mlx.text import encode
-    from dflash_mlx.tools.bench import builtin_prompts, read_prompts
+    from dflash_mlx.tools.bench_prompts import builtin_prompts, read_prompts
 
     model, tokenizer = load(args.model)
     drafters = {bits: load_drafter(args.draft_model, model, bits=bits) for bits in BITS}

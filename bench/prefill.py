@@ -35,7 +35,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer  # noqa: E402
 from peers import machine_dtype, written_target  # noqa: E402
 
 from dflash_mlx.pairs.builtin import builtin_path  # noqa: E402
-from dflash_mlx.tools.bench import machine  # noqa: E402
+from dflash_mlx.tools.place import machine  # noqa: E402
 
 SIDES = ("mlx-lm", "ours", "ours-plain")
 WORDS = (

@@ -200,6 +200,12 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
         raise SystemExit(130)
 
 
+BatchRows = Annotated[
+    str | None,
+    option(PLAN, help="Time many prompts at once: numbers of rows, comma-separated, as 1,4,8. --temp is 0 by default then."),
+]
+
+
 @sampling_options(leave_out=("temp", "seed"))
 def bench(
     model: Model = None,
@@ -223,6 +229,7 @@ def bench(
             PLAN, min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
         ),
     ] = None,
+    batch: BatchRows = None,
     block_size: BlockSize = None,
     seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
     out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is kept up to date.")] = None,
@@ -261,20 +268,20 @@ def bench(
             print(wrapped(b.compare(*(b.read_record(path) for path in compare), columns_of(stdout)), stdout), file=stdout)
             return
         _check_bench(asked)
-        if plot:
-            b.check_plot()
         record = _bench(asked, b)
         print(json.dumps(record) if as_json else wrapped(b.table(record, columns_of(stdout)), stdout), file=stdout)
-        _draw(record, plot, html, b)
+        _draw(record, plot, html)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
     if b.faults(record):
         raise SystemExit(1)
 
 
-def _draw(record: dict[str, Any], plot: str | None, html: str | None, b: Any) -> None:
+def _draw(record: dict[str, Any], plot: str | None, html: str | None) -> None:
     if plot:
-        b.plot(record, plot)
+        from ..tools.bench_plot import plot as draw
+
+        draw(record, plot)
     if html:
         from ..tools.bench_page import write_page
 
@@ -300,12 +307,26 @@ def _check_bench(asked: SimpleNamespace) -> None:
         raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")
     if asked.max_tokens is not None and asked.max_tokens < 2:
         raise refuse("--max-tokens", f"it is {asked.max_tokens}; a speed needs at least 2 tokens")
+    if _rows(asked.batch) and asked.plot:
+        raise refuse("--plot", "it draws one answer at a time; --html draws many at once")
+    if asked.plot:
+        from ..tools.bench_plot import check_plot
+
+        check_plot()
     if asked.seed is not None and not 0 <= asked.seed < 1 << 31:
         raise refuse("--seed", f"it is {asked.seed}; give a number from 0 to {(1 << 31) - 1}")
     for temp in asked.temp or (1.0,):
         refuse_without_effect(SamplingSettings(temp=temp, **asked.sampling), asked.sampling) if temp else None
     if asked.temp and not any(asked.temp):
         refuse_without_effect(SamplingSettings(temp=0, **asked.sampling), asked.sampling)
+
+
+def _rows(text: str | None) -> tuple[int, ...]:
+    """What --batch says."""
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if text is not None and not (parts and all(part.isdecimal() and int(part) for part in parts)):
+        raise refuse("--batch", f"it is {text!r}; give numbers of rows from 1 on, as 1,4,8")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 @live("Starting")
@@ -323,6 +344,7 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     if asked.kernels:
         _ask_for_kernels(asked.kernels)
     from ..memory import RunSize
+    from ..tools.bench_prompts import read_prompts
 
     run = lambda tokenizer: RunSize(max(asked.context or [0]) + inputs.CONTEXT)  # noqa: E731
     bits = DraftBits.none if asked.dense else asked.draft_bits
@@ -333,10 +355,10 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
         target = f"{target} with {asked.adapter_path}"
     if asked.dense:
         lm, draft = _dense(asked, lm, drafter)
-    own = b.read_prompts(asked.prompts, tokenizer.has_chat_template) if asked.prompts else None
+    own = read_prompts(asked.prompts, tokenizer.has_chat_template) if asked.prompts else None
     plan = b.Plan(
         kinds=tuple(kind.strip() for kind in asked.kinds.split(",")) if asked.kinds else (),
-        temps=tuple(dict.fromkeys(asked.temp)) if asked.temp else b.Plan.temps,
+        temps=tuple(dict.fromkeys(asked.temp)) if asked.temp else (0.0,) if asked.batch else b.Plan.temps,
         # On a CPU a prompt of 1,024 tokens can take a minute.
         contexts=tuple(dict.fromkeys(asked.context or ([0] if own or b.machine()["device"] == "cpu" else [0, 1024]))),
         max_tokens=asked.max_tokens or 128,
@@ -345,6 +367,7 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
         seed=asked.seed or 0,
         sampling=asked.sampling,
         hopeless=asked.hopeless,
+        batch=_rows(asked.batch),
     )
     if asked.seed is not None and not any((*plan.temps, *plan.contexts)):
         say("--seed has no effect at temperature 0 without --context: nothing is drawn.")

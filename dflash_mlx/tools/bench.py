@@ -17,36 +17,32 @@ from __future__ import annotations
 
 import datetime
 import gc
-import hashlib
+import itertools
 import json
-import os
-import platform
-import random
 import statistics
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx.utils import tree_flatten
 
-from ..errors import DFlashError
 from ..generation import stream_generate
 from ..kernels.autotune import try_waiting
-from ..machine import chip, machine_bytes, switches_set, write_atomically
+from ..machine import switches_set, write_atomically
 from ..models.target import Target
 from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
 from ..stats import is_off
+from . import bench_batch
+from .bench_batch import BatchSides
+from .bench_prompts import BenchError, Prompts, builtin_prompts
 from .columns import align, count
+from .place import bits_of, kernels, machine, versions, weights_of
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
@@ -55,16 +51,13 @@ _WARM_UP_TOKENS = 64
 _EARLY = 64
 
 
-class BenchError(DFlashError, ValueError):
-    """Prompts or records that cannot be used."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is run.
 
     kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the draft-length policy choose.
-    hopeless: drafts that are never right. sampling: more fields of `SamplingSettings`, for both sides.
+    hopeless: drafts that are never right. sampling: more fields of `SamplingSettings`, for both sides. batch: so many prompts
+    at once instead of one (`bench_batch`); () for one.
     """
 
     kinds: tuple[str, ...] = ()
@@ -76,65 +69,7 @@ class Plan:
     seed: int = 0
     hopeless: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts by kind, and what the text before a prompt of a long context is made of."""
-
-    source: str
-    kinds: Mapping[str, Sequence[str]]
-    before: Mapping[str, Any]
-
-    def text(self, kind: str, number: int) -> str:
-        return self.kinds[kind][number % len(self.kinds[kind])]
-
-    def filler(self, tokens: int, count: Callable[[str], int], seed: int) -> str:
-        """About `tokens` tokens of text, the same for a seed everywhere; `count` says how many tokens a text has."""
-        rng, parts, left = random.Random(seed), [self.before["opening"]], tokens
-        while left > 0:
-            words = {name: rng.choice(values) for name, values in self.before["words"].items()}
-            line = Template(rng.choice(self.before["lines"])).substitute(words, n=rng.randint(2, 99), m=rng.randint(2, 12)) + "\n"
-            parts.append(line)
-            left -= count(line)
-        return "".join([*parts, self.before["closing"]])
-
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps([self.kinds, self.before], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def builtin_prompts(chat: bool) -> Prompts:
-    """The package's own prompts: questions, or beginnings of Python source for a model without a chat template."""
-    name = "chat" if chat else "source"
-    raw = json.loads(resources.files("dflash_mlx").joinpath(f"prompts/{name}.json").read_text(encoding="utf-8"))
-    return Prompts(f"built-in {name}", raw["kinds"], raw["before"])
-
-
-def read_prompts(path: str, chat: bool) -> Prompts:
-    """A user's file: JSON lines {"prompt": ..., "kind": ...}, kind optional, or one plain prompt a line.
-
-    Raises:
-      BenchError: the file holds no prompt, or a line of it is JSON without one.
-    """
-    kinds: dict[str, list[str]] = {}
-    for number, line in enumerate(Path(path).expanduser().read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        one = {"prompt": line}
-        if line.lstrip().startswith("{"):
-            try:
-                one = json.loads(line)
-            except ValueError as error:
-                raise BenchError(f"line {number} of {path} is no JSON: {error}", "Correct it") from None
-        text, kind = one.get("prompt"), one.get("kind", "own")
-        if not isinstance(text, str) or not text or not isinstance(kind, str):
-            raise BenchError(
-                f'line {number} of {path} is {line[:60]!r}; it must be {{"prompt": TEXT, "kind": NAME}}', "Correct it"
-            )
-        kinds.setdefault(kind, []).append(text)
-    if not kinds:
-        raise BenchError(f"{path} holds no prompts", "Write one a line")
-    return Prompts(str(path), kinds, builtin_prompts(chat).before)
+    batch: tuple[int, ...] = ()
 
 
 class Bench:
@@ -170,8 +105,10 @@ class Bench:
                 f"{', '.join(self.prompts.kinds)}",
                 "Choose among these",
             )
-        kinds = plan.kinds or tuple(self.prompts.kinds)
-        self.cells = [(kind, temp, context) for context in plan.contexts for temp in plan.temps for kind in kinds]
+        self.kinds = kinds = plan.kinds or tuple(self.prompts.kinds)
+        self.batches = BatchSides(model, tokenizer, drafter, plan, kinds, self.ids) if plan.batch else None
+        one = [(kind, temp, context) for context in plan.contexts for temp in plan.temps for kind in kinds]
+        self.cells = self.batches.cells() if self.batches else one
         self._fillers: dict[tuple[int, int], str] = {}
         self.record: dict[str, Any] = {
             "what": "dflash-mlx bench",
@@ -190,6 +127,7 @@ class Bench:
             "cold": {},
             "warm_up_s": None,
             "runs": [],
+            **({"batches": []} if self.batches else {}),
             "ended": "unfinished",
         }
 
@@ -208,7 +146,11 @@ class Bench:
                     if self.max_seconds is not None and start - began + longest > self.max_seconds:
                         record["ended"] = "out of time"
                         return record
-                    record["runs"].append(self._pair(cell, trial, first=SIDES[(trial + i) % 2]))
+                    first = SIDES[(trial + i) % 2]
+                    if self.batches:
+                        record["batches"].append(self.batches.pair(cell, trial, sorted(SIDES, key=lambda side: side != first)))
+                    else:
+                        record["runs"].append(self._pair(cell, trial, first))
                     longest = max(longest, time.perf_counter() - start)
                 if trial == 0 and self.plan.trials > 1:
                     left = (time.perf_counter() - warm) * (self.plan.trials - 1)
@@ -220,21 +162,25 @@ class Bench:
         finally:
             record["kernels"] = kernels()
             record["summary"] = summarise(record["runs"])
+            if self.batches:
+                record["batch_summary"] = bench_batch.summarise(record["batches"])
             self.keep(record)
         return record
 
     def _warm_up(self) -> None:
-        """The first run of each side goes into `cold`; then one short run of each side for every context and temperature."""
+        """The first run of each side goes into `cold`; then a short run of each for every context, temperature and row count."""
         began = time.perf_counter()
         tell("Warming up")
-        for side in SIDES:
-            self.record["cold"][side] = self._run(side, self.cells[0], 0)[0]
-        seen = set()
-        for kind, temp, context in self.cells:
-            if (temp, context) not in seen:
-                seen.add((temp, context))
+        short = min(self.plan.max_tokens, _WARM_UP_TOKENS)
+        if self.batches:
+            for side, cell in itertools.product(SIDES, self.cells):
+                self.batches.run(side, cell, 0, short)
+        else:
+            for side in SIDES:
+                self.record["cold"][side] = self._run(side, self.cells[0], 0)[0]
+            for temp, context in dict.fromkeys((temp, context) for _, temp, context in self.cells):
                 for side in SIDES:
-                    self._run(side, (kind, temp, context), 0, min(self.plan.max_tokens, _WARM_UP_TOKENS))
+                    self._run(side, (self.kinds[0], temp, context), 0, short)
         # Else they came after measured answers, inside of their time.
         if self.drafter is not None:
             self.drafter.pair.finish_measuring()
@@ -376,75 +322,12 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
-# What the record says of the place it was made in.
-
-
-def machine() -> dict[str, Any]:
-    """Chip, memory, system, and how busy the machine is with other things."""
-    gpu = mx.default_device() != mx.cpu
-    return {
-        "chip": (mx.device_info().get("device_name") if gpu else None) or chip(),
-        "device": "gpu" if gpu else "cpu",
-        "memory_gb": round(machine_bytes() / 1e9, 1),
-        "cpu": chip(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes; with the commit where the package lies in a checkout."""
-    from ..conversion.report import versions as installed
-
-    found, root = installed(), Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():
-        git = ["git", "-C", str(root)]
-        try:
-            commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-            changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-        except OSError:
-            return found
-        if commit:
-            found["commit"] = commit[:12] + (" and changes" if changed else "")
-    return found
-
-
 def chat_ids(tokenizer: Any, text: str) -> list[int]:
     """A user's message as a prompt, through the chat template where there is one."""
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
     messages = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
-
-
-def bits_of(model: nn.Module) -> list[int]:
-    """Bits of a model's quantized layers; [] if it has none."""
-    return sorted({m.bits for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))})
-
-
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    """How the target's weights lie in memory: bits of its quantized layers ([] if none), type of activations, size."""
-    dtype = Target(model).embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
-    return {
-        "bits": bits_of(model),
-        "dtype": str(dtype).removeprefix("mlx.core."),
-        "gb": float(f"{sum(a.nbytes for _, a in tree_flatten(model.parameters())) / 1e9:.3g}"),
-    }
-
-
-def kernels() -> dict[str, Any]:
-    """What the user asked of our kernels, and this machine's result for each shape that was tried."""
-    from ..kernels import autotune
-
-    asked = autotune.setting()
-    return {
-        "asked": asked if isinstance(asked, str) else sorted(asked),
-        "verdicts": [asdict(result) for result in autotune.results()],
-    }
-
-
-# From pairs to figures.
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -522,6 +405,8 @@ def header(record: Mapping[str, Any]) -> str:
 
 def table(record: Mapping[str, Any], width: int | None = None) -> str:
     """A record for people; width: columns of their terminal."""
+    if "batch_summary" in record:
+        return "\n".join([header(record), "", *bench_batch.table(record["batch_summary"], width), "", *notes(record)])
     speeds = [["kind", "T", "prompt", "mlx-lm", "DFlash", "speed-up", "tokens a round", "same"]]
     rest = [["kind", "T", "prompt", "first token, s", "memory, GB", "copied", "drafts verified"]]
     for row in record["summary"]:
@@ -544,16 +429,19 @@ def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return (run["temp"], run["context"]) == (row["temp"], row["context"])
 
 
+_MEANINGS = (
+    "Tokens/s of decoding, first token to last; pairs run by turns; medians (least-largest); all: the geometric mean of the "
+    "kinds.",
+    "tokens a round: drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. "
+    "same: answers with mlx-lm's text.",
+    "In pairs, mlx-lm before DFlash. copied: checks of drafts that were copied from the text. drafts verified: in a pass, plain "
+    "ones included.",
+)
+
+
 def notes(record: Mapping[str, Any]) -> list[str]:
     """What the figures mean, how the run ended, cold figures, and every text that was not mlx-lm's."""
-    lines = [
-        "Tokens/s of decoding, first token to last; pairs run by turns; medians (least-largest); all: the geometric "
-        "mean of the kinds.",
-        "tokens a round: drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. "
-        "same: answers with mlx-lm's text.",
-        "In pairs, mlx-lm before DFlash. copied: checks of drafts that were copied from the text. drafts verified: in a pass, "
-        "plain ones included.",
-    ]
+    lines = list(bench_batch.MEANINGS if "batches" in record else _MEANINGS)
     cold = record["cold"]
     if all(side in cold for side in SIDES):
         lines.append(
@@ -572,11 +460,12 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         lines.append(f"A pass and its drafts, plain ones included, took {took}.")
     if record["ended"] != "complete":
         s = record["settings"]
-        planned = s["trials"] * len(s["kinds"]) * len(s["temps"]) * len(s["contexts"])
-        lines.append(f"This run is {record['ended']}: {len(record['runs'])} of {count(planned, 'pair')}.")
+        planned = s["trials"] * len(s.get("batch") or s["kinds"]) * len(s["temps"]) * len(s["contexts"])
+        done = len(record["runs"]) + len(record.get("batches", ()))
+        lines.append(f"This run is {record['ended']}: {done} of {count(planned, 'pair')}.")
     if looped := sum(run["loops"] for run in record["runs"]):
         lines.append(f"Answers that end in a loop: {looped}.")
-    lines += _chosen(record)
+    lines += _chosen(record) + bench_batch.notes(record.get("batches", ()))
     for run in record["runs"]:
         if run["differs_at"] is not None:
             near = f", {run['margin']:.3g} nats apart" if "margin" in run else ""
@@ -584,7 +473,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
             lines.append(f"Text differs from mlx-lm's at token {run['differs_at']}{near} ({where}).")
     if faults(record):
         lines.append("In float32 on a CPU that is a fault of this program: please report it.")
-    elif any(run["differs_at"] is not None for run in record["runs"]):
+    elif _differing(record):
         lines.append("A pass over many rows may round otherwise than a pass over one row and flip a near tie.")
     return lines
 
@@ -609,7 +498,12 @@ def _chosen(record: Mapping[str, Any]) -> list[str]:
 def faults(record: Mapping[str, Any]) -> int:
     """Texts that differ where rounding cannot be the reason: float32 on a CPU."""
     exact = record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
-    return sum(run["differs_at"] is not None for run in record["runs"]) if exact else 0
+    return _differing(record) if exact else 0
+
+
+def _differing(record: Mapping[str, Any]) -> int:
+    """Texts that are not mlx-lm's."""
+    return sum(run["differs_at"] is not None for run in record["runs"]) + bench_batch.differing(record.get("batches", ()))
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
@@ -643,7 +537,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], width: int | None = None
     pairs += [("drafter_sha256", *(record.get("drafter_sha256", "not recorded") for record in (a, b)))]
     pairs += [(k, a["versions"].get(k), b["versions"].get(k)) for k in {**a["versions"], **b["versions"]}]
     pairs += [("machine", a["machine"]["chip"], b["machine"]["chip"]), ("ended", a["ended"], b["ended"])]
-    lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y]
+    # A setting that an older record lacks was not there to set.
+    lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y and (x or y)]
     of_b = {(row["kind"], row["temp"], row["context"]): row for row in b["summary"]}
     both = [(x, of_b[cell]) for x in a["summary"] if (cell := (x["kind"], x["temp"], x["context"])) in of_b]
     rows = [["kind", "T", "context", "mlx-lm A/B", "DFlash A/B", "speed-up A/B", "B/A", "tokens a round A/B"]]
@@ -655,60 +550,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], width: int | None = None
         rows.append([x["kind"], f"{x['temp']:g}", str(x["context"]), *speeds, *ups, taus])
     if not any(x["context"] for x, _ in both):
         rows = [[*row[:2], *row[3:]] for row in rows]
-    lines += align(rows, width) if both else ["No cell is in both."]
+    batches = bench_batch.compare(*(record.get("batch_summary", ()) for record in (a, b)), width)
+    lines += [*(align(rows, width) if both else []), *batches] or ["No cell is in both."]
     return "\n".join(lines)
-
-
-def plot(record: Mapping[str, Any], path: str | Path) -> None:
-    """Speed-up by kind as a PNG: a bar for every temperature and context, whiskers from the least to the largest.
-
-    Raises:
-      BenchError: matplotlib is missing, or the record holds no figures.
-    """
-    figure, axes = _pyplot().subplots(figsize=(9, 4.5), layout="constrained")
-    rows = record["summary"]
-    if not rows:
-        raise BenchError("this record holds no figures to plot", "Let the benchmark run longer")
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    series = list(dict.fromkeys((row["temp"], row["context"]) for row in rows))
-    bar = 0.8 / len(series)
-    for i, (temp, context) in enumerate(series):
-        of = {row["kind"]: row for row in rows if (row["temp"], row["context"]) == (temp, context)}
-        at = [kinds.index(kind) + (i - (len(series) - 1) / 2) * bar for kind in of]
-        ups = [row["speedup"] for row in of.values()]
-        spread = [
-            [up - row["low"] for up, row in zip(ups, of.values(), strict=True)],
-            [row["high"] - up for up, row in zip(ups, of.values(), strict=True)],
-        ]
-        label = f"T = {temp:g}" + (f", {context:,} tokens before" if context else "")
-        axes.bar(at, ups, bar * 0.92, yerr=spread, capsize=2, error_kw={"linewidth": 0.8}, label=label)
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(kinds)), kinds)
-    axes.set_ylabel("decoding, times mlx-lm")
-    axes.set_title(header(record).splitlines()[0], fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    _pyplot().close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise BenchError("a plot needs matplotlib, which is not installed", "Run: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def check_plot() -> None:
-    """Find out before a long run whether `plot` will work at its end.
-
-    Raises:
-      BenchError: matplotlib is missing.
-    """
-    _pyplot()
 
 
 def write_record(record: Mapping[str, Any], path: str | Path) -> None:

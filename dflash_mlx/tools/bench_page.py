@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import write_atomically
-from . import svg
+from . import bench_batch, svg
 from .bench import header, notes
+from .columns import count
 
 # Points of a line at most; more rounds are averaged.
 _POINTS = 120
@@ -29,7 +30,11 @@ def page(record: Mapping[str, Any]) -> str:
     """The whole page as text."""
     title = f"{record['model']} with {record['draft_model']}"
     parts = [f"<p>{escape(line)}</p>" for line in header(record).splitlines()]
-    parts += [_speed_ups(record), _figures(record), _acceptance(record), _widths(record), _memory(record), _machine(record)]
+    if "batches" in record:
+        parts += _batches(record["batch_summary"])
+    else:
+        parts += [_speed_ups(record), _figures(record), _acceptance(record), _widths(record), _memory(record)]
+    parts.append(_machine(record))
     parts += [f"<p>{escape(note)}</p>" for note in notes(record)]
     # "</script>" in a name must not end the element.
     inside = json.dumps(record).replace("<", "\\u003c")
@@ -126,6 +131,16 @@ def _memory(record: Mapping[str, Any]) -> str:
         peaks = [max(run[side]["peak_memory_gb"] for run in record["runs"] if run["kind"] == kind) for kind in kinds]
         series[name] = [(peak, peak, peak) for peak in peaks]
     return svg.bars("Peak memory", "GB (1e9 bytes) that MLX held at most in an answer", kinds, series)
+
+
+def _batches(summary: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A picture a temperature and context, tokens/s by rows; then all figures."""
+    for temp, context in dict.fromkeys((row["temp"], row["context"]) for row in summary):
+        of = [row for row in summary if (row["temp"], row["context"]) == (temp, context)]
+        series = {name: [(row[f"{side}_tps"],) * 3 for row in of] for side, name in (("mlx_lm", "mlx-lm"), ("dflash", "DFlash"))}
+        about = f"tokens/s of all rows together, prompts included; {_name(temp, context)}"
+        yield svg.bars("Many prompts at once", about, [count(row["rows"], "row") for row in of], series)
+    yield svg.rows(bench_batch.HEAD, [bench_batch.shown(row) for row in summary])
 
 
 def _machine(record: Mapping[str, Any]) -> str:

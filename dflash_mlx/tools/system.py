@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..machine import mac_says
 from ..requirements import machine_fault
-from .bench import machine
+from .place import machine
 
 _WHEELS = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
 # The first GPU with matrix units of its own (M5), and the first wheel that uses them.
@@ -23,7 +23,7 @@ _MATRIX_UNITS, _THEIR_WHEEL = 17, 26
 
 
 def facts() -> dict[str, Any]:
-    """What `bench.machine` says, and: architecture, working set, cores by kind, macOS, Python's build, wheels, power, heat."""
+    """What `place.machine` says, and: architecture, working set, cores by kind, macOS, Python's build, wheels, power, heat."""
     gpu = mx.device_info(mx.Device(mx.gpu)) if mx.metal.is_available() or mx.cuda.is_available() else {}
     working_set = gpu.get("max_recommended_working_set_size")
     return machine() | {

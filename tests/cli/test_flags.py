@@ -156,6 +156,7 @@ VALUES = {
         "--kinds": ["code"],
         "--context": ["9"],
         "--trials": ["2"],
+        "--batch": ["1,4"],
         "--plot": ["P.png"],
         "--html": ["P.html"],
         "--compare": ["A.json", "B.json"],
@@ -293,8 +294,13 @@ def outcome(monkeypatch, tmp_path, pair):
     record = {"ended": "complete", "runs": []}
     stand_in("tools.bench.Bench", lambda *given: SimpleNamespace(go=lambda: given[7](record) or record))
     stand_in("tools.bench.write_record")
-    for name, result in (("table", "a table"), ("plot", None), ("check_plot", None), ("faults", [])):
-        stand_in(f"tools.bench.{name}", result)
+    for name, result in (
+        ("bench.table", "a table"),
+        ("bench.faults", []),
+        ("bench_plot.plot", None),
+        ("bench_plot.check_plot", None),
+    ):
+        stand_in(f"tools.{name}", result)
     stand_in("tools.bench_page.write_page")
     stand_in("tools.bench.compare", "two records")
     stand_in("tools.bench.read_record", {})

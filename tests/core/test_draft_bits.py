@@ -19,7 +19,7 @@ from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading import drafter_bytes, held_bits
 from dflash_mlx.memory import model_bytes
 from dflash_mlx.models.drafter import Drafter
-from dflash_mlx.tools.bench import bits_of
+from dflash_mlx.tools.place import bits_of
 
 
 def write_drafter(path, raw):

@@ -12,7 +12,7 @@ from screen import private_words
 
 from dflash_mlx.machine import switches_set
 from dflash_mlx.stats import is_off
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_plot, bench_prompts
 from dflash_mlx.tools.bench import Bench, BenchError, Plan
 
 TINY = ["--model", "tiny", "--draft-model", "tiny"]
@@ -186,7 +186,7 @@ def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apar
 def test_a_users_prompts_are_json_lines_or_plain_lines(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "one", "kind": "k"}\n\nplain text\n{"prompt": "two", "kind": "k"}\n')
-    got = bench.read_prompts(str(path), chat=True)
+    got = bench_prompts.read_prompts(str(path), chat=True)
     assert got.kinds == {"k": ["one", "two"], "own": ["plain text"]} and got.source == str(path)
 
 
@@ -204,19 +204,19 @@ def test_a_file_of_prompts_that_cannot_be_read_is_refused_by_line(tmp_path, text
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     with pytest.raises(BenchError, match=message):
-        bench.read_prompts(str(path), chat=True)
+        bench_prompts.read_prompts(str(path), chat=True)
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_packages_prompts_are_six_kinds_without_twice_the_same(chat):
-    kinds = bench.builtin_prompts(chat).kinds
+    kinds = bench_prompts.builtin_prompts(chat).kinds
     texts = [text for of in kinds.values() for text in of]
     assert len(kinds) == 6 and len(set(texts)) == len(texts) and min(map(len, kinds.values())) >= 4
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_long_contexts_text_has_its_length_and_is_the_same_for_a_seed(pair, chat):
-    prompts, count = bench.builtin_prompts(chat), lambda text: len(pair[1].encode(text))
+    prompts, count = bench_prompts.builtin_prompts(chat), lambda text: len(pair[1].encode(text))
     one = prompts.filler(300, count, seed=1)
     assert 300 <= count(one) < 380
     assert one == prompts.filler(300, count, seed=1) != prompts.filler(300, count, seed=2)
@@ -288,14 +288,14 @@ def test_a_record_is_read_back_and_its_plan_repeated(record, tmp_path):
 
 def test_a_plot_is_a_png(record, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.plot(record, tmp_path / "p.png")
+    bench_plot.plot(record, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(BenchError, match="pip install matplotlib"):
-        bench.check_plot()
+        bench_plot.check_plot()
 
 
 def test_the_table_has_a_line_a_cell_and_says_what_the_figures_are(record):
