@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing, nullcontext
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -53,6 +54,9 @@ class Chat:
     ):
         self.conversation, self.load, self.given, self.session, self.resumed = conversation, load, given, session, resumed
         self.stdin, self.stdout, self.stderr = stdin or sys.stdin, stdout or sys.stdout, stderr or sys.stderr
+        if isinstance(self.stdin, TextIOWrapper):
+            # Bytes that are no text come in as half surrogates in every locale.
+            self.stdin.reconfigure(errors="surrogateescape")
         self.interactive = self.stdin.isatty()
         # Whether Markdown could be drawn here, and whether it is.
         self.drawing = self.interactive and self.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")

@@ -120,7 +120,7 @@ def test_a_block_between_triple_quotes_is_one_message_and_bytes_that_are_no_text
         input='"""\nfirst\n\nsecond 👩‍🚀\n"""\n/save kept\n'.encode() + b"\xff\xfe\n",
         capture_output=True,
         timeout=120,
-        env=home,
+        env=home | {"PYTHONIOENCODING": "utf-8:strict"},  # as in a locale other than C
     )
     assert done.returncode == 0, done.stderr
     path = os.path.join(home["XDG_STATE_HOME"], "dflash-mlx", "sessions", "kept.json")
