@@ -24,7 +24,6 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
-from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,7 +34,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer  # noqa: E402
 from peers import machine_dtype, written_target  # noqa: E402
 
 from dflash_mlx.pairs.builtin import builtin_path  # noqa: E402
-from dflash_mlx.tools.place import machine  # noqa: E402
+from dflash_mlx.tools.place import machine, versions  # noqa: E402
 
 SIDES = ("mlx-lm", "ours", "ours-plain")
 WORDS = (
@@ -43,11 +42,11 @@ WORDS = (
 )
 
 
-def command(side: str, target: str, pair: str, port: int) -> list[str]:
+def command(side: str, target: str, drafter: str, port: int) -> list[str]:
     if side == "mlx-lm":
         return [sys.executable, "-m", "mlx_lm.server", "--model", target, "--port", str(port)]
-    drafter = ["--draft-model", pair] if side == "ours" else []
-    started = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--model", target, *drafter, "--port", str(port)]
+    drafts = ["--draft-model", drafter] if side == "ours" else []
+    started = [sys.executable, "-m", "dflash_mlx.cli.app", "serve", "--model", target, *drafts, "--port", str(port)]
     return [*started, "--dtype", machine_dtype()]
 
 
@@ -58,10 +57,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(side: str, target: str, pair: str, port: int, log: Path):
+def server(side: str, target: str, drafter: str, port: int, log: Path):
     """A server's process, once it answers."""
     with log.open("w") as file:
-        process = subprocess.Popen(command(side, target, pair, port), stdout=file, stderr=file)
+        process = subprocess.Popen(command(side, target, drafter, port), stdout=file, stderr=file)
         try:
             began = time.monotonic()
             while True:
@@ -135,26 +134,25 @@ def measure(given: argparse.Namespace) -> dict:
         servers = {}
         for side in given.sides:
             log, port = given.folder / f"{side}.log", free_port()
-            servers[side] = stack.enter_context(server(side, target, given.pair, port, log)), port
+            servers[side] = stack.enter_context(server(side, target, given.draft_model or given.pair, port, log)), port
         for length in given.lengths:
             for trial in range(-1, given.trials):
-                # The first one compiles kernels and is not counted.
+                # The first one compiles kernels, of which long prompts have others, and is not counted.
                 order = given.sides if trial % 2 else given.sides[::-1]
-                tokens, number = (length if trial >= 0 else min(length, 300)), number + 1
-                prompt = prompt_of(tokens, tokenizer, number)
+                number += 1
+                prompt = prompt_of(length, tokenizer, number)
                 for side in order:
                     run = ask(*servers[side], target, prompt)
                     print(side, length, trial, run, flush=True)
                     if trial >= 0:
                         runs.append({"side": side, "length": length, "trial": trial, **run})
-    versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm", "dflash-mlx")}
     return {
         "what": "bench/prefill.py",
         "pair": given.pair,
         "dtype": machine_dtype(),
         "dense": given.dense,
         "machine": machine(),
-        "versions": versions,
+        "versions": versions(),
         "summary": summarise(runs),
         "runs": runs,
     }
@@ -171,6 +169,7 @@ def report(record: dict, out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", default="smollm2")
+    parser.add_argument("--draft-model", help="another drafter than the pair's")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--folder", type=Path, required=True, help="where the target is written out, and logs")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 8000])

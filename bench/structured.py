@@ -13,9 +13,12 @@ import statistics
 import sys
 from pathlib import Path
 
+import mlx.core as mx
+
 from dflash_mlx import load, load_drafter, stream_generate
 from dflash_mlx.constraint import json_schema
 from dflash_mlx.sampling import Distribution
+from dflash_mlx.train.start import dense
 
 # What is checked of formats: Python knows no year 0, which dates may have.
 FORMATS = ("email", "uuid", "ipv4")
@@ -66,6 +69,7 @@ def speed(pair, names, runs):
                 options = {"constraint": json_schema(SCHEMAS[name]["schema"])} if kind == "held" else {}
                 got = answer(pair, name, 96, sampler=Distribution(1.0), seed=turn, **options)
                 tokens, seconds = tokens + len(got), seconds + len(got) / got[-1].generation_tps
+            print(f"turn {turn}, {kind}: {tokens / seconds:.1f} tokens/s", flush=True)
             if turn:
                 tps[kind].append(tokens / seconds)
     return tps
@@ -78,11 +82,16 @@ def main():
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--dense", action="store_true", help="dequantize the target and the drafter: bfloat16")
     asked = parser.parse_args()
     model, tokenizer = load(asked.pair)
-    pair = model, tokenizer, load_drafter(asked.pair, model)
+    if asked.dense:
+        model = dense(model, mx.bfloat16)
+    drafter = load_drafter(asked.pair, model)
+    pair = model, tokenizer, dense(drafter, mx.bfloat16) if asked.dense else drafter
     if asked.speed:
-        tps = speed(pair, [name for name in SCHEMAS if "written" in SCHEMAS[name]["source"]], 5)
+        tps = speed(pair, [name for name in SCHEMAS if "written" in SCHEMAS[name]["source"]], asked.turns)
         for kind, values in tps.items():
             print(f"{kind}: median {statistics.median(values):.1f} tokens/s of {[round(value, 1) for value in values]}")
         return 0
