@@ -19,7 +19,7 @@ from acceptance_rules import paired
 from dflash2_tiny import answers, measure, tau
 
 from dflash_mlx import load
-from dflash_mlx.tools.bench import machine
+from dflash_mlx.tools.place import machine
 from dflash_mlx.train.start import dense
 
 
