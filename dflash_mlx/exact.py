@@ -7,8 +7,8 @@ text's first token, by MLX's own operations; rows behind the last such border ar
     prompt        |---- step ----|---- step ----|- 16 -|- 16 -|- 9 -| a
     bits          of the chunk's tokens          of a row's own
 
-What cannot be honoured is refused here by name. On a CPU in float32 MLX's own operations are row-equal and nothing is routed.
-Before a pair's first exact answer its passes are compared (`row_differences`): a target that is not row-equal is refused.
+What cannot be honoured is refused here by name. Before a pair's first exact answer its passes are compared (`row_differences`):
+a target that is not row-equal is refused. On a CPU in float32 MLX's own operations mostly are, and then nothing is routed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,30 @@ from .pair import DFlashPair
 from .progress import tell
 from .prompt_cache import UNKNOWN, PairCache, is_pair_cache, trim_prompt_cache
 from .rollback import exact_windows, leaves
-from .row_differences import ROWS, first_difference
+from .row_differences import first_difference
 
 # Rows of a whole chunk. Those behind the last border, this many at most, take passes of 16 rows.
 STEP = 512
-# Rows that are compared before the first answer where no kernel runs.
+# Rows that are compared before the first answer where nothing is routed.
 _FEW_ROWS = (4,)
 
 
 class ExactTarget(Target):
-    """A target whose passes of up to 16 rows give each row the bits that it has alone."""
+    """A target whose passes of up to 16 rows give each row the bits that it has alone.
 
-    def __init__(self, model: nn.Module, layer_ids: Any = ()):
+    routed: False leaves all to MLX's own operations.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Any = (), routed: bool = True):
         super().__init__(model, layer_ids)
-        if not row_equal_here(model):
+        self.routed = routed
+        if routed:
             self.routes = ExactRoutes(model, own_class)
             self.states = StatefulModules(model, self.family, self.routes)
+
+    def again(self) -> ExactTarget:
+        """Another one like it, for a comparison that watches every call."""
+        return ExactTarget(self.model, self.layer_ids, self.routed)
 
     def __call__(
         self, ids: mx.array, cache: Any = None, point: Any = None, kernels: bool = False, eager: bool = False
@@ -77,8 +85,11 @@ class ExactTarget(Target):
             ) from None
 
 
-def row_equal_here(model: nn.Module) -> bool:
-    """Whether MLX's own operations are row-equal for this model: on a CPU, where all that is not packed is float32."""
+def may_be_row_equal(model: nn.Module) -> bool:
+    """Whether MLX's own operations may be row-equal for this model: on a CPU, where all that is not packed is float32.
+
+    Not of a window's keys, which lie in another order for one row once the ring has wrapped.
+    """
     floats = {a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating)}
     return mx.default_device() == mx.Device(mx.cpu) and not autotune.has_gpu() and floats <= {mx.float32}
 
@@ -101,7 +112,7 @@ class ExactPair(DFlashPair):
         with self._lock:
             self._renew()
             if self._proved is not self.target:
-                prove(self.target)
+                self.target = prove(self.target)
                 self._proved = self.target
             return self.target
 
@@ -237,14 +248,17 @@ def check_block(drafter: Drafter, block_size: int | None) -> None:
         )
 
 
-def prove(target: Target) -> None:
-    """Compare passes of the target with its passes of one row.
+def prove(target: ExactTarget) -> ExactTarget:
+    """Compare passes of the target with its passes of one row. Returns: it, or the same left to MLX where that is row-equal.
 
     Raises:
       GenerationError, KernelError: names the operation that differs, or the text that is missing.
     """
-    routed = isinstance(target.routes, ExactRoutes)
-    if routed:
-        tell("Comparing rows of exact passes")
-    if found := first_difference(target, ROWS if routed else _FEW_ROWS):
+    if may_be_row_equal(target.model):
+        unrouted = ExactTarget(target.model, target.layer_ids, routed=False)
+        if not first_difference(unrouted, _FEW_ROWS):
+            return unrouted
+    tell("Comparing rows of exact passes")
+    if found := first_difference(target):
         raise GenerationError(f"{target.family} cannot be served exactly: {found}", "Run it without exact")
+    return target

@@ -186,6 +186,10 @@ class Target:
         features = mx.concatenate(taps, axis=-1) if taps else final[0][..., :0]
         return TargetOutput(final[0], features, _array(out) if ids.size == 1 else None)
 
+    def again(self) -> Target:
+        """Another one like it."""
+        return Target(self.model, self.layer_ids)
+
     def prefill_rows(self, at: int, step: int | None, left: int) -> int:
         """How many of the `left` rows of a prompt from row `at` on a pass reads."""
         return min(step or 2048, left)

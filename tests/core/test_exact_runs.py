@@ -39,7 +39,8 @@ def test_no_drafter_and_any_block_give_the_same_bits(dtype):
     for block in (2, None):
         drafted = run(model, tiny_drafter(model), PROMPT, 20, exact=True, block_size=block)
         assert same(alone, bits_of(drafted)), block
-    assert isinstance(exact.ExactTarget(model).routes, ExactRoutes) == (dtype != mx.float32)
+    proved = exact.prove(exact.ExactTarget(model))
+    assert isinstance(proved.routes, ExactRoutes) == proved.routed == (dtype != mx.float32)
 
 
 def test_without_a_drafter_it_is_our_own_loop_and_drafts_nothing(pair):
