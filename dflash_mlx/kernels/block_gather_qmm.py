@@ -18,8 +18,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import autotune
-from .block_qmm import SIMDGROUPS, TOLERANCE, TYPES
+from . import autotune, unpack
+from .block_qmm import SIMDGROUPS, TOLERANCE, TYPES, chunk
 from .launch import Kernel
 from .trials import lazy
 
@@ -29,9 +29,8 @@ COLUMNS = 4
 _PAIRS = (1, 8, 32, 128)
 
 _SOURCE = """
-    constexpr int PER_WORD = 32 / BITS;
-    constexpr int CHUNK = 2 * PER_WORD;
-    constexpr uint MASK = (1u << BITS) - 1u;
+    constexpr int PER_WORD = 32 / BITS, PAIRS = 16 / BITS;
+    constexpr int WORDS = CHUNK / PER_WORD, VECTOR = WORDS < 4 ? 2 : 4;
     const int none = 0x7fffffff;
     const int K = x_shape[1], N = w_shape[1], P = indices_shape[0];
     const int share = P / x_shape[0];
@@ -69,26 +68,31 @@ _SOURCE = """
             for (int c = 0; c < COLS; ++c) sum[m][c] = 0.0f;
         }
         for (int k = lane * CHUNK; k < K; k += 32 * CHUNK) {
-            vec<uint, 2> packed[COLS];
+            uint packed[COLS][WORDS];
             float scale[COLS], bias[COLS];
             #pragma unroll
             for (int c = 0; c < COLS; ++c) {
                 // Columns beyond the last one repeat it; their sums are not stored.
                 const size_t n = expert * N + size_t(first + c < N ? first + c : N - 1);
-                packed[c] = ((const device vec<uint, 2>*)(w + n * words + k / PER_WORD))[0];
+                #pragma unroll
+                for (int j = 0; j < WORDS / VECTOR; ++j) {
+                    const vec<uint, VECTOR> some = ((const device vec<uint, VECTOR>*)(w + n * words + k / PER_WORD))[j];
+                    #pragma unroll
+                    for (int e = 0; e < VECTOR; ++e) packed[c][VECTOR * j + e] = some[e];
+                }
                 scale[c] = float(scales[n * groups + k / GROUP]);
-                bias[c] = float(biases[n * groups + k / GROUP]);
+                bias[c] = metal::fma(-word_base<BITS>(), scale[c], float(biases[n * groups + k / GROUP]));
             }
             #pragma unroll
-            for (int word = 0; word < 2; ++word) {
+            for (int word = 0; word < WORDS; ++word) {
                 float weight[COLS][PER_WORD];
                 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     #pragma unroll
-                    for (int j = 0; j < PER_WORD; ++j) {
-                        // q in the last bits of 2^23: a float without a conversion.
-                        const uint q = 0x4b000000u | ((packed[c][word] >> (j * BITS)) & MASK);
-                        weight[c][j] = metal::fma(as_type<float>(q) - 8388608.0f, scale[c], bias[c]);
+                    for (int p = 0; p < PAIRS; ++p) {
+                        const vec<half, 2> two = as_type<vec<half, 2>>(word_pair<BITS>(packed[c][word], p));
+                        weight[c][p] = metal::fma(float(two[0]), scale[c], bias[c]);
+                        weight[c][p + PAIRS] = metal::fma(float(two[1]), scale[c], bias[c]);
                     }
                 }
                 #pragma unroll
@@ -125,7 +129,9 @@ _SOURCE = """
     }
 """
 
-KERNEL = Kernel("block_gather_qmm", inputs=("x", "w", "scales", "biases", "indices"), outputs=("y",), source=_SOURCE)
+KERNEL = Kernel(
+    "block_gather_qmm", ("x", "w", "scales", "biases", "indices"), outputs=("y",), source=_SOURCE, header=unpack.HEADER
+)
 
 
 def block_gather_qmm_ops(
@@ -170,6 +176,7 @@ def prepare(
             ("ROWS", tile or (4 if 2 * pairs <= e else 8)),
             ("COLS", columns),
             ("SIMDGROUPS", SIMDGROUPS),
+            ("CHUNK", chunk(shape[-1])),
         ],
         grid=(groups * SIMDGROUPS * 32, pairs, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),

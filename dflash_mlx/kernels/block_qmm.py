@@ -1,13 +1,13 @@
 """x[M, K] times an affine-quantized W[N, K] for M = 1..16 rows: weights are read once, every row is what one row would be.
 
     a simd group                     lane 0      lane 1      ...  lane 31     lane 0 ...
-    takes COLS columns of W,    K -> [16 values] [16 values]      [16 values] [16 values]      4 bit; 8 values in 8 bit
+    takes COLS columns of W,    K -> [32 values] [32 values]      [32 values] [32 values]      16 where K leaves lanes idle
     its lanes split K
 
 Each lane unpacks a word of weights once and uses it for all rows; a row's sum runs over the lane's own values in order, then
 over the lanes. Neither order knows M, so rows are bit-identical between row counts.
 
-A second text, `block_qmm_tiles`, multiplies in matrix units, for 16-bit types: see tile_product.py. Knows arrays only.
+`block_qmm_tiles` multiplies in matrix units, for 16-bit types: row_tiles.py on Metal, tile_product.py on CUDA. Knows arrays only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import autotune
+from . import autotune, unpack
 from .launch import Kernel
+from .row_tiles import row_tiles
 from .tile_product import tile_product
 from .trials import lazy
 
@@ -37,9 +38,8 @@ TILE_TYPES = (mx.float16, mx.bfloat16)  # matrix units take these
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 _SOURCE = """
-    constexpr int PER_WORD = 32 / BITS;
-    constexpr int CHUNK = 2 * PER_WORD;
-    constexpr uint MASK = (1u << BITS) - 1u;
+    constexpr int PER_WORD = 32 / BITS, PAIRS = 16 / BITS;
+    constexpr int WORDS = CHUNK / PER_WORD, VECTOR = WORDS < 4 ? 2 : 4;
     const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
     const int lane = int(thread_index_in_simdgroup);
     const int first = (int(threadgroup_position_in_grid.x) * SIMDGROUPS + int(simdgroup_index_in_threadgroup)) * COLS;
@@ -53,26 +53,31 @@ _SOURCE = """
     }
 
     for (int k = lane * CHUNK; k < K; k += 32 * CHUNK) {
-        vec<uint, 2> packed[COLS];
+        uint packed[COLS][WORDS];
         float scale[COLS], bias[COLS];
         #pragma unroll
         for (int c = 0; c < COLS; ++c) {
             // Columns beyond the last one repeat it; their sums are not stored.
             const size_t n = size_t(first + c < N ? first + c : N - 1);
-            packed[c] = ((const device vec<uint, 2>*)(w + n * words + k / PER_WORD))[0];
+            #pragma unroll
+            for (int j = 0; j < WORDS / VECTOR; ++j) {
+                const vec<uint, VECTOR> some = ((const device vec<uint, VECTOR>*)(w + n * words + k / PER_WORD))[j];
+                #pragma unroll
+                for (int e = 0; e < VECTOR; ++e) packed[c][VECTOR * j + e] = some[e];
+            }
             scale[c] = float(scales[n * groups + k / GROUP]);
-            bias[c] = float(biases[n * groups + k / GROUP]);
+            bias[c] = metal::fma(-word_base<BITS>(), scale[c], float(biases[n * groups + k / GROUP]));
         }
         #pragma unroll
-        for (int word = 0; word < 2; ++word) {
+        for (int word = 0; word < WORDS; ++word) {
             float weight[COLS][PER_WORD];
             #pragma unroll
             for (int c = 0; c < COLS; ++c) {
                 #pragma unroll
-                for (int j = 0; j < PER_WORD; ++j) {
-                    // q in the last bits of 2^23: a float without a conversion.
-                    const uint q = 0x4b000000u | ((packed[c][word] >> (j * BITS)) & MASK);
-                    weight[c][j] = metal::fma(as_type<float>(q) - 8388608.0f, scale[c], bias[c]);
+                for (int p = 0; p < PAIRS; ++p) {
+                    const vec<half, 2> two = as_type<vec<half, 2>>(word_pair<BITS>(packed[c][word], p));
+                    weight[c][p] = metal::fma(float(two[0]), scale[c], bias[c]);
+                    weight[c][p + PAIRS] = metal::fma(float(two[1]), scale[c], bias[c]);
                 }
             }
             #pragma unroll
@@ -109,8 +114,9 @@ _SOURCE = """
     }
 """
 
-KERNEL = Kernel("block_qmm", inputs=("x", "w", "scales", "biases"), outputs=("y",), source=_SOURCE)
+KERNEL = Kernel("block_qmm", inputs=("x", "w", "scales", "biases"), outputs=("y",), source=_SOURCE, header=unpack.HEADER)
 TILES = tile_product("block_qmm_tiles", quantized=True)
+EIGHTS = row_tiles("block_qmm_tiles", quantized=True)
 
 
 def block_qmm_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
@@ -127,6 +133,14 @@ def row_tile(rows: int) -> int:
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"x has {rows} rows; a launch takes 1 to {MAX_ROWS}. The function without _kernel takes any.")
     return next(tile for tile in (1, 2, 4, 8, MAX_ROWS) if rows <= tile)
+
+
+def chunk(k: int) -> int:
+    """Values of a column that a lane takes at a time: 32 read scales least often, 16 where those would leave more lanes idle.
+
+    The order of a row's sums depends on it, so it follows from the matrix alone.
+    """
+    return min((32, 16), key=lambda values: -(-k // (32 * values)) * values)
 
 
 def block_qmm_kernel(
@@ -159,6 +173,7 @@ def prepare(
             ("ROWS", row_tile(rows)),
             ("COLS", columns),
             ("SIMDGROUPS", SIMDGROUPS),
+            ("CHUNK", chunk(shape[-1])),
         ],
         grid=(groups * SIMDGROUPS * 32, 1, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
@@ -191,12 +206,16 @@ def block_qmm_tiles_kernel(
     bits: int,
     columns: int | None = None,
     simdgroups: int | None = None,
+    tile: int | None = None,
 ) -> mx.array:
-    """Launch of the text for matrix units: a threadgroup for `columns` columns of W, its `simdgroups`, 2 to the n, split K.
+    """Launch of a text for matrix units: a threadgroup for `columns` columns of W, its `simdgroups`, 2 to the n, split K.
 
     Shapes: as `block_qmm_kernel`; float16 or bfloat16.
+    Args:
+      tile: columns of W that are multiplied at once: 8, Metal's (row_tiles.py), or 16, CUDA's (tile_product.py). None: the
+        device's own.
     """
-    return prepare_tiles(x.shape, x.dtype, w.shape[0], group_size, bits, columns, simdgroups)(x, w, scales, biases)
+    return prepare_tiles(x.shape, x.dtype, w.shape[0], group_size, bits, columns, simdgroups, tile)(x, w, scales, biases)
 
 
 def prepare_tiles(
@@ -207,11 +226,12 @@ def prepare_tiles(
     bits: int,
     columns: int | None = None,
     simdgroups: int | None = None,
+    tile: int | None = None,
 ) -> Callable[..., mx.array]:
     """`block_qmm_tiles_kernel`, prepared as `prepare` does."""
     rows = math.prod(shape[:-1])
     columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
-    launch = TILES.prepared(
+    launch = (EIGHTS if (tile or own_tile()) == 8 else TILES).prepared(
         template=template,
         grid=(-(-n // columns) * threadgroup, 1, 1),
         threadgroup=(threadgroup, 1, 1),
@@ -219,6 +239,11 @@ def prepare_tiles(
         output_dtypes=[dtype],
     )
     return lambda x, *weights: launch(inputs=[in_rows(x, rows), *weights])[0]
+
+
+def own_tile() -> int:
+    """Columns of W that the units of the device at hand multiply at once."""
+    return 16 if mx.cuda.is_available() else 8
 
 
 def tile_sizes(
@@ -306,15 +331,21 @@ def candidate(rows: int, dtype: mx.Dtype, n: int, k: int, group_size: int, bits:
 
 def candidates(dtype: mx.Dtype, n: int, group_size: int, bits: int) -> tuple[autotune.Candidate, ...]:
     """The texts for a matrix, each in the plans that a Mac may find quickest; on CUDA, where a compile takes 2 s, in one."""
+    if mx.cuda.is_available():
+        return tuple([autotune.Candidate(KERNEL, (("columns", 4),)), *tile_candidates(TILES, dtype, n, group_size, bits)[:1]])
     plain = [autotune.Candidate(KERNEL, (("columns", columns),)) for columns in (4, 2)]
+    return (*plain, *tile_candidates(EIGHTS, dtype, n, group_size, bits))
+
+
+def tile_candidates(text: Kernel, dtype: mx.Dtype, n: int, group_size: int, bits: int) -> list[autotune.Candidate]:
+    """A text for matrix units in its plans, the likeliest first: columns and simd groups of a threadgroup."""
     if dtype not in TILE_TYPES:
-        tiles = []
-    else:
-        columns, threads, _ = tile_sizes(1, dtype, n, group_size, bits)
-        sizes = [(columns, threads // 32), *((other, TILE_SIMDGROUPS) for other in (16, 32) if other != columns), (columns, 4)]
-        options = [(("columns", columns), ("simdgroups", simdgroups)) for columns, simdgroups in sizes]
-        tiles = [autotune.Candidate(TILES, option, order=("simdgroups",)) for option in options]
-    return tuple([*plain[:1], *tiles[:1]] if mx.cuda.is_available() else [*plain, *tiles])
+        return []
+    columns, threads, _ = tile_sizes(1, dtype, n, group_size, bits)
+    # More columns share a row's values, fewer make more threadgroups; another number of simd groups is another order of sums.
+    sizes = [(columns, threads // 32), *((c, TILE_SIMDGROUPS) for c in (16, 32, 64) if c != columns), (columns, 4)]
+    options = [(("columns", columns), ("simdgroups", simdgroups)) for columns, simdgroups in sizes]
+    return [autotune.Candidate(text, option, order=("simdgroups",)) for option in options]
 
 
 def prepare_as(

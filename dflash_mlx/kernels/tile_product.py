@@ -20,7 +20,7 @@ import functools
 from . import tiles
 from .launch import Kernel
 
-_HELPERS = """
+HELPERS = """
 // Two numbers of a row, normed: each rounds to the type where MLX's operation does.
 template <typename T>
 METAL_FUNC uint pair_normed(uint pair, float by, uint weights) {
@@ -259,6 +259,13 @@ def tile_product(name: str, quantized: bool, norm: bool = False, residual: bool 
 
     The template of a norm's form has EPS, the bits of its eps: a number of the host's would have to be fetched.
     """
+    return kernel_of(name, _SOURCE, tiles.METAL + HELPERS, tiles.CUDA + HELPERS, "", quantized, norm, residual, gated)
+
+
+def kernel_of(
+    name: str, source: str, header: str, cuda_header: str, form: str, quantized: bool, norm: bool, residual: bool, gated: bool
+) -> Kernel:
+    """A text of a product with what may stand around it, in one form. form: what MLX is to know it by besides."""
     given = {"scales": quantized, "biases": quantized, "weight": norm, "residual": residual}
     forms = {"NORM": norm, "RESIDUAL": residual, "GATED": gated}
     said = "".join(f"    constexpr bool {form} = {str(value).lower()};\n" for form, value in forms.items())
@@ -268,8 +275,8 @@ def tile_product(name: str, quantized: bool, norm: bool = False, residual: bool 
         name,
         inputs=("x", "w", *(other for other, there in given.items() if there)),
         outputs=("y",),
-        source=f"\n{said}{absent}{_SOURCE}",
-        header=tiles.METAL + _HELPERS,
-        cuda_header=tiles.CUDA + _HELPERS,
-        form="".join(f"_{form.lower()}" for form, value in {"DENSE": not quantized, **forms}.items() if value),
+        source=f"\n{said}{absent}{source}",
+        header=header,
+        cuda_header=cuda_header,
+        form=form + "".join(f"_{form.lower()}" for form, value in {"DENSE": not quantized, **forms}.items() if value),
     )

@@ -1,6 +1,8 @@
 """Matrix units for kernel bodies: products of 16-bit tiles with float32 sums, the same names on Metal and CUDA.
 
     tile_multiply     sum[16 n, 8 m] += left[16 n, 16 k] . right[16 k, 8 m]        k in two halves of 8
+    tile_multiply_8   sum[8 n, 8 m] += left[8 n, 8 k] . right[8 k, 8 m]          right as it lies: k = r, m = 2 t, 2 t + 1
+    tile_over_rows    the sum of a number over the lanes of one t
     a lane            r = tile_row(lane), t = tile_pair(lane)
       left, of n = r and n = r + 8        k = 2 t, 2 t + 1 of each half: two 16-bit numbers in a uint, the first one low
       right                               is given as the left ones are, m = r and k = 2 t, 2 t + 1, through tile_right
@@ -60,6 +62,22 @@ METAL_FUNC vec<float, 4> tile_multiply(vec<float, 4> sum, uint a, uint b, uint c
   return vec<float, 4>(low[0], low[1], high[0], high[1]);
 }
 
+// left: n = r, k = 2 t, 2 t + 1; right: k = r, m = 2 t, 2 t + 1; sum: n = r, m = 2 t, 2 t + 1.
+template <typename T>
+METAL_FUNC vec<float, 2> tile_multiply_8(vec<float, 2> sum, uint left, uint right) {
+  simdgroup_matrix<float, 8, 8> total;
+  reinterpret_cast<thread vec<float, 2>&>(total.thread_elements()) = sum;
+  simdgroup_matrix<T, 8, 8> a = tile_of<T>(left), b = tile_of<T>(right);
+  simdgroup_multiply_accumulate(total, a, b, total);
+  return reinterpret_cast<thread vec<float, 2>&>(total.thread_elements());
+}
+
+METAL_FUNC float tile_over_rows(float value) {
+  value = value + simd_shuffle_xor(value, 2u);
+  value = value + simd_shuffle_xor(value, 4u);
+  return value + simd_shuffle_xor(value, 16u);
+}
+
 // Two of a number of the type, given as its bits, on the left: the sums over k of what is on the right, m = 2 t, 2 t + 1.
 template <typename T>
 METAL_FUNC vec<float, 2> tile_sums(vec<float, 2> sum, uint ones, uint right_0, uint right_1) {
@@ -99,6 +117,28 @@ METAL_FUNC vec<float, 4> tile_multiply(vec<float, 4> sum, uint a, uint b, uint c
         : "r"(a), "r"(b), "r"(c), "r"(d), "r"(right_0), "r"(right_1));
   }
   return sum;
+}
+
+// The right tile turned round is what the instruction takes; half of its 16 rows of the left stay empty: a text for Metal.
+template <typename T>
+METAL_FUNC vec<float, 2> tile_multiply_8(vec<float, 2> sum, uint left, uint right) {
+  uint turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(right));
+  float empty_0 = 0.0f, empty_1 = 0.0f;
+  if constexpr (cuda::std::is_same_v<T, half>) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(sum.at[0]), "+f"(sum.at[1]), "+f"(empty_0), "+f"(empty_1) : "r"(left), "r"(0), "r"(turned));
+  } else {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(sum.at[0]), "+f"(sum.at[1]), "+f"(empty_0), "+f"(empty_1) : "r"(left), "r"(0), "r"(turned));
+  }
+  return sum;
+}
+
+METAL_FUNC float tile_over_rows(float value) {
+  value = value + simd_shuffle_xor(value, 4u);
+  value = value + simd_shuffle_xor(value, 8u);
+  return value + simd_shuffle_xor(value, 16u);
 }
 
 template <typename T>

@@ -11,7 +11,7 @@ from dflash_mlx.kernels.block_qmm import block_qmm_kernel
 
 pytestmark = pytest.mark.emulator
 
-ULPS = 1  # as block_qmm, whose sums these are
+ULPS = 8  # as block_qmm, whose sums these are
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 

@@ -91,7 +91,7 @@ def mutants(source: str):
             if " < " in head or " <= " in head:
                 new = head.replace(" <= ", " < ") if " <= " in head else head.replace(" < ", " <= ")
                 yield f"{n + 1}: loop {new.split(';')[1].strip()}", swap(n, code.replace(head, new))
-        if m := re.search(r"\((first \+ c|8 \* m \+ r) < (N|M) \? \1 : \2 - 1\)", code):
+        if m := re.search(r"\((first \+ c|8 \* m \+ r|c) < (N|M) \? \1 : \2 - 1\)", code):
             yield f"{n + 1}: no clamp", swap(n, code.replace(m.group(), f"({m[1]})"))
         if m := re.search(r"(\w+\[?i?\]? > -INFINITY) \? ([^:]*(?:::[^:]*)*) : 0\.0f", code):
             yield f"{n + 1}: always {m[2]}", swap(n, code.replace(m.group(), m[2]))
@@ -103,9 +103,17 @@ def check_block_qmm():
 
 
 def check_block_qmm_tiles():
-    check, launch = test_block_qmm.check, block_qmm.block_qmm_tiles_kernel
+    check, launch = test_block_qmm.check, test_block_qmm.TILES
     check(mx.float16, 4, 64, [(9, 64), (33, 9 * 64)], rows=(3, 9), launch=launch)
     check(mx.bfloat16, 8, 32, [(17, 3 * 32)], rows=(3,), launch=launch)
+
+
+def check_block_qmm_eights():
+    check, launch = test_block_qmm.check, test_block_qmm.EIGHTS
+    check(mx.float16, 4, 64, [(9, 64), (33, 9 * 64)], rows=(3, 9), launch=launch)
+    check(mx.bfloat16, 4, 32, [(17, 3 * 32)], rows=(3,), launch=launch)
+    check(mx.bfloat16, 8, 32, [(17, 3 * 32)], rows=(3,), launch=launch)
+    check(mx.float16, 8, 64, [(9, 64)], rows=(3,), launch=launch)
 
 
 def check_block_linear(form, bits=(4, 8)):
@@ -187,7 +195,11 @@ SAME = {
 NO_NORM = "only a norm reads what is computed"
 ALWAYS = "true in this form"
 NEVER = "in this form nothing reads what is computed, or it is not reached"
-PRODUCTS = {"block_qmm_tiles", *(f"block_linear_{form}" for form in ("norm", "residual", "gated", "dense"))}
+PRODUCTS = {
+    "block_qmm_tiles",
+    "block_qmm_tiles_EIGHTS",
+    *(f"block_linear_{form}" for form in ("norm", "residual", "gated", "dense")),
+}
 NORMS_OWN = ("if (NORM) -> true #1", "loop m <= M #1", "loop k <= K #1", "if (lane == 0) -> true #1", "no barrier #1")
 SAME |= {(kernel, what): NO_NORM for kernel in PRODUCTS - {"block_linear_norm"} for what in NORMS_OWN}
 SAME |= {("block_linear_norm", f"if (NORM) -> true #{i}"): ALWAYS for i in (1, 2)}
@@ -196,6 +208,10 @@ SAME[("block_linear_gated", "if (GATED) -> true #1")] = ALWAYS
 SAME[("block_linear_residual", "if (RESIDUAL) -> true #1")] = ALWAYS
 SAME |= {(kernel, f"if (BITS < 16) -> true #{i}"): ALWAYS for kernel in PRODUCTS - {"block_linear_dense"} for i in (1, 2)}
 SAME |= {("block_linear_dense", f"if (BITS == 16) -> true #{i}"): ALWAYS for i in (1, 2, 3)}
+EIGHTS = {"block_qmm_tiles_EIGHTS"}
+SAME |= {(kernel, "if (BITS < 16) -> true #3"): ALWAYS for kernel in EIGHTS}
+SAME |= {(kernel, "if (PAIRS > 1) -> true #1"): NO_NORM for kernel in EIGHTS}
+SAME |= {(kernel, "if (PAIRS == 2) -> true #1"): "what is left is weights of 16 bits" for kernel in EIGHTS}
 DENSE = ("if (BITS < 16) -> true #1", "if (BITS < 16) -> true #2", "if (HALF) -> true #1", "if (BITS == 4) -> true #1")
 SAME |= {("block_linear_dense", what): NEVER for what in DENSE}
 
@@ -212,6 +228,7 @@ def numbered(source: str):
 TEXTS = [
     (block_qmm, "KERNEL", check_block_qmm),
     (block_qmm, "TILES", check_block_qmm_tiles),
+    (block_qmm, "EIGHTS", check_block_qmm_eights),
     # One text: what `_kernel` is given, in the place of a name.
     (block_linear, (4, True, False, False), check_block_linear_norm),
     (block_linear, (4, False, True, False), check_block_linear_residual),

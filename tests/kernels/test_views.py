@@ -4,6 +4,8 @@ The contract (kernels/kernel.py): a view begins at a multiple of 8 elements wher
 not. The emulator counts addresses from the buffer's own beginning, so a text that needs more fails here as on a GPU.
 """
 
+from functools import partial
+
 import emulator
 import mlx.core as mx
 import pytest
@@ -45,7 +47,8 @@ def same(kernel, given, moved):
 
 
 @pytest.mark.parametrize("launch, dtype", [(block_qmm_kernel, mx.float32), (block_qmm_kernel, mx.float16),
-                                           (block_qmm_tiles_kernel, mx.bfloat16)])  # fmt: skip
+                                           (partial(block_qmm_tiles_kernel, tile=16), mx.bfloat16),
+                                           (partial(block_qmm_tiles_kernel, tile=8), mx.bfloat16)])  # fmt: skip
 @pytest.mark.parametrize("bits, group", FORMATS)
 def test_block_qmm_takes_rows_and_weights_from_the_middle_of_a_buffer(launch, dtype, bits, group):
     for k in (group, 3 * group):

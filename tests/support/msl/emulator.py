@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,14 +232,16 @@ def generate(name, input_names, inputs, output_names, output_dtypes, source, hea
             parameters.append(f"  {kind} {n}"), arguments.append(VALUES[n])
     line, values = _template(template)
     call, signature = ",\n    ".join(arguments), ",\n".join(parameters)
-    return f"""#include "msl.h"
+    say = _counted if COUNTED[0] is not None else str
+    front = "counting.h" if COUNTED[0] is not None else "msl.h"
+    return f"""#include "{front}"
 #line 1 "header"
-{translate(header, kernel_body=False)}
+{say(translate(header, kernel_body=False))}
 {line}
 void custom_kernel_{name}(
 {signature}) {{
 #line 1 "{name}"
-{translate(source)}
+{say(translate(source))}
 }}
 #line 1 "entry"
 namespace {{
@@ -307,7 +310,9 @@ def _build(code: str) -> ctypes.CDLL:
     if cxx is None:
         raise CompileFault("no C++ compiler: set CXX, or install g++ or clang++")
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w", *_native(cxx)]
-    key = hashlib.sha256("\0".join([code, (HERE / "msl.h").read_text(), cxx, *options]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(
+        "\0".join([code, *(h.read_text() for h in sorted(HERE.glob("*.h"))), cxx, *options]).encode()
+    ).hexdigest()[:32]
     library = _cache() / f"{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=_cache()) as tmp:
@@ -369,7 +374,8 @@ class _Kernel:
         code = generate(self.name, self.input_names, inputs, self.output_names, output_dtypes, self.source, self.header, template)
         if verbose:
             print(code)
-        run = _build(code).msl_run
+        library = _build(code)
+        run = library.msl_run
         views, strides, begins = zip(*[_buffer(x, self.contiguous) for x in inputs], strict=True)
         outputs, written = [], []
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
@@ -395,6 +401,10 @@ class _Kernel:
         )  # fmt: skip
         if failed:
             raise KernelFault(f"{self.name}: {message.value.decode()}")
+        if COUNTED[0] is not None:
+            found = (ctypes.c_uint64 * len(KINDS))()
+            library.msl_counts(found)
+            COUNTED[0].update(dict(zip(KINDS, found, strict=True)))
         for name, w in zip(self.output_names, written, strict=True):
             if not w.all():
                 raise KernelFault(f"{self.name}: {int((w == 0).sum())} bytes of output {name} were never written")
@@ -406,6 +416,24 @@ class _Kernel:
 
 # 0: threadgroups from first to last; 1: from last to first.
 ORDER = [0]
+# What counting.h counts, in its order; where the sums go, None where nothing is counted.
+KINDS = ("alu", "fma", "half_to_float", "bfloat_to_float", "to_small", "shuffle", "load", "matrix")
+COUNTED: list[Counter[str] | None] = [None]
+
+
+def _counted(text: str) -> str:
+    """Floats and words of a text as the classes that count."""
+    return re.sub(r"\b(float|uint)\b(?!\d)", r"c\1", text)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Sums over all threads of all launches meanwhile, by kind: what a text does with floats, words, loads and matrices."""
+    COUNTED[0] = Counter()
+    try:
+        yield COUNTED[0]
+    finally:
+        COUNTED[0] = None
 
 
 def metal_kernel(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, **options: Any) -> _Kernel:

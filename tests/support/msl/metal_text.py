@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -142,7 +143,7 @@ def every_accept() -> None:
 # What launches each registered kernel at types and shapes that make different texts.
 EXAMPLES = {
     "block_qmm": lambda: products(block_qmm_kernel),
-    "block_qmm_tiles": lambda: products(block_qmm_tiles_kernel, TILE_TYPES),
+    "block_qmm_tiles": lambda: [products(partial(block_qmm_tiles_kernel, tile=tile), TILE_TYPES) for tile in (8, 16)],
     "block_linear": every_linear,
     "block_gather_qmm": every_gather,
     "head_argmax": every_head,

@@ -20,6 +20,12 @@
 #include <vector>
 #include <ucontext.h>
 
+// What counting.h counts.
+#ifndef MSL_COUNTED
+#define MSL_COUNTED(kind) ((void)0)
+struct cfloat;
+#endif
+
 namespace msl {
 
 // ------------------------------------------------------------------------------------------------ number types
@@ -66,6 +72,8 @@ struct Small {
   explicit Small(A a) : code(Code::encode(float(a))) {}
   template <typename Other, typename = std::enable_if_t<!std::is_same<Other, Code>::value>>
   explicit Small(Small<Other> o) : code(Code::encode(float(o))) {}
+  template <typename A, typename = std::enable_if_t<std::is_same<A, cfloat>::value>, typename = void>
+  explicit Small(A a);
   template <typename Space, typename T>
   explicit Small(Ref<Space, T> r) : code(Small(r.p.load(r.line)).code) {}
   operator float() const { return Code::decode(code); }
@@ -280,6 +288,7 @@ struct Ptr {
     return size_t(offset);
   }
   Value load(int line) const {
+    MSL_COUNTED(load);
     size_t offset = check(line);
     if (!region->written.empty()) {
       for (size_t b = 0; b < sizeof(T); ++b) {
@@ -368,6 +377,7 @@ T reduce(T v, int op, int line, F&& f) {
 
 template <typename T>
 T from_lane(T v, int lane, int op, int line, bool own_when_outside) {
+  MSL_COUNTED(shuffle);
   return exchange(v, op, line, [&] {
     int t = simd_first() + lane;
     if (lane >= 0 && lane < kSimd && t < simd_end()) return value_of<T>(t);
@@ -611,6 +621,7 @@ void gather_matrix(simdgroup_matrix<T, 8, 8>& a, int line, float (&all)[8][8]) {
 template <typename R, typename T, typename U, typename V>
 void simdgroup_multiply_accumulate(simdgroup_matrix<R, 8, 8>& d, simdgroup_matrix<T, 8, 8>& a, simdgroup_matrix<U, 8, 8>& b,
                                    simdgroup_matrix<V, 8, 8>& c, MSL_LINE) {
+  MSL_COUNTED(matrix);
   float left[8][8], right[8][8];
   msl::gather_matrix(a, line, left);
   msl::gather_matrix(b, line, right);

@@ -32,7 +32,7 @@ def tests_of(name: str):
 
 def products(launch: str, large: bool) -> None:
     t, v = tests_of("block_qmm"), tests_of("views")
-    kernel, tiles = t.LAUNCHERS[launch], launch == "tiles"
+    kernel, tiles = t.LAUNCHERS[launch], launch != "plain"
     for dtype, bits, group in t.ALL if large else t.QUICK[1:]:
         if dtype != "float32" or not tiles:
             shapes = [(8, group), (33, 9 * group), *[(1024, 4096)] * large]
@@ -134,7 +134,7 @@ def matrix_units(large: bool) -> None:
 # What checks each registered text, by its name.
 CHECKS = {
     "block_qmm": lambda large: products("plain", large),
-    "block_qmm_tiles": lambda large: products("tiles", large),
+    "block_qmm_tiles": lambda large: [products(launch, large) for launch in ("eights", "tiles")],
     "block_linear": linear,
     "block_gather_qmm": gather,
     "accept": accept,
