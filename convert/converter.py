@@ -176,7 +176,7 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options) -> 
         config["quantization"] = config["quantization_config"] = recipe.config
     elif "quantization" not in config:
         recipe.fates = {name: "float" for name, _ in tree_flatten(model.parameters())}
-    config = {k: v for k, v in config.items() if k not in _NOT_WRITTEN}
+    config = _as_written(config)
     _name_dtype(config, options.dtype)
     write_json(staging / "config.json", dict(sorted(config.items())))
     weights = dict(tree_flatten(model.parameters()))
@@ -221,9 +221,17 @@ def _dequantized(model: nn.Module, config: dict, source: str) -> nn.Module:
 
     if not any(hasattr(module, "scales") for _, module in model.named_modules()):
         raise _not_quantized(source)
-    for name in ("quantization", "quantization_config"):
+    for name in _QUANTIZATION:
         config.pop(name, None)
     return dequantize_model(model)
+
+
+def _as_written(config: dict) -> dict:
+    """What of a target's config is written: a record of quantization at its top alone, where mlx-lm looks first."""
+    config = {k: v for k, v in config.items() if k not in _NOT_WRITTEN}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION}
+    return config
 
 
 def _not_quantized(source: str) -> ConversionError:
@@ -244,6 +252,7 @@ def _require_equal(parity: Mapping) -> None:
 _SAME_LOGITS = 1e-3
 
 # what a language model alone has no use for; the auto_map would make other tools run code that is not in the directory
+_QUANTIZATION = ("quantization", "quantization_config")
 _NOT_WRITTEN = ("vision_config", "audio_config", "auto_map", "_name_or_path")
 
 

@@ -133,7 +133,7 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     if path.is_file():
         return _inspect_gguf(path, source)
     folder = _weights_folder(path, source)
-    if (path / folder / "config.json").exists():
+    if (path / folder / "config.json").exists() or not any((path / folder).glob("*.safetensors")):
         path, source, folder = path / folder, source if folder == "." else f"{source}/{folder}", "."
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
@@ -190,7 +190,7 @@ def _weights_folder(path: Path, source: str) -> str:
     """
     if any(file.suffix.lower() in (".safetensors", ".gguf", ".bin", ".pt", ".pth") for file in path.iterdir()):
         return "."
-    folders = sorted({file.parent.name for file in path.glob("[!.]*/*.safetensors")})
+    folders = sorted({file.parent.name for kind in ("safetensors", "gguf") for file in path.glob(f"[!.]*/*.{kind}")})
     if len(folders) > 1:
         problem = f"{source} has no weights, and {len(folders)} folders that have: {_some(folders)}"
         raise CheckpointError(problem, f"Name one: {source}/{folders[0]}")
@@ -253,6 +253,8 @@ def _no_config(path: Path, source: str) -> tuple[str, str]:
             f"{source} has params.json, the publisher's own format, and no config.json",
             "Use the repository in transformers' format",
         )
+    if snapshot_of(path) is not None:
+        return f"{source} has no config.json", f"If it holds GGUF files, name one of them: {source}/FILE.gguf"
     return f"{source} has no config.json", "Give the directory that holds the model's config.json"
 
 

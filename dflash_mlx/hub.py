@@ -1,4 +1,5 @@
-"""Where a checkpoint lies: a directory, a .gguf file, or a hub repository (`org/name`, or `org/name/folder`), which is fetched.
+"""Where a checkpoint lies: a directory, a .gguf file, or in a hub repository (`org/name`, `org/name/folder`,
+`org/name/file.gguf`), from which it is fetched.
 
 Knows the hub and its cache's layout. Reads nothing of what it finds.
 """
@@ -47,9 +48,15 @@ def locate(path_or_repo: str | Path, revision: str | None) -> Path:
 
 
 def _is_repo_id(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", text)) and not text.lower().endswith(
-        (".gguf", ".safetensors")
-    )
+    least = 2 if text.lower().endswith(".gguf") else 0
+    named = re.fullmatch(rf"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*){{{least},}}", text)
+    return bool(named) and not text.lower().endswith(".safetensors")
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """A hub name's repository, and the folder or file in it; "" is its top."""
+    parts = name.split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:])
 
 
 def snapshot_of(path: Path) -> Path | None:
@@ -58,20 +65,22 @@ def snapshot_of(path: Path) -> Path | None:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """A repository's folder in the hub cache; of `org/name/folder` that folder, which alone is fetched."""
+    """A repository's folder in the hub cache; of `org/name/folder` and `org/name/file.gguf` that, which alone is fetched."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub import errors as hub
 
-    repo, folder = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
+    repo, part = parts_of(name)
+    gguf = part.lower().endswith(".gguf")
     page = f"https://huggingface.co/{repo}"
     at = f" at revision {revision}" if revision else ""
     try:
-        patterns = [f"{folder}/{pattern}" if folder else pattern for pattern in _DOWNLOAD]
+        patterns = [part] if gguf else [f"{part}/{pattern}" if part else pattern for pattern in _DOWNLOAD]
         wanted = {"allow_patterns": patterns, "ignore_patterns": _NOT_DOWNLOADED}
         found = Path(snapshot_download(repo, revision=revision, tqdm_class=hub_bar(f"Fetching {name}"), **wanted))
-        if not (found / folder).is_dir():
-            raise CheckpointError(f"{repo}{at} has no folder {folder}", f"See {page}/tree/{revision or 'main'}")
-        return found / folder
+        if not ((found / part).is_file() if gguf else (found / part).is_dir()):
+            what = "file" if gguf else "folder"
+            raise CheckpointError(f"{repo}{at} has no {what} {part}", f"See {page}/tree/{revision or 'main'}")
+        return found / part
     except hub.GatedRepoError:
         raise CheckpointError(
             f"{repo} is gated: its owner has to give access",
@@ -81,7 +90,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise CheckpointError(f"{repo} has no revision {revision}", f"See {page}/commits") from None
     except hub.RepositoryNotFoundError:
         raise CheckpointError(
-            f"{name} is neither a directory here nor {'in ' if folder else ''}a repository of the hub, or it is private",
+            f"{name} is neither a directory here nor {'in ' if part else ''}a repository of the hub, or it is private",
             f"Check the name, and for a private repository set HF_TOKEN ({page})",
         ) from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:

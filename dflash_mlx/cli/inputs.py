@@ -159,13 +159,16 @@ def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[st
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    from ..hub import parts_of
     from ..models.target import Target
     from ..pairs.builtin import builtin_path
 
     path = Path(builtin_path(name, "target") or os.path.expanduser(name))
     try:
         # Loading has fetched it.
-        file = path / _RECOMMENDS if path.exists() else try_to_load_from_cache(name, _RECOMMENDS, revision=revision)
+        repo, part = parts_of(name)
+        inside = f"{part}/{_RECOMMENDS}" if part else _RECOMMENDS
+        file = path / _RECOMMENDS if path.exists() else try_to_load_from_cache(repo, inside, revision=revision)
         config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, (str, Path)) else {}
     except (OSError, ValueError, HFValidationError):
         # A GGUF file has none, and one that is no JSON ended the loading.

@@ -91,6 +91,15 @@ def test_transformers_and_mlx_lm_read_what_convert_writes(source, tmp_path, name
     assert reading_faults(path, tmp_path / "mlx") == []
 
 
+@pytest.mark.parametrize("name", ["gemma4-wrapper", pytest.param("qwen3_5", marks=pytest.mark.full)])
+def test_what_is_quantized_and_turned_back_is_read(source, tmp_path, name):
+    # Read as quantized, a wrapper's config has a record in its inner part too.
+    path = source(name, "transformers-5")
+    convert(str(path), str(tmp_path / "q"), quantize=True, q_group_size=32)
+    convert(str(tmp_path / "q"), str(tmp_path / "mlx"), dequantize=True)
+    assert reading_faults(path, tmp_path / "q") == reading_faults(path, tmp_path / "mlx") == []
+
+
 BASE = {
     "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from convert_kit import SOME_CONFIG, shards, write_checkpoint
+from gguf_files import FAMILIES, random_weights, write_model
 
 from dflash_mlx.checkpoint import inspect_checkpoint, require_drafter, require_target
 from dflash_mlx.errors import CheckpointError
@@ -112,6 +113,16 @@ def test_a_folder_of_a_hub_repository_is_named_behind_it(tmp_path, monkeypatch):
     assert asked[0][0] == "org/name" and all(pattern.startswith("draft/4bit/") for pattern in asked[0][1])
     with pytest.raises(CheckpointError, match="org/name has no folder other. See https://huggingface.co/org/name/tree/main"):
         inspect_checkpoint("org/name/other")
+    # One file of many, and a repository of such files alone.
+    (snapshot / "draft" / "q8").mkdir()
+    write_model(snapshot / "draft" / "q8" / "m.gguf", "llama", random_weights(FAMILIES["llama"]))
+    assert inspect_checkpoint("org/name/draft/q8/m.gguf").kind == "gguf" and asked[-1][1] == ["draft/q8/m.gguf"]
+    assert inspect_checkpoint(snapshot / "draft" / "q8").kind == "gguf"
+    with pytest.raises(CheckpointError, match="org/name has no file q8.gguf"):
+        inspect_checkpoint("org/name/q8.gguf")
+    (snapshot / "none").mkdir()
+    with pytest.raises(CheckpointError, match="org/name/none has no config.json. If it holds GGUF files, name one of them"):
+        inspect_checkpoint("org/name/none")
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "additional_chat_templates/tool.jinja", "merges.txt"])
