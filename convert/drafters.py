@@ -17,6 +17,7 @@ import numpy as np
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.packagings import QWEN35_DSPARK
 
 from .config_values import drop_empty_quantization
 from .dequantize import decode_quantized
@@ -25,6 +26,8 @@ from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 
 _PREFIX = "model."
+# where SpecForge's first Domino and DSpark drafters keep their heads
+_EARLY_PREFIX = "logit_head."
 # names of Muse-Glimmer's assistant
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # tensors of the target that speculators' folders repeat (packed, or NaN where they were never filled), and the inverse of their
@@ -95,7 +98,7 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     bare: Weights = {}
     dropped: dict[str, str] = {}
     for name, value in _spread(weights, config).items():
-        short = name.removeprefix(_PREFIX)
+        short = name.removeprefix(_PREFIX).removeprefix(_EARLY_PREFIX)
         reason = "the target's, repeated" if is_target_copy(short) else unused_reason(name, None)
         short = _RENAMED.get(short, short)
         if reason:
@@ -121,12 +124,18 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
 
 
 def _spread(weights: Weights, config: DrafterConfig) -> Weights:
-    """`qkv_proj` matrices, as Laguna's drafters store them, as three: rows of q, then of k, then of v."""
+    """`qkv_proj` matrices, as Laguna's drafters store them, as three: rows of q, then of k, then of v; gated queries as two."""
+    heads = (config.num_attention_heads, 2, config.head_dim)
+    gated = config.architecture == QWEN35_DSPARK
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     out: Weights = {}
     for name, value in weights.items():
         if ".qkv_proj." in name and value.shape[0] == q + 2 * kv:
             out.update(zip(_spread_names(name), mx.split(value, [q, q + kv]), strict=True))
+        elif gated and ".q_proj." in name and value.shape[0] == 2 * q:
+            # Of each head its queries, then its gates.
+            parts = value.reshape(*heads, *value.shape[1:])
+            out[name], out[name.replace(".q_proj.", ".q_gate.")] = (parts[:, i].reshape(q, *value.shape[1:]) for i in (0, 1))
         else:
             out[name] = value
     return out

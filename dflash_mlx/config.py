@@ -14,13 +14,16 @@ from typing import Any
 
 from .errors import ConfigError
 from .packagings import (
+    DOMINO,
     DSPARK,
+    DSPARKS,
+    GEMMA4_DSPARK,
     LAGUNA,
-    algorithm_of,
+    QWEN35_DSPARK,
+    another_algorithm,
     architecture_of,
     flatten_speculators,
     implied_block_size,
-    names_another_algorithm,
     samples_from_anchor,
     taps_before_norm,
 )
@@ -68,6 +71,15 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "markov_rank": ("dflash_config.markov_rank", "markov_rank"),
     "markov_head_type": ("dflash_config.markov_head_type", "markov_head_type"),
     "confidence_head_with_markov": ("dflash_config.confidence_head_with_markov", "confidence_head_with_markov"),
+    "emb_dim": ("dflash_config.emb_dim", "emb_dim"),
+    "gru_hidden_dim": ("dflash_config.gru_hidden_dim", "gru_hidden_dim"),
+    "pure_draft_prefix_len": ("dflash_config.pure_draft_prefix_len", "pure_draft_prefix_len"),
+    "shift_label": ("dflash_config.shift_label", "shift_label"),
+    "attention_k_eq_v": ("attention_k_eq_v",),
+    "global_head_dim": ("global_head_dim",),
+    "num_global_key_value_heads": ("num_global_key_value_heads",),
+    "draft_hidden_size": ("draft_hidden_size",),
+    "enable_qwen35_gated_q_proj": ("enable_qwen35_gated_q_proj",),
     "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
     "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
     "sample_from_anchor": ("sample_from_anchor", "dflash_config.sample_from_anchor"),
@@ -91,15 +103,18 @@ _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 # Extensions that change what a drafter computes: one that says so is refused by name.
 _EXTENSIONS = (
     *("attention_sink_bias", "projector_type", "markov_rank"),
-    *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning"),
+    *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning", "draft_hidden_size"),
+    "enable_qwen35_gated_q_proj",
 )
-# Those that a DSpark drafter has, and what its Markov head may be.
-_DSPARK_EXTENSIONS = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+# Those that a kind of drafter has, and what a DSpark one's Markov head may be.
+_HAS = dict.fromkeys(DSPARKS, ("markov_rank", "enable_confidence_head", "sample_from_anchor")) | {DOMINO: ("projector_type",)}
+_HAS[QWEN35_DSPARK] += ("enable_qwen35_gated_q_proj",)
 # Whose layers may have attention sinks.
 _MAY_HAVE_SINKS = ("", "DFlashDraftModel", DSPARK)
 # A tap of the last layer: before the final norm, as hooks on layers and vLLM take it, or after it, as transformers lists it.
 LAST_TAPS = ("before", "after")
 _MARKOV_HEADS = ("vanilla", "gated", "rnn")
+_GEMMAS = (GEMMA4_DSPARK, "gelu_pytorch_tanh")
 # Their values that change nothing, beside false, 0 and nothing.
 _PLAIN = {"projector_type": ("dflash", "dspark")}
 _POSITIVE_INTS = (
@@ -118,13 +133,14 @@ _POSITIVE_INTS = (
     "swa_window_size",
     *_DFLASH2,
     "selector_vocab_size",
+    *("emb_dim", "gru_hidden_dim", "global_head_dim", "num_global_key_value_heads"),
 )
-_FROM_ZERO = ("max_window_layers", "markov_rank")
+_FROM_ZERO = ("max_window_layers", "markov_rank", "pure_draft_prefix_len")
 # Beyond any published drafter: a mistaken number is named before memory is asked for.
 _MOST = {"num_hidden_layers": 1024, "block_size": 1024}
 _FLAGS = (
     *("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking"),
-    *("enable_confidence_head", "sample_from_anchor"),
+    *("enable_confidence_head", "sample_from_anchor", "shift_label", "attention_k_eq_v", "enable_qwen35_gated_q_proj"),
 )
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
 _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
@@ -182,6 +198,12 @@ class DrafterConfig:
     input_embedding_scale: float | None = None
     output_multiplier: float | None = None
     final_logit_softcapping: float | None = None
+    emb_dim: int | None = None
+    gru_hidden_dim: int | None = None
+    pure_draft_prefix_len: int = 0
+    shift_label: bool = False
+    attention_k_eq_v: bool = False
+    offset_norms: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
     sample_from_anchor: bool = False
@@ -228,9 +250,9 @@ class _Reader(RopeReader):
         self.read_from: dict[str, str] = {}
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{where} holds a {type(raw).__name__}; it must hold a JSON object", "Use a drafter's config.json")
-        if names_another_algorithm(raw):
-            kind = f"speculators_model_type = {algorithm_of(raw)!r}"
-            raise ConfigError(f"{where} is of another kind of drafter: {kind}", "Use a DFlash, DFlash 2 or DSpark drafter")
+        if kind := another_algorithm(raw):
+            fault = f"{where} is of another kind of drafter: speculators_model_type = {kind}"
+            raise ConfigError(fault, "Use a DFlash, DFlash 2, DSpark, Domino or DFlare drafter")
         raw = self.raw = flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
@@ -286,7 +308,7 @@ class _Reader(RopeReader):
         eps = 1e-6 if got["rms_norm_eps"] is None else got["rms_norm_eps"]
         if not _is_positive(eps):
             self.faults.append(f"rms_norm_eps = {eps!r} must be a positive number")
-        if got["hidden_act"] not in (None, "silu", "swish"):
+        if got["hidden_act"] not in (None, "silu", "swish") and (self.architecture, got["hidden_act"]) != _GEMMAS:
             self.faults.append(f"{self.read_from['hidden_act']} = {got['hidden_act']!r}: drafters use silu")
         for name in _SCALES:
             if got[name] is not None and not _is_positive(got[name]):
@@ -305,6 +327,8 @@ class _Reader(RopeReader):
         self._check_block(got, from_anchor)
         self._check_dflash2(got)
 
+        if self.architecture == GEMMA4_DSPARK:
+            _read_gemma(got)
         heads, hidden = got["num_attention_heads"], got["hidden_size"]
         kv_heads = got["num_key_value_heads"] or heads
         head_dim = got["head_dim"] or (hidden // heads if heads and hidden else None)
@@ -319,18 +343,6 @@ class _Reader(RopeReader):
                 f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}",
                 "Fix these keys or use the config.json that came with the weights",
             )
-        is_dspark = self.architecture == DSPARK
-        unsupported = [
-            f"{self.read_from[name]} = {got[name]!r}"
-            for name in _EXTENSIONS
-            if got[name] and got[name] not in _PLAIN.get(name, ()) and not (is_dspark and name in _DSPARK_EXTENSIONS)
-        ]
-        if got["attention_sink_bias"] and self.architecture in _MAY_HAVE_SINKS:
-            unsupported.remove(f"{self.read_from['attention_sink_bias']} = {got['attention_sink_bias']!r}")
-        if got["gating"] not in (None, "per-head", True) and self.architecture == LAGUNA:
-            unsupported.append(f"{self.read_from['gating']} = {got['gating']!r}")
-        if is_dspark and got["markov_rank"] and (head := got["markov_head_type"] or "vanilla") not in _MARKOV_HEADS:
-            unsupported.append(f"{self.read_from['markov_head_type']} = {head!r}")
         kind = HookedConfig if taps_before_norm(self.architecture, self.raw) else DrafterConfig
         return kind(
             architecture=self.architecture,
@@ -354,6 +366,10 @@ class _Reader(RopeReader):
             draft_vocab_size=got["draft_vocab_size"],
             num_target_layers=got["num_target_layers"],
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
+            **{name: got[name] for name in ("emb_dim", "gru_hidden_dim")},
+            **{name: bool(got[name]) for name in ("shift_label", "attention_k_eq_v")},
+            pure_draft_prefix_len=got["pure_draft_prefix_len"] or 0,
+            offset_norms=got["model_type"] == "qwen3_5",
             markov_rank=got["markov_rank"] or 0,
             markov_head_type=str(got["markov_head_type"] or "vanilla"),
             sample_from_anchor=from_anchor,
@@ -361,10 +377,27 @@ class _Reader(RopeReader):
             mask_embedding=bool(got["mask_embedding"]),
             last_tap=got["last_tap"],
             quantization=got["quantization"] or None,
-            unsupported=tuple(unsupported),
+            unsupported=tuple(self._unsupported(got)),
             unread=self._unread(),
             read_from=self.read_from,
         )
+
+    def _unsupported(self, got: dict[str, Any]) -> list[str]:
+        """What changes the computation and is no part of this kind of drafter, by key and value."""
+        has = (*_HAS.get(self.architecture, ()), *(("attention_sink_bias",) if self.architecture in _MAY_HAVE_SINKS else ()))
+        found = [
+            f"{self.read_from[name]} = {got[name]!r}"
+            for name in _EXTENSIONS
+            if got[name] and got[name] not in _PLAIN.get(name, ()) and name not in has
+        ]
+        if got["gating"] not in (None, "per-head", True) and self.architecture == LAGUNA:
+            found.append(f"{self.read_from['gating']} = {got['gating']!r}")
+        head = got["markov_head_type"] or "vanilla"
+        if self.architecture in DSPARKS and got["markov_rank"] and head not in _MARKOV_HEADS:
+            found.append(f"{self.read_from['markov_head_type']} = {head!r}")
+        if self.architecture == QWEN35_DSPARK and not got["enable_qwen35_gated_q_proj"]:
+            found.append("Qwen35DSparkModel of model_type 'qwen3_5' without enable_qwen35_gated_q_proj")
+        return found
 
     def _unread(self) -> tuple[str, ...]:
         known = {path for paths in (*_SPELLINGS.values(), *_CAUSAL_KEYS) for path in paths}
@@ -398,8 +431,11 @@ class _Reader(RopeReader):
             self.faults.append(f"{where['target_layer_ids']} = {list(taps)} is out of range: num_target_layers = {n}")
 
     def _check_dflash2(self, got: dict[str, Any]) -> None:
-        if self.architecture == DSPARK and got["markov_rank"] and not got["vocab_size"]:
+        needs_vocabulary = got["markov_rank"] if self.architecture in DSPARKS else self.architecture == DOMINO
+        if needs_vocabulary and not got["vocab_size"]:
             self.faults.append("vocab_size is missing")
+        if self.architecture == DOMINO:
+            self.faults += [f"{_SPELLINGS[name][0]} is missing" for name in ("emb_dim", "gru_hidden_dim") if not got[name]]
         if self.architecture != "DFlash2DraftModel":
             return
         self.faults += [f"{_SPELLINGS[name][0]} is missing" for name in _DFLASH2 if not got[name]]
@@ -450,3 +486,12 @@ class _Reader(RopeReader):
         if got["use_swa"] or got["sliding_window_non_causal"]:
             return (False,) * len(kinds)
         return tuple(k == "sliding_attention" for k in kinds)
+
+
+def _read_gemma(got: dict[str, Any]) -> None:
+    """Gemma 4's drafter has the sizes of its target's full layers, and its embedding's scale. Source: DeepSpec, dspark/gemma4."""
+    got["head_dim"] = got["global_head_dim"] or got["head_dim"]
+    if got["attention_k_eq_v"]:
+        got["num_key_value_heads"] = got["num_global_key_value_heads"] or got["num_key_value_heads"]
+    if got["hidden_size"] and not got["input_embedding_scale"]:
+        got["input_embedding_scale"] = got["hidden_size"] ** 0.5

@@ -1,8 +1,8 @@
-"""How other tools pack a drafter's config.json: vLLM's speculators library, and the ways to say that a drafter is a DSpark one.
+"""How other tools pack a drafter's config.json: vLLM's speculators library, and the names of one kind of drafter.
 
 Knows keys, and turns them into the published spelling for `config`; checks no values but those that it computes with.
-Source: vllm-project/speculators (models/dflash, models/dspark), deepseek-ai/DeepSpec, sgl-project/SpecForge, vLLM's reader of
-speculators' configs.
+Source: vllm-project/speculators (models/dflash, models/dspark), deepseek-ai/DeepSpec, sgl-project/SpecForge, Tencent/AngelSlim
+(DFlare), vLLM's reader of speculators' configs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DSPARK, LAGUNA = "DSparkDraftModel", "DFlashLagunaForCausalLM"
+DSPARK, LAGUNA, DOMINO, DFLARE = "DSparkDraftModel", "DFlashLagunaForCausalLM", "DominoDraftModel", "DFlareDraftModel"
+# DSpark drafters with layers of their own: DeepSpec's for Gemma 4, and one packer's for Qwen 3.5.
+GEMMA4_DSPARK, QWEN35_DSPARK = "Gemma4DSparkModel", "Qwen35DSparkModel"
+DSPARKS = (DSPARK, GEMMA4_DSPARK, QWEN35_DSPARK)
 # What their packers call DSpark drafters: SpecForge and speculators; DeepSpec; LiquidAI.
 _DSPARK_NAMES = (DSPARK, "DSparkSpeculator", "Qwen3DSparkModel", "Lfm2DSparkDraftModel")
-_SPECULATORS = ("dflash", "dflash2", "dspark")
+_SPECULATORS = {"dspark": DSPARK, "dflash2": "DFlash2DraftModel", "dflare": DFLARE, "dflash": "DFlashDraftModel"}
 
 
 def is_int(value: Any, least: int) -> bool:
@@ -27,9 +30,13 @@ def algorithm_of(raw: Mapping[str, Any]) -> Any:
     return raw.get("speculators_model_type") or said
 
 
-def names_another_algorithm(raw: Mapping[str, Any]) -> bool:
-    kind = algorithm_of(raw)
-    return kind is not None and kind not in _SPECULATORS
+def another_algorithm(raw: Mapping[str, Any]) -> str | None:
+    """What speculators calls a drafter that is none of ours; None: it is one, or another tool packed it."""
+    kind, layers = algorithm_of(raw), raw.get("transformer_layer_config")
+    if kind == "dflare" and isinstance(layers, Mapping) and layers.get("draft_hidden_size"):
+        # A fork's, whose layers, names and rotations are others.
+        return f"dflare with draft_hidden_size = {layers['draft_hidden_size']!r}"
+    return None if kind is None or kind in list(_SPECULATORS) else repr(kind)
 
 
 def implied_block_size(raw: Mapping[str, Any]) -> int | None:
@@ -43,7 +50,7 @@ def flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[st
     Its `aux_hidden_state_layer_ids` count hidden states, of which the embedding is number 0: one more than the layer.
     """
     kind = algorithm_of(raw)
-    if kind not in _SPECULATORS:
+    if kind not in list(_SPECULATORS):
         return raw
     parts: dict[str, Mapping[str, Any]] = {}
     for key in ("transformer_layer_config", "speculators_config"):
@@ -54,7 +61,7 @@ def flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[st
     outer = {k: v for k, v in raw.items() if k not in parts and v is not None}
     names = (kind, parts["speculators_config"].get("algorithm"))
     flat = {**parts["transformer_layer_config"], **outer}
-    flat["architectures"] = [DSPARK if "dspark" in names else "DFlash2DraftModel" if "dflash2" in names else "DFlashDraftModel"]
+    flat["architectures"] = [next(architecture for name, architecture in _SPECULATORS.items() if name in names)]
     ids = flat.get("aux_hidden_state_layer_ids")
     if isinstance(ids, (list, tuple)) and all(is_int(i, 0) for i in ids):
         flat["aux_hidden_state_layer_ids - 1"] = [i - 1 for i in ids]
@@ -75,10 +82,17 @@ def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
         return DSPARK
     if architecture in ("", "DFlashDraftModel") and raw.get("model_type") == "laguna":
         return LAGUNA
+    if architecture == QWEN35_DSPARK and not raw.get("enable_qwen35_gated_q_proj") and raw.get("model_type") != "qwen3_5":
+        # Another fork's name for DeepSpec's own layers.
+        return DSPARK
+    if architecture == "QwenDFlareDraftModel":
+        return DFLARE
     if architecture not in ("", "DFlashDraftModel"):
         return architecture
     nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
     marks = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+    if "domino" in (nested.get("projector_type"), raw.get("projector_type")):
+        return DOMINO
     is_dspark = any(part.get(mark) for part in (nested, raw) for mark in marks)
     return DSPARK if is_dspark or "dspark" in (nested.get("projector_type"), raw.get("projector_type")) else architecture
 
@@ -98,7 +112,7 @@ def samples_from_anchor(architecture: str, raw: Mapping[str, Any], stated: Any) 
     trained = (
         name in _DSPARK_NAMES or "num_anchors" in raw or "dspark" in (nested.get("projector_type"), raw.get("projector_type"))
     )
-    return architecture == DSPARK and trained
+    return architecture in DSPARKS and (trained or name in DSPARKS)
 
 
 def taps_before_norm(architecture: str, raw: Mapping[str, Any]) -> bool:
@@ -107,4 +121,4 @@ def taps_before_norm(architecture: str, raw: Mapping[str, Any]) -> bool:
     has the last one after the norm."""
     nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
     by_specforge = any(key in nested for key in ("attention_mode", "confidence_head_alpha"))
-    return architecture == LAGUNA or "speculators_model_type" in raw or by_specforge
+    return architecture in (LAGUNA, DOMINO) or "speculators_model_type" in raw or by_specforge

@@ -7,7 +7,6 @@ OTHER_SPECULATORS = {
     "speculators": "a folder of vLLM's speculators library",
     "EAGLE": "an EAGLE head",
     "Medusa": "a Medusa head",
-    "domino": "a Domino drafter",
 }
 
 
@@ -16,20 +15,19 @@ def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
     names = {name.removeprefix("model.") for name in tensors}
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else list(architectures)
-    nested = config.get("dflash_config") or {}
-    projector = str(nested.get("projector_type") or config.get("projector_type") or "").lower()
+    nested = (config.get("dflash_config") or {}).keys()
     speculator = str(config.get("speculators_model_type") or "")
-    if speculator in ("dflash", "dflash2", "dspark"):
+    if speculator in ("dflash", "dflash2", "dspark", "dflare"):
         return "drafter"
     if speculator or "speculators_config" in config:
         return "speculators"
-    if projector == "domino":
-        return projector
     if any("eagle" in a.lower() for a in architectures) or any(n.startswith("midlayer.") for n in names):
         return "EAGLE"
     if any("medusa" in a.lower() for a in architectures) or "medusa_num_heads" in config:
         return "Medusa"
-    named = any(a.startswith(("DFlash", "MuseGlimmerAssistant")) or "DSpark" in a for a in architectures)
+    named = any(
+        a.startswith(("DFlash", "Domino", "MuseGlimmerAssistant")) or "DSpark" in a or "DFlare" in a for a in architectures
+    )
     if nested or named or {"fc.weight", "hidden_norm.weight"} <= names or "encoder.fc.weight" in names:
         return "drafter"
     return "target"

@@ -22,6 +22,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
+    "proportional": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 _ROPE_NUMBERS = (
@@ -136,6 +137,9 @@ class RopeReader:
             # With another kind the authors' class cannot run a part at all, so such a config means what it says.
             self.ignored.append("partial_rotary_factor")
             partial = 1.0
+        if kind == "proportional":
+            # Gemma 4's: frequencies of the whole head, of which the first part turns.
+            parameters["partial_rotary_factor"], partial = partial, 1.0
         dims = int((head_dim or 0) * partial)
         if dims % 2 or dims < 1:
             if head_dim:

@@ -47,10 +47,10 @@ def write_drafter_gguf(
     """
     if bits is not None and bits not in _BLOCKS:
         raise ConversionError(f"--to gguf is given and {bits} bits", "Give 8 (Q8_0) or 4 (Q4_0), or leave -q out")
-    kind = _BLOCKS[bits] if bits else _FLOATS.get(weights["fc.weight"].dtype, Kind.F32)
     faults = [name for name in weights if _name(name) is None]
     if faults:
         raise _no_place(faults)
+    kind = _BLOCKS[bits] if bits else _FLOATS.get(weights["fc.weight"].dtype, Kind.F32)
     writer = gguf.GGUFWriter(path, "dflash")
     for key, value in _keys(config).items():
         add = {bool: writer.add_bool, float: writer.add_float32, list: writer.add_array, str: writer.add_string}

@@ -8,9 +8,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import DrafterConfig
+from .dflare import DFlareDrafter
 from .dflash2 import DFlash2Drafter
+from .domino import DominoDrafter
 from .drafter import Drafter
 from .dspark import DSparkDrafter
+from .dspark_layers import Gemma4DSparkDrafter, Qwen35DSparkDrafter
 from .variants import LagunaDrafter, SinkDrafter, SinkDSparkDrafter
 
 # Architecture as config.json names it: what builds it. Any other is refused by name.
@@ -18,6 +21,10 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
     "DFlashDraftModel": Drafter,
     "DFlash2DraftModel": DFlash2Drafter,
     "DSparkDraftModel": DSparkDrafter,
+    "Gemma4DSparkModel": Gemma4DSparkDrafter,
+    "Qwen35DSparkModel": Qwen35DSparkDrafter,
+    "DominoDraftModel": DominoDrafter,
+    "DFlareDraftModel": DFlareDrafter,
     "DFlashLagunaForCausalLM": LagunaDrafter,
     "MuseGlimmerAssistantModel": Drafter,
     "": Drafter,

@@ -145,12 +145,28 @@ class DSparkDrafter(Drafter):
         ids, rows, embeddings = [], [], []
         for slot in range(hidden.shape[1]):
             logits = base[:, slot]
-            if "markov_head" in self:
-                embeddings.append(self.markov_head.embed(before))
-                term, state = self.markov_head(embeddings[-1], hidden[:, slot], state)
+            term, embedded, state = self.correction(slot, before, hidden[:, slot], state)
+            if embedded is not None:
+                embeddings.append(embedded)
+            if term is not None:
                 both = min(term.shape[-1], logits.shape[-1])  # what one has more is padding
                 logits = logits[:, :both] + term[:, :both]
             rows.append(logits)
             before = self.target_ids(pick(slot, logits))
             ids.append(before)
         return mx.stack(ids, axis=1) if ids else mx.zeros(hidden.shape[:2], dtype=mx.int32), rows, embeddings
+
+    def correction(
+        self, slot: int, before: mx.array, hidden: mx.array, state: mx.array | None
+    ) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+        """What a slot's logits get of the tokens before it.
+
+        Shapes:
+          - before: [B], the last of them; hidden: [B, H] of the slot; state: of the slot before it, None at the first one
+        Returns: the term [B, R] float32, what the token before is embedded as [B, r], and the state; None where there is none
+        """
+        if "markov_head" not in self:
+            return None, None, None
+        embedded = self.markov_head.embed(before)
+        term, state = self.markov_head(embedded, hidden, state)
+        return term, embedded, state

@@ -168,7 +168,8 @@ FILES = {row["name"]: row for row in json.loads((Path(__file__).parents[1] / "da
 SMALL = {
     "hidden_size": 24, "intermediate_size": 32, "head_dim": 8, "v_head_dim": 8, "vocab_size": 61, "sliding_window": 6,
     "swa_window_size": 6, "num_target_layers": 4, "max_window_layers": 2, "conv_group_size": 4, "selector_rank": 4,
-    "selector_top_k": 3, "markov_rank": 4, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
+    "selector_top_k": 3, "markov_rank": 4, "global_head_dim": 8, "emb_dim": 5,
+    "gru_hidden_dim": 6, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_hidden_layers": 2,
 }  # fmt: skip
 TAPS = {"target_layer_ids": [0, 2], "aux_hidden_state_layer_ids": [1, 3]}
@@ -219,7 +220,9 @@ def test_a_published_file_runs_or_is_refused_by_name(name, target):
     stated = nested.get("target_layer_ids") or raw.get("target_layer_ids")
     assert list(config.target_layer_ids) == (stated or [i - 1 for i in raw["aux_hidden_state_layer_ids"]])
     assert config.hidden_size == (packed or raw)["hidden_size"]
-    assert config.ropes[0].dims == config.head_dim
+    # Whole heads, but where the layers are Qwen 3.5's own.
+    part = raw["partial_rotary_factor"] if config.architecture == "Qwen35DSparkModel" else 1
+    assert config.ropes[0].dims == config.head_dim * part
 
     small = DrafterConfig.from_dict(shrunk(raw))
     kept = (

@@ -247,10 +247,9 @@ def test_an_own_embedding_too_short_for_the_target_or_the_mask_is_refused():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "has Gemma4DSparkModel"),
         ({"architectures": ["KDADraftModel"]}, "has KDADraftModel"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "has markov_head_type = 'lstm'"),
-        ({"projector_type": "domino"}, "has projector_type = 'domino'"),
+        ({"projector_type": "duet"}, "has projector_type = 'duet'"),
         ({"log_snr_conditioning": True}, "has log_snr_conditioning = True"),
     ],
 )  # fmt: skip
