@@ -11,6 +11,8 @@ from .launch import Form, Kernel
 ROWS = (1, 2, 4, 8, 16)
 # One row may take so much longer than stock MLX's, for then it has the bits that it has among others. Else stock MLX serves it.
 ONE_ROW_SLACK = 1.03
+# Two rows and more are another family's only where it takes less of the time than this: bits of a row change there.
+ANOTHER_FAMILY = 0.9
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ def verdicts(table: Mapping[int, Measured], forced: bool = False, off: Collectio
           4 rows        12             11          10.5       20      A, 4 columns
          16 rows        15             30          21         20      A, 2 columns
 
-    One family serves all counts that are not stock MLX's, that which saves most in sum, so that these rows agree bit for bit;
-    at each count by its quickest plan. A candidate that was wrong or refused at one count serves none.
+    One family serves the counts that are not stock MLX's, that which saves most in sum, so that these rows agree bit for bit; at
+    each count by its quickest plan. Of two rows and more another one serves those at which it is quicker by a tenth, unless
+    `forced`: the text for 4 rows is not that for 8. A candidate that was wrong or refused at one count serves none.
 
     Args:
       table: by row count. forced: faster than stock MLX or not. off: candidates that are to serve none.
@@ -99,4 +102,12 @@ def verdicts(table: Mapping[int, Measured], forced: bool = False, off: Collectio
                 saved += stock_s - took
         if found and saved > most:
             best, most = found, saved
+    for rows, measured in {} if forced else table.items():
+        of = [name for name in measured.seconds if name not in out]
+        if not of or not best or rows == 1:
+            continue
+        name = min(of, key=measured.seconds.__getitem__)
+        now_s = min(measured.stock_s, measured.seconds[best[rows]] if rows in best else measured.stock_s)
+        if measured.seconds[name] < ANOTHER_FAMILY * now_s:
+            best[rows] = name
     return best

@@ -52,6 +52,17 @@ def test_an_option_that_changes_the_order_of_sums_is_another_family():
     assert verdicts(given) == {1: many.name, 16: many.name}
 
 
+def test_another_family_serves_the_counts_at_which_it_is_quicker_by_a_tenth():
+    """The text for 4 rows is not that for 8; one row stays with those that it has among others."""
+    given = table((10, 10, 13, 25, 40), A_columns_4=(8, 10, 10, 17, 33), B=(14, 14, 14, 14, 26))
+    assert verdicts(given) == {4: "A columns 4", 8: "B", 16: "B"}
+    # Asked for, and in exact runs, one family serves all.
+    assert set(verdicts(given, forced=True).values()) == {"A columns 4"}
+    assert verdicts(given, off={"B"}) == {rows: "A columns 4" for rows in (1, 4, 8, 16)}
+    # 11.8 of 13 is less than a tenth.
+    assert verdicts(table((10, 10, 13, 25), A_columns_4=(8, 10, 11.8, 24), B=(14, 14, 14, 14))) == {8: "B"}
+
+
 def test_who_is_wrong_or_refused_at_one_count_serves_none():
     for fault in ({"wrong": {"B": "ids differ"}}, {"refused": {"B": "512 threads"}}):
         given = table((10, 20), A_columns_2=(9, 19), B=(1, 2)) | {4: Measured(PLANS, 10, **fault)}
