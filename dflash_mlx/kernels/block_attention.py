@@ -99,7 +99,7 @@ _SOURCE = """
                     bool seen = j >= 0 && j < S;
                     if (CAUSAL) seen = seen && begin + j <= position;
                     if (WINDOW > 0) seen = seen && begin + j > position - WINDOW;
-                    const float score = seen ? weight[i] * scale[0] : -INFINITY;
+                    const float score = seen ? times(weight[i], scale[0]) : -INFINITY;
                     const float new_top = metal::max(top[i], float(simd_max(score)));
                     weight[i] = seen ? metal::exp(score - new_top) : 0.0f;
                     const float sum = simd_sum(weight[i]);

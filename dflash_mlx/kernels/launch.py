@@ -1,9 +1,10 @@
 """One kernel object, three back ends: Metal on a Mac, CUDA on an NVIDIA GPU, and whatever tests put in Metal's place.
 
 Knows how a body becomes a launch. A body is Metal; CUDA reads the same string through `_CUDA_PRELUDE`, which gives meaning
-to the Metal names that our bodies use. Rules that keep one text good for both: `metal::fma` for every multiply-add (so that no
-compiler decides about contraction), `auto` for pointers derived from an input (MLX puts one of fewer than 8 elements in
-constant memory), `vec<T, n>` for vectors, a grid that is a multiple of its threadgroup.
+to the Metal names that our bodies use. Rules that keep one text good for both: `metal::fma` for every multiply-add and `times`
+for a product that something is added to afterwards (so that no compiler decides about contraction, one way among few rows and
+another among many; on Metal a pragma says it too), `auto` for pointers derived from an input (MLX puts one of fewer than 8
+elements in constant memory), `vec<T, n>` for vectors, a grid that is a multiple of its threadgroup.
 
 A vector is loaded only where its address is a multiple of its size (16 bytes at most). MLX hands over a row-contiguous view as
 it lies in its buffer, and Python cannot ask where: so a text loads vectors only from inputs whose rows are multiples of 16
@@ -88,6 +89,8 @@ METAL_FUNC T simd_broadcast(T v, uint lane) { return __shfl_sync(0xffffffffu, v,
 template <typename T>
 METAL_FUNC T simd_shuffle_xor(T v, uint mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
+METAL_FUNC float times(float a, float b) { return __fmul_rn(a, b); }
+
 namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 METAL_FUNC float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -106,6 +109,11 @@ METAL_FUNC void simdgroup_barrier(metal::mem_flags) { __syncwarp(); }
 METAL_FUNC uint dflash_thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
 }  // namespace mlx::core::cu
+"""
+
+_METAL_PRELUDE = """
+#pragma STDC FP_CONTRACT OFF
+METAL_FUNC float times(float a, float b) { return a * b; }
 """
 
 # After every use of __device__, which is a macro for __attribute__((device)): hence a helper in `header` takes values only.
@@ -193,9 +201,9 @@ def maker() -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.array]]:
-    header = kernel.header
+    header = f"{_METAL_PRELUDE}{kernel.header}"
     if cuda:
-        own = header if kernel.cuda_header is None else kernel.cuda_header
+        own = kernel.header if kernel.cuda_header is None else kernel.cuda_header
         header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
     source = kernel.source
     if cuda:
