@@ -31,6 +31,7 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import system
+from dflash_mlx.train.start import dense
 
 PROMPTS = Path(__file__).parent / "prompts"
 BLOCKS, BLOCK_PROMPTS = (2, 8), 10
@@ -117,11 +118,16 @@ class Record:
 
 
 def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    model, tokenizer = load(args.pair, dtype="bfloat16" if args.dtype == "4bit" else args.dtype)
+    dtype = "bfloat16" if args.dtype == "4bit" else args.dtype
+    model, tokenizer = load(args.pair, dtype=dtype)
+    drafter = load_drafter(args.pair, model)
     if args.dtype == "4bit":
         nn.quantize(model, args.group, 4)
         mx.eval(model.parameters())
-    return model, tokenizer, load_drafter(args.pair, model)
+        return model, tokenizer, drafter
+    # Quantized layers of the files are written out.
+    dtype = getattr(mx, dtype)
+    return dense(model, dtype), tokenizer, dense(drafter, dtype)
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
