@@ -78,6 +78,14 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "attention_k_eq_v": ("attention_k_eq_v",),
     "global_head_dim": ("global_head_dim",),
     "num_global_key_value_heads": ("num_global_key_value_heads",),
+    "attention_mode": ("dflash_config.attention_mode", "attention_mode"),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_nope_head_dim": ("qk_nope_head_dim",),
+    "qk_rope_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+    "rope_interleave": ("rope_interleave", "dflash_config.mla_rope_interleaved"),
+    "mla_use_output_gate": ("dflash_config.mla_use_output_gate", "mla_use_output_gate"),
     "draft_hidden_size": ("draft_hidden_size",),
     "enable_qwen35_gated_q_proj": ("enable_qwen35_gated_q_proj",),
     "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
@@ -104,10 +112,13 @@ _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 _EXTENSIONS = (
     *("attention_sink_bias", "projector_type", "markov_rank"),
     *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning", "draft_hidden_size"),
-    "enable_qwen35_gated_q_proj",
+    *("enable_qwen35_gated_q_proj", "mla_use_output_gate"),
 )
 # Those that a kind of drafter has, and what a DSpark one's Markov head may be.
 _HAS = dict.fromkeys(DSPARKS, ("markov_rank", "enable_confidence_head", "sample_from_anchor")) | {DOMINO: ("projector_type",)}
+# Sizes of latent attention, where `attention_mode` says "mla"; who may have it, and the modes that change nothing.
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MAY_BE_LATENT, _MODES = ("", "DFlashDraftModel", "DFlash2DraftModel", DSPARK, DOMINO), (None, "gqa", "mha")
 _HAS[QWEN35_DSPARK] += ("enable_qwen35_gated_q_proj",)
 # Whose layers may have attention sinks.
 _MAY_HAVE_SINKS = ("", "DFlashDraftModel", DSPARK)
@@ -134,6 +145,7 @@ _POSITIVE_INTS = (
     *_DFLASH2,
     "selector_vocab_size",
     *("emb_dim", "gru_hidden_dim", "global_head_dim", "num_global_key_value_heads"),
+    *_LATENT,
 )
 _FROM_ZERO = ("max_window_layers", "markov_rank", "pure_draft_prefix_len")
 # Beyond any published drafter: a mistaken number is named before memory is asked for.
@@ -141,6 +153,7 @@ _MOST = {"num_hidden_layers": 1024, "block_size": 1024}
 _FLAGS = (
     *("attention_bias", "use_swa", "use_sliding_window", "rope_is_neox_style", "sliding_window_non_causal", "enable_thinking"),
     *("enable_confidence_head", "sample_from_anchor", "shift_label", "attention_k_eq_v", "enable_qwen35_gated_q_proj"),
+    *("rope_interleave", "mla_use_output_gate"),
 )
 # Causality inside the block, first key that holds a value wins; after these, sliding layers are causal and full ones are not.
 _CAUSAL_KEYS = (("is_causal",), ("dflash_config.causal", "dflash_config.dflash_query_causal", "dflash_query_causal"))
@@ -204,6 +217,11 @@ class DrafterConfig:
     shift_label: bool = False
     attention_k_eq_v: bool = False
     offset_norms: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
     sample_from_anchor: bool = False
@@ -334,10 +352,13 @@ class _Reader(RopeReader):
         head_dim = got["head_dim"] or (hidden // heads if heads and hidden else None)
         if heads and kv_heads and heads % kv_heads:
             self.faults.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+        latent = self._latent(got)
+        if latent:
+            kv_heads, head_dim = heads, (got["qk_nope_head_dim"] or 0) + (got["qk_rope_head_dim"] or 0)
         kinds = self._layer_kinds(got)
         causal = self._causal(got, kinds)
         windows = tuple(got["sliding_window"] if k == "sliding_attention" else None for k in kinds)
-        ropes = self.ropes(got, kinds, head_dim)
+        ropes = self.ropes(got, kinds, latent["qk_rope_head_dim"] if latent else head_dim)
         if self.faults:
             raise ConfigError(
                 f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}",
@@ -367,6 +388,7 @@ class _Reader(RopeReader):
             num_target_layers=got["num_target_layers"],
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
             **{name: got[name] for name in ("emb_dim", "gru_hidden_dim")},
+            **latent,
             **{name: bool(got[name]) for name in ("shift_label", "attention_k_eq_v")},
             pure_draft_prefix_len=got["pure_draft_prefix_len"] or 0,
             offset_norms=got["model_type"] == "qwen3_5",
@@ -377,12 +399,20 @@ class _Reader(RopeReader):
             mask_embedding=bool(got["mask_embedding"]),
             last_tap=got["last_tap"],
             quantization=got["quantization"] or None,
-            unsupported=tuple(self._unsupported(got)),
+            unsupported=tuple(self._unsupported(got, ropes)),
             unread=self._unread(),
             read_from=self.read_from,
         )
 
-    def _unsupported(self, got: dict[str, Any]) -> list[str]:
+    def _latent(self, got: dict[str, Any]) -> dict[str, Any]:
+        """The sizes of latent attention, {} where it is not of that mode. Source: SpecForge, pull request 758."""
+        if got["attention_mode"] != "mla":
+            return {}
+        self.faults += [f"{name} is missing, which attention_mode 'mla' needs" for name in _LATENT[1:] if not got[name]]
+        got["rope_is_neox_style"] = got["rope_interleave"] is False
+        return {name: got[name] for name in _LATENT}
+
+    def _unsupported(self, got: dict[str, Any], ropes: tuple[RopeConfig, ...]) -> list[str]:
         """What changes the computation and is no part of this kind of drafter, by key and value."""
         has = (*_HAS.get(self.architecture, ()), *(("attention_sink_bias",) if self.architecture in _MAY_HAVE_SINKS else ()))
         found = [
@@ -392,6 +422,12 @@ class _Reader(RopeReader):
         ]
         if got["gating"] not in (None, "per-head", True) and self.architecture == LAGUNA:
             found.append(f"{self.read_from['gating']} = {got['gating']!r}")
+        if got["attention_mode"] == "mla" and (got["attention_sink_bias"] or got["attention_value_scale"]):
+            found.append("attention_mode = 'mla' with sinks or scaled values")
+        if got["attention_mode"] == "mla" and any(k.kind in ("dynamic", "longrope") for k in ropes):
+            found.append(f"attention_mode = 'mla' with RoPE kind {ropes[0].kind!r}")
+        if got["attention_mode"] not in (*_MODES, "mla" if self.architecture in _MAY_BE_LATENT else None):
+            found.append(f"{self.read_from['attention_mode']} = {got['attention_mode']!r}")
         head = got["markov_head_type"] or "vanilla"
         if self.architecture in DSPARKS and got["markov_rank"] and head not in _MARKOV_HEADS:
             found.append(f"{self.read_from['markov_head_type']} = {head!r}")

@@ -14,6 +14,7 @@ from .domino import DominoDrafter
 from .drafter import Drafter
 from .dspark import DSparkDrafter
 from .dspark_layers import Gemma4DSparkDrafter, Qwen35DSparkDrafter
+from .mla import LatentDFlash2Drafter, LatentDominoDrafter, LatentDrafter, LatentDSparkDrafter
 from .variants import LagunaDrafter, SinkDrafter, SinkDSparkDrafter
 
 # Architecture as config.json names it: what builds it. Any other is refused by name.
@@ -31,6 +32,13 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
 }
 # Those with attention sinks or scaled values.
 _WITH_SINKS = {Drafter: SinkDrafter, DSparkDrafter: SinkDSparkDrafter}
+# Those with latent attention.
+_LATENT: dict[type[Drafter], type[Drafter]] = {
+    Drafter: LatentDrafter,
+    DFlash2Drafter: LatentDFlash2Drafter,
+    DSparkDrafter: LatentDSparkDrafter,
+    DominoDrafter: LatentDominoDrafter,
+}
 
 
 def not_computed(config: DrafterConfig) -> list[str]:
@@ -45,6 +53,8 @@ def build_drafter(config: DrafterConfig, shapes: Mapping[str, Sequence[int]]) ->
       shapes: the checkpoint's tensors by bare name; of quantized ones the packed shape.
     """
     kind = ARCHITECTURES[config.architecture]
+    if config.kv_lora_rank:
+        kind = _LATENT[kind]
     drafter = (_WITH_SINKS[kind] if config.attention_sinks or config.attention_value_scale else kind)(config)
     if "embed_tokens.weight" in shapes:
         drafter.embed_tokens = nn.Embedding(shapes["embed_tokens.weight"][0], config.hidden_size)

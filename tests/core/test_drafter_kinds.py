@@ -13,7 +13,7 @@ from dflash_mlx import convert, load_drafter
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConfigError, ConversionError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models import dflare, domino, dspark_layers
+from dflash_mlx.models import dflare, domino, dspark_layers, mla
 from dflash_mlx.models.architectures import ARCHITECTURES, build_drafter
 from dflash_mlx.models.target import Target
 
@@ -43,8 +43,39 @@ QWEN35 = {
     "partial_rotary_factor": 0.5, "rope_theta": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }  # fmt: skip
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "head_dim": None}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 5, "selector_top_k": 4, "block_size": N + 1}
+
+
+def latent_config(nested=None, **changes):
+    """SpecForge's: a mode of the nested object, its sizes beside the others."""
+    nested = {"mask_token_id": 3, "target_layer_ids": [0, 2], "attention_mode": "mla", **(nested or {})}
+    return raw_config(H, V, **({**FULL, **LATENT, "dflash_config": nested} | changes))
+
+
 # name: (config, the reference's class)
 KINDS = {
+    "MLA": (latent_config(rope_theta=None, rope_parameters=YARN), reference_kinds.Latent),
+    "MLA, queries through one matrix, halves as pairs": (
+        latent_config(q_lora_rank=None, rope_interleave=False),
+        reference_kinds.Latent,
+    ),
+    "MLA, DFlash 2": (
+        latent_config(SECOND, architectures=["DFlash2DraftModel"], block_size=None, is_causal=False),
+        reference_kinds.Latent,
+    ),
+    "MLA, DSpark": (
+        latent_config(MARKOV | {"projector_type": "dspark"}, architectures=["DSparkDraftModel"], block_size=N),
+        reference_kinds.Latent,
+    ),
+    "MLA, Domino": (
+        domino_config(True, 1) | LATENT | {"dflash_config": domino_config(True, 1)["dflash_config"] | {"attention_mode": "mla"}},
+        reference_kinds.Latent,
+    ),
     "Domino, a row drafts the token behind it": (domino_config(True, 1), reference_kinds.Kind),
     "Domino, a row drafts its own token": (domino_config(False, 0), reference_kinds.Kind),
     "DFlare": (raw_config(H, V, **FULL, architectures=["QwenDFlareDraftModel"]), reference_kinds.DFlare),
@@ -58,13 +89,13 @@ KINDS = {
 def filed(raw, seed=5):
     """Random tensors under the names and in the shapes of the authors' files."""
     config = DrafterConfig.from_dict(raw)
-    shapes = {"confidence_head.proj.weight": (1, H + 7), "confidence_head.proj.bias": (1,)} if "markov_rank" in raw else {}
+    shapes = {"confidence_head.proj.weight": (1, H + 7), "confidence_head.proj.bias": (1,)} if config.markov_rank else {}
     if raw["architectures"] == ["Gemma4DSparkModel"]:
         shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
     mx.random.seed(seed)
     weights = flat(grow(build_drafter(config, shapes), 3.0))
     weights = {name: v if v.ndim > 1 else v + 0.4 * mx.random.normal(v.shape) for name, v in weights.items()}
-    heads, D = raw["num_attention_heads"], raw["head_dim"]
+    heads, D = raw["num_attention_heads"], raw.get("head_dim")
     for name in [name for name in weights if ".q_gate." in name]:
         query = name.replace("q_gate", "q_proj")
         both = [weights[query].reshape(heads, D, H), weights.pop(name).reshape(heads, D, H)]
@@ -84,7 +115,8 @@ def by_numpy(model, raw, kind, weights, line, at):
     features = np.array(Target(model, (0, 2))(mx.array([line[:at]])).features[0], dtype=np.float64)
     embedding = numbers.get("embed_tokens.weight", np.array(model.model.embed_tokens.weight, dtype=np.float64))
     head = numbers.get("lm_head.weight", np.array(model.lm_head.weight, dtype=np.float64))
-    is_dspark, gemma = "markov_rank" in raw, kind is reference_kinds.Gemma4
+    nested = raw.get("dflash_config") or {}
+    is_dspark, gemma = "markov_rank" in raw | nested, kind is reference_kinds.Gemma4
     rows = N if is_dspark else N + 1
     block = embedding[[line[at], *[3] * (rows - 1)]] * (H**0.5 if gemma else 1.0)
     hidden = kind(raw, numbers).hidden(features, block)
@@ -94,6 +126,9 @@ def by_numpy(model, raw, kind, weights, line, at):
         return reference.markov_rows(numbers, "vanilla", hidden, logits, line[at], lambda _, row: row.argmax())[0]
     if "prefix_gru.weight_ih_l0" in numbers:
         return reference_kinds.domino_path(raw, numbers, embedding, hidden, head, line[at])
+    if "selector_rank" in nested:
+        config = DrafterConfig.from_dict(raw)
+        return reference.selected(numbers, config, hidden[1:], hidden[1:] @ head.T, line[at])
     return (hidden[1:] @ head.T).argmax(-1).tolist()
 
 
@@ -101,11 +136,11 @@ def by_numpy(model, raw, kind, weights, line, at):
 def test_every_drafted_id_of_a_kind_is_numpys(tmp_path, name):
     (raw, kind), model = KINDS[name], tiny_target()
     weights = filed(raw)
-    plain = ids_of(run(model, None, PROMPT, 9))
+    plain = ids_of(run(model, None, PROMPT, 6))
     convert(written(tmp_path / "published", raw, weights), str(tmp_path / "out"))
     for folder in ("published", "out"):
         drafter, at = load_drafter(str(tmp_path / folder), model), len(PROMPT)
-        got = run(model, drafter, PROMPT, 9, block_size=N + 1, prefill_step_size=4)
+        got = run(model, drafter, PROMPT, 6, block_size=N + 1, prefill_step_size=4)
         assert ids_of(got) == plain
         for drafted, accepted, _ in rounds_of(got):
             line = [*PROMPT, *plain]
@@ -116,7 +151,8 @@ def test_every_drafted_id_of_a_kind_is_numpys(tmp_path, name):
         convert(str(tmp_path / "published"), str(tmp_path / "gguf"), to="gguf")
 
 
-SHIFTED, OWN = list(KINDS)[:2]
+SHIFTED, OWN = [name for name in KINDS if name.startswith("Domino")]
+LATENT_ATTENTION = mla.LatentAttention
 DOMINO, GRU = domino.DominoDrafter, domino.PrefixGRU
 GEMMA4, DFLARE = dspark_layers.Gemma4Attention, dflare.DFlareAttention
 FAULTS = {
@@ -129,6 +165,22 @@ FAULTS = {
         "correction",
         "slot < self.config.pure_draft_prefix_len",
         "slot < 0",
+    ),
+    "the unrotated part not scaled under YaRN": ("MLA", mla, "_magnitude", "if all_dim and factor > 1", "if False"),
+    "keys of the values' columns": (
+        "MLA",
+        LATENT_ATTENTION,
+        "cached_form",
+        "both[..., : self.nope], turned",
+        "both[..., self.wide :], turned",
+    ),
+    "no norm of the latent": ("MLA", LATENT_ATTENTION, "cached_form", "self.kv_a_layernorm(latent)", "latent"),
+    "queries turned from their first part on": (
+        "MLA",
+        LATENT_ATTENTION,
+        "queries",
+        "self.rope(q[..., self.nope :], offset=offset)",
+        "self.rope(q[..., : self.turned], offset=offset)",
     ),
     "one mean of the taps for all layers": ("DFlare", dflare.DFlareLayer, "own_context", "self.layer]", "0]"),
     "the context by the block's matrices": ("DFlare", DFLARE, "cached_form", "self.k_proj_target(x)", "self.k_proj(x)"),
@@ -171,6 +223,13 @@ def test_a_kind_is_told_by_what_it_has(name):
 
 
 REFUSED = {
+    "a gate behind latent attention": (
+        latent_config({"mla_use_output_gate": True}), "dflash_config.mla_use_output_gate = True",
+    ),
+    "latent attention of Laguna": (
+        latent_config(architectures=["DFlashLagunaForCausalLM"]), "dflash_config.attention_mode = 'mla'",
+    ),
+    "another mode of attention": (latent_config({"attention_mode": "kda"}), "dflash_config.attention_mode = 'kda'"),
     "no gates and norms less one": (QWEN35 | {"enable_qwen35_gated_q_proj": None}, "without enable_qwen35_gated_q_proj"),
     "gates under another name": (QWEN35 | {"architectures": ["Qwen3DSparkModel"]}, "enable_qwen35_gated_q_proj = True"),
     "hidden_size that counts all taps": (

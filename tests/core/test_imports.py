@@ -39,6 +39,7 @@ ORDER = (
     "models.domino",
     "models.dflare",
     "models.dspark_layers",
+    "models.mla",
     "models.variants",
     "models.architectures",
     "conversion",

@@ -2,10 +2,13 @@
 
 Shares no code with the package. Sources: sgl-project/SpecForge, modeling/draft/domino.py (a6b6b023); Tencent/AngelSlim,
 draft/qwen_dflare.py; deepseek-ai/DeepSpec, modeling/dspark/gemma4/modeling.py (afdfa7c); mlx-dspark 0.20.3, model.py (gates, and
-norms stored less one); transformers 5, modeling_rope_utils.py (proportional RoPE).
+norms stored less one); transformers 5, modeling_rope_utils.py (proportional RoPE); SpecForge's pull request 758 (MLA).
 """
 
+from types import SimpleNamespace
+
 import numpy as np
+import reference
 
 
 def rms(x, weight, eps):
@@ -50,7 +53,7 @@ class Kind:
 
     def __init__(self, raw, weights):
         self.raw, self.w, self.eps = raw, weights, raw["rms_norm_eps"]
-        self.heads, self.kv, self.D = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
+        self.heads, self.kv, self.D = raw["num_attention_heads"], raw["num_key_value_heads"], raw.get("head_dim") or 1
         self.scale = self.D**-0.5
 
     def norm(self, x, weight):
@@ -152,6 +155,77 @@ class Qwen35(Kind):
     def queries(self, w, x):
         both = (x @ w["q_proj.weight"].T).reshape(len(x), self.heads, 2, self.D)
         return both[:, :, 0].reshape(len(x), -1), both[:, :, 1].reshape(len(x), -1)
+
+
+class Latent(Kind):
+    """Queries, keys and values head by head from their narrow vectors; R values of each key are shared by all heads.
+
+    RoPE pairs neighbours unless `rope_interleave` is false; YaRN's frequencies and factors by DeepSeek's formulas.
+    """
+
+    def turned(self, x, positions):
+        raw = self.raw
+        R, rope = raw["qk_rope_head_dim"], raw.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", raw.get("rope_theta"))
+        inverse, size = theta ** (-np.arange(0, R, 2) / R), 1.0
+        if rope.get("rope_type") == "yarn":
+            factor, length = rope["factor"], rope["original_max_position_embeddings"]
+            at = lambda turns: R * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(theta))  # noqa: E731
+            low, high = max(np.floor(at(rope["beta_fast"])), 0), min(np.ceil(at(rope["beta_slow"])), R - 1)
+            ramp = np.clip((np.arange(R // 2) - low) / max(high - low, 0.001), 0, 1)
+            inverse = inverse / factor * ramp + inverse * (1 - ramp)
+            size = self.magnitude(rope["mscale"]) / self.magnitude(rope["mscale_all_dim"])
+        angles = positions[:, None] * inverse
+        cos, sin = np.cos(angles) * size, np.sin(angles) * size
+        out = np.empty_like(x)
+        if raw.get("rope_interleave", True):
+            a, b = x[:, 0::2], x[:, 1::2]
+            out[:, 0::2], out[:, 1::2] = a * cos - b * sin, a * sin + b * cos
+        else:
+            a, b = x[:, : R // 2], x[:, R // 2 :]
+            out[:, : R // 2], out[:, R // 2 :] = a * cos - b * sin, a * sin + b * cos
+        return out
+
+    def magnitude(self, mscale):
+        return 0.1 * mscale * np.log(self.raw["rope_parameters"]["factor"]) + 1.0
+
+    def attention(self, w, context, x):
+        raw, C, K = self.raw, len(context), len(x)
+        P, R, W, rank = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"], raw["v_head_dim"], raw["kv_lora_rank"]
+        rows, places = np.concatenate([context, x]), np.arange(C + K)
+        if "q_proj.weight" in w:
+            q = x @ w["q_proj.weight"].T
+        else:
+            q = self.norm(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"]) @ w["q_b_proj.weight"].T
+        both = rows @ w["kv_a_proj_with_mqa.weight"].T
+        shared = self.turned(both[:, rank:], places)
+        kv = self.norm(both[:, :rank], w["kv_a_layernorm.weight"]) @ w["kv_b_proj.weight"].T
+        scale = (P + R) ** -0.5
+        if (raw.get("rope_parameters") or {}).get("rope_type") == "yarn":
+            scale *= self.magnitude(raw["rope_parameters"]["mscale_all_dim"]) ** 2
+        outs = []
+        for h in range(self.heads):
+            mine = q[:, h * (P + R) : (h + 1) * (P + R)]
+            key, value = np.split(kv[:, h * (P + W) : (h + 1) * (P + W)], [P], axis=1)
+            scores = (mine[:, :P] @ key.T + self.turned(mine[:, P:], places[C:]) @ shared.T) * scale
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            outs.append(p / p.sum(-1, keepdims=True) @ value)
+        return np.concatenate(outs, axis=1) @ w["o_proj.weight"].T
+
+    def layer(self, w, context, h):
+        if "attention_conv.base_kernel" not in w:
+            return super().layer(w, context, h)
+        nested = self.raw["dflash_config"]
+        sizes = SimpleNamespace(conv_kernel_size=nested["conv_kernel_size"], conv_group_size=nested["conv_group_size"])
+
+        def around(name, x, sublayer):
+            conv = part(w, name)
+            return reference.convolved(conv, sizes, sublayer(reference.convolved(conv, sizes, x, x, 0)), x, 1)
+
+        x = self.norm(h, w["input_layernorm.weight"])
+        h = h + around("attention_conv.", x, lambda x: self.attention(part(w, "self_attn."), context, x))
+        x = self.norm(h, w["post_attention_layernorm.weight"])
+        return h + around("mlp_conv.", x, lambda x: self.mlp(part(w, "mlp."), x))
 
 
 def domino_path(raw, weights, embedding, hidden, head, anchor):
