@@ -5,8 +5,10 @@ that variants which this version cannot run still convert. A converted drafter k
 """
 
 import re
+import warnings
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -150,16 +152,27 @@ def side_mask(checkpoint: Checkpoint, hidden: int) -> mx.array | None:
     """[H]: the vector for mask slots that XiaomiMiMo keeps in a file of its own, which no index names; None: there is none.
 
     `mask_embedding.safetensors` holds the tensor of that name. Of `mask_embedding.pt`, a zip, the numbers alone are read, as the
-    one storage of H bfloat16 or float32 values: nothing is unpickled.
+    one storage of H bfloat16 or float32 values: nothing is unpickled. A file without such a vector is said not to be used.
     """
-    if checkpoint.gguf is not None:
+    for name, read in (("mask_embedding.safetensors", _stored_vector), ("mask_embedding.pt", _pickled_vector)):
+        if checkpoint.gguf is None and (file := checkpoint.path / name).is_file():
+            if (vector := read(file, hidden)) is None:
+                warnings.warn(f"{checkpoint.source}/{name} holds no vector of {hidden} numbers; it is not used", stacklevel=4)
+            return vector
+    return None
+
+
+def _stored_vector(file: Path, hidden: int) -> mx.array | None:
+    vector = None
+    with suppress(RuntimeError):
+        vector = mx.load(str(file)).get("mask_embedding")
+    return vector if vector is not None and vector.shape == (hidden,) else None
+
+
+def _pickled_vector(file: Path, hidden: int) -> mx.array | None:
+    if not zipfile.is_zipfile(file):
         return None
-    tensors, pickled = checkpoint.path / "mask_embedding.safetensors", checkpoint.path / "mask_embedding.pt"
-    if tensors.is_file():
-        return mx.load(str(tensors)).get("mask_embedding")
-    if not pickled.is_file() or not zipfile.is_zipfile(pickled):
-        return None
-    with zipfile.ZipFile(pickled) as archive:
+    with zipfile.ZipFile(file) as archive:
         sizes = {2 * hidden: mx.bfloat16, 4 * hidden: mx.float32}
         stored = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size in sizes]
         if len(stored) != 1:

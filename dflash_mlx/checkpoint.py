@@ -31,7 +31,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"^(?P<start>.+?[-_.])(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<count>0*[1-9]\d{0,4})\.safetensors$")
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|ckpt|pkl|pickle|np[yz]|gguf|h5|msgpack|onnx|ot|pdparams)$", re.IGNORECASE)
-_NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*|mask_embedding)\.\w+$")
+_NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$|^mask_embedding\.pt$")
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"

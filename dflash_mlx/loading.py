@@ -460,6 +460,9 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
       PairError: names the first part that gives NaN or infinity, and the number type.
     """
     target = Target(model, drafter.config.taps(len(model.layers)))
+    if "mask_embedding" not in drafter and not math.isfinite(_largest_of_mask_row(drafter)):
+        where = f"the row of the mask token {drafter.config.mask_token_id} in {target.family}'s embedding"
+        raise PairError(f"{where} has NaN or infinity", "The target's files are damaged: get them again")
     step = max(target.vocabulary // 8, 1)
     features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary).features
     if fault := drafter.first_not_finite(features):
@@ -470,13 +473,18 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
         raise PairError(f"{where} gives NaN or infinity in {fault[1]}", remedy)
 
 
+def _largest_of_mask_row(drafter: Drafter) -> float:
+    row = drafter._embed(mx.array([[drafter.config.mask_token_id]]))
+    return mx.max(mx.abs(row.astype(mx.float32))).item()
+
+
 def mask_row_fault(drafter: Drafter) -> str | None:
     """A sentence where the row that stands for every slot to be filled is zero, or so small that a norm's epsilon hides it: most
     drafters accept next to nothing then."""
     mask = drafter.config.mask_token_id
     if "mask_embedding" in drafter:
         return None
-    largest = mx.max(mx.abs(drafter._embed(mx.array([[mask]])).astype(mx.float32))).item()
+    largest = _largest_of_mask_row(drafter)
     if largest > 1e-3 * math.sqrt(drafter.config.rms_norm_eps):
         return None
     return (

@@ -87,7 +87,9 @@ class BatchGenerator:
         stream: Any = generation_stream,
     ):
         if not isinstance(draft_model, Drafter):
-            raise GenerationError("a batch needs a DFlash drafter", "Pass what load_drafter returns")
+            raise GenerationError(
+                "a batch needs a DFlash drafter", "Pass what load_drafter returns, or use mlx_lm.batch_generate"
+            )
         max_batch = usual_rows() if max_batch is None else max_batch
         if type(max_batch) is not int or max_batch < 1:
             raise GenerationError(f"max_batch is {max_batch!r}; it must be a whole number of at least 1")
@@ -254,7 +256,7 @@ def batch_generate(
     return_token_ids: bool = False,
     return_logprobs: bool = False,
     *,
-    draft_model: nn.Module,
+    draft_model: nn.Module | None = None,
     seeds: Sequence[int] | None = None,
     max_batch: int | None = None,
     prefill_share: float = PREFILL_SHARE,

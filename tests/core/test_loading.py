@@ -253,6 +253,16 @@ def test_a_mask_row_that_a_norms_epsilon_hides_is_said(value):
         pair_with(model, raw)
 
 
+@pytest.mark.parametrize("value", [mx.nan, -mx.inf])
+def test_a_mask_row_that_is_no_number_is_the_targets_fault(value):
+    model = tiny_target()
+    model.model.embed_tokens.weight[7] = value
+    with pytest.raises(
+        PairError, match="the row of the mask token 7 in llama's embedding has NaN or infinity. The target's files"
+    ):
+        pair_with(model, raw_config(mask=7))
+
+
 def test_a_vocabulary_of_another_model_is_refused_and_a_padded_one_is_said():
     with pytest.warns(UserWarning, match="vocab_size 64, llama's embedding has 61 rows: right only where one of them is padded"):
         pair_with(tiny_target(), raw_config(vocab=64), weights_for(raw_config()))

@@ -192,6 +192,23 @@ def test_a_vector_for_masks_is_used_wherever_it_is_kept(tmp_path, kept):
     assert rounds_of(run(model, load_drafter(str(tmp_path / "out"), model), PROMPT, 6, block_size=5)) == rounds_of(got)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "npz", "npy", "bin", "pth"])
+def test_a_file_for_masks_that_is_not_used_is_named(tmp_path, suffix):
+    model, raw = tiny_target(), raw_config(H, V)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors(raw))
+    file = tmp_path / f"mask_embedding.{suffix}"
+    file.write_bytes(b"no vector")
+    with pytest.warns(
+        UserWarning, match=rf"mask_embedding.{suffix} (holds no vector of {H} numbers; it is not used|\(not safetensors)"
+    ):
+        load_drafter(str(tmp_path), model)
+    if suffix == "safetensors":
+        mx.save_safetensors(str(file), {"mask_embedding": mx.ones((H + 1,))})
+        with pytest.warns(UserWarning, match="it is not used"):
+            load_drafter(str(tmp_path), model)
+
+
 def test_a_missing_vector_for_masks_is_said():
     model, raw = tiny_target(), raw_config(H, V)
     weights = tensors(raw)
