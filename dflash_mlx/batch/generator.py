@@ -28,7 +28,7 @@ from ..stats import GenerationStats
 from .groups import Groups
 from .passes import BatchTarget
 from .policy import BatchPolicy, RoundCosts
-from .rounds import RowRound, run_round
+from .rounds import Round, RowRound, begin_round
 from .row import Row, RowResponse, make_row
 
 # The share of time that prompts are read in while answers run, and the tokens that are read at once then.
@@ -103,6 +103,9 @@ class BatchGenerator:
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self._groups = Groups()
+        # A round that has begun before the one in front of it was read.
+        self._ahead: Round | None = None
+        self._has_read = False
         self._uid, self._target = 0, None
         # Seconds that went to prompts and to answers since both were last asked for.
         self._spent = [0.0, 0.0]
@@ -186,6 +189,7 @@ class BatchGenerator:
         return self._target.reason is None
 
     def _read(self, row: Row, most: int | None) -> RowResponse | None:
+        self._has_read = True
         try:
             row.read(most)
         except Exception as error:  # noqa: BLE001 - a fault of this request, such as a prompt that memory does not hold
@@ -193,28 +197,65 @@ class BatchGenerator:
         return None
 
     def _answer(self, rows: list[Row]) -> list[RowResponse]:
-        if len(rows) == 1 and len(self.rows) == 1:
+        """A round of these rows, or of those of them whose round has begun already; the next one may begin before it is read."""
+        if not rows:
+            return []
+        began, width = time.perf_counter(), 0
+        (current, self._ahead), (has_read, self._has_read) = (self._ahead, None), (self._has_read, False)
+        if not any(row.round for row in rows):
+            if len(rows) == 1 and len(self.rows) == 1:
+                try:
+                    return rows[0].alone()
+                except Exception as error:  # noqa: BLE001 - of the only request there is
+                    return [rows[0].fail(error)]
+            width = self._plan(rows)
+            for row in rows:
+                row.round = RowRound(row.run, row.anchor, row.seat)
+            current = begin_round(self._target, [row.round for row in rows])
+        done = [row for row in rows if row.round]
+        is_alike = all(row.policy.width == width for row in done)
+        if current is not None:
+            following = current.read(self._look_ahead(current, rows))
+            current.settle(seconds := time.perf_counter() - began)
+            self._ahead = following
+            # A prompt that was read, or the time until nothing follows, hides what a round that began ahead took.
+            is_alike = is_alike and not (current.is_ahead and (has_read or following is None))
+        found = []
+        for row in done:
+            this, row.round = row.round, self._ahead and self._ahead.of(row.run)
             try:
-                return rows[0].alone()
-            except Exception as error:  # noqa: BLE001 - of the only request there is
-                return [rows[0].fail(error)]
+                if this.error is not None:
+                    raise this.error
+                found += row.emit(this.kept)
+            except Exception as error:  # noqa: BLE001 - one request's own
+                is_alike = False
+                found.append(row.fail(error))
+        if is_alike:
+            self.policy.observe(len(done), width, seconds)
+        return found
+
+    def _plan(self, rows: list[Row]) -> int:
+        """Make the rows ready for a round. Returns: the width of most of them."""
         for row in rows:
             row.join()
-        width = self.policy.plan([row.policy for row in rows])
         self._groups.arrange([(row.seat, row.room) for row in rows if row.seat])
-        rounds = [RowRound(row.run, row.anchor, row.seat) for row in rows]
-        seconds = run_round(self._target, rounds)
-        found = []
-        for row, done in zip(rows, rounds, strict=True):
-            try:
-                if done.error is not None:
-                    raise done.error
-                found += row.emit(done.kept)
-            except Exception as error:  # noqa: BLE001 - one request's own
-                found.append(row.fail(error))
-        if all(done.error is None for done in rounds):
-            self.policy.observe([row.policy for row in rows], width, seconds)
-        return found
+        return self.policy.plan([row.policy for row in rows])
+
+    def _look_ahead(self, current: Round, rows: list[Row]) -> Round | None:
+        """The round after a plain one, if that is plain too whatever the tokens are; rows that end in this one are not in it.
+
+        A row may draft behind its first token.
+        """
+        if not current.is_plain or any(row.round is None or row.round.error or not row.run.emitted for row in rows):
+            return None
+        current.commit()
+        going = [row for row in rows if row.run.emitted + 1 < row.options.max_tokens]
+        try:
+            if not going or self._plan(going) or any(row.run.next_draft_length() for row in going):
+                return None
+        except Exception:  # noqa: BLE001 - of a row's draft source, which raises it again in a round of its own
+            return None
+        return current.ahead([RowRound(row.run, -1, row.seat) for row in going])
 
     def close(self) -> None:
         """Take every request out."""

@@ -112,10 +112,9 @@ class BatchPolicy:
                 found.append(row)
         return found
 
-    def observe(self, rows: Sequence[RowPolicy], width: int, seconds: float) -> None:
-        """What a round took whose free rows all had this width."""
-        if all(row.width == width for row in rows):
-            self.costs.add(len(rows), width, seconds)
+    def observe(self, rows: int, width: int, seconds: float) -> None:
+        """What a round of so many rows took, all of this width."""
+        self.costs.add(rows, width, seconds)
 
 
 class RowPolicy:

@@ -1,24 +1,26 @@
 """A round of several rows: propose, verify, accept and commit, as `loop.generate_steps` has them, for all rows at once.
 
+Where no row drafts, the next round begins before the host has read this one, from the tokens on the device.
+
 Each row is a `loop.Run`: its caches, its drafts' source, its sampler and its counts are its own, and so are their errors. What
 rows share is three things: the drafter's pass, the target's pass, and the host's one wait. Knows no text and no queue.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
 
 from ..distribution import Distribution
 from ..kernels.autotune import NotFiniteError
 from ..loop import Kept, PendingPass, Run, evaluate, keep_rows
 from ..models.target import Target, TargetOutput
 from ..proposers import BlockProposer, Draft
-from ..rollback import rollback_point
+from ..rollback import rollback, rollback_point
 from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
@@ -31,7 +33,7 @@ from .passes import BatchTarget, RowPass
 class RowRound:
     """One row in one round. anchor: its last committed token; n: drafts to verify; error: what went wrong in this row alone.
 
-    seat: where its keys are, if it shares a group.
+    seat: where its keys are, if it shares a group; is_gone: it went on without this round, which had begun ahead.
     """
 
     run: Run
@@ -41,6 +43,7 @@ class RowRound:
     draft: Draft | None = None
     kept: Kept | None = None
     error: Exception | None = None
+    is_gone: bool = False
 
 
 class _OneRow:
@@ -62,30 +65,145 @@ class _OneRow:
         pass
 
 
-def run_round(target: BatchTarget, rows: Sequence[RowRound]) -> float:
-    """One round of these rows, of which none is finished. `kept` or `error` of each is set. Returns: seconds.
+class Round:
+    """A round of these rows, of which none is finished: enqueued when it is made, then read.
 
-    Rows' tokens are committed, and not handed out yet: `Run.emit` does that.
+    ids: [T] int32, anchor and drafts of each row, one row behind the other. Rows are in the order of a pass (`in_slots`).
     """
-    began = time.perf_counter()
+
+    def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
+        self.target, self.rows, self.is_ahead, self._is_committed = target, rows, ids is not None, False
+        self._passes = [_begin_pass(row) for row in rows]
+        self._output = target(_ids(rows) if ids is None else ids, self._passes)
+        self._spans, start = [], 0
+        for row in self._passes:
+            self._spans.append(slice(start, start + row.size))
+            start += row.size
+        self._hidden = self._output.hidden.swapaxes(0, 1)
+        self._enqueue()
+        if self.is_plain:
+            evaluate([entry for row in rows for entry in row.run.lazy])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row drafts, and each chooses on the device: the next round may begin before this one is read."""
+        return all(not row.draft.width and _draws_alike(row.run.target_sampler) for row in self.rows)
+
+    def of(self, run: Run) -> RowRound | None:
+        """That run's part."""
+        return next((row for row in self.rows if row.run is run), None)
+
+    def _enqueue(self) -> None:
+        """Hand to the device what is read: what each row chooses, the drafts, and whether a kernel was at fault."""
+        target = self.target.target
+        self._logits = target.head(self._hidden)
+        self._normed = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
+        self._flag = target.finite_flag(self._hidden, logits=self._normed)
+        self._chosen = _choices(self.rows, [row.point.length + 1 for row in self._passes], self._spans, self._normed[0])
+        parts = [self._chosen, *(part for row in self.rows for part in _drafts(row)), *self._flag]
+        self._packed = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        sliding = [row for row in self.rows if row.draft.by_drafter]
+        context = [entry.state for row in sliding for entry in row.run.cache.drafter if type(entry) is RotatingKVCache]
+        mx.async_eval(self._packed, self._hidden, self._output.features, context)
+
+    def commit(self) -> None:
+        """Keep the anchors' rows of a plain round, before it is read."""
+        for row, span in zip(self.rows, self._spans, strict=True):
+            if not row.is_gone:
+                row.run.blocks.context.pending.append(self._output.features[span])
+                row.run.rows += 1
+        self._is_committed = True
+
+    def ahead(self, rows: Sequence[RowRound]) -> Round:
+        """The plain round behind this one, which is committed, of some of its rows: it begins with what they choose here."""
+        places = {id(row.run): i for i, row in enumerate(self.rows)}
+        rows = in_slots(rows)
+        at = [places[id(row.run)] for row in rows]
+        for row in rows:
+            row.draft = row.run.propose(-1, 0)
+        return Round(self.target, rows, self._chosen if at == [*range(len(self.rows))] else self._chosen[mx.array(at)])
+
+    def read(self, following: Round | None = None) -> Round | None:
+        """Wait. `kept` or `error` of each row that is still there is set, and what is kept is committed.
+
+        Returns: the following round, which has begun already; None: a kernel was at fault, and it was undone.
+        """
+        target = self.target.target
+        while True:
+            # The round's one wait.
+            values = self._packed.tolist()
+            try:
+                target.check([values.pop() for _ in self._flag])
+                break
+            except NotFiniteError:
+                # The pass itself ran without kernels of ours; only the head is run again.
+                following = following and following.undo()
+                self._enqueue()
+        at = self._hidden.shape[1]
+        for row, span in zip(self.rows, self._spans, strict=True):
+            n, sure = row.draft.row.shape[1], row.draft.confidence is not None
+            ids, confidence = unpack_drafts(values[at : at + n * (1 + sure)], n)
+            at += n * (1 + sure)
+            if not row.is_gone:
+                _own(row, self._decide(span, values[span], ids, confidence))
+        for row in following.rows if following else ():
+            row.anchor = self.of(row.run).kept.bonus
+        return following
+
+    def settle(self, seconds: float) -> None:
+        """Commit what was kept, unless that was done ahead. seconds: what the round took."""
+        sound = [row for row in self.rows if row.kept and not row.error]
+        for row in sound:
+            row.kept.output.seconds = seconds
+            if not self._is_committed:
+                # What is handed to the device goes for all rows at once.
+                _own(row, lambda row: keep_rows(row.run, row.kept))
+        if not self.is_plain:
+            evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound])
+
+    def undo(self) -> None:
+        """Take the pass back: the rows are where they were in front of it."""
+        for row, one in zip(self.rows, self._passes, strict=True):
+            rollback(row.run.cache.target, one.point, one.point.length)
+
+    def _decide(
+        self, span: slice, chosen: list[int], ids: list[int], confidence: list[float] | None
+    ) -> Callable[[RowRound], None]:
+        """What a row keeps of its part of the pass, as `kept`."""
+        target, hidden, features = self.target.target, self._hidden[:, span], self._output.features[span].swapaxes(0, 1)
+
+        def row_logprobs(i: int) -> mx.array:
+            if len(chosen) == 1:
+                # As long as the row is held, those of the whole round are: of plain rounds, as mlx-lm does.
+                return self._normed[0, span.start]
+            return logprobs(target, hidden[:, i : i + 1])[0, 0]
+
+        def decide(row: RowRound) -> None:
+            run, draft = row.run, row.draft
+            if _draws_alike(run.target_sampler):
+                accepted = 0
+                while accepted < draft.width and ids[accepted] == chosen[accepted]:
+                    accepted += 1
+                result = RoundResult(ids, accepted, chosen[accepted], row_logprobs, confidence)
+            else:
+                logits = self._logits[:, span]
+                part, one = TargetOutput(hidden, features, logits), _OneRow(target, hidden, logits)
+                result = run.target_sampler.start(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]()
+            sliding = run.blocks.sliding() if draft.by_drafter else run.blocks.context.sliding
+            anchor = mx.array([row.anchor], dtype=mx.int32)
+            args = anchor, draft, self.is_ahead, run.point, features, None, lambda: result, sliding, False
+            row.kept = Kept(PendingPass(*args), result)
+
+        return decide
+
+
+def begin_round(target: BatchTarget, rows: Sequence[RowRound]) -> Round | None:
+    """Propose, and enqueue the pass that verifies. Rows with an `error` are not in it; None: all have one."""
     for row in rows:
         _own(row, _propose)
     _draft([row for row in rows if row.error is None and row.draft is None])
     sound = in_slots([row for row in rows if row.error is None])
-    if not sound:
-        return time.perf_counter() - began
-    passes = [_begin_pass(row) for row in sound]
-    ids = _ids(sound)
-    output = target(ids, passes)
-    _accept(target, sound, passes, output)
-    took = time.perf_counter() - began
-    for row in sound:
-        if row.error is None:
-            row.kept.output.seconds = took
-            # What is handed to the device goes for all rows at once.
-            _own(row, lambda row: keep_rows(row.run, row.kept))
-    evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound if row.kept])
-    return took
+    return Round(target, sound) if sound else None
 
 
 def _own(row: RowRound, step: Callable[[RowRound], None]) -> None:
@@ -151,38 +269,6 @@ def _ids(rows: Sequence[RowRound]) -> mx.array:
     return mx.concatenate([part for part in parts if part.size])
 
 
-def _accept(target: BatchTarget, rows: Sequence[RowRound], passes: Sequence[RowPass], output: TargetOutput) -> None:
-    """Wait for the pass. Each row keeps the drafts that equal its own choices, and its own token behind them."""
-    spans, start = [], 0
-    for row in passes:
-        spans.append(slice(start, start + row.size))
-        start += row.size
-    hidden, T = output.hidden.swapaxes(0, 1), start
-    drafts = [part for row in rows for part in _drafts(row)]
-    context = [entry.state for row in rows if row.draft.by_drafter for entry in row.run.cache.drafter]
-    while True:
-        logits = target.target.head(hidden)
-        normed = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        flag = target.target.finite_flag(hidden, logits=normed)
-        packed = mx.concatenate([_choices(rows, spans, normed[0]), *drafts, *flag])
-        mx.async_eval(packed, hidden, output.features, context)
-        # The round's one wait.
-        values = packed.tolist()
-        try:
-            target.target.check([values.pop() for _ in flag])
-            break
-        except NotFiniteError:
-            # The pass itself ran without kernels of ours; only the head is run again.
-            continue
-    at = T
-    for row, span in zip(rows, spans, strict=True):
-        n, sure = row.draft.row.shape[1], row.draft.confidence is not None
-        ids, confidence = unpack_drafts(values[at : at + n * (1 + sure)], n)
-        at += n * (1 + sure)
-        part = TargetOutput(hidden[:, span], output.features[span].swapaxes(0, 1), logits[:, span])
-        _own(row, _decide(target.target, part, values[span], ids, confidence))
-
-
 def _draws_alike(sampler: TargetSampler) -> bool:
     """Whether a row's tokens are chosen on the device by its sampler alone, and its drafts kept while they equal them."""
     return type(sampler) is TargetSampler and not sampler.processors
@@ -193,10 +279,10 @@ def _drafts(row: RowRound) -> list[mx.array]:
     return [pack_drafts(draft.row, draft.confidence)] if draft.row.shape[1] else []
 
 
-def _choices(rows: Sequence[RowRound], spans: list[slice], normed: mx.array) -> mx.array:
+def _choices(rows: Sequence[RowRound], positions: list[int], spans: list[slice], normed: mx.array) -> mx.array:
     """[T, V] log-probabilities to [T] int32, what each row chooses; argmax in rows that choose in their own way, later.
 
-    Rows that draw alike draw together.
+    Rows that draw alike draw together. positions: absolute, of the token that each row's first one chooses.
     """
     chosen = mx.argmax(normed, axis=-1).astype(mx.int32)
     alike: dict[Any, list[int]] = {}
@@ -209,39 +295,10 @@ def _choices(rows: Sequence[RowRound], spans: list[slice], normed: mx.array) -> 
         some, run = normed[mx.array(at)], rows[places[0]].run
         sampler = run.target_sampler
         if isinstance(sampler.sampler, Distribution):
-            keys = [(rows[i].run, t - spans[i].start) for i in places for t in range(spans[i].start, spans[i].stop)]
-            seeds, positions = [one.target_sampler.seed for one, _ in keys], [one.rows + 1 + t for one, t in keys]
-            drawn = sampler.sampler.draw(some, noise_at(seeds, positions, some.shape[1]))
+            keys = [(i, t - spans[i].start) for i in places for t in range(spans[i].start, spans[i].stop)]
+            seeds, where = [rows[i].run.target_sampler.seed for i, _ in keys], [positions[i] + t for i, t in keys]
+            drawn = sampler.sampler.draw(some, noise_at(seeds, where, some.shape[1]))
         else:
-            drawn = sample_rows(sampler.sampler, sampler.noise, run.rows + 1, some)
+            drawn = sample_rows(sampler.sampler, sampler.noise, positions[places[0]], some)
         chosen[mx.array(at)] = drawn.astype(mx.int32)
     return chosen
-
-
-def _decide(
-    target: Target, output: TargetOutput, chosen: list[int], ids: list[int], confidence: list[float] | None
-) -> Callable[[RowRound], None]:
-    """What a row keeps of its part of a pass, as `kept`."""
-
-    def decide(row: RowRound) -> None:
-        run, draft, hidden = row.run, row.draft, output.hidden
-        if _draws_alike(run.target_sampler):
-            accepted = 0
-            while accepted < draft.width and ids[accepted] == chosen[accepted]:
-                accepted += 1
-
-            def row_logprobs(i: int) -> mx.array:
-                return logprobs(target, hidden[:, i : i + 1])[0, 0]
-
-            result = RoundResult(ids, accepted, chosen[accepted], row_logprobs, confidence)
-        else:
-            one = _OneRow(target, hidden, output.logits)
-            args = one, output, draft.row, [], run.rows + 1, draft.confidence
-            result = run.target_sampler.start(*args)[1]()
-        sliding = run.blocks.sliding() if draft.by_drafter else run.blocks.context.sliding
-        anchor = mx.array([row.anchor], dtype=mx.int32)
-        row.kept = Kept(
-            PendingPass(anchor, draft, False, run.point, output.features, None, lambda: result, sliding, False), result
-        )
-
-    return decide

@@ -19,6 +19,7 @@ from ..responses import GenerationResponse, Responder
 from ..rollback import rollback_point
 from .groups import Seat, seat_of
 from .policy import RowPolicy
+from .rounds import RowRound
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Row:
         self._steps: Iterator[Step] | None = None
         # Where its keys are in company; None: with itself.
         self.seat: Seat | None = None
+        # Its part of a round that is not read yet.
+        self.round: RowRound | None = None
         self._is_written = False
 
     @property
@@ -168,6 +171,8 @@ class Row:
 
     def _settle(self) -> None:
         """Leave the caches at the tokens that were handed out, with arrays of their own."""
+        if self.round is not None:
+            self.round.is_gone, self.round = True, None
         if self._steps is not None:
             self._steps.close()
         else:

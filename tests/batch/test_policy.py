@@ -27,7 +27,8 @@ def play(rows, seconds, rounds=60):
     for _ in range(rounds):
         width = policy.plan(rows)
         drafts = [one.width for one in rows]
-        policy.observe(rows, width, seconds(len(rows), sum(drafts) + len(rows), any(drafts)))
+        if all(row.width == width for row in rows):
+            policy.observe(len(rows), width, seconds(len(rows), sum(drafts) + len(rows), any(drafts)))
         seen.append(drafts)
     return seen
 

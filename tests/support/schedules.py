@@ -121,6 +121,7 @@ class Request:
     most: int
     arrives: int
     leaves: int | None
+    copies: bool | None = None
     uid: int = -1
     ids: list = field(default_factory=list)
     cache: list = None
@@ -160,6 +161,11 @@ def run_schedule(case, seed):
     step = chance.choice([3, 16, None])
     with any_widths(chance):
         batch = BatchGenerator(case.model, letters(case.eos), case.drafter, max_batch=chance.randint(1, 5))
+        if random.Random(-seed).random() < 0.3:
+            # Rounds that draft nothing begin ahead.
+            batch.policy.plan = lambda rows: [setattr(row, "width", 0) for row in rows] and 0
+            for request in requests:
+                request.setting, request.block, request.copies = request.setting % 4, None, False
         _serve(batch, case, requests, step)
     assert not len(batch)
     return [fault for request in requests for fault in _faults(case, request, chance)]
@@ -171,6 +177,7 @@ def _serve(batch, case, requests, step):
         while left and left[0].arrives <= turn:
             request = left.pop(0)
             options = {**SETTINGS[request.setting], "block_size": request.block, "prefill_step_size": step}
+            options["prompt_lookup"] = request.copies
             request.uid = batch.insert(case.prompts[request.prompt], max_tokens=request.most, **options)
             by_uid[request.uid] = request
         for response in batch.next():

@@ -1,0 +1,151 @@
+"""Rounds: what is enqueued ahead, and how much of a round there is once a row."""
+
+import io
+import re
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+import schedules
+from kit import ids_of, letters, tiny_drafter, tiny_target
+
+from dflash_mlx import BatchGenerator, stream_generate
+from dflash_mlx.batch import group_pass
+from dflash_mlx.batch.rounds import Round
+from dflash_mlx.kernels.autotune import NotFiniteError
+from dflash_mlx.models.target import Target
+from dflash_mlx.sampling import Distribution
+
+PROMPTS = [[5, 9, 2, 7], [3] * 30, [8, 1], [4, 4, 6, 1, 9]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = tiny_target()
+    return model, tiny_drafter(model)
+
+
+def plain_batch(model, drafter, prompts, n=14, options=({},)):
+    """A batch that never drafts."""
+    batch = BatchGenerator(model, letters(), drafter)
+    batch.policy.plan = lambda rows: [setattr(row, "width", 0) for row in rows] and 0
+    for i, prompt in enumerate(prompts):
+        batch.insert(prompt, max_tokens=n + i, prompt_lookup=False, **options[i % len(options)])
+    return batch
+
+
+def run(batch, got=None, at=lambda step: None):
+    got, step = {} if got is None else got, 0
+    while len(batch):
+        for response in batch.next():
+            assert response.error is None
+            got.setdefault(response.uid, []).append(response)
+        at(step := step + 1)
+    return {uid: ids_of(responses) for uid, responses in got.items()}
+
+
+def alone(pair, prompt, n, **options):
+    return ids_of(stream_generate(pair[0], letters(), prompt, max_tokens=n, draft_model=pair[1], block_size=5, **options))
+
+
+@pytest.mark.rows_equal
+def test_plain_rounds_begin_before_the_one_in_front_is_read(pair, monkeypatch):
+    options, began = ({}, {"sampler": Distribution(0.9), "seed": 5}), []
+    ahead, read = Round.ahead, Round.read
+    monkeypatch.setattr(Round, "ahead", lambda self, rows: began.append(("begun", len(rows))) or ahead(self, rows))
+    monkeypatch.setattr(Round, "read", lambda self, next=None: began.append(("read", len(self.rows))) or read(self, next))
+    got = run(plain_batch(*pair, PROMPTS, 24, options))
+    assert got == {i: alone(pair, p, 24 + i, **options[i % 2]) for i, p in enumerate(PROMPTS)}
+    # A row that ends is not in the round that begins ahead, and each round but the first ones is one.
+    assert began.count(("begun", 4)) >= 10 and ("begun", 3) in began
+    first = began.index(("begun", 4))
+    assert began[first : first + 6] == [("begun", 4), ("read", 4)] * 3
+
+
+@pytest.mark.rows_equal
+def test_rows_leave_join_and_are_copied_while_a_round_has_begun(pair):
+    batch, got, caches = plain_batch(*pair, PROMPTS[:3], n=30), {}, []
+
+    def at(step):
+        if step == 14:
+            assert batch._ahead is not None
+            caches.append(batch.remove(1))
+        elif step == 16:
+            batch.row(0).leave_settled()
+        elif step == 18:
+            batch.insert(PROMPTS[3], max_tokens=9, prompt_lookup=False)
+
+    ids = run(batch, got, at)
+    wanted = {0: (PROMPTS[0], 30), 2: (PROMPTS[2], 32), 3: (PROMPTS[3], 9)}
+    assert {uid: ids[uid] for uid in wanted} == {uid: alone(pair, p, n) for uid, (p, n) in wanted.items()}
+    n, cache = len(ids[1]), caches[0]
+    assert 4 < n < 30 and ids[1] == alone(pair, PROMPTS[1], 31)[:n]
+    more = stream_generate(pair[0], letters(), [4], max_tokens=3, draft_model=pair[1], prompt_cache=cache, block_size=5)
+    assert ids_of(more) == alone(pair, [*PROMPTS[1], *ids[1], 4], 3)
+
+
+@pytest.mark.rows_equal
+def test_a_round_that_began_behind_a_faulty_kernel_is_undone(pair, monkeypatch):
+    checks, check, undone, undo = [], Target.check, [], Round.undo
+
+    def faulty(self, flag, compiled=False):
+        checks.append(flag)
+        if len(checks) in (6, 11):
+            raise NotFiniteError
+        return check(self, flag, compiled)
+
+    monkeypatch.setattr(Target, "check", faulty)
+    monkeypatch.setattr(Round, "undo", lambda self: undone.append(self) or undo(self))
+    got = run(plain_batch(*pair, PROMPTS))
+    monkeypatch.undo()
+    assert undone and got == {i: alone(pair, p, 14 + i) for i, p in enumerate(PROMPTS)}
+
+
+def nodes(batch, monkeypatch):
+    """Operations by kind of the next round, as they are handed to the device; views aside."""
+    seen, views = Counter(), "Broadcast Reshape Transpose Slice ExpandDims Squeeze Split Flatten Unflatten".split()
+
+    def counting(evaluate):
+        def evaluate_and_count(*what):
+            arrays, rest = [], [*what]
+            while rest:
+                one = rest.pop()
+                rest += one if isinstance(one, (list, tuple)) else []
+                arrays += [one] if isinstance(one, mx.array) else []
+            if arrays:
+                mx.export_to_dot(text := io.StringIO(), *arrays)
+                seen.update(re.findall(r'label ="(\w+)"', text.getvalue()))
+            return evaluate(*what)
+
+        return evaluate_and_count
+
+    with monkeypatch.context() as patch:
+        for name in ("eval", "async_eval"):
+            patch.setattr(mx, name, counting(getattr(mx, name)))
+        batch.next()
+    return sum(n for kind, n in seen.items() if kind not in views)
+
+
+@pytest.mark.parametrize("block", [None, 5])
+def test_a_round_of_many_rows_is_hardly_more_operations_than_one_of_two(pair, monkeypatch, block):
+    monkeypatch.setattr(group_pass, "attends_apart", lambda *about: False)
+    # Sliding layers attend row by row.
+    pair, counts = (pair[0], tiny_drafter(pair[0], sliding_window=None, layer_types=["full_attention"] * 2)), {}
+    for rows in (2, 8):
+        options = [{"block_size": block}] if block else [{}]
+        prompts = [[3 + i] * (6 + i) for i in range(rows)]
+        batch = plain_batch(*pair, prompts, 40, options)
+        while batch.waiting or any(row.is_reading for row in batch.rows):
+            batch.next()
+        for _ in range(4):
+            batch.next()
+        counts[rows] = nodes(batch, monkeypatch)
+        batch.close()
+    assert 50 < counts[2] and counts[8] <= 1.05 * counts[2]
+
+
+def test_schedules_meet_rounds_that_begin_ahead(monkeypatch):
+    began, ahead = [], Round.ahead
+    monkeypatch.setattr(Round, "ahead", lambda self, rows: began.append(rows) or ahead(self, rows))
+    case = schedules.make_case("llama")
+    assert not [fault for seed in (7000, 7002) for fault in schedules.run_schedule(case, seed)] and began
