@@ -18,6 +18,7 @@ from .packagings import (
     DSPARK,
     DSPARKS,
     GEMMA4_DSPARK,
+    KNOWN,
     LAGUNA,
     QWEN35_DSPARK,
     another_algorithm,
@@ -87,6 +88,9 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "rope_interleave": ("rope_interleave", "dflash_config.mla_rope_interleaved"),
     "mla_use_output_gate": ("dflash_config.mla_use_output_gate", "mla_use_output_gate"),
     "draft_hidden_size": ("draft_hidden_size",),
+    "draft_layer_types": ("draft_layer_types",),
+    "fusion_type": ("fusion_type", "dflash_config.fusion_type"),
+    "enable_hidden_correction": ("enable_hidden_correction", "dflash_config.enable_hidden_correction"),
     "enable_qwen35_gated_q_proj": ("enable_qwen35_gated_q_proj",),
     "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
     "enable_confidence_head": ("dflash_config.enable_confidence_head", "enable_confidence_head"),
@@ -112,7 +116,7 @@ _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 _EXTENSIONS = (
     *("attention_sink_bias", "projector_type", "markov_rank"),
     *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning", "draft_hidden_size"),
-    *("enable_qwen35_gated_q_proj", "mla_use_output_gate"),
+    *("enable_qwen35_gated_q_proj", "mla_use_output_gate", "draft_layer_types", "fusion_type", "enable_hidden_correction"),
 )
 # Those that a kind of drafter has, and what a DSpark one's Markov head may be.
 _HAS = dict.fromkeys(DSPARKS, ("markov_rank", "enable_confidence_head", "sample_from_anchor")) | {DOMINO: ("projector_type",)}
@@ -127,7 +131,7 @@ LAST_TAPS = ("before", "after")
 _MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _GEMMAS = (GEMMA4_DSPARK, "gelu_pytorch_tanh")
 # Their values that change nothing, beside false, 0 and nothing.
-_PLAIN = {"projector_type": ("dflash", "dspark")}
+_PLAIN = {"projector_type": ("dflash", "dspark"), "fusion_type": ("concat_fc",)}
 _POSITIVE_INTS = (
     "hidden_size",
     "intermediate_size",
@@ -162,11 +166,12 @@ _ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
     "MuseGlimmerAssistantModel": {"is_causal": False, "all_sliding": True},
 }
 # The architecture that a model type says where `architectures` is missing. A stock drafter's sliding layers would be causal.
-_ARCHITECTURE_OF = {"muse_glimmer_assistant": "MuseGlimmerAssistantModel"}
+_ARCHITECTURE_OF = {"muse_glimmer_assistant": "MuseGlimmerAssistantModel", "k3_dspark": "K3DSparkModel"}
 _OF_A_DRAFTER = re.compile(r"block_size|^dflash_|num_(speculative|draft)_tokens")
 _MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
 }
+_OURS = "Use a DFlash, DFlash 2, DSpark, Domino or DFlare drafter"
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -270,7 +275,7 @@ class _Reader(RopeReader):
             raise ConfigError(f"{where} holds a {type(raw).__name__}; it must hold a JSON object", "Use a drafter's config.json")
         if kind := another_algorithm(raw):
             fault = f"{where} is of another kind of drafter: speculators_model_type = {kind}"
-            raise ConfigError(fault, "Use a DFlash, DFlash 2, DSpark, Domino or DFlare drafter")
+            raise ConfigError(fault, _OURS)
         raw = self.raw = flatten_speculators(raw, self.faults)
         nested = raw.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
@@ -280,7 +285,8 @@ class _Reader(RopeReader):
         first = architectures[0] if isinstance(architectures, (list, tuple)) else architectures
         if not isinstance(first, str):
             self.faults.append(f"architectures = {architectures!r} must be a list of names")
-        named = str(first) or _ARCHITECTURE_OF.get(str(raw.get("model_type")), "")
+            first = ""
+        named = first or _ARCHITECTURE_OF.get(str(raw.get("model_type")), "")
         self.architecture = architecture_of(named, raw)
         self.ignored: list[str] = []
         self.defaults = {
@@ -359,6 +365,10 @@ class _Reader(RopeReader):
         causal = self._causal(got, kinds)
         windows = tuple(got["sliding_window"] if k == "sliding_attention" else None for k in kinds)
         ropes = self.ropes(got, kinds, latent["qk_rope_head_dim"] if latent else head_dim)
+        if self.faults and self.architecture not in KNOWN:
+            # What it lacks of our kinds is beside the point.
+            fault = f"{self.where} is of another kind of drafter: {self.architecture}"
+            raise ConfigError(fault, _OURS)
         if self.faults:
             raise ConfigError(
                 f"{self.where} is not a DFlash drafter's config as published; {'; '.join(dict.fromkeys(self.faults))}",

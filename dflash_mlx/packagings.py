@@ -14,8 +14,12 @@ DSPARK, LAGUNA, DOMINO, DFLARE = "DSparkDraftModel", "DFlashLagunaForCausalLM", 
 # DSpark drafters with layers of their own: DeepSpec's for Gemma 4, and one packer's for Qwen 3.5.
 GEMMA4_DSPARK, QWEN35_DSPARK = "Gemma4DSparkModel", "Qwen35DSparkModel"
 DSPARKS = (DSPARK, GEMMA4_DSPARK, QWEN35_DSPARK)
+# Every name that `models.architectures` has a class for.
+KNOWN = ("", "DFlashDraftModel", "DFlash2DraftModel", "MuseGlimmerAssistantModel", LAGUNA, DOMINO, DFLARE, *DSPARKS)
 # What their packers call DSpark drafters: SpecForge and speculators; DeepSpec; LiquidAI.
 _DSPARK_NAMES = (DSPARK, "DSparkSpeculator", "Qwen3DSparkModel", "Lfm2DSparkDraftModel")
+# Further names of the same files: AngelSlim's, and those of NVIDIA's NeMo, JetSpec's included.
+_SAME = {"QwenDFlareDraftModel": DFLARE, "Qwen3DFlashDraftModel": "DFlashDraftModel"}
 _SPECULATORS = {"dspark": DSPARK, "dflash2": "DFlash2DraftModel", "dflare": DFLARE, "dflash": "DFlashDraftModel"}
 
 
@@ -78,6 +82,7 @@ def flatten_speculators(raw: Mapping[str, Any], faults: list[str]) -> Mapping[st
 
 def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
     """The name under which a drafter is built: DSpark ones are published under several, and under DFlash's own."""
+    architecture = _SAME.get(architecture, architecture)
     if architecture in _DSPARK_NAMES:
         return DSPARK
     if architecture in ("", "DFlashDraftModel") and raw.get("model_type") == "laguna":
@@ -85,8 +90,6 @@ def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
     if architecture == QWEN35_DSPARK and not raw.get("enable_qwen35_gated_q_proj") and raw.get("model_type") != "qwen3_5":
         # Another fork's name for DeepSpec's own layers.
         return DSPARK
-    if architecture == "QwenDFlareDraftModel":
-        return DFLARE
     if architecture not in ("", "DFlashDraftModel"):
         return architecture
     nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}

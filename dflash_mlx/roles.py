@@ -9,6 +9,9 @@ OTHER_SPECULATORS = {
     "Medusa": "a Medusa head",
 }
 
+# Parts of the architectures' names of drafters, also of those that are refused.
+_DRAFTERS = ("DFlash", "DSpark", "DFlare", "DFly", "Domino", "MuseGlimmerAssistant")
+
 
 def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
     """ "target", "drafter", or a key of `OTHER_SPECULATORS`."""
@@ -25,9 +28,8 @@ def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
         return "EAGLE"
     if any("medusa" in a.lower() for a in architectures) or "medusa_num_heads" in config:
         return "Medusa"
-    named = any(
-        a.startswith(("DFlash", "Domino", "MuseGlimmerAssistant")) or "DSpark" in a or "DFlare" in a for a in architectures
-    )
+    named = any(kind in name for name in architectures for kind in _DRAFTERS)
+    named = named or str(config.get("model_type")).endswith("_dspark")
     if nested or named or {"fc.weight", "hidden_norm.weight"} <= names or "encoder.fc.weight" in names:
         return "drafter"
     return "target"

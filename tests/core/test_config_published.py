@@ -15,6 +15,7 @@ from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.architectures import ARCHITECTURES, build_drafter, not_computed
 from dflash_mlx.models.rope import ExactRoPE, make_rope
+from dflash_mlx.packagings import KNOWN
 
 S, F = "sliding_attention", "full_attention"
 ALL = object()
@@ -168,9 +169,9 @@ FILES = {row["name"]: row for row in json.loads((Path(__file__).parents[1] / "da
 SMALL = {
     "hidden_size": 24, "intermediate_size": 32, "head_dim": 8, "v_head_dim": 8, "vocab_size": 61, "sliding_window": 6,
     "swa_window_size": 6, "num_target_layers": 4, "max_window_layers": 2, "conv_group_size": 4, "selector_rank": 4,
-    "selector_top_k": 3, "markov_rank": 4, "global_head_dim": 8, "emb_dim": 5,
-    "gru_hidden_dim": 6, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "selector_top_k": 3, "markov_rank": 4, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "global_head_dim": 8, "emb_dim": 5, "gru_hidden_dim": 6, "q_lora_rank": 9,
+    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
 }  # fmt: skip
 TAPS = {"target_layer_ids": [0, 2], "aux_hidden_state_layer_ids": [1, 3]}
 
@@ -194,6 +195,10 @@ def shrunk(part):
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
+
+
+def test_every_architecture_that_is_read_has_a_class():
+    assert {*KNOWN} == {*ARCHITECTURES}
 
 
 def test_the_table_is_of_many_publishers_and_says_where_each_row_was_read():
@@ -222,7 +227,7 @@ def test_a_published_file_runs_or_is_refused_by_name(name, target):
     assert config.hidden_size == (packed or raw)["hidden_size"]
     # Whole heads, but where the layers are Qwen 3.5's own.
     part = raw["partial_rotary_factor"] if config.architecture == "Qwen35DSparkModel" else 1
-    assert config.ropes[0].dims == config.head_dim * part
+    assert config.ropes[0].dims == (config.qk_rope_head_dim or config.head_dim * part)
 
     small = DrafterConfig.from_dict(shrunk(raw))
     kept = (
