@@ -4,6 +4,7 @@
 import products  # noqa: F401
 
 # isort: split
+import functools
 import os
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def cache_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     environment.own_cache(os.environ, folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once():
+    """typer makes all commands anew at each call, a tenth of a second; of the same app they are the same."""
+    import typer.main
+    import typer.testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", made)
+        patch.setattr(typer.testing, "_get_command", made)
+        yield
 
 
 @pytest.fixture
