@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from kit import run
 from mlx.utils import tree_flatten, tree_unflatten
-from train_kit import make_docs, make_target
 
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError
@@ -22,16 +21,6 @@ from dflash_mlx.train.start import as_dflash2, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, learning_rate, train
 
 BLOCK = 6
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def docs(model):
-    return make_docs(model, (0, 0.7, 1, 0, 0, 0.7, 1, 0))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kit import run
-from train_kit import check_slopes, make_docs, make_target
+from train_kit import check_slopes
 
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dspark import DSparkDrafter
@@ -15,16 +15,6 @@ from dflash_mlx.train.start import as_dspark, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, train
 
 BLOCK, TAPS = 5, [1, 2, 4]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def docs(model):
-    return make_docs(model, (0, 0.7, 1, 0, 0, 0.7, 1, 0))
 
 
 def raw(model, kind="vanilla", from_anchor=False):

@@ -9,7 +9,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from kit import run
-from train_kit import V, make_docs, make_target
+from train_kit import V, make_docs
 
 from dflash_mlx import convert
 from dflash_mlx.errors import CheckpointError, ConfigError
@@ -22,11 +22,6 @@ from dflash_mlx.train.start import default_taps, drafter_config
 from dflash_mlx.train.trainer import STATE, TrainConfig, learning_rate, train
 
 BLOCK = 6
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_target()
 
 
 @pytest.fixture(scope="module")
