@@ -80,16 +80,8 @@ class ConstrainedSampler(TargetSampler):
                 confidence[legal:] = [0.0] * (len(confidence) - legal)
         return draft.width
 
-    def start(
-        self,
-        target: Target,
-        output: TargetOutput,
-        drafted: mx.array,
-        context: list[Any],
-        position: int,
-        confidence: mx.array | None = None,
-    ) -> tuple[Callable[[], mx.array], Callable[[], RoundResult], bool]:
-        args, width = (target, output, drafted, context, position, confidence), output.hidden.shape[1] - 1
+    def start(self, target: Target, output: TargetOutput, drafted: mx.array, context: list[Any], *rest: Any) -> tuple:
+        args, width = (target, output, drafted, context, *rest), output.hidden.shape[1] - 1
         if self.processors:
             return super().start(*args)
         mx.async_eval(output.hidden, output.features, context, output.logits)
