@@ -141,7 +141,7 @@ class _Places:
         for r, entry in zip(some, entries, strict=True):
             entry.offset = self.ends[r]
         q = q if len(some) == len(self.rows) else q[some.start : some.stop]
-        if not group.is_apart(q.dtype):
+        if not group.is_apart(q, entries[0].index):
             return group.together_in(q, entries[0].index, attn.scale, attn.causal)
 
         def alone(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:

@@ -100,7 +100,7 @@ class _GroupShare:
     def attend(self, queries, index, _, entries, scale, mask, sinks) -> mx.array:
         if not isinstance(mask, dict):
             raise TypeError("a layer attends under a mask that is not the one of its entry")
-        if not self.of.is_apart(queries.dtype):
+        if not self.of.is_apart(queries, index):
             return self.of.attend(queries, index, scale, self.of.mask(True, mask.get("window_size")), sinks)
 
         def alone(q: mx.array, k: mx.array, v: mx.array, m: Any) -> mx.array:

@@ -178,21 +178,41 @@ def test_rows_of_a_group_stand_side_by_side_in_a_pass():
 
 
 @pytest.mark.rows_equal
+@pytest.mark.parametrize("is_apart", [True, False])
 @pytest.mark.parametrize("name", ["llama, mixed windows", pytest.param("dflash2", marks=pytest.mark.full)])
-def test_rows_that_attend_together_get_the_ids_of_requests_alone(monkeypatch, name):
-    # On a CPU their last places may differ: the ids of these short texts do not.
-    monkeypatch.setattr(group_pass, "attends_apart", lambda dtype: False)
-    calls, together = [], GroupPass.together
-    monkeypatch.setattr(GroupPass, "together", lambda self, *a, **k: calls.append(self) or together(self, *a, **k))
+def test_rows_get_the_ids_of_requests_alone_whether_they_attend_together_or_apart(monkeypatch, name, is_apart):
+    # Where padding changes last places, the ids of these short texts are still the same.
+    monkeypatch.setattr(group_pass, "attends_apart", lambda *about: is_apart)
+    calls = {"together": 0, "apart": 0}
+
+    def counted(way, call):
+        return lambda *args, **named: calls.update({way: calls[way] + 1}) or call(*args, **named)
+
+    for way in calls:
+        monkeypatch.setattr(GroupPass, way, counted(way, getattr(GroupPass, way)))
     case = schedules.make_case(name)
     assert not [fault for seed in (7001, 7005) for fault in schedules.run_schedule(case, seed)]
-    assert calls
+    assert (calls["apart"] > 0, calls["together"] > 0) == (is_apart, not is_apart)
 
 
 @pytest.mark.rows_equal
 @pytest.mark.full
 @pytest.mark.parametrize("name", schedules.NAMES)
-def test_random_schedules_are_the_same_where_rows_attend_together(monkeypatch, name):
-    monkeypatch.setattr(group_pass, "attends_apart", lambda dtype: False)
+def test_random_schedules_are_the_same_where_rows_attend_the_other_way(monkeypatch, name):
+    usual = group_pass.padding_keeps_bits(2, 8, 8)
+    monkeypatch.setattr(group_pass, "attends_apart", lambda *about: usual)
     case = schedules.make_case(name)
     assert not [fault for seed in (7100, 7101) for fault in schedules.run_schedule(case, seed)]
+
+
+def test_rows_attend_apart_where_padding_changes_their_bits(monkeypatch):
+    attention = mx.fast.scaled_dot_product_attention
+    # As a CPU whose sums depend on how long they are.
+    longer = lambda q, k, v, **named: attention(q, k, v, **named) * (1 + 2.0**-23 * (k.shape[2] % 64 == 0))  # noqa: E731
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", longer)
+    group_pass.padding_keeps_bits.cache_clear()
+    try:
+        assert group_pass.attends_apart(mx.float32, 2, 8, 8)
+        assert not group_pass.attends_apart(mx.bfloat16, 2, 8, 8)
+    finally:
+        group_pass.padding_keeps_bits.cache_clear()
