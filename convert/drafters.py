@@ -30,8 +30,9 @@ from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 _PREFIX = "model."
 # where SpecForge's first Domino and DSpark drafters keep their heads
 _EARLY_PREFIX = "logit_head."
-# names of Muse-Glimmer's assistant
+# names of Muse-Glimmer's assistant, and of AngelSpec's and TorchSpec's trainers
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+_RENAMED |= {"context_proj.weight": "fc.weight", "context_norm.weight": "hidden_norm.weight", "final_norm.weight": "norm.weight"}
 # tensors of the target that speculators' folders repeat (packed, or NaN where they were never filled), and the inverse of their
 # map of a reduced vocabulary
 _TARGET_COPY = re.compile(r"(verifier_(lm_head|norm)\..+|t2d)$")

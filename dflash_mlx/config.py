@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .packagings import (
+    DFLY,
     DOMINO,
     DSPARK,
     DSPARKS,
@@ -90,6 +91,10 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "draft_hidden_size": ("draft_hidden_size",),
     "draft_layer_types": ("draft_layer_types",),
     "fusion_type": ("fusion_type", "dflash_config.fusion_type"),
+    "hidden_correction_intermediate_size": (
+        *("hidden_correction_intermediate_size", "dflash_config.hidden_correction_intermediate_size"),
+    ),
+    "target_num_hidden_layers": ("target_num_hidden_layers",),
     "enable_hidden_correction": ("enable_hidden_correction", "dflash_config.enable_hidden_correction"),
     "enable_qwen35_gated_q_proj": ("enable_qwen35_gated_q_proj",),
     "log_snr_conditioning": ("dflash_config.log_snr_conditioning", "log_snr_conditioning"),
@@ -123,6 +128,7 @@ _HAS = dict.fromkeys(DSPARKS, ("markov_rank", "enable_confidence_head", "sample_
 # Sizes of latent attention, where `attention_mode` says "mla"; who may have it, and the modes that change nothing.
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MAY_BE_LATENT, _MODES = ("", "DFlashDraftModel", "DFlash2DraftModel", DSPARK, DOMINO), (None, "gqa", "mha")
+_HAS[DFLY] = ("enable_hidden_correction",)
 _HAS[QWEN35_DSPARK] += ("enable_qwen35_gated_q_proj",)
 # Whose layers may have attention sinks.
 _MAY_HAVE_SINKS = ("", "DFlashDraftModel", DSPARK)
@@ -150,6 +156,7 @@ _POSITIVE_INTS = (
     "selector_vocab_size",
     *("emb_dim", "gru_hidden_dim", "global_head_dim", "num_global_key_value_heads"),
     *_LATENT,
+    *("hidden_correction_intermediate_size", "target_num_hidden_layers"),
 )
 _FROM_ZERO = ("max_window_layers", "markov_rank", "pure_draft_prefix_len")
 # Beyond any published drafter: a mistaken number is named before memory is asked for.
@@ -171,7 +178,7 @@ _OF_A_DRAFTER = re.compile(r"block_size|^dflash_|num_(speculative|draft)_tokens"
 _MODEL_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"sliding_window": 512, "sliding_window_pattern": 5} for name in ("gemma4", "gemma4_text")
 }
-_OURS = "Use a DFlash, DFlash 2, DSpark, Domino or DFlare drafter"
+_OURS = "Use a DFlash, DFlash 2, DSpark, Domino, DFlare or DFly drafter"
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -222,6 +229,8 @@ class DrafterConfig:
     shift_label: bool = False
     attention_k_eq_v: bool = False
     offset_norms: bool = False
+    enable_hidden_correction: bool = False
+    hidden_correction_intermediate_size: int | None = None
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -348,11 +357,15 @@ class _Reader(RopeReader):
                 self.faults.append(f"{self.read_from[name]} = {got[name]!r} must be a whole number, 0 or more")
                 got[name] = None
         from_anchor = samples_from_anchor(self.architecture, self.raw, got["sample_from_anchor"])
-        self._check_block(got, from_anchor)
-        self._check_dflash2(got)
 
         if self.architecture == GEMMA4_DSPARK:
             _read_gemma(got)
+        elif self.architecture == DFLY:
+            # AngelSpec's `num_target_layers` counts the taps, and what is left out is corrected.
+            got["num_target_layers"] = got["target_num_hidden_layers"]
+            got["enable_hidden_correction"] = got["enable_hidden_correction"] is not False
+        self._check_block(got, from_anchor)
+        self._check_dflash2(got)
         heads, hidden = got["num_attention_heads"], got["hidden_size"]
         kv_heads = got["num_key_value_heads"] or heads
         head_dim = got["head_dim"] or (hidden // heads if heads and hidden else None)
@@ -399,7 +412,8 @@ class _Reader(RopeReader):
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
             **{name: got[name] for name in ("emb_dim", "gru_hidden_dim")},
             **latent,
-            **{name: bool(got[name]) for name in ("shift_label", "attention_k_eq_v")},
+            **{name: bool(got[name]) for name in ("shift_label", "attention_k_eq_v", "enable_hidden_correction")},
+            hidden_correction_intermediate_size=got["hidden_correction_intermediate_size"],
             pure_draft_prefix_len=got["pure_draft_prefix_len"] or 0,
             offset_norms=got["model_type"] == "qwen3_5",
             markov_rank=got["markov_rank"] or 0,

@@ -2,7 +2,7 @@
 
 Knows keys, and turns them into the published spelling for `config`; checks no values but those that it computes with.
 Source: vllm-project/speculators (models/dflash, models/dspark), deepseek-ai/DeepSpec, sgl-project/SpecForge, Tencent/AngelSlim
-(DFlare), vLLM's reader of speculators' configs.
+and AngelSpec (DFlare, DFly), vLLM's reader of speculators' configs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 DSPARK, LAGUNA, DOMINO, DFLARE = "DSparkDraftModel", "DFlashLagunaForCausalLM", "DominoDraftModel", "DFlareDraftModel"
+DFLY = "Qwen3DFlyModel"
 # DSpark drafters with layers of their own: DeepSpec's for Gemma 4, and one packer's for Qwen 3.5.
 GEMMA4_DSPARK, QWEN35_DSPARK = "Gemma4DSparkModel", "Qwen35DSparkModel"
 DSPARKS = (DSPARK, GEMMA4_DSPARK, QWEN35_DSPARK)
 # Every name that `models.architectures` has a class for.
-KNOWN = ("", "DFlashDraftModel", "DFlash2DraftModel", "MuseGlimmerAssistantModel", LAGUNA, DOMINO, DFLARE, *DSPARKS)
+KNOWN = ("", "DFlashDraftModel", "DFlash2DraftModel", "MuseGlimmerAssistantModel", LAGUNA, DOMINO, DFLARE, DFLY, *DSPARKS)
 # What their packers call DSpark drafters: SpecForge and speculators; DeepSpec; LiquidAI.
 _DSPARK_NAMES = (DSPARK, "DSparkSpeculator", "Qwen3DSparkModel", "Lfm2DSparkDraftModel")
 # Further names of the same files: AngelSlim's, and those of NVIDIA's NeMo, JetSpec's included.
 _SAME = {"QwenDFlareDraftModel": DFLARE, "Qwen3DFlashDraftModel": "DFlashDraftModel"}
-_SPECULATORS = {"dspark": DSPARK, "dflash2": "DFlash2DraftModel", "dflare": DFLARE, "dflash": "DFlashDraftModel"}
+_SPECULATORS = {"dspark": DSPARK, "dflash2": "DFlash2DraftModel", "dflare": DFLARE, "dfly": DFLY, "dflash": "DFlashDraftModel"}
 
 
 def is_int(value: Any, least: int) -> bool:

@@ -20,7 +20,7 @@ def role_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
     architectures = [architectures] if isinstance(architectures, str) else list(architectures)
     nested = (config.get("dflash_config") or {}).keys()
     speculator = str(config.get("speculators_model_type") or "")
-    if speculator in ("dflash", "dflash2", "dspark", "dflare"):
+    if speculator in ("dflash", "dflash2", "dspark", "dflare", "dfly"):
         return "drafter"
     if speculator or "speculators_config" in config:
         return "speculators"

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..config import DrafterConfig
 from .dflare import DFlareDrafter
 from .dflash2 import DFlash2Drafter
+from .dfly import DFlyDrafter
 from .domino import DominoDrafter
 from .drafter import Drafter
 from .dspark import DSparkDrafter
@@ -26,6 +27,7 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
     "Qwen35DSparkModel": Qwen35DSparkDrafter,
     "DominoDraftModel": DominoDrafter,
     "DFlareDraftModel": DFlareDrafter,
+    "Qwen3DFlyModel": DFlyDrafter,
     "DFlashLagunaForCausalLM": LagunaDrafter,
     "MuseGlimmerAssistantModel": Drafter,
     "": Drafter,

@@ -75,6 +75,10 @@ class DFlareDrafter(Drafter):
 
     def fuse(self, features: mx.array) -> mx.array:
         """[B, S, T * H] to each layer's mean of the taps [B, S, L, H]."""
-        shares = mx.softmax(self.layer_fusion_weights.astype(mx.float32), axis=-1).astype(features.dtype)
-        taps = features.reshape(*features.shape[:2], shares.shape[1], -1)
-        return shares @ taps
+        return fused_taps(self.layer_fusion_weights, features)
+
+
+def fused_taps(weights: mx.array, features: mx.array) -> mx.array:
+    """Each layer's mean of the taps: logits of their shares [L, T] and features [B, S, T * H] to [B, S, L, H]."""
+    shares = mx.softmax(weights.astype(mx.float32), axis=-1).astype(features.dtype)
+    return shares @ features.reshape(*features.shape[:2], shares.shape[1], -1)

@@ -171,7 +171,7 @@ SMALL = {
     "swa_window_size": 6, "num_target_layers": 4, "max_window_layers": 2, "conv_group_size": 4, "selector_rank": 4,
     "selector_top_k": 3, "markov_rank": 4, "dspark_markov_rank": 4, "mask_token_id": 60, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_hidden_layers": 2, "global_head_dim": 8, "emb_dim": 5, "gru_hidden_dim": 6, "q_lora_rank": 9,
-    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "target_hidden_size": 24, "target_num_hidden_layers": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
 }  # fmt: skip
 TAPS = {"target_layer_ids": [0, 2], "aux_hidden_state_layer_ids": [1, 3]}
 

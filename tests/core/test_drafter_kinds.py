@@ -13,7 +13,7 @@ from dflash_mlx import convert, load_drafter
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConfigError, ConversionError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models import dflare, domino, dspark_layers, mla
+from dflash_mlx.models import dflare, dfly, domino, dspark_layers, mla
 from dflash_mlx.models.architectures import ARCHITECTURES, build_drafter
 from dflash_mlx.models.target import Target
 
@@ -79,6 +79,21 @@ KINDS = {
     "Domino, a row drafts the token behind it": (domino_config(True, 1), reference_kinds.Kind),
     "Domino, a row drafts its own token": (domino_config(False, 0), reference_kinds.Kind),
     "DFlare": (raw_config(H, V, **FULL, architectures=["QwenDFlareDraftModel"]), reference_kinds.DFlare),
+    "DFly": (
+        raw_config(
+            H,
+            V,
+            **FULL,
+            architectures=["Qwen3DFlyModel"],
+            dflash_config=None,
+            mask_token_id=3,
+            target_layer_ids=[0, 2],
+            num_target_layers=2,
+            target_num_hidden_layers=4,
+            hidden_correction_intermediate_size=15,
+        ),
+        reference_kinds.DFly,
+    ),
     "Gemma 4": (raw_config(H, V, **FULL, **GEMMA, attention_k_eq_v=True), reference_kinds.Gemma4),
     "Gemma 4, values of their own": (raw_config(H, V, **FULL, **GEMMA, attention_k_eq_v=False), reference_kinds.Gemma4),
     "Qwen 3.5": (raw_config(H, V, **FULL, **QWEN35), reference_kinds.Qwen35),
@@ -126,6 +141,8 @@ def by_numpy(model, raw, kind, weights, line, at):
         return reference.markov_rows(numbers, "vanilla", hidden, logits, line[at], lambda _, row: row.argmax())[0]
     if "prefix_gru.weight_ih_l0" in numbers:
         return reference_kinds.domino_path(raw, numbers, embedding, hidden, head, line[at])
+    if kind is reference_kinds.DFly:
+        return kind(raw, numbers).path(hidden[1:], embedding, head, line[at])
     if "selector_rank" in nested:
         config = DrafterConfig.from_dict(raw)
         return reference.selected(numbers, config, hidden[1:], hidden[1:] @ head.T, line[at])
@@ -184,6 +201,8 @@ FAULTS = {
     ),
     "one mean of the taps for all layers": ("DFlare", dflare.DFlareLayer, "own_context", "self.layer]", "0]"),
     "the context by the block's matrices": ("DFlare", DFLARE, "cached_form", "self.k_proj_target(x)", "self.k_proj(x)"),
+    "the anchor before every slot": ("DFly", dfly.DFlyDrafter, "_walk", "before[:, None]", "anchor[:, None]"),
+    "the mean in the projection's place": ("DFly", dfly.DFlyDrafter, "context", "self.fc(features)[:, :, None] + ", ""),
     "values without a norm": ("Gemma 4", GEMMA4, "cached_form", "mx.fast.rms_norm(v, None, self.eps)", "v"),
     "no number behind a layer": ("Gemma 4", dspark_layers.Gemma4Layer, "sublayers", "h * self.layer_scalar", "h"),
     "silu": ("Gemma 4, values of their own", dspark_layers.Gemma4MLP, "__call__", "nn.gelu_approx", "nn.silu"),
@@ -244,6 +263,15 @@ def test_what_is_not_known_of_a_kind_is_refused_by_name(name):
     raw = {k: v for k, v in (raw_config(H, V, **FULL) | changes).items() if v is not None}
     with pytest.raises(ConfigError, match=message):
         make_drafter(DrafterConfig.from_dict(raw), {}, tiny_target())
+
+
+def test_a_trainers_own_names_are_read(tmp_path):
+    """AngelSpec files `context_proj`, `context_norm` and `final_norm`."""
+    (raw, _), model = KINDS["DFly"], tiny_target()
+    weights = filed(raw)
+    own = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "final_norm.weight"}
+    drafter = load_drafter(written(tmp_path / "own", raw, {own.get(k, k): v for k, v in weights.items()}), model)
+    assert all(mx.array_equal(value, weights[name]) for name, value in flat(drafter).items())
 
 
 def test_early_specforge_heads_are_found_under_their_prefix(tmp_path):

@@ -38,6 +38,7 @@ ORDER = (
     "models.dspark",
     "models.domino",
     "models.dflare",
+    "models.dfly",
     "models.dspark_layers",
     "models.mla",
     "models.variants",

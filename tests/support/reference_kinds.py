@@ -1,8 +1,9 @@
 """Drafters whose layers are not DFlash's own, in NumPy, float64 and without a cache, from their authors' formulas and configs.
 
-Shares no code with the package. Sources: sgl-project/SpecForge, modeling/draft/domino.py (a6b6b023); Tencent/AngelSlim,
-draft/qwen_dflare.py; deepseek-ai/DeepSpec, modeling/dspark/gemma4/modeling.py (afdfa7c); mlx-dspark 0.20.3, model.py (gates, and
-norms stored less one); transformers 5, modeling_rope_utils.py (proportional RoPE); SpecForge's pull request 758 (MLA).
+Shares no code with the package. Sources: sgl-project/SpecForge, modeling/draft/domino.py (a6b6b023) and pull request 758 (MLA);
+Tencent/AngelSlim, draft/qwen_dflare.py, and AngelSpec, draft/dfly.py; deepseek-ai/DeepSpec, modeling/dspark/gemma4/modeling.py
+(afdfa7c); mlx-dspark 0.20.3, model.py (gates, and norms stored less one); transformers 5, modeling_rope_utils.py (proportional
+RoPE).
 """
 
 from types import SimpleNamespace
@@ -120,6 +121,25 @@ class DFlare(Kind):
         return tuple(
             np.concatenate([context @ w[f"{name}_target.weight"].T, x @ w[f"{name}.weight"].T]) for name in ("k_proj", "v_proj")
         )
+
+
+class DFly(Kind):
+    def contexts(self, features):
+        logits, base = self.w["layer_fusion_weights"], features @ self.w["fc.weight"].T
+        taps = features.reshape(len(features), logits.shape[1], -1)
+        shares = [np.exp(row) / np.exp(row).sum() for row in logits]
+        means = [sum(share[t] * taps[:, t] for t in range(len(share))) for share in shares]
+        return [self.norm(base + mean, self.w["hidden_norm.weight"]) for mean in means]
+
+    def path(self, hidden, embedding, head, anchor):
+        """Ids drafted from the rows [N, H] of the slots, each corrected by the token before it."""
+        w, token, ids = part(self.w, "hidden_correction."), anchor, []
+        for row in hidden:
+            both = [self.norm(row, w["hidden_norm.weight"]), self.norm(embedding[token], w["embed_norm.weight"])]
+            gate, up = (w[f"{name}.weight"] @ np.concatenate(both) for name in ("gate_proj", "up_proj"))
+            token = int((head @ (row + w["down_proj.weight"] @ (gate * sigmoid(gate) * up))).argmax())
+            ids.append(token)
+        return ids
 
 
 class Gemma4(Kind):
