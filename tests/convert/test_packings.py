@@ -220,7 +220,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 def test_a_packed_target_has_exactly_the_values_that_were_packed(tmp_path, case):
     packer, record, mode = CASES[case]
     path, values = write(tmp_path / "packed", lambda module: packer, record)

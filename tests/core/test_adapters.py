@@ -104,6 +104,7 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(tmp_path, spoil, message):
 # Measured over five prompts of 64 tokens: 2.35 tokens a round in 4 bits, 2.25 with an adapter of this spread (8 bits: 2.37, 2.12;
 # floats: 2.32, 2.11), 1.4 with three times the spread, 1.0 with ten times. Of these two prompts it loses more.
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.quick(1)
 def test_a_quantized_target_with_an_adapter_keeps_its_drafter(tmp_path, bits):
     base = tmp_path / "quantized"
     convert(str(TINY / "target"), str(base), quantize=True, q_bits=bits)

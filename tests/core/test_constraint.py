@@ -80,6 +80,7 @@ def held(ids):
     [{}, {"block_size": None}, {"block_size": 1}, {"prompt_lookup": True}, {"logits_processors": [lambda ids, row: row]}],
     ids=["block", "policy", "plain", "lookup", "processor"],
 )
+@pytest.mark.quick(4)
 def test_drafted_ids_are_those_of_plain_decoding_under_the_same_constraint(tiny, sampler, options):
     model, drafter = tiny
     common = {"sampler": sampler, "seed": 5, "max_tokens": 40}

@@ -566,6 +566,7 @@ def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("block", [1, 6])
+@pytest.mark.quick(4)
 def test_threads_may_take_turns_over_every_kind_of_cache(name, block):
     """States and cut windows are not what a token is read from, so nothing else evaluates them in the thread that made them."""
     model, prompt = family(name), some_line(30)
@@ -635,6 +636,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("place,nth,after", MOMENTS)
+@pytest.mark.quick(24)
 def test_an_interruption_anywhere_leaves_both_caches_consistent(sliding, monkeypatch, place, nth, after, block=8, copy=False):
     model, tokenizer, drafter, prompt = sliding
     cache = make_prompt_cache(model, drafter)

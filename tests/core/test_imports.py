@@ -183,6 +183,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "+".join(n.rpartition(".")[2] for n in order) or "nothing")
+@pytest.mark.quick(2)
 def test_every_public_name_is_the_function_after_any_order_of_imports(order):
     code = [f"import {name}" for name in order] + [
         "import inspect, dflash_mlx",

@@ -129,6 +129,7 @@ def test_load_and_convert_cast_alike_and_spare_the_decay(source, tmp_path, dtype
 
 
 @pytest.mark.parametrize("name", CONFORMANCE)
+@pytest.mark.quick(6)
 def test_in_the_files_types_greedy_ids_are_mlx_lms_own(source, name):
     model, _ = load(str(source(name, wide_vectors)), dtype="auto")
     line = greedy_line(model, [1, 5, 9, 14, 3, 7], 24)

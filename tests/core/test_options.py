@@ -88,6 +88,7 @@ KINDS = {"fixed": {"block_size": 4}, "plain rounds": {"block_size": 1}, "wide": 
 
 @pytest.mark.parametrize("taken", [1, 4, 9])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(5)
 def test_a_stream_left_open_gives_its_cache_up_to_the_next(tiny, kind, taken):
     model, line, drafter = tiny
     left = plain_cache(model)

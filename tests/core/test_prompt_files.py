@@ -66,6 +66,7 @@ def filled(directory, model, line, n=4):
 
 @pytest.mark.parametrize("with_drafter", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(6)
 def test_a_restarted_process_goes_on_as_the_old_one_would(kind, with_drafter, tmp_path):
     name, held_as = KINDS[kind]
     model = family(name) if isinstance(name, str) else name()

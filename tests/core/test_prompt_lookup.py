@@ -211,6 +211,7 @@ FAMILIES = ["llama", "llama, mixed windows", "qwen3_next", "mamba2", "llama4", "
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(3)
 def test_copied_drafts_are_a_plain_searchs_and_change_no_token(short, name):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 90)
@@ -224,6 +225,7 @@ def test_copied_drafts_are_a_plain_searchs_and_change_no_token(short, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.quick(3)
 def test_sources_and_widths_that_change_change_no_token_of_any_kind_of_cache(mixed, name):
     model, prompt = family(name), some_line(30)
     line = greedy_ids(model, prompt, 120)

@@ -190,7 +190,7 @@ def spoil(monkeypatch, module, n, spoilt, which=lambda *about: True, last=None):
 @pytest.mark.parametrize("block_size", [8, 1])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("name, n", [("block_qmm", 5), ("block_qmm", 700), ("head_argmax", 5), ("block_attention", 40)])
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_answer_is_right(
     quantized, gpu, monkeypatch, caplog, name, n, value, block_size
 ):
@@ -205,6 +205,7 @@ def test_a_value_that_is_not_finite_switches_kernels_off_with_one_line_and_the_a
 @pytest.mark.parametrize("block_size", [8, 1])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("options", [{}, {"logits_processors": [lambda tokens, logits: logits]}])
+@pytest.mark.quick(3)
 def test_one_logit_that_is_not_finite_is_seen_where_the_head_is_a_product(
     quantized, gpu, monkeypatch, caplog, options, value, block_size
 ):

@@ -139,6 +139,7 @@ def test_the_same_prompt_again_gives_the_same_answer(kind):
 
 @pytest.mark.parametrize("with_drafter", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(5)
 def test_a_turn_that_is_stopped_anywhere_leaves_what_it_computed(kind, with_drafter):
     model, prompt = family(KINDS[kind]), some_line(50)
     drafter = mixed(model, prompt) if with_drafter else None
@@ -291,6 +292,7 @@ def _check(cells, pair):
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba", "rwkv7", "falcon_h1", "deepseek_v32", "qwen3_next"])
+@pytest.mark.quick(2)
 def test_a_seeds_text_is_the_same_where_entries_do_not_know_their_rows(name):
     model, prompt = family(name), some_line(8)
     options = {"sampler": make_sampler(1.0), "seed": 3}
