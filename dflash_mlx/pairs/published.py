@@ -1,9 +1,9 @@
 """Which published drafter belongs to which target. Knows names; fetches nothing.
 
 The drafters are those that DFlash's authors list (z-lab on the hub: README of z-lab/dflash and their collections), and DSpark
-ones that their trainers list (README of deepseek-ai/DeepSpec, cards of LiquidAI's LFM2.5-DSpark, RadixArk's collection), all read
-in November 2026. Of several drafters of a target the first is taken. Sizes are of bfloat16 weights: computed from the published
-shapes, or the repo's own where stated there; None where neither is known.
+ones that their trainers list (README of deepseek-ai/DeepSpec, cards of LiquidAI's LFM2.5-DSpark, RadixArk's collection), and a
+DFly one (AngelSpec's docs/concepts/dfly.md), all read in November 2026. Of several drafters of a target the first is taken. Sizes
+are of bfloat16 weights: computed from the published shapes, or the repo's own where stated there; None where neither is known.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ PUBLISHED = (
     PublishedDrafter("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", 4, None, "DSpark, without thinking", False),
     PublishedDrafter("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 8.2, None, "DSpark, without thinking", False),
     PublishedDrafter("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 14.8, None, "DSpark, without thinking", False),
+    PublishedDrafter("google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", 12, None, "DSpark"),
+    PublishedDrafter("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B-DFly-Block8", 8.2, None, "DFly"),
     PublishedDrafter("Qwen/Qwen3.8-27B", "RadixArk/Qwen3.8-27B-DSpark", 27, None, "DSpark"),
     PublishedDrafter("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark", 1.2, None, "DSpark"),
     PublishedDrafter("LiquidAI/LFM2.5-2.6B", "LiquidAI/LFM2.5-2.6B-DSpark", 2.6, None, "DSpark"),

@@ -23,6 +23,7 @@ from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, 
         # Of several the first.
         ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
         ("mlx-community/Qwen3-14B-4bit", "deepseek-ai/dspark_qwen3_14b_block7"),
+        ("mlx-community/gemma-4-12B-it-4bit", "deepseek-ai/dspark_gemma4_12b_block7"),
         ("mlx-community/LFM2.5-8B-A1B-4bit", "LiquidAI/LFM2.5-8B-A1B-DSpark"),
     ],
 )
