@@ -68,7 +68,11 @@ PromptFile = Annotated[str | None, option(PROMPT, help="A file that holds the pr
 PrefillResponse = Annotated[str | None, option(PROMPT, help="How the answer begins; what is printed goes on behind it.")]
 JsonSchema = Annotated[
     str | None,
-    option(OUTPUT, metavar="FILE", help="Hold the answer to the JSON schema in this file. Needs the package llguidance."),
+    option(
+        OUTPUT,
+        metavar="FILE",
+        help="Hold the answer to the JSON schema in this file, or given itself. Needs the package llguidance.",
+    ),
 ]
 Raw = Annotated[bool, option(PROMPT, "--raw", help="Use the prompt as it is, without the chat template.")]
 PromptLookup = Annotated[
@@ -230,11 +234,14 @@ def _read_prompt(asked: SimpleNamespace) -> None:
         raise refuse("--prompt", "it is empty; give some text")
 
 
-def _read_schema(path: str) -> Any:
-    """What a file holds answers to. Raises: DFlashError where it is no schema, or has what they cannot be held to."""
+def _read_schema(given: str) -> Any:
+    """What a file, or a schema itself, holds answers to.
+
+    Raises: DFlashError where it is no schema, or has what they cannot be held to.
+    """
     from ..serving.answer_grammar import read_answer
 
-    return read_answer({"json_schema": inputs.file_text(path)})
+    return read_answer({"json_schema": given if given.lstrip().startswith("{") else inputs.file_text(given)})
 
 
 def _grammar(asked: SimpleNamespace, tokenizer: Any, ids: list[int], is_rendered: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import os
 import re
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def _names(message: str) -> Iterator[tuple[str, bool]]:
         # "see @notes.txt." names notes.txt.
         names = [quoted] if quoted else [word, word.rstrip(".,;:!?)]}'")]
         found = [name for name in names if _leads_somewhere(name)]
-        name = (found or names)[0]
+        name = (found or names[-1:])[0]
         if name not in seen:
             seen.add(name)
             yield name, bool(found)
@@ -98,8 +99,8 @@ def named_files(message: str) -> list[str]:
 
 
 def no_files(message: str) -> list[str]:
-    """Paths behind @ that lead nowhere. A word without a slash, such as a decorator, is only a word."""
-    return [name for name, found in _names(message) if not found and "/" in name]
+    """Paths behind @ that lead nowhere. A word without a slash or a known suffix, such as a decorator, is only a word."""
+    return [name for name, found in _names(message) if not found and ("/" in name or mimetypes.guess_type(name)[0])]
 
 
 def with_files(message: str, files: list[Attachment], *, raw: bool) -> str:

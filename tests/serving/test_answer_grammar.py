@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from serving_kit import MESSAGES, WEATHER, ask
 from transformers import AddedToken, AutoTokenizer
 
+from dflash_mlx.cli.generate import _read_schema
 from dflash_mlx.constraint import json_rule
 from dflash_mlx.serving.answer_grammar import Demand, grammar_of, read_answer, read_tool
 from dflash_mlx.serving.channels import Channels
@@ -249,6 +250,11 @@ def test_a_strict_schema_that_cannot_be_held_to_is_refused_and_another_is_any_ob
 def test_tags_within_free_text_are_refused_by_name(name, value):
     with pytest.raises(RequestError, match=f"{name} asks for structural_tag; .* no parts of free text. Send tools with strict"):
         read_answer({name: value})
+
+
+def test_a_schema_of_the_command_line_is_a_files_or_itself(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps(NUMBER))
+    assert _read_schema(f" {json.dumps(NUMBER)}") == _read_schema(str(tmp_path / "s.json"))
 
 
 def test_a_grammar_of_llama_cpp_is_read():

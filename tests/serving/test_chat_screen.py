@@ -210,9 +210,10 @@ def test_files_go_with_a_message_and_their_size_is_shown(home, tmp_path):
         talk.say("/file absent.txt", "absent.txt does not exist")
         talk.say("/file notes.txt", "notes.txt: 11 bytes, 2 lines, 2 tokens. It goes with your next message.")
         talk.say(
-            'see @"with blank.txt", me@host, @dataclass and @no/such',
+            'see @"with blank.txt", me@host, @dataclass, @no/such and @gone.txt',
             "with blank.txt: 5 bytes, 1 line, 1 token.",
             "@no/such is no file here",
+            "@gone.txt is no file here",
         )
         talk.hear("alpha beta", "gamma", "tokens/s")
         talk.say("plain", "tokens/s")
