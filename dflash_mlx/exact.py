@@ -186,6 +186,8 @@ class ExactAlone(ExactPair):
             own = [*held.target, *self._nobody.make_cache(), ArraysCache(3)]
             PairCache(own, held.n_target, held.ids, held.rows, None).write()
             own[-1].exact, entries = getattr(entries[-1], "exact", None), own
+        elif entries and not all(entry.empty() for entry in entries):
+            raise CacheError("the prompt cache was filled by mlx-lm, whose rows are not exact", "Start a new one")
         return super().open_cache(entries, max_kv_size)
 
 
@@ -210,27 +212,30 @@ def exact_pair(options: RunOptions) -> ExactPair:
     return alone
 
 
-def check_exact(options: RunOptions) -> None:
+def check_exact(options: Any) -> None:
     """Refuse what makes rows depend on more than the text.
 
+    Args:
+      options: of a run (`RunOptions`), or how a server holds its caches (`CacheOptions`).
     Raises:
       GenerationError, CacheError: names the option.
     """
-    if options.draft_model is not None and not isinstance(options.draft_model, Drafter):
+    given = vars(options)
+    if given.get("draft_model") is not None and not isinstance(given["draft_model"], Drafter):
         raise GenerationError("exact was given with an mlx-lm draft model; mlx-lm's own loop is not exact", "Leave one out")
     said = {
-        "max_kv_size": (options.max_kv_size, "a window that keeps first rows has no text"),
-        "kv_bits": (options.kv_bits, "quantized keys have no text"),
-        "input_embeddings": (options.input_embeddings, "prompts are token ids"),
+        "max_kv_size": "a window that keeps first rows has no text",
+        "kv_bits": "quantized keys have no text",
+        "input_embeddings": "prompts are token ids",
     }
-    for name, (value, why) in said.items():
-        if value is not None:
+    for name, why in said.items():
+        if given.get(name) is not None:
             raise GenerationError(f"{name} was given with exact, which cannot honour it: {why}", "Leave one of the two out")
-    if options.acceptance != "match":
+    if (acceptance := given.get("acceptance", "match")) != "match":
         raise GenerationError(
-            f"acceptance is {options.acceptance!r} with exact; the text then depends on the drafter", "Leave one of the two out"
+            f"acceptance is {acceptance!r} with exact; the text then depends on the drafter", "Leave one of the two out"
         )
-    for entry in leaves(options.prompt_cache or []):
+    for entry in leaves(given.get("prompt_cache") or []):
         if isinstance(entry, QuantizedKVCache) or getattr(entry, "keep", 0):
             raise CacheError(
                 f"the prompt cache has a {type(entry).__name__} that keeps quantized or first rows; exact has no text for it",

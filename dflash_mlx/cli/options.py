@@ -119,6 +119,9 @@ _CACHES = {
     "kv_bits": option(MEMORY, min=2, max=8, help="Hold the KV cache in this many bits."),
     "kv_group_size": option(MEMORY, min=1, help="Values that share a scale in it. Default: 64."),
     "quantized_kv_start": option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
+    "exact": option(
+        DRAFTING, "--exact", help="The same text with any drafter or none, on a GPU too. What cannot be so is refused."
+    ),
 }
 PromptCacheFile = Annotated[
     str | None,
@@ -184,7 +187,9 @@ def sampling_options(*, leave_out: tuple[str, ...] = ()) -> Callable:
 
 def cache_options(command: Callable) -> Callable:
     """Give a command the options of caches where its parameter `caches` stands; it gets their values by name, None by default."""
-    return _in_place_of("caches", [_keyword(name, Annotated[int | None, made]) for name, made in _CACHES.items()], dict)(command)
+    kinds = {name: int | None for name in _CACHES} | {"exact": bool | None}
+    made = [_keyword(name, Annotated[kinds[name], made]) for name, made in _CACHES.items()]
+    return _in_place_of("caches", made, lambda values: {**values, "exact": values["exact"] or None})(command)
 
 
 def gathered_options(name: str, options: Mapping[str, tuple[Any, Any]], gathered: Callable[[Mapping[str, Any]], Any]) -> Callable:
@@ -307,6 +312,9 @@ def template_args(text: str | None) -> dict[str, Any]:
 
 def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
     """Usage errors of options that say how --kv-bits works, where it is not given."""
+    for name in ("max_kv_size", "kv_bits"):
+        if caches["exact"] and caches[name] is not None:
+            raise refuse("--exact", f"it cannot honour {flag(name)}; give one of the two")
     for name in ("kv_group_size", "quantized_kv_start"):
         if caches[name] is not None and not caches["kv_bits"]:
             raise refuse(flag(name), "it has no effect without --kv-bits")

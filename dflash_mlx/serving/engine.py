@@ -24,6 +24,7 @@ from ..batch.generator import PREFILL_SHARE, usual_rows
 from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
+from ..exact import check_block
 from ..first_use import try_after_answer
 from ..models.target import Target
 from ..prompt_files import PrefixFiles
@@ -111,6 +112,11 @@ class LoadedPair:
         if self.drafter is None and (options.max_batch or 1) > 1:
             problem = f"max_batch is {options.max_batch}; requests run together with a drafter only"
             raise DFlashError(problem, "Give a drafter, or leave it out")
+        if options.caches.exact and (options.max_batch or 1) > 1:
+            problem = f"max_batch is {options.max_batch} with exact; a pass over several requests is not exact"
+            raise DFlashError(problem, "Leave one of the two out")
+        if options.caches.exact and self.drafter is not None:
+            check_block(self.drafter, options.block_size)
         options.caches.check(self.model, self.drafter)
 
     def most_tokens(self, job: Job) -> int:
@@ -394,7 +400,7 @@ class Engine:
     def _can_run_together(self, stream: Any) -> bool:
         """Whether requests are answered together here; then there is what does it."""
         pair, options, most = self.pair, self.options, self.options.max_batch or usual_rows()
-        if pair.drafter is None or most == 1:
+        if pair.drafter is None or most == 1 or options.caches.exact:
             return False
         if self._together is None:
             held, key = options.caches, (pair.name, pair.draft_name)

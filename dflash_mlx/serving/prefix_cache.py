@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
+from ..exact import check_exact
 from ..generation import GenerationResponse, make_prompt_cache, stream_generate
 from ..prompt_cache import KVQuantization, PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
 from ..prompt_files import PrefixFiles, models_key
@@ -119,6 +120,7 @@ class CacheOptions:
     kv_bits: int | None = None
     kv_group_size: int | None = None
     quantized_kv_start: int | None = None
+    exact: bool | None = None
 
     def check(self, model: nn.Module, draft_model: nn.Module | None) -> None:
         """Whether two models can do it, before the first prompt.
@@ -126,6 +128,8 @@ class CacheOptions:
         Raises:
           CacheError, GenerationError: names the option.
         """
+        if self.exact:
+            check_exact(self)
         entries = make_prompt_cache(model, draft_model, self.max_kv_size)
         if self.kv_bits is not None:
             target = PairCache.read(entries).target if is_pair_cache(entries) else entries
@@ -269,7 +273,7 @@ class _Run:
         self, processors: Sequence[LogitsProcessor], options: dict[str, Any]
     ) -> Generator[GenerationResponse, None, None]:
         processors = [after_held(self.prompt[: self.at], processor) for processor in processors] or None
-        if self.draft_model is None and options.get("sampler"):
+        if self.draft_model is None and options.get("sampler") and not options.get("exact"):
             # By its place in the whole prompt, which entries of a recurrence alone do not know.
             seed = choose_seed(options.pop("seed", None))
             options["sampler"] = KeyedSampler(options["sampler"], seed, len(self.prompt))
@@ -292,7 +296,7 @@ def needs_copies(entries: Sequence[Any]) -> bool:
 
 def _passes(options: dict[str, Any]) -> dict[str, Any]:
     """Those options that say how a prompt is run."""
-    names = ("stream", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+    names = ("stream", "exact", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
     return {name: options[name] for name in names if name in options}
 
 

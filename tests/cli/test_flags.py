@@ -79,6 +79,7 @@ COMMON = {
     "--no-thinking": [],
     "--block-size": ["3"],
     "--prefill-step-size": ["9"],
+    "--exact": [],
     "--dtype": ["float16"],
     "--draft-bits": ["8"],
     "--last-tap": ["before"],
