@@ -156,8 +156,13 @@ def drafted_by_numpy(model, config, values, line, at):
     return [int(i + values["d2t"][i]) for i in best]
 
 
-# each packing once, each kind of drafter in several
+# each packing once, each kind of drafter in several; one of each kind in the quick tier
 CASES = [(packing, list(KINDS)[i % 3]) for i, packing in enumerate(PACKINGS)] + [(None, kind) for kind in KINDS]
+QUICK = ("int4", "MXFP4", "fp8, one scale", "NVFP4")
+PARAMS = [
+    pytest.param(*case, id=f"{case[0] or 'floats'}-{case[1]}", marks=() if case[0] in QUICK else pytest.mark.full)
+    for case in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +170,7 @@ def target():
     return tiny_target(hidden=H)
 
 
-@pytest.mark.parametrize("packing, kind", CASES, ids=[f"{packing or 'floats'}-{kind}" for packing, kind in CASES])
+@pytest.mark.parametrize("packing, kind", PARAMS)
 def test_a_speculators_drafter_drafts_numpys_ids_however_it_is_packed(tmp_path, target, packing, kind):
     values = filed(tmp_path / "packed", kind, packing, target)
     plain = ids_of(run(target, None, PROMPT, 8))

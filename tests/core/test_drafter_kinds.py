@@ -211,6 +211,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_changes_the_drafted_ids(tmp_path, monkeypatch, fault):
     name, owner, function, old, new = FAULTS[fault]
