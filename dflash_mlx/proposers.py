@@ -145,12 +145,12 @@ class BlockProposer:
         self.begin = self.context.rows - cache[0].offset  # rows that no drafter saw: `PairCache.adopt`
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """[1] anchor to those of n drafts that `width` verified ones need, enqueued. The cache holds what was pending."""
+        """Enqueue n drafts after the anchor [1], or as many of them as the policy needs for a width. Nothing is pending then."""
         features, rows = self.context.pending.joined(), self.context.rows
         args = (anchor, features, self.cache, rows - self.begin, n + 1), self.policy.drafts_needed(width)
         drafted, sure = self._sampler.draft(self.drafter, *args, position=rows + features.shape[1] + 1)
         draft = Draft(drafted, sure if self.policy.wants_confidence else None, self.source, width)
-        # Before the host puts the target's pass together: of a large model that takes it as long as the draft takes the device.
+        # Begun before the host builds the target's pass: for a large model that takes as long as the draft takes on the device.
         mx.async_eval(draft.row, draft.confidence)
         return draft
 

@@ -21,8 +21,8 @@ def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Seq
     Returns: N + 1 rows, row i of `hidden` chooses the token after block slot i.
     The cache then holds N + 1 rows more; the caller rolls back to `point` and keeps those it commits.
     """
-    # Begun at its taps: the device works while the host puts the layers behind them together, which takes it as long as a small
-    # model takes the device. On a CPU a plain pass of `tiny` takes 0.89 of what mlx-lm's takes (2 cores, other work beside it).
+    # eager: begun at its taps, so that the device works while the host builds the layers behind them. For a small model the host
+    # takes as long as the device: a plain pass of `tiny` takes 0.89 of mlx-lm's time on a CPU (2 cores, other work beside it).
     block = mx.concatenate([anchor[:, None], drafted], axis=1) if drafted.shape[1] else anchor[:, None]
     if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)) is not None:
         return out

@@ -264,7 +264,7 @@ class Drafter(nn.Module):
     ) -> tuple[mx.array, mx.array | None]:
         """`draft`, and how sure the drafter is at each slot: its greatest probability there, [B, block_size - 1] float32.
 
-        None where there is none to be had, as of a head that writes no logits: widths then go by what was accepted alone.
+        None where the head writes no logits: widths then go by what was accepted alone.
         noise: `draw` and noise, as in `choose`; n: the head runs for the first n slots only; None: for all.
         """
         return self.choose(self.slots(anchor, features, cache, start, block_size)[:, :n], anchor, *noise)

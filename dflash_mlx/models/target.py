@@ -109,7 +109,7 @@ class Target:
         self.routes = LayerRoutes(model, own_class)
         # Modules that change an ArraysCache.
         self.states = StatefulModules(model, self.family, self.routes)
-        # Further calls of layers that go another way in such passes; who compiles a pass puts them here.
+        # More calls of layers to replace in such passes, put here by what compiles a pass.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass in place of this target's own where it can; the pair gives it.
         self.accelerator: Any = None
@@ -230,7 +230,7 @@ class Target:
         Args:
           hidden, compiled: the last pass's output; margin: from `choices`; logits: from `head`, normalised or not.
         """
-        # Who switched routes off meanwhile, in another thread say, did not undo this pass.
+        # Routes that were switched off meanwhile, in another thread say, still served this pass.
         if margin is None and not (compiled or self.routes.served):
             return []
         return [finite_bits(hidden, margin, logits if self.routes.served else None)]
