@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mimetypes
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +15,10 @@ from ..tools.columns import count
 
 # Bytes of a file that are read at all; what a context holds is seldom more than a tenth of that.
 LARGEST = 4_000_000
+# By these a word is known as a file's name where there is no such file.
+_SUFFIXES = tuple(
+    f".{kind}" for kind in "txt md rst tex csv tsv json yaml yml toml xml html css py js ts c h cpp rs go swift sh log".split()
+)
 # @path, @"a path with blanks"; an address such as me@host is none.
 _NAMED = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))""")
 
@@ -100,7 +103,7 @@ def named_files(message: str) -> list[str]:
 
 def no_files(message: str) -> list[str]:
     """Paths behind @ that lead nowhere. A word without a slash or a known suffix, such as a decorator, is only a word."""
-    return [name for name, found in _names(message) if not found and ("/" in name or mimetypes.guess_type(name)[0])]
+    return [name for name, found in _names(message) if not found and ("/" in name or name.lower().endswith(_SUFFIXES))]
 
 
 def with_files(message: str, files: list[Attachment], *, raw: bool) -> str:
