@@ -189,8 +189,8 @@ def is_target_copy(name: str) -> bool:
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Of one row, as a
-    confidence head has it, nothing is saved."""
-    return name.endswith((".weight", "_codebook")) and len(shape) == 2 and shape[0] > 1
+    confidence head has it, nothing is saved; those of a noise level are kept as their publisher keeps them."""
+    return not name.startswith("log_snr_embed.") and name.endswith((".weight", "_codebook")) and len(shape) == 2 and shape[0] > 1
 
 
 def group_for(inputs: int) -> int | None:

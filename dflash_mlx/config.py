@@ -123,11 +123,14 @@ _EXTENSIONS = (
     *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning", "draft_hidden_size"),
     *("enable_qwen35_gated_q_proj", "mla_use_output_gate", "draft_layer_types", "fusion_type", "enable_hidden_correction"),
 )
+# Said by a true value and false by default.
+_SAID = ("shift_label", "attention_k_eq_v", "enable_hidden_correction", "log_snr_conditioning")
 # Those that a kind of drafter has, and what a DSpark one's Markov head may be.
 _HAS = dict.fromkeys(DSPARKS, ("markov_rank", "enable_confidence_head", "sample_from_anchor")) | {DOMINO: ("projector_type",)}
 # Sizes of latent attention, where `attention_mode` says "mla"; who may have it, and the modes that change nothing.
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MAY_BE_LATENT, _MODES = ("", "DFlashDraftModel", "DFlash2DraftModel", DSPARK, DOMINO), (None, "gqa", "mha")
+_HAS[DSPARK] += ("log_snr_conditioning",)
 _HAS[DFLY] = ("enable_hidden_correction",)
 _HAS[QWEN35_DSPARK] += ("enable_qwen35_gated_q_proj",)
 # Whose layers may have attention sinks.
@@ -229,6 +232,7 @@ class DrafterConfig:
     shift_label: bool = False
     attention_k_eq_v: bool = False
     offset_norms: bool = False
+    log_snr_conditioning: bool = False
     enable_hidden_correction: bool = False
     hidden_correction_intermediate_size: int | None = None
     q_lora_rank: int | None = None
@@ -412,7 +416,7 @@ class _Reader(RopeReader):
             **{name: got[name] for name in (*_DFLASH2, "selector_vocab_size", *_SCALES)},
             **{name: got[name] for name in ("emb_dim", "gru_hidden_dim")},
             **latent,
-            **{name: bool(got[name]) for name in ("shift_label", "attention_k_eq_v", "enable_hidden_correction")},
+            **{name: bool(got[name]) for name in _SAID},
             hidden_correction_intermediate_size=got["hidden_correction_intermediate_size"],
             pure_draft_prefix_len=got["pure_draft_prefix_len"] or 0,
             offset_norms=got["model_type"] == "qwen3_5",

@@ -94,7 +94,7 @@ def architecture_of(architecture: str, raw: Mapping[str, Any]) -> str:
     if architecture not in ("", "DFlashDraftModel"):
         return architecture
     nested = raw.get("dflash_config") if isinstance(raw.get("dflash_config"), Mapping) else {}
-    marks = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
+    marks = ("markov_rank", "enable_confidence_head", "sample_from_anchor", "log_snr_conditioning")
     if "domino" in (nested.get("projector_type"), raw.get("projector_type")):
         return DOMINO
     is_dspark = any(part.get(mark) for part in (nested, raw) for mark in marks)

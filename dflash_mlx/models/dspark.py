@@ -78,6 +78,25 @@ class ConfidenceHead(nn.Module):
         return mx.sigmoid(self.proj(features)[..., 0].astype(mx.float32))
 
 
+class LogSnrEmbed(nn.Module):
+    """What a block's rows are told of their noise: none at the anchor, all of it at the masks.
+
+    Of a log signal-to-noise ratio only its place between the least and the greatest counts: 1000 at the anchor, 0 at a mask.
+    64 sines of it and 64 cosines go through two matrices. Source: PrismML's Bonsai drafters as mlx-dspark 0.20 runs them.
+    """
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(128, hidden), nn.Linear(hidden, hidden)
+
+    def __call__(self, rows: int) -> mx.array:
+        """[rows, H] to be added to a block's embedding."""
+        places = mx.where(mx.arange(rows) == 0, 1000.0, 0.0)
+        angles = places[:, None] * mx.power(10000.0, -mx.arange(64) / 64)
+        waves = mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1)
+        return self.fc2(nn.silu(self.fc1(waves.astype(self.fc1.bias.dtype))))
+
+
 class DSparkDrafter(Drafter):
     """DFlash's layers, a Markov head that walks the slots from left to right, and a confidence head where the files have one."""
 
@@ -85,6 +104,12 @@ class DSparkDrafter(Drafter):
         super().__init__(config)
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
+        if config.log_snr_conditioning:
+            self.log_snr_embed = LogSnrEmbed(config.hidden_size)
+
+    def embed_block(self, ids: mx.array) -> mx.array:
+        block = super().embed_block(ids)
+        return block + self.log_snr_embed(ids.shape[1]).astype(block.dtype) if "log_snr_embed" in self else block
 
     def add_confidence_head(self, inputs: int, bias: bool) -> None:
         """inputs: columns of its matrix as the files have it: H, or more where it reads the token before."""

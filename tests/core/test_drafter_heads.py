@@ -250,7 +250,7 @@ def test_an_own_embedding_too_short_for_the_target_or_the_mask_is_refused():
         ({"architectures": ["KDADraftModel"]}, "has KDADraftModel"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "has markov_head_type = 'lstm'"),
         ({"projector_type": "duet"}, "has projector_type = 'duet'"),
-        ({"log_snr_conditioning": True}, "has log_snr_conditioning = True"),
+        ({"architectures": ["DFlashLagunaForCausalLM"], "log_snr_conditioning": True}, "has log_snr_conditioning = True"),
     ],
 )  # fmt: skip
 def test_other_drafters_and_extensions_are_refused_by_name(changes, message):

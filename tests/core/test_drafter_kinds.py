@@ -13,7 +13,7 @@ from dflash_mlx import convert, load_drafter
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import ConfigError, ConversionError
 from dflash_mlx.loading import make_drafter
-from dflash_mlx.models import dflare, dfly, domino, dspark_layers, mla
+from dflash_mlx.models import dflare, dfly, domino, dspark, dspark_layers, mla
 from dflash_mlx.models.architectures import ARCHITECTURES, build_drafter
 from dflash_mlx.models.target import Target
 
@@ -94,6 +94,19 @@ KINDS = {
         ),
         reference_kinds.DFly,
     ),
+    "Bonsai": (
+        raw_config(
+            H,
+            V,
+            **FULL,
+            **DEEPSPEC,
+            architectures=["Qwen3DSparkModel"],
+            log_snr_conditioning=True,
+            min_log_snr=-9.0,
+            max_log_snr=9.0,
+        ),
+        reference_kinds.Kind,
+    ),
     "Gemma 4": (raw_config(H, V, **FULL, **GEMMA, attention_k_eq_v=True), reference_kinds.Gemma4),
     "Gemma 4, values of their own": (raw_config(H, V, **FULL, **GEMMA, attention_k_eq_v=False), reference_kinds.Gemma4),
     "Qwen 3.5": (raw_config(H, V, **FULL, **QWEN35), reference_kinds.Qwen35),
@@ -134,6 +147,8 @@ def by_numpy(model, raw, kind, weights, line, at):
     is_dspark, gemma = "markov_rank" in raw | nested, kind is reference_kinds.Gemma4
     rows = N if is_dspark else N + 1
     block = embedding[[line[at], *[3] * (rows - 1)]] * (H**0.5 if gemma else 1.0)
+    if "log_snr_conditioning" in raw:
+        block = block + reference_kinds.noise_levels(numbers, raw, len(block))
     hidden = kind(raw, numbers).hidden(features, block)
     if is_dspark:
         logits = hidden @ head.T
@@ -203,6 +218,7 @@ FAULTS = {
     "the context by the block's matrices": ("DFlare", DFLARE, "cached_form", "self.k_proj_target(x)", "self.k_proj(x)"),
     "the anchor before every slot": ("DFly", dfly.DFlyDrafter, "_walk", "before[:, None]", "anchor[:, None]"),
     "the mean in the projection's place": ("DFly", dfly.DFlyDrafter, "context", "self.fc(features)[:, :, None] + ", ""),
+    "the anchor as noisy as a mask": ("Bonsai", dspark.LogSnrEmbed, "__call__", "mx.arange(rows) == 0", "mx.arange(rows) < 0"),
     "values without a norm": ("Gemma 4", GEMMA4, "cached_form", "mx.fast.rms_norm(v, None, self.eps)", "v"),
     "no number behind a layer": ("Gemma 4", dspark_layers.Gemma4Layer, "sublayers", "h * self.layer_scalar", "h"),
     "silu": ("Gemma 4, values of their own", dspark_layers.Gemma4MLP, "__call__", "nn.gelu_approx", "nn.silu"),

@@ -2,8 +2,8 @@
 
 Shares no code with the package. Sources: sgl-project/SpecForge, modeling/draft/domino.py (a6b6b023) and pull request 758 (MLA);
 Tencent/AngelSlim, draft/qwen_dflare.py, and AngelSpec, draft/dfly.py; deepseek-ai/DeepSpec, modeling/dspark/gemma4/modeling.py
-(afdfa7c); mlx-dspark 0.20.3, model.py (gates, and norms stored less one); transformers 5, modeling_rope_utils.py (proportional
-RoPE).
+(afdfa7c); mlx-dspark 0.20.3, model.py (gates, norms stored less one, noise levels); transformers 5, modeling_rope_utils.py
+(proportional RoPE).
 """
 
 from types import SimpleNamespace
@@ -246,6 +246,18 @@ class Latent(Kind):
         h = h + around("attention_conv.", x, lambda x: self.attention(part(w, "self_attn."), context, x))
         x = self.norm(h, w["post_attention_layernorm.weight"])
         return h + around("mlp_conv.", x, lambda x: self.mlp(part(w, "mlp."), x))
+
+
+def noise_levels(weights, raw, rows):
+    """[rows, H]: the greatest log signal-to-noise ratio at the anchor, the least at a mask, through waves and two matrices."""
+    low, high, w = raw["min_log_snr"], raw["max_log_snr"], part(weights, "log_snr_embed.")
+    found = []
+    for row in range(rows):
+        t = ((high if row == 0 else low) - low) / (high - low) * 1000
+        angles = t * np.exp(-np.log(10000) * np.arange(64) / 64)
+        inner = w["fc1.weight"] @ np.r_[np.sin(angles), np.cos(angles)] + w["fc1.bias"]
+        found.append(w["fc2.weight"] @ (inner * sigmoid(inner)) + w["fc2.bias"])
+    return np.array(found)
 
 
 def domino_path(raw, weights, embedding, hidden, head, anchor):
