@@ -101,7 +101,7 @@ class Together:
         return self._needs_of(len(job.prompt) + self._most(job))
 
     def _needs_of(self, tokens: int) -> int:
-        held = {name: value for name, value in vars(self.caches).items() if name != "prefill_step_size"}
+        held = {name: value for name, value in vars(self.caches).items() if name not in ("prefill_step_size", "exact")}
         return cache_bytes(self._entries, RunSize(tokens, **held))
 
     @staticmethod
