@@ -232,9 +232,10 @@ class BatchTarget:
         self._handlers: list[tuple[nn.Module, Callable[..., Any], str]] = []
         self.reason = self._probe(make_cache)
 
-    def __call__(self, ids: mx.array, rows: Sequence[RowPass]) -> TargetOutput:
+    def __call__(self, ids: mx.array, rows: Sequence[RowPass], eager: bool = True) -> TargetOutput:
         """Run [T] ids, the rows' one behind the other. Each row's entries hold its tokens then, and its `point` has ended.
 
+        eager: as `Target`'s.
         Returns: hidden [T, 1, H] and features [T, 1, n_taps * H].
         """
         self._rows = _Layout(rows)
@@ -242,7 +243,7 @@ class BatchTarget:
         cache = [RowsEntry(self._rows, list(column)) for column in columns]
         try:
             with exact_windows([entry for row in rows for entry in row.entries]), intercept(self._handlers):
-                out = self.target(ids[:, None], cache, eager=True)
+                out = self.target(ids[:, None], cache, eager=eager)
         finally:
             self._rows = None
         for row in rows:

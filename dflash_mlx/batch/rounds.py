@@ -44,6 +44,8 @@ class RowRound:
     kept: Kept | None = None
     error: Exception | None = None
     is_gone: bool = False
+    # Drafts [B, N] of all rows that the drafter drafted for together, and which of them are this row's.
+    block: tuple[mx.array, int] | None = None
 
 
 class _OneRow:
@@ -74,7 +76,7 @@ class Round:
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
         self.target, self.rows, self.is_ahead, self._is_committed = target, rows, ids is not None, False
         self._passes = [_begin_pass(row) for row in rows]
-        self._output = target(_ids(rows) if ids is None else ids, self._passes)
+        self._output = target(_ids(rows) if ids is None else ids, self._passes, eager=not self.is_ahead)
         self._spans, start = [], 0
         for row in self._passes:
             self._spans.append(slice(start, start + row.size))
@@ -100,7 +102,8 @@ class Round:
         self._normed = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
         self._flag = target.finite_flag(self._hidden, logits=self._normed)
         self._chosen = _choices(self.rows, [row.point.length + 1 for row in self._passes], self._spans, self._normed[0])
-        parts = [self._chosen, *(part for row in self.rows for part in _drafts(row)), *self._flag]
+        drafts, self._starts = _drafts(self.rows)
+        parts = [self._chosen, *drafts, *self._flag]
         self._packed = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sliding = [row for row in self.rows if row.draft.by_drafter]
         context = [entry.state for row in sliding for entry in row.run.cache.drafter if type(entry) is RotatingKVCache]
@@ -139,11 +142,9 @@ class Round:
                 # The pass itself ran without kernels of ours; only the head is run again.
                 following = following and following.undo()
                 self._enqueue()
-        at = self._hidden.shape[1]
-        for row, span in zip(self.rows, self._spans, strict=True):
-            n, sure = row.draft.row.shape[1], row.draft.confidence is not None
+        for row, span, start in zip(self.rows, self._spans, self._starts, strict=True):
+            n, sure, at = row.draft.row.shape[1], row.draft.confidence is not None, self._hidden.shape[1] + start
             ids, confidence = unpack_drafts(values[at : at + n * (1 + sure)], n)
-            at += n * (1 + sure)
             if not row.is_gone:
                 _own(row, self._decide(span, values[span], ids, confidence))
         for row in following.rows if following else ():
@@ -238,6 +239,7 @@ def _draft(rows: Sequence[RowRound]) -> None:
         for i, row in enumerate(alike):
             confidence = sure[i : i + 1] if sure is not None and row.run.policy.wants_confidence else None
             row.draft = Draft(drafted[i : i + 1], confidence, BlockProposer.source)
+            row.block = (drafted, i) if confidence is None else None
             row.run.target_sampler.cut(row.draft, row.n)
 
 
@@ -265,8 +267,10 @@ def _ids(rows: Sequence[RowRound]) -> mx.array:
     """[T] int32: anchor and drafts of each row, one row behind the other."""
     if not any(row.draft.width for row in rows):
         return mx.array([row.anchor for row in rows], dtype=mx.int32)
-    parts = [part for row in rows for part in (mx.array([row.anchor], dtype=mx.int32), row.draft.row[0, : row.draft.width])]
-    return mx.concatenate([part for part in parts if part.size])
+    (parts, starts), at = _drafts(rows), []
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        at += [i, *range(len(rows) + start, len(rows) + start + row.draft.width)]
+    return mx.concatenate([mx.array([row.anchor for row in rows], dtype=mx.int32), *parts])[mx.array(at)]
 
 
 def _draws_alike(sampler: TargetSampler) -> bool:
@@ -274,9 +278,18 @@ def _draws_alike(sampler: TargetSampler) -> bool:
     return type(sampler) is TargetSampler and not sampler.processors
 
 
-def _drafts(row: RowRound) -> list[mx.array]:
-    draft = row.draft
-    return [pack_drafts(draft.row, draft.confidence)] if draft.row.shape[1] else []
+def _drafts(rows: Sequence[RowRound]) -> tuple[list[mx.array], list[int]]:
+    """The drafts of all rows in few parts, each of which is a launch, and where each row's begin in them: [n] int32 in all."""
+    parts, starts, known, end = [], [], {}, 0
+    for row in rows:
+        block, i = row.block or (row.draft.row, 0)
+        if id(block) not in known:
+            known[id(block)] = end
+            if block.size:
+                parts.append(block.reshape(-1) if row.block else pack_drafts(block, row.draft.confidence))
+                end += parts[-1].size
+        starts.append(known[id(block)] + i * block.shape[1])
+    return parts, starts
 
 
 def _choices(rows: Sequence[RowRound], positions: list[int], spans: list[slice], normed: mx.array) -> mx.array:
