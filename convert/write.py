@@ -56,7 +56,9 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, ConversionError):
-            raise ConversionError(f"{destination} could not be written: {error}", "Nothing was left behind") from error
+            raise ConversionError(
+                f"{destination} could not be written: {error.strerror or error}", "Nothing was left behind"
+            ) from error
         raise
 
 

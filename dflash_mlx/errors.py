@@ -29,7 +29,7 @@ def os_error_text(error: OSError) -> str:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "The disk is full. Free some space."
-    return str(error)
+    return error.strerror or str(error)
 
 
 def error_text(error: Exception) -> str:

@@ -241,7 +241,7 @@ class _Marked:
     """Grammars of marks in one stream of text: states, and in each the marks that lead to another."""
 
     def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool):
-        self.tools, self.scanner, self.lives = tools, _Scanner(), live
+        self.tokenizer, self.tools, self.scanner, self.lives = tokenizer, tools, _Scanner(), live
         self.calls = call_grammar(tokenizer) if tools else None
         self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
@@ -322,6 +322,9 @@ class _Marked:
         whole = not value or value[0] != "<" and not (mark and mark in text)
         calls = tried(lambda: read_whole(read, text, self.tools), text, self.tools) if whole else []
         if calls and (self.mark or offered(calls, self.tools)):
+            if self.before == "reasoning" and (marks := thinking_marks(self.tokenizer)):
+                # A call ends the reasoning that it stands in, and its mark may still come.
+                self.edges["normal"].append((marks[1], "normal"))
             pieces.append(Piece("call", calls=calls[self.live.begun :]))
             return True
         if end and value:

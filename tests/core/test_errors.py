@@ -1,6 +1,8 @@
 """Every error that the package raises on purpose says what is wrong first, with the value wanted or with what to do."""
 
 import ast
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -40,3 +42,10 @@ def test_an_error_says_what_is_wrong_first_and_then_what_to_do(folder):
             if backwards or lacks:
                 faults.append(f"{path.relative_to(ROOT)}:{node.lineno} {problem!r} {remedy}")
     assert seen > 50 and not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("names", [(), ("file",)])
+def test_an_error_of_the_system_is_said_without_its_number(names):
+    for number in (errno.EINVAL, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR):
+        said = errors.error_text(OSError(number, os.strerror(number), *names))
+        assert "Errno" not in said and str(number) not in said and len(said) > 8

@@ -224,6 +224,15 @@ def test_a_frame_that_the_template_spells_is_one_at_both_ends_of_an_answer_only(
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_call_within_reasoning_ends_it_and_its_mark_does_not_reach_the_client(step):
+    call, tools = '<tool_call>{"name": "ls", "arguments": {}}</tool_call>', [{"function": {"name": "ls"}}]
+    one = ("call", [("ls", "{}")])
+    assert told(Hermes(), f"<think>hm{call}</think>Hi", tools=tools, step=step) == [("reasoning", "hm"), one, ("answer", "Hi")]
+    # Where nothing opened it, it is text.
+    assert told(Hermes(), f"{call}</think>Hi", tools=tools, step=step) == [one, ("answer", "</think>Hi")]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
 def test_a_call_of_llamas_without_its_mark_is_the_whole_answer(step):
     llama, tools = Marked("<|python_tag|>"), [{"type": "function", "function": {"name": "ls"}}]
     call = '{"name": "ls", "parameters": {"a": 1}}'
