@@ -335,11 +335,10 @@ def test_logprobs_equal_plain_decodings(pair):
     model, tokenizer, drafter = pair
     got = run(model, drafter, "import os", 30, tokenizer)
     theirs = plain(model, tokenizer, "import os", max_tokens=30)
+    # float32, many rows against one: bit-equal with the reference BLAS, nearly so with others.
     for a, b in zip(got, theirs, strict=True):
         assert a.logprobs.shape == b.logprobs.shape == (1536,) and a.logprobs.dtype == b.logprobs.dtype
-        # float32, many rows against one: bit-equal with the reference BLAS, nearly so with others.
-        assert mx.allclose(a.logprobs, b.logprobs, rtol=0, atol=tolerance()).item()
-        assert mx.argmax(a.logprobs).item() == a.token
+        assert mx.allclose(a.logprobs, b.logprobs, rtol=0, atol=tolerance()).item() and mx.argmax(a.logprobs).item() == a.token
 
 
 def test_kept_logprobs_keep_neither_block_logits_nor_caches_alive(tiny):
@@ -566,7 +565,6 @@ def test_each_token_may_be_asked_for_by_another_thread(sliding, block):
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("block", [1, 6])
-@pytest.mark.quick(4)
 def test_threads_may_take_turns_over_every_kind_of_cache(name, block):
     """States and cut windows are not what a token is read from, so nothing else evaluates them in the thread that made them."""
     model, prompt = family(name), some_line(30)
