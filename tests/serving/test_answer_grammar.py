@@ -288,6 +288,17 @@ def test_openais_client_parses_a_model_in_both_apis_and_streams_it(served):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_gets_structured_output(served, method):
+    from langchain_openai import ChatOpenAI
+
+    address = f"{served.client.base_url}"
+    chat = ChatOpenAI(model="served", base_url=address, api_key="none", max_tokens=200, temperature=1, seed=3)
+    found = chat.with_structured_output(dict if method == "json_mode" else Person, method=method).invoke("x")
+    assert isinstance(found, dict if method == "json_mode" else Person)
+
+
+@pytest.mark.full
 def test_forced_calls_come_as_calls(served):
     tool = {"type": "function", "function": {"name": "ls", "parameters": LS, "strict": True}}
     for choice in ("required", {"type": "function", "function": {"name": "ls"}}):
