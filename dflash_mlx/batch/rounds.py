@@ -20,7 +20,7 @@ from ..kernels.autotune import NotFiniteError
 from ..loop import Kept, PendingPass, Run, evaluate, keep_rows
 from ..models.target import Target, TargetOutput
 from ..proposers import BlockProposer, Draft
-from ..rollback import rollback, rollback_point
+from ..rollback import rollback_point
 from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
@@ -129,7 +129,7 @@ class Round:
     def read(self, following: Round | None = None) -> Round | None:
         """Wait. `kept` or `error` of each row that is still there is set, and what is kept is committed.
 
-        Returns: the following round, which has begun already; None: a kernel was at fault, and it was undone.
+        Returns: the following round, which has begun already; None: a kernel was at fault, and it counts for nothing.
         """
         target = self.target.target
         while True:
@@ -139,8 +139,9 @@ class Round:
                 target.check([values.pop() for _ in self._flag])
                 break
             except NotFiniteError:
-                # The pass itself ran without kernels of ours; only the head is run again.
-                following = following and following.undo()
+                # The pass itself ran without kernels of ours; only the head is run again. What followed is rolled back by the
+                # next round, as rows that a pass holds and nobody kept.
+                following = None
                 self._enqueue()
         for row, span, start in zip(self.rows, self._spans, self._starts, strict=True):
             n, sure, at = row.draft.row.shape[1], row.draft.confidence is not None, self._hidden.shape[1] + start
@@ -161,11 +162,6 @@ class Round:
                 _own(row, lambda row: keep_rows(row.run, row.kept))
         if not self.is_plain:
             evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound])
-
-    def undo(self) -> None:
-        """Take the pass back: the rows are where they were in front of it."""
-        for row, one in zip(self.rows, self._passes, strict=True):
-            rollback(row.run.cache.target, one.point, one.point.length)
 
     def _decide(
         self, span: slice, chosen: list[int], ids: list[int], confidence: list[float] | None

@@ -130,10 +130,10 @@ def test_a_value_that_is_no_number_stays_in_the_row_that_had_it():
     for entry in bad:
         entry.keys, entry.values = entry.keys * mx.nan, entry.values * mx.nan
     others = [row(300, 2), row(20, 3)]
-    seats = [seat_of(entries) for entries in (bad, others[0])]
+    seats = [seat_of(entries) for entries in (others[0], bad)]
     groups.arrange([(seat, 310) for seat in seats])
-    seats[0].leave()
-    seats = [seats[1], seat_of(others[1])]
+    seats[1].leave()
+    seats[1] = seat_of(others[1])
     groups.arrange([(seat, 310) for seat in seats])
     group = next(iter(groups))
     made = GroupPass(group, range(2), [300, 20], [1, 1])
