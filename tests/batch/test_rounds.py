@@ -158,6 +158,8 @@ def test_a_round_of_many_rows_is_hardly_more_operations_than_one_of_two(pair, mo
     assert 50 < counts[2] and counts[8] <= 1.05 * counts[2]
 
 
+@pytest.mark.full
+@pytest.mark.rows_equal
 def test_schedules_meet_rounds_that_begin_ahead(monkeypatch):
     began, ahead = [], Round.ahead
     monkeypatch.setattr(Round, "ahead", lambda self, rows: began.append(rows) or ahead(self, rows))
