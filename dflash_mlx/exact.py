@@ -36,12 +36,13 @@ from .pair import DFlashPair
 from .progress import tell
 from .prompt_cache import UNKNOWN, PairCache, is_pair_cache, trim_prompt_cache
 from .rollback import exact_windows, leaves
-from .row_differences import first_difference
+from .row_differences import ROWS, first_difference
 
 # Rows of a whole chunk. Those behind the last border, this many at most, take passes of 16 rows.
 STEP = 512
-# Rows that are compared before the first answer where nothing is routed.
-_FEW_ROWS = (4,)
+# Rows that are compared before the first answer where nothing is routed; rows of text before those that doctor compares: more
+# than a chunk of attention.
+_FEW_ROWS, _LONG = (4,), 272
 
 
 class ExactTarget(Target):
@@ -267,3 +268,20 @@ def prove(target: ExactTarget) -> ExactTarget:
     if found := first_difference(target):
         raise GenerationError(f"{target.family} cannot be served exactly: {found}", "Run it without exact")
     return target
+
+
+def row_test(model: nn.Module, layer_ids: Any) -> str:
+    """What `doctor --exact` says of a target: "passed: ...", or "failed: ..." with the operation that differs."""
+    target, asked = ExactTarget(model, layer_ids), ", ".join(map(str, ROWS))
+    try:
+        if may_be_row_equal(model):
+            unrouted = ExactTarget(model, layer_ids, routed=False)
+            target = target if first_difference(unrouted, _FEW_ROWS) else unrouted
+        tell_rows = lambda rows: tell("Comparing rows", ROWS.index(rows), len(ROWS), "row counts")  # noqa: E731
+        found = first_difference(target, ROWS, _LONG, tell_rows)
+    except (GenerationError, autotune.KernelError) as error:
+        return f"failed: {error}"
+    if found:
+        return f"failed: {found}"
+    how = "by exact routes" if target.routed else "by MLX's own operations"
+    return f"passed: rows are the same bits alone and among {asked} through {len(target.layers)} layers, {how}"

@@ -150,11 +150,14 @@ def doctor(
             help="Measure this machine, kernels and built-in pairs, at most 5 minutes; write it here to send.",
         ),
     ] = None,
+    exact: Annotated[
+        bool, option(OUTPUT, "--exact", help="Also compare a row alone and among 2, 4, 8, 16, and name what differs.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
     if report is not None:
-        given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype}
+        given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype, "exact": exact or None}
         _report(report, as_json, **given, draft_bits=draft_bits, last_tap=last_tap, revision=revision)
         return
     with only_ours_on_stdout() as stdout, live("Looking") as line:
@@ -176,7 +179,9 @@ def doctor(
                 raise refuse("--draft-model", "'auto' needs --model")
             model, draft_model = inputs.choose_pair(model, draft_model)
         inputs.check_revision(revision, model, draft_model)
-        how = {"draft_bits": draft_bits, "adapter_path": adapter_path, "last_tap": last_tap}
+        if exact and model is None:
+            raise refuse("--exact", "it needs --model")
+        how = {"draft_bits": draft_bits, "adapter_path": adapter_path, "last_tap": last_tap, "exact": exact}
         found = diagnose(model, draft_model, dtype.value if dtype else None, revision, **how)
         line.stop()
         print(json.dumps(found) if as_json else wrapped(render(found), stdout, indent=12), file=stdout)

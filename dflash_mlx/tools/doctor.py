@@ -23,6 +23,7 @@ from ..checkpoint import inspect_checkpoint
 from ..config import LAST_TAPS
 from ..conversion.targets import LoadedTarget
 from ..errors import DFlashError
+from ..exact import row_test
 from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import check_memory, drafter_bytes, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
@@ -45,7 +46,7 @@ _TOKENS = 32
 # Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
 # What the self-tests are called for people.
-_SELF_TESTS = {"taps": "layers read", "rollback": "taking back"}
+_SELF_TESTS = {"taps": "layers read", "rollback": "taking back", "exact": "rows alone"}
 # Seconds after which no further turn begins.
 _ENOUGH_S = 10
 _FASTER = 1.05
@@ -63,10 +64,12 @@ def diagnose(
     draft_bits: int | str | None = None,
     adapter_path: str | None = None,
     last_tap: str | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
     adapter_path: what mlx-lm trained for the target, put over it. draft_bits, last_tap: as in `load_drafter`.
+    exact: also compare a row alone and among others, as `exact=True` runs it.
     Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, speed, kernels, traced,
     advice, faults, suspicions.
     """
@@ -100,6 +103,8 @@ def diagnose(
         tell("Testing the target")
         report["self_tests"] = _attempt(faults, lambda: _self_tests(lm, layers))
         report["memory"] = _attempt(faults, lambda: _memory(report, lm, draft, contexts))
+        if exact and report["self_tests"] is not None:
+            report["self_tests"]["exact"] = _attempt(faults, lambda: row_test(lm, layers)) or "failed: see below"
         faults += [text for text in (report["self_tests"] or {}).values() if text.startswith("failed")]
     if draft is not None:
         _context(report, suspicions)
