@@ -2,6 +2,7 @@
 
     python bench/host.py                                     the built-in pair, block 16 or the drafter's
     python bench/host.py --model M --draft-model D --block-size 8 --tokens 256 --repeats 7 --out host.json
+    python bench/host.py --built qwen3-8b                    what building a 16-row pass of a config costs, traced and not
 
 The real loop (`stream_generate`, fixed block size) writes an answer. Then the same passes are made again without it: for every
 round one drafter pass over the same context rows and one target pass over the same block at the same position, head and argmax
@@ -13,6 +14,7 @@ and reading how sure the drafter is of them add to a round: as the width rule me
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length.measure import measure_cost_model
@@ -102,6 +105,54 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
     }
 
 
+def built(name: str, rows: int, context: int = 1024, repeats: int = 9) -> dict[str, float]:
+    """Thread CPU milliseconds of building a target's pass of a config of `bench/ledger.py`; nothing is evaluated.
+
+    As Metal's build makes it: a call of `mx.fast` is one node. mlx_lm: the model's own call; ordinary: with taps, as `Target`
+    makes it; traced: put together once and run again. Least of `repeats`.
+    Raises:
+      ValueError: its caches are not all plain ones, so that its passes are not traced.
+    """
+    import ledger_models
+    from ledger_walk import Walk, _one_node_each, as_on_metal
+
+    from dflash_mlx.traced import compiled
+
+    walk = Walk(ledger_models.build(ledger_models.published()[name]), context)
+    model, most = walk.pair.model, compiled.capacity_for(context + rows)
+    if not compiled._plain(walk.cache.target):
+        raise ValueError(f"{name} has cache entries other than plain ones: its passes are not traced")
+    passes = compiled.CompiledVerify(model, walk.pair.target.layer_ids, compiled._parts(model), True)
+    ids, columns = mx.zeros((1, rows), mx.int32), mx.arange(most, dtype=mx.int32)
+
+    def entries() -> list[Any]:
+        out = []
+        for shapes, _ in walk.entries[: len(walk.cache.target)]:
+            (B, heads, _, D), dtype = shapes[0]
+            out.append(KVCache())
+            out[-1].keys, out[-1].values = (mx.zeros((B, heads, most, D), dtype) for _ in range(2))
+            out[-1].offset = context
+        return out
+
+    def traced(cache: list[Any]) -> Any:
+        place = compiled._Place.of(context, 0, 0, rows, columns, cache[0].keys.dtype)
+        return compiled._call(run, [ids], cache, place, context + rows)
+
+    def least_ms(build: Any) -> float:
+        times = []
+        for _ in range(repeats + 1):
+            cache = entries()
+            began = time.thread_time()
+            build(cache)
+            times.append(time.thread_time() - began)
+        return 1e3 * min(times[1:])
+
+    with as_on_metal(lambda *_: None), _one_node_each():
+        run = mx.compile(functools.partial(compiled._traceable, passes._eager))
+        ways = {"mlx_lm": lambda cache: model(ids, cache=cache), "ordinary": lambda cache: passes._eager([ids], cache, context)}
+        return {way: least_ms(build) for way, build in {**ways, "traced": traced}.items()}
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default=DEFAULT_PAIR)
@@ -113,7 +164,12 @@ def main() -> None:
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
     p.add_argument("--dense", action="store_true", help="write quantized layers of both models out first")
     p.add_argument("--out", type=Path)
+    p.add_argument("--built", nargs="+", metavar="CONFIG", help="of bench/ledger.py: only what building a 16-row pass costs")
     args = p.parse_args()
+    if args.built:
+        for name in args.built:
+            print(name, {way: round(ms, 2) for way, ms in built(name, 16).items()}, "ms of thread CPU a pass of 16 rows")
+        return
     model, tokenizer = load(args.model, dtype=args.dtype)
     dtype = activation_dtype(model)
     model = dense(model, dtype) if args.dense else model

@@ -1,4 +1,4 @@
-"""When a pair's kernels are tried: before its first answer, within limits of time, and after answers. Knows the target's passes.
+"""When a pair's kernels are tried: before its first answer, within limits of time, and after answers. Knows both models' passes.
 
 first run of a pair     the passes are put together once and not evaluated: that tells what will be asked, how often a pass
                         asks it, and so what to try first. At most 20 s, 5 s a trial, one line in the log
@@ -17,14 +17,15 @@ from .kernels import autotune
 from .kernels.accept import accept
 from .kernels.block_qmm import MAX_ROWS
 from .machine import open_streams
+from .models.drafter import Drafter
 from .models.target import Target
 from .rollback import exact_windows
 
 _log = logging.getLogger("dflash_mlx.kernels")
 
 
-def try_before_answers(target: Target, always: bool = False) -> bool:
-    """Find out what this target's passes over few rows ask for, and try it as far as the limits of time allow.
+def try_before_answers(target: Target, always: bool = False, drafter: Drafter | None = None) -> bool:
+    """Find out what passes over few rows of this target, and of its drafter, ask for, and try it as far as time allows.
 
     Nothing is tried on a GPU where trials may take minutes (`autotune.tries_first`), except with `always`; nor where kernels were
     asked for by name or are off: then nobody waits for a verdict.
@@ -36,10 +37,14 @@ def try_before_answers(target: Target, always: bool = False) -> bool:
     with autotune.survey():
         entries, ids = make_prompt_cache(target.model), mx.arange(MAX_ROWS, dtype=mx.int32)[None] % target.vocabulary
         with exact_windows(entries):
-            hidden = target(ids, entries, kernels=True).hidden
+            output = target(ids, entries, kernels=True)
+        hidden = output.hidden
         target.head(hidden)
         target.choices(hidden)
         accept(ids[:, 1:], ids)
+        if drafter is not None and target.accelerator:
+            # Context and block together are few rows, as in most rounds.
+            target.accelerator.draft(ids[:, : MAX_ROWS // 2], output.features[:, :1], drafter.make_cache(), 0)
     if autotune.waiting() and (always or autotune.tries_first()):
         _log.warning("first run with this model on this GPU: kernels are tried first, at most %.0f s", autotune.FIRST_S)
         autotune.try_waiting(autotune.FIRST_S)

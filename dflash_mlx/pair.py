@@ -77,7 +77,7 @@ class DFlashPair:
         with self._lock:
             self._renew()
             self.accelerator = self.target.accelerator = accelerate(self)
-            if self._tried is not self.target and try_before_answers(self.target):
+            if self._tried is not self.target and try_before_answers(self.target, drafter=self.drafter):
                 self._tried = self.target
             return self.target
 
@@ -122,7 +122,7 @@ class DFlashPair:
         most, this = self.drafter.config.block_size - 1, weakref.ref(self)
         # What the policy holds must not hold the drafter, which holds this pair.
         policy = self.history.next_policy(most, lambda: pair.measure(stream) if (pair := this()) else NotYet.LATER)
-        if not policy.ready and self.target.accelerator:
+        if not policy.ready and self.target.accelerator and self.target.accelerator.prepares:
             with mx.stream(stream):
                 self.history.take(lambda: self._measuring().prepare())
         return policy

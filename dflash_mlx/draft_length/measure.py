@@ -57,7 +57,7 @@ class Measurement:
 
     def prepare(self) -> CostModel | NotYet:
         """Let the accelerator put its passes together, where there is one: that may take long, so it comes before an answer."""
-        if self.costs is None and self.target.accelerator:
+        if self.costs is None and self.target.accelerator and self.target.accelerator.prepares:
             tell("First run on this machine: preparing")
             while self._step() and not (self._is_prepared and self._next is not None):
                 self._is_prepared |= self._next is None
@@ -126,7 +126,7 @@ def measuring(target: Target, drafter: Callable[[], Drafter], clock: Callable[[]
     # What is tried at first use is tried before anything is timed; on empty entries nothing is.
     yield None
     models.inject(1)
-    if target.accelerator:
+    if target.accelerator and target.accelerator.prepares:
         for prepare in (models.draft, lambda: models.choose(1), models.plain):
             yield None
             prepare()

@@ -44,7 +44,7 @@ REGISTRY: dict[str, Registered] = {
     for entry in (
         Registered("block_qmm", "block_qmm", "quantized products of 1 to 16 rows"),
         Registered("block_qmm_tiles", "block_qmm", "quantized products of 1 to 16 rows in matrix units", ("TILES",)),
-        # Asked for by compiled passes, on CUDA alone so far, and by exact runs for weights that are not quantized.
+        # Asked for by compiled passes, and by exact runs for weights that are not quantized.
         Registered("block_linear", "block_linear", "a product with the norm, sum or gate that stands around it"),
         Registered("block_gather_qmm", "block_gather_qmm", "quantized products of chosen experts"),
         Registered("accept", "accept", "comparing drafts, counting and laying out what is committed"),

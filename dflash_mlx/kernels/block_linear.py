@@ -4,8 +4,8 @@
               o_proj, down_proj --> + residual                    residual=r
     x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
 
-In matrix units, so for 16-bit types: the text is tile_product.py's. Weights may be affine-quantized or of x's type. A row is the
-same among few and many. Knows arrays only; which layers belong together, `fusion` sees.
+In matrix units, so for 16-bit types: row_tiles.py on Metal, tile_product.py on CUDA. Weights may be affine or of x's type. A row
+is the same among few and many. Knows arrays only; which layers belong together, `fusion` sees.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import autotune
-from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, tile_sizes
+from .block_qmm import MAX_ROWS, TILE_TYPES, TOLERANCE, TRIAL_BYTES, in_rows, own_tile, tile_sizes
 from .launch import Kernel
+from .row_tiles import row_tiles
 from .small_batch import matmul_as_gemv_plan
 from .tile_product import tile_product
 from .trials import lazy
@@ -88,8 +89,9 @@ def block_linear_kernel(
     gated: bool = False,
     columns: int | None = None,
     simdgroups: int | None = None,
+    tile: int | None = None,
 ) -> mx.array:
-    """Launch.
+    """Launch. tile: as in `block_qmm_tiles_kernel`.
 
     Shapes:
       - x: [..., K] float16 or bfloat16, its leading axes 1..16 rows together
@@ -98,7 +100,7 @@ def block_linear_kernel(
       - y: [..., N], N / 2 if gated, in x's type
     """
     (scale, eps), n = norm or (None, None), weights.w.shape[0]
-    launch = prepare(x.shape, x.dtype, n, *weights[3:], eps, residual is not None, gated, columns, simdgroups)
+    launch = prepare(x.shape, x.dtype, n, *weights[3:], eps, residual is not None, gated, columns, simdgroups, tile)
     return launch(x, weights, scale, residual)
 
 
@@ -113,6 +115,7 @@ def prepare(
     gated: bool,
     columns: int | None = None,
     simdgroups: int | None = None,
+    tile: int | None = None,
 ) -> Launch:
     """`block_linear_kernel` for x [..., K] of a shape and a type: what takes (x, weights, norm's weight, residual), often.
 
@@ -125,7 +128,7 @@ def prepare(
     columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
     if eps is not None:
         template.append(("EPS", struct.unpack("i", struct.pack("f", eps))[0]))
-    launch = _kernel(bits, eps is not None, residual, gated).prepared(
+    launch = _kernel(bits, eps is not None, residual, gated, tile).prepared(
         template=template,
         grid=(-(-n // columns) * threadgroup, 1, 1),
         threadgroup=(threadgroup, 1, 1),
@@ -140,8 +143,9 @@ def prepare(
     return run
 
 
-def _kernel(bits: int, norm: bool, residual: bool, gated: bool) -> Kernel:
-    return tile_product(KERNEL.name, bits < 16, norm, residual, gated)
+def _kernel(bits: int, norm: bool, residual: bool, gated: bool, tile: int | None = None) -> Kernel:
+    text = row_tiles if (tile or own_tile()) == 8 else tile_product
+    return text(KERNEL.name, bits < 16, norm, residual, gated)
 
 
 def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool) -> Launch | None:

@@ -518,12 +518,14 @@ def _plan_name(verdict: Mapping[str, Any]) -> str:
 def _traced_lines(report: Mapping[str, Any]) -> list[str]:
     """One line for each of the two models."""
     if not report["here"]:
-        why = f"{traced.VARIABLE} is off" if report["asked"] == "off" else "unasked on CUDA alone"
+        why = f"{traced.VARIABLE} is off" if report["asked"] == "off" else "unasked on a GPU alone"
         return [f"traced      none: {why}"]
     lines = [f"traced      {traced.VARIABLE} {report['asked']}"]
     for found in report["found"]:
         widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
-        text = f"none: {found['refused']}" if found["refused"] else f"{found['passes']} passes{f'; {widths}' if widths else ''}"
+        held = f"{found['held_mb']} MB of copied weights" if found.get("held_mb") else ""
+        counted = "; ".join(part for part in (f"{found['passes']} passes", widths, held) if part)
+        text = f"none: {found['refused']}" if found["refused"] else counted
         lines.append(f"  {found['name']}: {text}")
     return lines
 

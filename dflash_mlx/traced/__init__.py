@@ -46,7 +46,12 @@ class Pair(Protocol):
 
 
 class Accelerator(Protocol):
-    """Runs a pair's passes faster than the models' own code does, with the same values up to rounding."""
+    """Runs a pair's passes faster than the models' own code does, with the same values up to rounding.
+
+    prepares: whether passes are put together before the first answer, which may take long.
+    """
+
+    prepares: bool
 
     def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
         """The pass `target(ids, cache, point, kernels=True)`, ids [1, w] int32; None: run that.
@@ -79,13 +84,13 @@ def setting() -> str:
 
 
 def may_accelerate() -> bool:
-    """Whether `accelerate` gives anything here: on CUDA unless it is off, elsewhere where DFLASH_MLX_COMPILE is on.
+    """Whether `accelerate` gives anything here: on a GPU unless it is off, elsewhere where DFLASH_MLX_COMPILE is on.
 
     Raises:
       CompileError: as `setting`.
     """
     wanted = setting()
-    return wanted == "on" or wanted == "auto" and mx.cuda.is_available() and autotune.has_gpu()
+    return wanted == "on" or wanted == "auto" and autotune.has_gpu()
 
 
 def prepare(model: nn.Module, windows: Sequence[int | None]) -> None:
@@ -115,5 +120,6 @@ def accelerate(pair: Pair) -> Accelerator | None:
 
     always = setting() == "on"
     if isinstance(pair.accelerator, CompiledPair) and pair.accelerator.holds_for(pair.target, pair.drafter, always):
-        return pair.accelerator
-    return CompiledPair(pair.target, pair.drafter, always)
+        return pair.accelerator.begin()
+    # On Metal what passes cost is measured without waiting for trials, and a GPU may take long over its first ones.
+    return CompiledPair(pair.target, pair.drafter, always, prepares=always or mx.cuda.is_available())

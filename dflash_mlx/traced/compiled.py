@@ -1,7 +1,8 @@
 """Passes over blocks, the target's and the drafter's, that are put together once and run again: where a model is small, the
 host takes longer over a pass than the GPU does.
 
-    DFLASH_MLX_COMPILE   unset, auto   on CUDA, the widths at which a trial on this machine found it faster; elsewhere none
+    DFLASH_MLX_COMPILE   unset, auto   on a GPU, the widths at which a trial on this machine found it faster; on Metal from the
+                                       second answer on
                          off           no pass
                          on            all that can be, faster or not, on any device
 
@@ -47,11 +48,12 @@ from ..kernels import autotune, block_linear
 from ..kernels.masks import BufferMask
 from ..kernels.routing import Dense, kernel_calls
 from ..kernels.small_batch import folded_mask, folded_or_none
+from ..machine import array_bytes, limit_bytes
 from ..models.drafter import Drafter
 from ..models.intercept import intercept
 from ..models.target import Target, TargetOutput, family
 from ..rollback import RollbackPoint
-from .fusion import Call, fused_linears
+from .fusion import Call, fused_bytes, fused_linears
 
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
 ROWS = 4
@@ -78,13 +80,23 @@ _log = logging.getLogger("dflash_mlx.traced.compiled")
 class CompiledPair:
     """The compiled passes of a pair: an `Accelerator`.
 
-    always: whether a pass is used that is right, faster or not.
+    always: whether a pass is used that is right, faster or not. prepares: whether passes are tried before the first answer; else
+    from the second one on.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, always: bool):
+    def __init__(self, target: Target, drafter: Drafter, always: bool, prepares: bool = True):
         verify = CompiledVerify(target.model, target.layer_ids, _parts(target.model), always)
         self.always, self.passes = always, (verify, CompiledDraft(drafter, _parts(drafter), always))
         self.verify, self.draft = verify.verify, self.passes[1].draft
+        self.prepares = prepares
+        for run in self.passes:
+            run.waits = not prepares
+
+    def begin(self) -> CompiledPair:
+        """Another answer begins: what had to wait for the first one no longer does."""
+        for run in self.passes:
+            run.waits = False
+        return self
 
     def holds_for(self, target: Target, drafter: Drafter, always: bool) -> bool:
         """Whether the models are what their traces were made of: by identity, an adapter loaded since is another array."""
@@ -236,6 +248,7 @@ class CompiledPass:
     """
 
     kernels, fused = staticmethod(kernel_calls), True
+    prepares = True
 
     def __init__(
         self, name: str, eager: Pass, traced: Callable[[list[Call]], Pass], model: nn.Module, parts: list[Any], always: bool
@@ -245,6 +258,8 @@ class CompiledPass:
         self._model = weakref.ref(model)
         self.refused: str | None = None
         self.passes = 0
+        # Whether nothing is compiled yet; bytes of the fused weights that traces hold.
+        self.waits, self.held = False, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -269,6 +284,7 @@ class CompiledPass:
             "name": self.name,
             "refused": self.refused,
             "passes": self.passes,
+            "held_mb": round(self.held / 1e6, 1),
             "faster": {str(rows): faster for rows, faster in self._faster.items()},
         }
 
@@ -276,7 +292,7 @@ class CompiledPass:
         """No compiled passes any more, with one line in the log: loud where they were asked for."""
         self.refused = reason
         # What was traced holds copies of weights, half a model's where it is small.
-        self._pass, self._known = None, {}
+        self._pass, self._known, self.held = None, {}, 0
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def serves(self, rows: int) -> bool:
@@ -302,7 +318,7 @@ class CompiledPass:
           keeps: rows by which the offset grows.
         """
         rows = 1 if arrays[0].shape[1] == 1 else K
-        if not self.serves(rows) or arrays[0].shape[0] != 1:
+        if self.waits or not self.serves(rows) or arrays[0].shape[0] != 1:
             return None
         if not _plain(cache) or any(entry.keys is None for entry in cache):
             return None
@@ -352,7 +368,12 @@ class CompiledPass:
         keeps: int,
         key: tuple,
     ) -> Callable[..., Any] | None:
-        """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it."""
+        """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it.
+
+        Where there is no room for those copies nothing is compiled at this capacity.
+        """
+        if not _fits(cache):
+            return None
         plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
         for entry in ours:
             _widen(entry, place.capacity)
@@ -371,7 +392,7 @@ class CompiledPass:
                 noted = fused_linears(
                     self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns, fused
                 )
-                self._pass = self._traced(noted)
+                self._pass, self.held = self._traced(noted), fused_bytes(noted)
             run = self._compiled(key)
             off = _compared(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for fused weights
@@ -432,15 +453,18 @@ class CompiledVerify(CompiledPass):
         return TargetOutput(hidden, features, compiled=True)
 
 
-def _stock_calls(model: nn.Module) -> list[tuple]:
-    """Those of `kernel_calls` that are MLX's own operations: nobody reads a drafter's finite flag."""
-    return [call for call in kernel_calls(model) if isinstance(call[1], Dense)]
+def _draft_calls(model: nn.Module) -> list[tuple]:
+    """The calls of a drafter's layers that go other ways. Nobody reads its finite flag: what is wrong costs drafts, no text.
+
+    On CUDA those of `kernel_calls` that are MLX's own operations: the texts for its products are compiled anew in each process.
+    """
+    return [call for call in kernel_calls(model) if isinstance(call[1], Dense) or not mx.cuda.is_available()]
 
 
 class CompiledDraft(CompiledPass):
     """A drafter's passes: `Accelerator.draft`."""
 
-    kernels, fused = staticmethod(_stock_calls), False
+    kernels, fused = staticmethod(_draft_calls), False
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
         # The drafter holds this.
@@ -449,15 +473,25 @@ class CompiledDraft(CompiledPass):
         def passes(fused: list[Call]) -> Pass:
             def run(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
                 (ids, features), drafter = arrays, held()
-                with intercept([*(_stock_calls(drafter) if autotune.may_run() else []), *fused]):
+                with intercept([*(calls() if autotune.may_run() else []), *fused]):
                     return (drafter.mask_rows(ids, features, entries, start),)
 
             return run
 
-        super().__init__("the drafter", passes([]), passes, drafter, parts, always)
+        calls = functools.cache(lambda: _draft_calls(held()))
+        self._calls, self._routed = calls, passes([])
+        super().__init__("the drafter", self._routed, passes, drafter, parts, always)
 
     def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, compiled; None: run that instead. New context rows are filled up to one block's or a few."""
+        """`Drafter.mask_rows`, compiled, or on Metal by kernels; None: run that instead."""
+        if (out := self._filled_up(ids, features, cache, start)) is not None:
+            return out
+        if mx.cuda.is_available() or not autotune.may_run() or not self._calls():
+            return None
+        return self._routed([ids, features], cache, start)[0]
+
+    def _filled_up(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
+        """The compiled pass. New context rows are filled up to one block's or a few."""
         S, K = features.shape[1], ids.shape[1]
         if cache[0].offset != start:
             return None
@@ -507,6 +541,11 @@ def _copied(entry: KVCache) -> KVCache:
     copied = copy.copy(entry)
     copied.keys, copied.values = mx.array(entry.keys), mx.array(entry.values)
     return copied
+
+
+def _fits(cache: Sequence[KVCache]) -> bool:
+    """Whether the copies of a trial, an ordinary pass's, a compiled one's and what widens it, find room on this machine."""
+    return mx.get_active_memory() + 3 * array_bytes(a for entry in cache for a in (entry.keys, entry.values)) <= limit_bytes()
 
 
 def _widen(entry: KVCache, capacity: int) -> None:

@@ -80,6 +80,12 @@ def fused_linears(
     return [*found, *rotations, *alone, *around]
 
 
+def fused_bytes(calls: Sequence[Call]) -> int:
+    """Bytes of the copies of weights that handlers of `fused_linears` hold."""
+    wholes = {id(whole): whole for _, handler in calls if (whole := getattr(handler, "whole", None)) is not None}
+    return sum(_bytes([whole]) for whole in wholes.values())
+
+
 @dataclass
 class _Seen:
     """What stands around the products of a pass.
@@ -175,6 +181,7 @@ def _joined(
                 last.clear()
             return product.part(end, rotates) if followed else product.columns(end)
 
+        handler.whole = whole
         return handler
 
     return [(layer, part(layer, end)) for layer, end in zip(layers, ends, strict=True)]

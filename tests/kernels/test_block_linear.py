@@ -13,7 +13,7 @@ from checks import f64, five_of_16, ulp
 from dflash_mlx.kernels import autotune, trials
 from dflash_mlx.kernels import block_linear as module
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel, block_linear_ops, block_linear_plan
-from dflash_mlx.kernels.block_qmm import TILES, block_qmm_tiles_kernel
+from dflash_mlx.kernels.block_qmm import EIGHTS, TILES, block_qmm_tiles_kernel
 
 needs_compiler = pytest.mark.emulator
 
@@ -119,14 +119,16 @@ def check(form, dtype, bits, group, shapes, rows, launch=block_linear_kernel):
 
 
 @needs_compiler
+@pytest.mark.parametrize("tile", [8, 16])
 @pytest.mark.parametrize("form, dtype, bits, group", QUICK)
 @pytest.mark.quick(3)
-def test_forms_are_right_and_rows_do_not_know_how_many_they_are(form, dtype, bits, group):
+def test_forms_are_right_and_rows_do_not_know_how_many_they_are(form, dtype, bits, group, tile):
     # Columns of y around the 16 of a threadgroup, or 8 if they are gated; groups: one, fewer than the simd groups, one more.
     shapes = [(8, group), (17, 3 * group), (33, 9 * group)]
     if "gated" in form:
         shapes = [(16, group), (18, 3 * group), (34, 9 * group)]
-    check(form, TYPES[dtype], bits, group, shapes, rows=(1, 2, 7, 8, 9, 16))
+    launch = partial(block_linear_kernel, tile=tile)
+    check(form, TYPES[dtype], bits, group, shapes, rows=(1, 2, 7, 8, 9, 16), launch=launch)
 
 
 @needs_compiler
@@ -197,7 +199,7 @@ def test_a_norm_and_what_follows_are_the_two_one_after_the_other_bit_for_bit(for
 @needs_compiler
 def test_without_a_form_it_is_block_qmm_in_matrix_units_bit_for_bit():
     x, w, _ = made("", 33, 9 * 128, mx.bfloat16, 128, 8)
-    assert module._kernel(8, False, False, False).text == TILES.text
+    assert [module._kernel(8, False, False, False, tile).text for tile in (8, 16)] == [EIGHTS.text, TILES.text]
     with emulator.emulated():
         assert mx.array_equal(block_linear_kernel(x, w), block_qmm_tiles_kernel(x, *w))
 
@@ -337,7 +339,8 @@ def test_what_is_eligible_is_chosen_by_its_form_and_size_for_all_row_counts(bits
     x, w = eligible(bits, dtype, group, n)
     for m in (1, rows):
         assert block_linear_plan(mx.zeros((1, m, K), dtype=dtype), w, EPS, False, gated) is None
-    assert {kernel.form for kernel, _ in asked} == {("_dense" if bits == 16 else "") + "_norm" + ("_gated" if gated else "")}
+    form = "_EIGHTS" + ("_dense" if bits == 16 else "") + "_norm" + ("_gated" if gated else "")
+    assert {kernel.form for kernel, _ in asked} == {form}
     (kernel,) = {kernel for kernel, _ in asked}
     assert {about for _, about in asked} == {
         f"product{kernel.form.replace('_', ' ')} {dtype} {bits} bit group {group} N {n} K {K}"

@@ -6,6 +6,7 @@ A mutant that changes no result is listed with the reason. Run with `pytest -m f
 import dataclasses
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import emulator
@@ -116,8 +117,8 @@ def check_block_qmm_eights():
     check(mx.float16, 8, 64, [(9, 64)], rows=(3,), launch=launch)
 
 
-def check_block_linear(form, bits=(4, 8)):
-    check = test_block_linear.check
+def check_block_linear(form, bits=(4, 8), tile=16):
+    check = partial(test_block_linear.check, launch=partial(block_linear.block_linear_kernel, tile=tile))
     shapes = [(18, 64), (34, 9 * 64)] if "gated" in form else [(9, 64), (33, 9 * 64)]
     check(form, mx.float16, bits[0], 64, shapes, rows=(3, 9))
     check(form, mx.bfloat16, bits[-1], 32, [(18, 3 * 32)], rows=(3,))
@@ -138,6 +139,15 @@ def check_block_linear_gated():
 
 def check_block_linear_dense():
     check_block_linear("", bits=(16,))
+
+
+def check_block_linear_eights():
+    check_block_linear("norm residual gated", tile=8)
+    check_block_linear("norm residual gated", bits=(8, 4), tile=8)
+
+
+def check_block_linear_dense_eights():
+    check_block_linear("norm", bits=(16,), tile=8)
 
 
 def check_block_gather_qmm():
@@ -230,10 +240,12 @@ TEXTS = [
     (block_qmm, "TILES", check_block_qmm_tiles),
     (block_qmm, "EIGHTS", check_block_qmm_eights),
     # One text: what `_kernel` is given, in the place of a name.
-    (block_linear, (4, True, False, False), check_block_linear_norm),
-    (block_linear, (4, False, True, False), check_block_linear_residual),
-    (block_linear, (4, False, False, True), check_block_linear_gated),
-    (block_linear, (16, False, False, False), check_block_linear_dense),
+    (block_linear, (4, True, False, False, 16), check_block_linear_norm),
+    (block_linear, (4, False, True, False, 16), check_block_linear_residual),
+    (block_linear, (4, False, False, True, 16), check_block_linear_gated),
+    (block_linear, (16, False, False, False, 16), check_block_linear_dense),
+    (block_linear, (4, True, True, True, 8), check_block_linear_eights),
+    (block_linear, (16, True, False, False, 8), check_block_linear_dense_eights),
     (block_gather_qmm, "KERNEL", check_block_gather_qmm),
     (accept, "KERNEL", check_accept),
     (gated_delta, "KERNEL", check_gated_delta),

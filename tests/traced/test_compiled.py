@@ -576,15 +576,14 @@ def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(
     assert near(verify(ours, caches[1])[0].hidden, verify(plain, caches[0])[0].hidden) and ours.accelerator.passes == 2
 
 
-def test_no_kernel_of_ours_serves_a_drafter_whose_finite_flag_nobody_reads(forced, monkeypatch):
-    model = tiny_target(hidden=32)
-    drafter = tiny_drafter(model, intermediate_size=64, layer_types=None, sliding_window=None)
+@pytest.mark.parametrize("cuda", [True, False])
+def test_kernels_serve_a_drafters_products_but_on_cuda(cuda, monkeypatch):
+    drafter = tiny_drafter(tiny_target(hidden=32), intermediate_size=64, layer_types=None, sliding_window=None)
     for layer in drafter.layers:
         nn.quantize(layer, 32, 4)
-    served, call = [], Linear.__call__
-    monkeypatch.setattr(Linear, "__call__", lambda self, *args: served.append(self.module) or call(self, *args))
-    run(model, drafter, PROMPT, 30)
-    assert drafter.pair.accelerator.passes[1].passes and not served
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    calls = compiled._draft_calls(drafter)
+    assert [type(handler) for _, handler, _ in calls] == ([] if cuda else [Linear] * 7 * len(drafter.layers))
 
 
 def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):

@@ -100,7 +100,8 @@ def linear(x: mx.array, w: Weights) -> None:
     for norm, residual, gated in AROUND.values():
         given = (mx.zeros((x.shape[1],), dtype=x.dtype), 1e-6) if norm else None
         added = mx.zeros((x.shape[0], n // 2 if gated else n), dtype=x.dtype) if residual else None
-        block_linear_kernel(x, w, given, added, bool(gated))
+        for tile in (8, 16):
+            block_linear_kernel(x, w, given, added, bool(gated), tile=tile)
 
 
 def every_gather() -> None:

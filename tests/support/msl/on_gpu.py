@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import emulator
@@ -44,8 +46,9 @@ def products(launch: str, large: bool) -> None:
 
 def linear(large: bool) -> None:
     t, v = tests_of("block_linear"), tests_of("views")
-    for form, dtype, bits, group in t.QUICK if large else t.QUICK[-1:]:
-        t.check(form, t.TYPES[dtype], bits, group, [(34, 9 * group), *[(1024, 4096)] * large], ROWS if large else (3,))
+    for (form, dtype, bits, group), tile in itertools.product(t.QUICK if large else t.QUICK[-1:], (8, 16)):
+        launch = partial(t.block_linear_kernel, tile=tile)
+        t.check(form, t.TYPES[dtype], bits, group, [(34, 9 * group), *[(1024, 4096)] * large], ROWS if large else (3,), launch)
     v.test_block_linear_takes_views(4, 64)
 
 
