@@ -73,7 +73,8 @@ ENVIRONMENT: dict[str, Switch] = {
             "DFLASH_MLX_COMPILE",
             "auto, on, off",
             "Whether passes over few rows are put together once and run again. auto (default): on a GPU, at the widths where a "
-            "trial on this machine found it faster; on a Mac from the second answer on. on: wherever it can be done. off: nowhere.",
+            "trial on this machine found it faster; on a Mac from the second answer on. on: wherever it can be done. off: "
+            "nowhere.",
         ),
         Switch("DFLASH_TRACEBACK", "1", "The command line shows Python's traceback with an error's sentence.", speed=False),
         Switch("DFLASH_API_KEY", "text", "The key that clients of `serve` must send; `--api-key` goes before it.", speed=False),

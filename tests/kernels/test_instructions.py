@@ -1,6 +1,8 @@
 """What products cost in instructions a weight, counted from their texts: docs/kernels.md has the table."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import emulator
 import instructions
@@ -23,6 +25,19 @@ def test_eight_rows_cost_their_matrix_products_and_little_more(dtype, most):
 def test_four_rows_unpack_a_weight_once(dtype, most):
     found = instructions.a_weight(instructions.block_qmm_kernel, instructions.TYPES[dtype], 4, 64, 4, 4)
     assert 4 < found <= most
+
+
+@pytest.mark.full
+def test_the_ledger_reckons_with_what_is_counted():
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    from ledger_ours import INSTRUCTIONS
+
+    four = partial(instructions.block_qmm_kernel, columns=4)
+    ways = {rows: (four, 4) for rows in (1, 2, 4)} | {8: (partial(instructions.EIGHTS, columns=64), 64)}
+    ways[16] = (partial(instructions.EIGHTS, columns=32), 32)
+    for rows, (launch, columns) in ways.items():
+        found = instructions.a_weight(launch, mx.bfloat16, 4, 64, rows, columns)
+        assert round(found, 1) == INSTRUCTIONS[rows], rows
 
 
 def test_what_is_counted_is_what_a_text_does():

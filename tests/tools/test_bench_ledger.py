@@ -1,5 +1,6 @@
 """bench/ledger.py: what a round launches on Metal is what the record says, and a change that adds to it fails."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -178,3 +179,20 @@ def test_building_a_traced_pass_costs_the_host_little():
     assert found["traced"] < 0.4 * found["ordinary"] and found["traced"] < found["mlx_lm"]
     with pytest.raises(ValueError, match="qwen3.5-9b has cache entries other than plain ones"):
         host.built("qwen3.5-9b", 16)
+
+
+def test_a_product_of_ours_takes_the_longer_of_reading_and_its_instructions():
+    ours, time, metal = (importlib.import_module(name) for name in ("ledger_ours", "ledger_time", "ledger_metal"))
+    # 50 GB/s; 0.79e12 instructions a second.
+    chip = time.Chip("made up", metal.Gpu(15, "s"), 100, 2.0, bandwidth=0.5, wide=1e9, block=1e9)
+    few = metal.Launch("qmv wide", "", 51e6, macs=4 * 89e6, weight_bytes=50e6, rows=4, tiles=1)
+    assert ours.launch_s(few, chip) == pytest.approx(1e-3 * (1 + 1 / 50))
+    many = metal.Launch("qmm", "", 50e6, macs=7 * 89e6, weight_bytes=50e6, rows=7, tiles=1)
+    assert ours.launch_s(many, chip) == pytest.approx(89e6 * ours.INSTRUCTIONS[8] / 0.79e12)
+    # MLX's where that is quicker: here by its bytes alone.
+    assert ours.launch_s(many, dataclasses.replace(chip, block=1e15)) == pytest.approx(1e-3)
+
+
+@pytest.mark.full
+def test_docs_hold_the_prediction_with_our_own_products(ledger):
+    assert importlib.import_module("ledger_ours").table() in ledger.DOCS.read_text(), "python bench/ledger_ours.py"
