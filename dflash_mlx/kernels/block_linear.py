@@ -181,7 +181,8 @@ def _plan(
     if not eligible:
         return None
     kernel = _kernel(bits, eps is not None, residual, gated)
-    about = f"product{kernel.form.replace('_', ' ')} {dtype} {bits} bit group {group_size} N {n} K {k}"
+    form = kernel.form.replace("_EIGHTS", "").replace("_", " ")
+    about = f"product{form} {dtype} {bits} bit group {group_size} N {n} K {k}"
     made = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
     question = autotune.Question(about, (autotune.Candidate(kernel),), made, _ROWS, nbytes=n * k * bits // 8)
     if not autotune.choose(question, math.prod(shape[:-1])):
