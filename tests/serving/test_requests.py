@@ -32,7 +32,7 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"guided_regex": "("}, 400, "guided_regex: the regular expression cannot be held to"),
         ({"guided_choice": "left"}, 400, "guided_choice: the choices are ()"),
         ({"grammar": "root ::= ("}, 400, "grammar: it cannot be read"),
-        ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs is"),
+        ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs asks for structural_tag"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, 400, "it must have one of json, regex"),
         ({"adapters": "x"}, 400, 'adapters is "x"; this server cannot do that. Leave it out.'),
         ({"parallel_tool_calls": "no"}, 400, 'parallel_tool_calls is "no"; it must be true or false'),
