@@ -15,12 +15,14 @@ from dflash_mlx import exact
 from dflash_mlx.kernels import autotune, block_qmm, exact_routes
 from dflash_mlx.row_differences import first_difference
 
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-# family: (arguments beside, bits, texts that serve it)
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+TWO = {**SMALL, "num_hidden_layers": 2}
+# family: (arguments beside, type, whether in 4 bit, texts that serve it)
 SERVED = {
-    "llama": (SMALL, None, {"block_linear_dense", "block_attention"}),
-    "gemma3": (SMALL, 4, {"block_qmm_tiles", "block_attention"}),
-    "gpt_oss": (SMALL, None, {"block_linear_dense", "block_attention"}),
+    "llama": (SMALL, mx.float16, False, {"block_linear_dense", "block_attention"}),
+    "gemma3": (TWO, mx.float16, True, {"block_qmm_tiles_EIGHTS", "block_attention"}),
+    "gpt_oss": ({**SMALL, "num_local_experts": 4}, mx.float32, True, {"block_qmm", "block_gather_qmm", "block_attention"}),
+    "qwen3_next": ({**TWO, "linear_key_head_dim": 32, "linear_value_head_dim": 8}, mx.float32, False, {"gated_delta"}),
 }
 
 
@@ -53,12 +55,13 @@ def untried(monkeypatch):
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.full
 def test_a_familys_rows_are_the_same_bits_alone_and_among_others(untried, name):
-    changes, bits, texts = SERVED[name]
+    changes, dtype, quantized, texts = SERVED[name]
     model = wide(name, **changes)
-    model.set_dtype(mx.float16)
-    if bits:
-        nn.quantize(model, 32, bits, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 64 == 0)
-    assert first_difference(exact.ExactTarget(model), (3,), 18) is None
+    model.set_dtype(dtype)
+    if quantized:
+        nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 64 == 0)
+    # A window's keys and one, whose ring has wrapped.
+    assert first_difference(exact.ExactTarget(model), (2,), 17) is None
     assert texts <= untried
 
 
