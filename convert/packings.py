@@ -315,6 +315,8 @@ def _fp4(parts: Packed) -> Matrix:
         exact = exact / parts.tensors["weight_global_scale"].astype(mx.float32).reshape(1, -1)
     elif "weight_scale_2" in parts.tensors:
         exact = exact * parts.tensors["weight_scale_2"].astype(mx.float32).reshape(1, -1)
+    if not mx.all(mx.isfinite(exact)).item():
+        raise parts.refuse("has scales that are no numbers, or are divided by a global scale of 0", "Download it again")
     folded = mx.to_fp8(exact)
     if mx.array_equal(mx.from_fp8(folded, dtype=mx.float32), exact).item():
         options = {"group_size": 16, "bits": 4, "mode": "nvfp4"}

@@ -414,7 +414,18 @@ def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = outpu
     finally:
         end(last)
         responses.close()
+    _say_where_nothing_was_computed(last)
     return fields_of(text, ids, last, reason)
+
+
+def _say_where_nothing_was_computed(last: Any) -> None:
+    logprobs = getattr(last, "logprobs", None)
+    if logprobs is None:
+        return
+    import mlx.core as mx
+
+    if mx.any(mx.isnan(logprobs)).item():
+        say("The model computed NaN, so this text means nothing: its weights are damaged, or overflow. See `dflash-mlx doctor`.")
 
 
 def fields_of(text: list[str], ids: list[int], last: Any, reason: str | None) -> dict[str, Any]:

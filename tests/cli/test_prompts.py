@@ -1,13 +1,17 @@
-"""Prompts of the command line as mlx-lm makes them: answers that have begun."""
+"""Prompts of the command line as mlx-lm makes them: answers that have begun. What is said of text that means nothing."""
 
 import json
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from kit import with_template
 
 from dflash_mlx import load
 from dflash_mlx.cli.inputs import encode_prompt
 from dflash_mlx.errors import DFlashError
+
+COUNTS = dict.fromkeys(("prompt_tokens", "generation_tokens", "prompt_tps", "generation_tps", "peak_memory"), 1)
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -37,3 +41,15 @@ def test_what_goes_on_behind_the_beginning_keeps_its_blank(tmp_path):
     done = CliRunner().invoke(app, given)
     answer, (_, tokenizer) = json.loads(done.stdout), load(path)
     assert done.exit_code == 0 and answer["text"] == tokenizer.decode(answer["token_ids"])
+
+
+def test_text_of_a_model_that_computes_nan_is_said_to_mean_nothing(capsys):
+    from dflash_mlx.cli.generate import run
+
+    def responses(value):
+        logprobs = mx.array([0.0, value])
+        yield SimpleNamespace(text="x", token=1, finish_reason="length", logprobs=logprobs, stats=None, **COUNTS)
+
+    for value, said in ((-mx.inf, False), (mx.nan, True)):
+        run(responses(value), lambda response: None)
+        assert ("this text means nothing" in capsys.readouterr().err) == said

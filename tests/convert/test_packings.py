@@ -11,6 +11,7 @@ import numpy as np
 import packers
 import pytest
 from dflash_mlx.conversion import load_target
+from dflash_mlx.conversion.packings import Packed, _fp4
 from kit import TINY, greedy_ids, ids_of, rounds_of, run
 from mlx.utils import tree_flatten
 from mlx_lm.models import falcon_h1, qwen3_moe
@@ -534,6 +535,15 @@ def test_packed_experts_are_stacked(tmp_path, case, block):
             assert getattr(module, "mode", None) == mode
             wanted = np.stack([values[f"{block}.experts.{e}.{name}"] for e in range(4)])
             assert np.array_equal(weight_of(module), wanted)
+
+
+@pytest.mark.parametrize(("part", "value"), [("weight_global_scale", 0.0), ("weight_global_scale", float("nan"))])
+def test_nvfp4_scales_that_are_no_numbers_are_refused(part, value):
+    stored, _ = nvfp4(np.ones((4, 32), np.float32), 2.0)
+    tensors = {name: mx.array(array) for name, (_, array) in stored.items()} | {part: mx.array([value])}
+    packed = Packed("m.up_proj", "DIR", tensors, {name: kind for name, (kind, _) in stored.items()}, {})
+    with pytest.raises(ConversionError, match="m.up_proj in DIR has scales that are no numbers, or are divided"):
+        _fp4(packed)
 
 
 def stack_experts(path, names):
