@@ -23,6 +23,13 @@ def pair():
     return model, tiny_drafter(model)
 
 
+@pytest.fixture
+def rounds_otherwise(monkeypatch):
+    """MLX's own operations give rows of a pass over more than 16 other values."""
+    norm = mx.fast.rms_norm
+    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *about: norm(x, *about) * (1 + 0.25 * (x.shape[-2] > 16)))
+
+
 def bits_of(responses):
     return ids_of(responses), mx.stack([r.logprobs for r in responses])
 
@@ -51,10 +58,10 @@ def test_without_a_drafter_it_is_our_own_loop_and_drafts_nothing(pair):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_reused_prefix_gives_the_bits_of_the_whole_prompt(pair, drafts):
+def test_a_reused_prefix_gives_the_bits_of_the_whole_prompt(pair, rounds_otherwise, drafts):
     model, drafter = pair[0], pair[1] if drafts else None
-    text, step = [i * 7 % 61 for i in range(60)], 16
-    for length in (10, 16, 21, 40):
+    text, step = [i * 7 % 61 for i in range(60)], 20
+    for length in (10, 21, 45):
         cache = make_prompt_cache(model, drafter)
         said = ids_of(run(model, drafter, text[:length], 3, exact=True, prefill_step_size=step, prompt_cache=cache))
         whole = [*text[:length], *said, *text[length:]]
@@ -63,7 +70,7 @@ def test_a_reused_prefix_gives_the_bits_of_the_whole_prompt(pair, drafts):
         assert same(fresh, bits_of(again)), length
 
 
-def test_a_cache_that_was_not_exact_is_read_again(pair):
+def test_a_cache_that_was_not_exact_is_read_again(pair, rounds_otherwise):
     model, drafter = pair
     text = [i * 7 % 61 for i in range(30)]
     cache = make_prompt_cache(model, drafter)

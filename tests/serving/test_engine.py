@@ -14,6 +14,7 @@ from serving_kit import MESSAGES, ask, expected, read, running
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.sampling import Distribution, SamplingSettings
+from dflash_mlx.serving.engine import LoadedPair, Options
 from dflash_mlx.serving.prefix_cache import CacheOptions
 
 
@@ -279,3 +280,24 @@ def test_models_that_nobody_asks_for_are_given_up_and_loaded_again(chatty):
         again = ask(server, max_tokens=6, extra_body={"num_draft_tokens": 2})
     assert again.choices[0].message.content == first.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.full
+def test_an_exact_server_answers_one_by_one_as_without_a_drafter(chatty):
+    model, tokenizer, drafter = chatty
+    said = []
+    for draft in (None, drafter):
+        with running(model, tokenizer, draft, caches=CacheOptions(exact=True)) as server:
+            said.append([ask(server, max_tokens=9).choices[0].message.content for _ in range(2)])
+            assert server.engine._together is None
+    assert said[0] == said[1] and said[0][0] == said[0][1]
+
+
+def test_what_an_exact_server_cannot_honour_is_refused_when_it_starts(chatty):
+    pair = LoadedPair("served", "draft", *chatty)
+    with pytest.raises(DFlashError, match="max_batch is 4 with exact"):
+        pair.check(Options(caches=CacheOptions(exact=True), max_batch=4))
+    with pytest.raises(DFlashError, match="block_size is 20 with exact; a pass of exact has at most 16 rows"):
+        pair.check(Options(caches=CacheOptions(exact=True), block_size=20))
+    with pytest.raises(DFlashError, match="max_kv_size was given with exact"):
+        pair.check(Options(caches=CacheOptions(exact=True, max_kv_size=64)))
