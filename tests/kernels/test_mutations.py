@@ -222,6 +222,16 @@ EIGHTS = {"block_qmm_tiles_EIGHTS"}
 SAME |= {(kernel, "if (BITS < 16) -> true #3"): ALWAYS for kernel in EIGHTS}
 SAME |= {(kernel, "if (PAIRS > 1) -> true #1"): NO_NORM for kernel in EIGHTS}
 SAME |= {(kernel, "if (PAIRS == 2) -> true #1"): "what is left is weights of 16 bits" for kernel in EIGHTS}
+# Both forms of row_tiles.py with all that may stand around them.
+AROUND, AROUND_DENSE = "block_linear_EIGHTS_norm_residual_gated", "block_linear_EIGHTS_dense_norm"
+QUANTIZED = tuple(f"if (BITS < 16) -> true #{i}" for i in (1, 2, 3))
+NORMED = ("if (NORM) -> true #1", "if (NORM) -> true #2")
+SAME |= {(AROUND, what): ALWAYS for what in (*QUANTIZED, *NORMED, "if (GATED) -> true #1", "if (RESIDUAL) -> true #1")}
+SAME |= {
+    (AROUND, what): "what is left is weights of 16 bits" for what in ("if (PAIRS > 1) -> true #1", "if (PAIRS == 2) -> true #1")
+}
+SAME |= {(AROUND_DENSE, what): ALWAYS for what in (*NORMED, "if (BITS == 16) -> true #1", "if without (!GATED || h == 0) #1")}
+SAME |= {(AROUND_DENSE, what): NEVER for what in QUANTIZED[1:]}
 DENSE = ("if (BITS < 16) -> true #1", "if (BITS < 16) -> true #2", "if (HALF) -> true #1", "if (BITS == 4) -> true #1")
 SAME |= {("block_linear_dense", what): NEVER for what in DENSE}
 
