@@ -10,7 +10,7 @@ something else is the operation. Knows targets and their passes; knows no kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .rollback import rollback, rollback_point
 from .verify import logprobs, verify_block
 
 ROWS = (2, 4, 8, 16)
-# Rows of text that stand before those that are compared: two passes' worth of texts.
+# Rows of the text that stand before those that are compared: two passes.
 CONTEXT = 24
 _CHUNK = 16
 # The target's own parts that are no module's call.
@@ -56,7 +56,7 @@ def first_difference(
     """
     ids = [int(i) for i in (mx.arange(context + max(rows) + 1) * 7919 + 5) % target.vocabulary]
     text = _Text(target, ids, context)
-    alone = [text.run(n, 1) for n in _every(text, max(rows) + 1)]
+    alone = [text.run(n, 1) for n in range(max(rows) + 1)]
     for count in rows:
         progress(count)
         text.begin()
@@ -70,11 +70,6 @@ def first_difference(
             if by := _apart(values, alone[kept][name]):
                 return Difference(name, count - kept, by, True)
     return None
-
-
-def _every(text: _Text, n: int) -> Iterator[int]:
-    text.begin()
-    yield from range(n)
 
 
 class _Text:
@@ -102,7 +97,7 @@ class _Text:
         return parts
 
     def keep(self, rows: int) -> None:
-        """Of the last pass."""
+        """Keep so many rows of the last pass."""
         rollback(self.cache, self.point, self.context + rows)
         self.point.ended(rows)
 
