@@ -16,7 +16,6 @@ from ..distribution import Distribution
 from ..kernels.layer_routes import attention
 from ..models.drafter import Attention, DecoderLayer, Drafter, block_mask
 from ..models.dspark import DSparkDrafter
-from ..rollback import append_window
 from .group_pass import GroupPass
 from .groups import Places, Seat, SlotKV, group_spans
 
@@ -25,7 +24,7 @@ from .groups import Places, Seat, SlotKV, group_spans
 _OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
 _OWN |= dict.fromkeys(("slots", "mask_rows"), (Drafter, DSparkDrafter))
 _OF_LAYERS = {"__call__": (DecoderLayer,), "own_context": (DecoderLayer,)}
-_OF_ATTENTION = dict.fromkeys(("__call__", "inject", "attend", "weigh"), (Attention,))
+_OF_ATTENTION = dict.fromkeys(("__call__", "inject", "fetch", "attend", "weigh"), (Attention,))
 
 
 @dataclass
@@ -67,14 +66,14 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
     masks = mx.full((len(rows), block_size - 1), drafter.config.mask_token_id, dtype=mx.int32)
     h = drafter.embed_block(mx.concatenate([anchors[:, None], masks], axis=1))
     context = drafter.context(_joined([row.features for row in rows], 1))
-    places = _Places(rows, block_size)
+    layout = _Layout(rows, block_size)
     for i, layer in enumerate(drafter.layers):
-        h = layer.sublayers(h, lambda x, i=i, layer=layer: places.attend(layer.self_attn, i, x, context))
+        h = layer.sublayers(h, lambda x, i=i, layer=layer: layout.attend(layer.self_attn, i, x, context))
     hidden = drafter.norm(h)[:, 0 if from_anchor else 1 :][:, :n]
     return _choose(drafter, rows, hidden, anchors)
 
 
-class _Places:
+class _Layout:
     """Where the rows' new context rows and their blocks stand, in the order in which keys are made of them:
 
         context a | context b | ... | block a | block b | ...        [C + B * K]
@@ -142,13 +141,13 @@ class _Places:
             entry.offset = self.ends[r]
         q = q if len(some) == len(self.rows) else q[some.start : some.stop]
         if not group.is_apart(q, entries[0].index):
-            return group.together_in(q, entries[0].index, attn.scale, attn.causal)
+            return group.attend_rows(q, entries[0].index, attn.scale, attn.causal)
 
         def alone(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
             return attention(q, k, v, attn.scale, mask)
 
         rows, masks = [q[i : i + 1] for i in range(len(some))], ["causal" if attn.causal else None] * len(some)
-        return _joined(group.apart(rows, entries[0].index, alone, masks), 0)
+        return _joined(group.attend_apart(rows, entries[0].index, alone, masks), 0)
 
 
 def _attend_row(attn: Attention, cache: Any, start: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
@@ -157,13 +156,7 @@ def _attend_row(attn: Attention, cache: Any, start: int, q: mx.array, k: mx.arra
     if held:
         k, v = k[:, :, held:], v[:, :, held:]
     end = start + held + k.shape[2] - K
-    if attn.window is None:
-        k, v = cache.update_and_fetch(k, v)
-        cache.trim(K)
-    else:
-        new = k.shape[2] - K
-        keys, values = append_window(cache, k[:, :, :new], v[:, :, :new])
-        k, v = mx.concatenate([keys, k[:, :, new:]], axis=2), mx.concatenate([values, v[:, :, new:]], axis=2)
+    k, v = attn.fetch(k, v, cache, K)
     if attn.rotates_late:
         k = attn.rope(k, offset=end + K - k.shape[2])
     return attention(q, k, v, attn.scale, block_mask(K, k.shape[2] - K, attn.causal, attn.window))
@@ -186,8 +179,8 @@ def _choose(drafter: Drafter, rows: Sequence[RowDraft], hidden: mx.array, anchor
     if len(found) == 1:
         return found[0]
     order = mx.argsort(mx.array([r for places in alike.values() for r in places]))
-    ids, sure = zip(*found, strict=True)
-    return mx.concatenate(ids)[order], None if sure[0] is None else mx.concatenate(sure)[order]
+    ids, confidences = zip(*found, strict=True)
+    return mx.concatenate(ids)[order], None if confidences[0] is None else mx.concatenate(confidences)[order]
 
 
 def _joined(parts: list[mx.array], axis: int) -> mx.array:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -66,16 +65,17 @@ class GroupPass:
 
     def __init__(self, group: Group, slots: Sequence[int], ends: Sequence[int], sizes: Sequence[int]):
         self.group, self.slots, self.ends, self.sizes = group, slots, ends, sizes
-        self._n, self._used = max(sizes), range(len(group.seats))
+        self._n, self._in_use = max(sizes), range(len(group.seats))
         self._length = min(-(-max(ends) // _STEP) * _STEP, group.capacity)
-        self._is_even = min(sizes) == self._n and [*slots] == [*self._used]
+        # Every slot in use has a row here, and all have as many tokens: queries stay where they are.
+        self._is_even = min(sizes) == self._n and [*slots] == [*self._in_use]
         self._masks: dict[Any, mx.array] = {}
 
     def is_apart(self, queries: mx.array, index: int) -> bool:
         heads, D, E = self.group.kind[index][:3]
         return attends_apart(queries.dtype, queries.shape[1] // heads, D, E)
 
-    @cached_property
+    @functools.cached_property
     def places(self) -> Places:
         """Of the tokens that attend."""
         every = zip(self.slots, self.ends, self.sizes, strict=True)
@@ -93,19 +93,19 @@ class GroupPass:
         is_causal: False where sizes are equal only; a query then sees all that its row holds.
         """
         if (is_causal, window) not in self._masks:
-            last = dict.fromkeys(self._used, (self._n, self._n))
+            last = dict.fromkeys(self._in_use, (self._n, self._n))
             last |= dict(zip(self.slots, zip(self.ends, self.sizes, strict=True), strict=True))
-            ends = [last[slot] for slot in self._used]
+            ends = [last[slot] for slot in self._in_use]
             first = mx.array([end - n for end, n in ends], dtype=mx.int32)[:, None, None, None]
             own, at = first + mx.arange(self._n)[:, None], mx.arange(self._length)
             seen = at <= (own if is_causal else own[:, :, -1:])
             self._masks[is_causal, window] = seen if window is None else seen & (at > own - window)
         return self._masks[is_causal, window]
 
-    @cached_property
+    @functools.cached_property
     def _out_and_back(self) -> tuple[mx.array, mx.array]:
         """Which token each query is, [slots, n]; which query each token is, [T]."""
-        out, back, token = [[0] * self._n for _ in self._used], [], 0
+        out, back, token = [[0] * self._n for _ in self._in_use], [], 0
         for slot, n in zip(self.slots, self.sizes, strict=True):
             out[slot][:n] = range(token, token + n)
             back += range(slot * self._n, slot * self._n + n)
@@ -113,29 +113,31 @@ class GroupPass:
         return mx.array(out), mx.array(back)
 
     def attend(self, queries: mx.array, index: int, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
-        """[T, heads, 1, D] to the same."""
-        T, heads, _, D = queries.shape
+        """All rows in one call: [T, heads, 1, D] to the same."""
+        heads, D = queries.shape[1], queries.shape[3]
         if not self._is_even:
             queries = queries.squeeze(2)[self._out_and_back[0]].swapaxes(1, 2)
         elif self._n > 1:
-            queries = queries.reshape(len(self._used), self._n, heads, D).swapaxes(1, 2)
-        out = self.together(queries, index, scale, mask, sinks)
+            queries = queries.reshape(len(self._in_use), self._n, heads, D).swapaxes(1, 2)
+        out = self.attend_slots(queries, index, scale, mask, sinks)
         if self._is_even and self._n == 1:
             return out
         out = out.swapaxes(1, 2).reshape(-1, heads, 1, out.shape[3])
         return out if self._is_even else out[self._out_and_back[1]]
 
-    def together_in(self, queries: mx.array, index: int, scale: float, is_causal: bool) -> mx.array:
+    def attend_rows(self, queries: mx.array, index: int, scale: float, is_causal: bool) -> mx.array:
         """[rows of the pass, heads, n, D], all of them n long, to the same."""
         if self._is_even:
-            return self.together(queries, index, scale, self.mask(is_causal))
+            return self.attend_slots(queries, index, scale, self.mask(is_causal))
         rows = dict(zip(self.slots, range(len(self.slots)), strict=True))
-        every = queries[mx.array([rows.get(slot, 0) for slot in self._used])]
-        return self.together(every, index, scale, self.mask(is_causal))[mx.array([*self.slots])]
+        every = queries[mx.array([rows.get(slot, 0) for slot in self._in_use])]
+        return self.attend_slots(every, index, scale, self.mask(is_causal))[mx.array([*self.slots])]
 
-    def together(self, queries: mx.array, index: int, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
+    def attend_slots(
+        self, queries: mx.array, index: int, scale: float, mask: mx.array, sinks: mx.array | None = None
+    ) -> mx.array:
         """[slots, heads, n, D] to the same."""
-        keys, values = self.group.held(index, self._used, self._length)
+        keys, values = self.group.held(index, self._in_use, self._length)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def split(self, queries: mx.array) -> list[mx.array]:
@@ -146,7 +148,7 @@ class GroupPass:
             start += n
         return found
 
-    def apart(self, queries: Sequence[mx.array], index: int, attend: Attend, masks: Sequence[Any]) -> list[mx.array]:
+    def attend_apart(self, queries: Sequence[mx.array], index: int, attend: Attend, masks: Sequence[Any]) -> list[mx.array]:
         """Each row's queries, [1, heads, n, D], with its own keys. attend: (queries, keys, values, mask) -> the same."""
         rows = zip(queries, self.slots, self.ends, masks, strict=True)
         return [attend(q, *self.group.held(index, [slot], end), mask) for q, slot, end, mask in rows]

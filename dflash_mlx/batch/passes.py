@@ -80,13 +80,13 @@ class _OneShare:
 class _GroupShare:
     """Rows of a group, from row number `row` on."""
 
-    def __init__(self, row: int, of: GroupPass, span: tuple[int, int]):
-        self.row, self.of, self.span, self.rows = row, of, span, range(row, row + len(of.sizes))
+    def __init__(self, row: int, group_pass: GroupPass, span: tuple[int, int]):
+        self.row, self.group_pass, self.span, self.rows = row, group_pass, span, range(row, row + len(group_pass.sizes))
 
     def write(self, entries: list[Any], keys: mx.array, values: mx.array) -> tuple[int, int]:
         index = entries[self.row].index
-        self.of.places.write(index, keys.squeeze(2), values.squeeze(2))
-        for row, size in zip(self.rows, self.of.sizes, strict=True):
+        self.group_pass.places.write(index, keys.squeeze(2), values.squeeze(2))
+        for row, size in zip(self.rows, self.group_pass.sizes, strict=True):
             entries[row].offset += size
         return index, index
 
@@ -95,19 +95,19 @@ class _GroupShare:
         return asked
 
     def of_row(self, mask: dict[str, Any], row: int) -> Any:
-        return self.of.row_mask(row - self.row, **mask)
+        return self.group_pass.row_mask(row - self.row, **mask)
 
     def attend(self, queries, index, _, entries, scale, mask, sinks) -> mx.array:
         if not isinstance(mask, dict):
             raise TypeError("a layer attends under a mask that is not the one of its entry")
-        if not self.of.is_apart(queries, index):
-            return self.of.attend(queries, index, scale, self.of.mask(True, mask.get("window_size")), sinks)
+        if not self.group_pass.is_apart(queries, index):
+            return self.group_pass.attend(queries, index, scale, self.group_pass.mask(True, mask.get("window_size")), sinks)
 
         def alone(q: mx.array, k: mx.array, v: mx.array, m: Any) -> mx.array:
             return scaled_dot_product_attention(q, k, v, entries[self.row], scale, m, sinks)
 
         masks = [self.of_row(mask, row) for row in self.rows]
-        return _as_tokens(self.of.apart(self.of.split(queries), index, alone, masks))
+        return _as_tokens(self.group_pass.attend_apart(self.group_pass.split(queries), index, alone, masks))
 
 
 class _Layout:
@@ -158,17 +158,17 @@ class RowsEntry:
     """What a layer is given as its cache entry: one entry of each row."""
 
     def __init__(self, layout: _Layout, entries: list[Any]):
-        self.of, self.entries, self.shares = layout, entries, layout.shares(entries)
+        self.layout, self.entries, self.shares = layout, entries, layout.shares(entries)
 
     @property
     def offset(self) -> mx.array:
-        return self.of.positions(tuple(entry.offset for entry in self.entries))
+        return self.layout.positions(tuple(entry.offset for entry in self.entries))
 
     def __getitem__(self, place: int) -> RowsEntry:
         """Of lists of entries, the same of one place."""
         if type(self.entries[0]) is not CacheList:
             raise TypeError("a recurrent state was read outside of the modules that are given it")
-        return RowsEntry(self.of, [entry[place] for entry in self.entries])
+        return RowsEntry(self.layout, [entry[place] for entry in self.entries])
 
     def _split(self, a: mx.array) -> list[mx.array]:
         """[T, ...] to what each share has of it."""
@@ -228,7 +228,7 @@ class BatchTarget:
     """
 
     def __init__(self, target: Target, make_cache: Callable[[], list[Any]]):
-        self.target, self._rows, self._alone = target, None, False
+        self.target, self._layout, self._alone = target, None, False
         self._handlers: list[tuple[nn.Module, Callable[..., Any], str]] = []
         self.reason = self._probe(make_cache)
 
@@ -238,14 +238,14 @@ class BatchTarget:
         eager: as `Target`'s.
         Returns: hidden [T, 1, H] and features [T, 1, n_taps * H].
         """
-        self._rows = _Layout(rows)
+        self._layout = _Layout(rows)
         columns = zip(*(row.entries for row in rows), strict=True)
-        cache = [RowsEntry(self._rows, list(column)) for column in columns]
+        cache = [RowsEntry(self._layout, list(column)) for column in columns]
         try:
             with exact_windows([entry for row in rows for entry in row.entries]), intercept(self._handlers):
                 out = self.target(ids[:, None], cache, eager=eager)
         finally:
-            self._rows = None
+            self._layout = None
         for row in rows:
             row.point.ended(row.size)
         return out
@@ -266,11 +266,11 @@ class BatchTarget:
         states = self.target.states
 
         def handler(inner, args, kwargs):
-            if self._alone or self._rows is None:  # a replay comes behind the pass
+            if self._alone or self._layout is None:  # a replay comes behind the pass
                 return inner(*args, **kwargs)
-            rows, outs, self._alone = self._rows, [], True
+            layout, outs, self._alone = self._layout, [], True
             try:
-                for i, (row, span) in enumerate(zip(rows.rows, rows.spans, strict=True)):
+                for i, (row, span) in enumerate(zip(layout.rows, layout.spans, strict=True)):
                     given = [_of_row(value, i, span) for value in args]
                     named = {name: _of_row(value, i, span) for name, value in kwargs.items()}
                     with states.during(row.entries, row.point if row.size > 1 else None, row.size, False):

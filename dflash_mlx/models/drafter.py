@@ -93,14 +93,7 @@ class Attention(nn.Module):
         if cache.offset is not start:
             held = cache.offset - start
             k, v = k[:, :, held:], v[:, :, held:]
-        if self.window is None:
-            k, v = cache.update_and_fetch(k, v)
-            cache.trim(K)
-        else:
-            new = k.shape[2] - K
-            keys, values = append_window(cache, k[:, :, :new], v[:, :, :new])
-            k = mx.concatenate([keys, k[:, :, new:]], axis=2)
-            v = mx.concatenate([values, v[:, :, new:]], axis=2)
+        k, v = self.fetch(k, v, cache, K)
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
         if buffered:
@@ -109,6 +102,16 @@ class Attention(nn.Module):
             mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
             out = self.attend(q, k, v, mask)
         return self.o_proj(self.weigh(out.transpose(0, 2, 1, 3), x).reshape(B, K, -1))
+
+    def fetch(self, k: mx.array, v: mx.array, cache: Any, K: int) -> tuple[mx.array, mx.array]:
+        """New context rows and the block's K rows, [B, n_kv_heads, S + K, D], behind those held; the cache keeps the context."""
+        if self.window is None:
+            k, v = cache.update_and_fetch(k, v)
+            cache.trim(K)
+            return k, v
+        new = k.shape[2] - K
+        keys, values = append_window(cache, k[:, :, :new], v[:, :, :new])
+        return mx.concatenate([keys, k[:, :, new:]], axis=2), mx.concatenate([values, v[:, :, new:]], axis=2)
 
     def attend(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
         """Rows [B, n_heads, K, D] to keys and values [B, n_kv_heads, C + K, D], under `block_mask`."""

@@ -156,7 +156,7 @@ def test_rows_that_attend_together_get_what_each_gets_apart(slots, sizes):
     for window in (None, 7):
         together = made.attend(queries, 2, 0.5, made.mask(True, window))
         masks = [made.row_mask(i, window_size=window) for i in range(len(slots))]
-        apart = made.apart(made.split(queries), 2, alone, masks)
+        apart = made.attend_apart(made.split(queries), 2, alone, masks)
         apart = mx.concatenate([a.swapaxes(0, 2) for a in apart])
         # Sums of up to 70 float32 in two orders.
         assert mx.allclose(together, apart, rtol=1e-5, atol=1e-5).item()
@@ -183,7 +183,7 @@ def test_rows_of_a_group_stand_side_by_side_in_a_pass():
 def test_rows_get_the_ids_of_requests_alone_whether_they_attend_together_or_apart(monkeypatch, name, is_apart):
     # Where padding changes last places, the ids of these short texts are still the same.
     monkeypatch.setattr(group_pass, "attends_apart", lambda *about: is_apart)
-    calls = {"together": 0, "apart": 0}
+    calls = {"attend_slots": 0, "attend_apart": 0}
 
     def counted(way, call):
         return lambda *args, **named: calls.update({way: calls[way] + 1}) or call(*args, **named)
@@ -192,7 +192,7 @@ def test_rows_get_the_ids_of_requests_alone_whether_they_attend_together_or_apar
         monkeypatch.setattr(GroupPass, way, counted(way, getattr(GroupPass, way)))
     case = schedules.make_case(name)
     assert not [fault for seed in (7001, 7005) for fault in schedules.run_schedule(case, seed)]
-    assert (calls["apart"] > 0, calls["together"] > 0) == (is_apart, not is_apart)
+    assert (calls["attend_apart"] > 0, calls["attend_slots"] > 0) == (is_apart, not is_apart)
 
 
 @pytest.mark.rows_equal
