@@ -216,7 +216,7 @@ class BatchGenerator:
         is_alike = all(row.policy.width == width for row in done)
         if current is not None:
             following = current.read(self._look_ahead(current, rows))
-            current.settle(seconds := time.perf_counter() - began)
+            current.commit(seconds := time.perf_counter() - began)
             self._ahead = following
             # A prompt that was read, or the time until nothing follows, hides what a round that began ahead took.
             is_alike = is_alike and not (current.is_ahead and (has_read or following is None))
@@ -248,7 +248,7 @@ class BatchGenerator:
         """
         if not current.is_plain or any(row.round is None or row.round.error or not row.run.emitted for row in rows):
             return None
-        current.commit()
+        current.commit_ahead()
         going = [row for row in rows if row.run.emitted + 1 < row.options.max_tokens]
         try:
             if not going or self._plan(going) or any(row.run.next_draft_length() for row in going):

@@ -174,14 +174,14 @@ class Group:
             # Entry by entry: what is there twice is one entry.
             mx.eval(self.keys[index], self.values[index])
             for slot, seat in enumerate(seats, first):
-                self._own(seat.entries[index], index, slot)
+                self._adopt(seat.entries[index], index, slot)
         for seat in seats:
             seat.group = self
             self.seats.append(seat)
         for group in {id(group): group for group, _ in left}.values():
             group.drop([seat for of, seat in left if of is group])
 
-    def _own(self, entry: KVCache, index: int, slot: int) -> None:
+    def _adopt(self, entry: KVCache, index: int, slot: int) -> None:
         if type(entry) is not SlotKV:
             del entry.keys, entry.values
             entry.__class__ = SlotKV

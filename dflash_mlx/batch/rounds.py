@@ -70,7 +70,8 @@ class _OneRow:
 class Round:
     """A round of these rows, of which none is finished: enqueued when it is made, then read.
 
-    ids: [T] int32, anchor and drafts of each row, one row behind the other. Rows are in the order of a pass (`in_slots`).
+    ids: [T] int32, anchor and drafts of each row, one row behind the other; None: read from the rows, otherwise the round begins
+    ahead. Rows are in the order of a pass (`in_slots`).
     """
 
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
@@ -109,7 +110,7 @@ class Round:
         context = [entry.state for row in sliding for entry in row.run.cache.drafter if type(entry) is RotatingKVCache]
         mx.async_eval(self._packed, self._hidden, self._output.features, context)
 
-    def commit(self) -> None:
+    def commit_ahead(self) -> None:
         """Keep the anchors' rows of a plain round, before it is read."""
         for row, span in zip(self.rows, self._spans, strict=True):
             if not row.is_gone:
@@ -127,7 +128,7 @@ class Round:
         return Round(self.target, rows, self._chosen if at == [*range(len(self.rows))] else self._chosen[mx.array(at)])
 
     def read(self, following: Round | None = None) -> Round | None:
-        """Wait. `kept` or `error` of each row that is still there is set, and what is kept is committed.
+        """Wait. `kept` or `error` of each row that is still there is set; `commit` comes after it.
 
         Returns: the following round, which has begun already; None: a kernel was at fault, and it counts for nothing.
         """
@@ -144,22 +145,23 @@ class Round:
                 following = None
                 self._enqueue()
         for row, span, start in zip(self.rows, self._spans, self._starts, strict=True):
-            n, sure, at = row.draft.row.shape[1], row.draft.confidence is not None, self._hidden.shape[1] + start
-            ids, confidence = unpack_drafts(values[at : at + n * (1 + sure)], n)
+            n, at = row.draft.row.shape[1], self._hidden.shape[1] + start
+            # Ids, and as many confidences where there are any.
+            ids, confidence = unpack_drafts(values[at : at + (n if row.draft.confidence is None else 2 * n)], n)
             if not row.is_gone:
-                _own(row, self._decide(span, values[span], ids, confidence))
+                _guarded(row, self._decide(span, values[span], ids, confidence))
         for row in following.rows if following else ():
             row.anchor = self.of(row.run).kept.bonus
         return following
 
-    def settle(self, seconds: float) -> None:
+    def commit(self, seconds: float) -> None:
         """Commit what was kept, unless that was done ahead. seconds: what the round took."""
         sound = [row for row in self.rows if row.kept and not row.error]
         for row in sound:
             row.kept.output.seconds = seconds
             if not self._is_committed:
                 # What is handed to the device goes for all rows at once.
-                _own(row, lambda row: keep_rows(row.run, row.kept))
+                _guarded(row, lambda row: keep_rows(row.run, row.kept))
         if not self.is_plain:
             evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound])
 
@@ -197,13 +199,13 @@ class Round:
 def begin_round(target: BatchTarget, rows: Sequence[RowRound]) -> Round | None:
     """Propose, and enqueue the pass that verifies. Rows with an `error` are not in it; None: all have one."""
     for row in rows:
-        _own(row, _propose)
+        _guarded(row, _propose)
     _draft([row for row in rows if row.error is None and row.draft is None])
     sound = in_slots([row for row in rows if row.error is None])
     return Round(target, sound) if sound else None
 
 
-def _own(row: RowRound, step: Callable[[RowRound], None]) -> None:
+def _guarded(row: RowRound, step: Callable[[RowRound], None]) -> None:
     """A step of one row, whose fault is its own."""
     try:
         step(row)
@@ -227,19 +229,20 @@ def _draft(rows: Sequence[RowRound]) -> None:
         sizes.setdefault(row.run.stats.block_size, []).append(row)
     for size, some in sizes.items():
         alike = in_slots(some)
-        asked = [_asked(row, size) for row in alike]
+        asked = [_row_draft(row, size) for row in alike]
         needed = [row.run.policy.drafts_needed(row.n) for row in alike]
         n = None if None in needed else max(needed)
-        drafted, sure = draft_rows(alike[0].run.blocks.drafter, asked, size, n)
-        mx.async_eval(drafted, sure)
+        drafted, confidences = draft_rows(alike[0].run.blocks.drafter, asked, size, n)
+        mx.async_eval(drafted, confidences)
         for i, row in enumerate(alike):
-            confidence = sure[i : i + 1] if sure is not None and row.run.policy.wants_confidence else None
+            is_wanted = confidences is not None and row.run.policy.wants_confidence
+            confidence = confidences[i : i + 1] if is_wanted else None
             row.draft = Draft(drafted[i : i + 1], confidence, BlockProposer.source)
             row.block = (drafted, i) if confidence is None else None
             row.run.target_sampler.cut(row.draft, row.n)
 
 
-def _asked(row: RowRound, size: int) -> RowDraft:
+def _row_draft(row: RowRound, size: int) -> RowDraft:
     blocks, sampler = row.run.blocks, row.run.target_sampler
     features, held = blocks.context.pending.joined(), blocks.context.rows
     asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.begin, seat=row.seat)

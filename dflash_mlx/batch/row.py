@@ -51,12 +51,13 @@ class Row:
         self.responder = Responder(run, prompt)
         # Rows of the cache -> who is given the entries when they hold so many of the prompt.
         self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
-        # Of a run that goes on alone. is_written: whether a copy of its cache may be made now.
+        # Of a run that goes on alone.
         self._steps: Iterator[Step] | None = None
         # Where its keys are in company; None: with itself.
         self.seat: Seat | None = None
         # Its part of a round that is not read yet.
         self.round: RowRound | None = None
+        # Whether its cache says what it holds, so that a copy may be made now.
         self._is_written = False
 
     @property
