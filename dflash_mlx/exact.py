@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
@@ -89,8 +89,10 @@ class ExactTarget(Target):
 def may_be_row_equal(model: nn.Module) -> bool:
     """Whether MLX's own operations may be row-equal for this model: on a CPU, where all that is not packed is float32.
 
-    Not of a window's keys, which lie in another order for one row once the ring has wrapped.
+    Not with a window: its keys lie in another order for one row once the ring has wrapped.
     """
+    if any(isinstance(entry, RotatingKVCache) for entry in leaves(make_target_cache(model))):
+        return False
     floats = {a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating)}
     return mx.default_device() == mx.Device(mx.cpu) and not autotune.has_gpu() and floats <= {mx.float32}
 

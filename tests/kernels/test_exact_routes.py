@@ -19,8 +19,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 TWO = {**SMALL, "num_hidden_layers": 2}
 # family: (arguments beside, type, whether in 4 bit, texts that serve it)
 SERVED = {
-    "llama": (SMALL, mx.float16, False, {"block_linear_dense", "block_attention"}),
-    "gemma3": (TWO, mx.float16, True, {"block_qmm_tiles_EIGHTS", "block_attention"}),
+    "llama": (SMALL, mx.float16, False, {"block_linear", "block_attention"}),
+    "gemma3": (TWO, mx.float16, True, {"block_qmm_tiles", "block_attention"}),
     "gpt_oss": ({**SMALL, "num_local_experts": 4}, mx.float32, True, {"block_qmm", "block_gather_qmm", "block_attention"}),
     "qwen3_next": ({**TWO, "linear_key_head_dim": 32, "linear_value_head_dim": 8}, mx.float32, False, {"gated_delta"}),
 }
@@ -62,7 +62,7 @@ def test_a_familys_rows_are_the_same_bits_alone_and_among_others(untried, name):
         nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 64 == 0)
     # A window's keys and one, whose ring has wrapped.
     assert first_difference(exact.ExactTarget(model), (2,), 17) is None
-    assert texts <= untried
+    assert not [text for text in texts if not any(name.startswith(text) for name in untried)], untried
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "gemma3", "llama, mixed windows", "gpt_oss"])
