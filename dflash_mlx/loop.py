@@ -126,7 +126,7 @@ class Run:
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
         drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending (see `BlockProposer`)
 
-    rows: n + 1; point: undoes the last target pass; emitted: tokens handed out.
+    rows: n + 1, begun: what it was behind the prompt; point: undoes the last target pass; emitted: tokens handed out.
     """
 
     def __init__(
@@ -232,13 +232,17 @@ class Run:
         with mx.stream(self.stream):
             self.roll_back()
             began = time.perf_counter()
-            if self.quantization and self.rows > self.begun:
-                # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
-                self.quantization.apply(self.cache)
-            self.point = rollback_point(self.cache.target, self.rows)
+            self.mark()
             output = self._enqueue(_row(anchor), draft, lookahead)
         output.seconds = draft.seconds + time.perf_counter() - began
         return output
+
+    def mark(self) -> None:
+        """Remember the target's cache as it is in front of a pass."""
+        if self.quantization and self.rows > self.begun:
+            # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
+            self.quantization.apply(self.cache)
+        self.point = rollback_point(self.cache.target, self.rows)
 
     def _enqueue(self, anchor: mx.array, draft: Draft, lookahead: bool) -> PendingPass:
         drafted, by_drafter = draft.row, draft.by_drafter

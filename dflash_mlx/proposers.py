@@ -142,21 +142,21 @@ class BlockProposer:
     ):
         self.drafter, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
         self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
-        self.begin = self.context.rows - cache[0].offset  # rows that no drafter saw: `PairCache.adopt`
+        self.skipped = self.context.rows - cache[0].offset  # rows in front that no drafter saw: `PairCache.adopt`
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
         """Enqueue n drafts after the anchor [1], or as many of them as the policy needs for a width. Nothing is pending then."""
         features, rows = self.context.pending.joined(), self.context.rows
-        args = (anchor, features, self.cache, rows - self.begin, n + 1), self.policy.drafts_needed(width)
-        drafted, sure = self._sampler.draft(self.drafter, *args, position=rows + features.shape[1] + 1)
-        draft = Draft(drafted, sure if self.policy.wants_confidence else None, self.source, width)
+        args = (anchor, features, self.cache, rows - self.skipped, n + 1), self.policy.drafts_needed(width)
+        drafted, confidence = self._sampler.draft(self.drafter, *args, position=rows + features.shape[1] + 1)
+        draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
         # Begun before the host builds the target's pass: for a large model that takes as long as the draft takes on the device.
         mx.async_eval(draft.row, draft.confidence)
         return draft
 
     def inject(self, *features: mx.array) -> None:
         """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""
-        self.drafter.inject(self.context.pending.joined(*features), self.cache, self.context.rows - self.begin)
+        self.drafter.inject(self.context.pending.joined(*features), self.cache, self.context.rows - self.skipped)
 
     def injected(self, rows: int) -> Context:
         """The context once the cache holds so many rows and nothing is pending."""
@@ -177,7 +177,7 @@ class BlockProposer:
         for entry, state in zip(self.cache, self.context.sliding, strict=True):
             # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
             if state is None:
-                entry.trim(max(entry.offset + self.begin - self.context.rows, 0))
+                entry.trim(max(entry.offset + self.skipped - self.context.rows, 0))
             else:
                 entry.state = state
         pending = rows - self.context.rows

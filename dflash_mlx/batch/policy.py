@@ -5,9 +5,9 @@ Knows numbers only. A row that runs alone is chosen for by its own policy (`draf
     value(w) = tokens(w) / seconds(B, w)        tokens(w): over the rows, the committed tokens of a round of width w
                                                 seconds(B, w): what a round of B rows at width w took of late
 
-The width with the largest value is taken; 0 is plain batching. A row whose own drafts are worth less than what they add to the
-round drafts nothing in it. Seconds that were never seen are taken from the nearest number of rows. A width that never ran is
-tried once, if it would pay at what it costs one row: many rows share less of it.
+The width with the largest value is taken; 0 is plain batching. A row whose own drafts bring less than half of what the batch
+would give in the time that they add to the round drafts nothing in it. Seconds that were never seen are taken from the nearest
+number of rows. A width that never ran is tried once, if it would pay at what it costs one row: many rows share less of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
 # Ids of the text must promise so much more than the drafter, or than none: what is promised is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
-# How far a round moves what is known; how much more than that one odd round counts for; rounds of its own that a pass costs.
+# How far a round moves what is known; how many times what is known an odd round counts for at most; what a pass takes beside its
+# rows (read weights), in rows.
 _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
 
 
@@ -45,7 +46,6 @@ class RoundCosts:
         if (rows, width) in self.seen:
             return self.seen[rows, width]
         near = min((b for b, w in self.seen if w == width), key=lambda b: abs(b - rows), default=None)
-        # A part of a pass is read weights, which rows share.
         return None if near is None else self.seen[near, width] * (_FIXED + rows) / (_FIXED + near)
 
 
@@ -102,7 +102,7 @@ class BatchPolicy:
 
     @staticmethod
     def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
-        """The rows whose drafts bring more than the tokens that their share of the time is worth, and those due for a try."""
+        """The rows whose drafts bring half of the tokens that their share of the time is worth, and those due for a try."""
         if not width:
             return free
         found = []
@@ -149,33 +149,35 @@ class RowPolicy:
         return self.own.plain_s
 
     @property
-    def _is_batchs(self) -> bool:
+    def _goes_by_batch(self) -> bool:
         return self.in_company and self.is_free
 
     def choose(self, pending: int = 0) -> int:
-        if not self._is_batchs:
+        if not self._goes_by_batch:
             self.width = self.own.choose(pending)
         return self.width
 
     def drafts_needed(self, width: int) -> int | None:
-        return width + 1 if self._is_batchs else self.own.drafts_needed(width)
+        return width + 1 if self._goes_by_batch else self.own.drafts_needed(width)
 
     def confidence_cut(self, confidence: Sequence[float]) -> int:
         return self.own.confidence_cut(confidence)
 
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
         """In company: as many ids of the text as gain most, where that is more than the drafter promises."""
-        if not self._is_batchs:
+        if not self._goes_by_batch:
             return self.own.prompt_lookup_width(width, rates)
         gains = [tokens - self.price * w for w, tokens in enumerate(expected_tokens(rates))]
         best = max(range(len(gains)), key=gains.__getitem__)
         drafted = expected_tokens(self.own.acceptance.rates())[width] - self.price * width
         return best if gains[best] > _LOOKUP_GAIN * max(drafted, 1.0) else 0
 
-    def observe(self, width: int, accepted: int, more: bool, seconds: float, *about: Any, **named: Any) -> None:
-        if not self._is_batchs:
-            self.own.observe(width, accepted, more, seconds, *about, **named)
-        elif width and not (named.get("looked_up") or len(about) > 1 and about[1]):
+    def observe(
+        self, width: int, accepted: int, more: bool, seconds: float, usual: bool, looked_up: bool = False, *about: Any
+    ) -> None:
+        if not self._goes_by_batch:
+            self.own.observe(width, accepted, more, seconds, usual, looked_up, *about)
+        elif width and not looked_up:
             # Seconds of a round of many rows say nothing of one row's.
             self.own.acceptance.add(accepted, more)
 

@@ -20,7 +20,6 @@ from ..kernels.autotune import NotFiniteError
 from ..loop import Kept, PendingPass, Run, evaluate, keep_rows
 from ..models.target import Target, TargetOutput
 from ..proposers import BlockProposer, Draft
-from ..rollback import rollback_point
 from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
@@ -245,7 +244,7 @@ def _draft(rows: Sequence[RowRound]) -> None:
 def _row_draft(row: RowRound, size: int) -> RowDraft:
     blocks, sampler = row.run.blocks, row.run.target_sampler
     features, held = blocks.context.pending.joined(), blocks.context.rows
-    asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.begin, seat=row.seat)
+    asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.skipped, seat=row.seat)
     if isinstance(sampler.sampler, Distribution):
         position = held + features.shape[1] + 1
         asked.draw, asked.noise = sampler.sampler, sampler.noise.rows(position, size, row.run.target.vocabulary)[:-1]
@@ -256,9 +255,7 @@ def _begin_pass(row: RowRound) -> RowPass:
     """What `Run.verify` does in front of a pass."""
     run = row.run
     run.roll_back()
-    if run.quantization and run.rows > run.begun:
-        run.quantization.apply(run.cache)
-    run.point = rollback_point(run.cache.target, run.rows)
+    run.mark()
     return RowPass(run.cache.target, run.point, row.draft.width + 1, row.seat)
 
 
