@@ -227,8 +227,8 @@ def check_exact(options: Any) -> None:
     if given.get("draft_model") is not None and not isinstance(given["draft_model"], Drafter):
         raise GenerationError("exact was given with an mlx-lm draft model; mlx-lm's own loop is not exact", "Leave one out")
     said = {
-        "max_kv_size": "a window that keeps first rows has no text",
-        "kv_bits": "quantized keys have no text",
+        "max_kv_size": "no kernel takes a window that keeps first rows",
+        "kv_bits": "no kernel takes quantized keys",
         "input_embeddings": "prompts are token ids",
     }
     for name, why in said.items():
@@ -241,7 +241,7 @@ def check_exact(options: Any) -> None:
     for entry in leaves(given.get("prompt_cache") or []):
         if isinstance(entry, QuantizedKVCache) or getattr(entry, "keep", 0):
             raise CacheError(
-                f"the prompt cache has a {type(entry).__name__} that keeps quantized or first rows; exact has no text for it",
+                f"the prompt cache has a {type(entry).__name__} that keeps quantized or first rows; exact has no kernel for it",
                 "Start a new one without kv_bits and max_kv_size",
             )
     if autotune.has_gpu() and autotune.setting() == "off":
@@ -249,7 +249,7 @@ def check_exact(options: Any) -> None:
 
 
 def check_block(drafter: Drafter, block_size: int | None) -> None:
-    """Refuse blocks beyond the rows that a text takes."""
+    """Refuse blocks of more rows than a kernel takes."""
     if (slots := block_size or drafter.config.block_size) > MAX_ROWS:
         raise GenerationError(
             f"block_size is {slots} with exact; a pass of exact has at most {MAX_ROWS} rows", f"Give a block_size of {MAX_ROWS}"
@@ -260,7 +260,7 @@ def prove(target: ExactTarget) -> ExactTarget:
     """Compare passes of the target with its passes of one row. Returns: it, or the same left to MLX where that is row-equal.
 
     Raises:
-      GenerationError, KernelError: names the operation that differs, or the text that is missing.
+      GenerationError, KernelError: names the operation that differs, or the kernel that is missing.
     """
     if may_be_row_equal(target.model):
         unrouted = ExactTarget(target.model, target.layer_ids, routed=False)

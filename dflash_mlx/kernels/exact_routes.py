@@ -159,7 +159,7 @@ class Experts(KernelRoute):
             launch = autotune.sure(block_gather_qmm_plan, x, *packed, indices, layer.group_size, layer.bits)
         if launch is None:
             raise GenerationError(
-                f"exact has no text for {type(layer).__name__} with x {list(x.shape)} and indices {list(indices.shape)}",
+                f"exact has no kernel for {type(layer).__name__} with x {list(x.shape)} and indices {list(indices.shape)}",
                 "Run this target without exact",
             )
         self.passes.served.add(self)
@@ -223,7 +223,7 @@ class ExactAttention(Attention):
         laid = laid_keys(queries, keys, values, cache, mask) if isinstance(keys, mx.array) else None
         if laid is None or not isinstance(scale, (int, float)):
             raise GenerationError(
-                f"exact has no text for the attention of {type(self.module).__name__.removeprefix('Tapped')} with a "
+                f"exact has no kernel for the attention of {type(self.module).__name__.removeprefix('Tapped')} with a "
                 f"{type(cache).__name__.removeprefix('_')} and {_said(mask)}",
                 "Run this target without exact",
             )

@@ -74,11 +74,11 @@ def test_where_no_text_serves_a_row_is_computed_by_itself(name):
     assert first_difference(target, (2, 5), 24) is None
 
 
-def test_a_mask_that_has_no_text_is_refused_with_the_modules_name():
+def test_a_mask_that_has_no_kernel_is_refused_with_the_modules_name():
     model = wide("llama", num_hidden_layers=1)
     route = exact_routes.ExactAttention(model.layers[0].self_attn, type(model.layers[0].self_attn).__call__, None, None)
     q = mx.zeros((1, 4, 2, 32))
-    with pytest.raises(exact.GenerationError, match=r"no text for the attention of Attention .* and a mask of \[2, 2\]"):
+    with pytest.raises(exact.GenerationError, match=r"no kernel for the attention of Attention .* and a mask of \[2, 2\]"):
         route._attend(q, q[:, :2], q[:, :2], None, 1.0, mx.zeros((2, 2)))
 
 
