@@ -71,11 +71,11 @@ FAULTS = {
         (PLAIN, SLIDING, NONCAUSAL),
     ),
     "anchor kept in the context": (
-        (drafter_module.Attention, "__call__", "cache.trim(K)", "cache.trim(K - 1)"),
+        (drafter_module.Attention, "fetch", "cache.trim(K)", "cache.trim(K - 1)"),
         (PLAIN,),
     ),
     "drafter cache not cropped": (
-        (drafter_module.Attention, "__call__", "cache.trim(K)", "pass"),
+        (drafter_module.Attention, "fetch", "cache.trim(K)", "pass"),
         (PLAIN,),
     ),
 }  # fmt: skip

@@ -289,6 +289,6 @@ def test_every_metal_file_for_xcrun_is_written():
     loaded = [
         kernel.name for entry in REGISTRY.values() if entry.text and entry.name != "block_linear" for kernel in entry.load()
     ]
-    forms = [f"block_linear{form}" for form in metal_text.LINEAR]
+    forms = [f"block_linear{units}{form}" for form in metal_text.LINEAR for units in ("", "_EIGHTS")] + ["block_qmm_tiles_EIGHTS"]
     assert {n.rstrip("0123456789_") for n in texts} == {f"dflash_{n}" for n in (*loaded, *forms)}
     assert all(text.count("[[kernel]]") == (2 if "template <" in text else 1) for text in texts.values())
