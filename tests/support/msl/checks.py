@@ -8,6 +8,9 @@ import numpy as np
 MANTISSA = {mx.float32: 24, mx.float16: 11, mx.bfloat16: 8}
 SMALLEST = {mx.float32: -126, mx.float16: -14, mx.bfloat16: -126}
 
+# What a value in tiles of 8 is too large by: `row_tiles.tile_base`.
+TOO_LARGE = {(mx.float16, 4): 64, (mx.bfloat16, 4): 128, (mx.float16, 8): 1024, (mx.bfloat16, 8): 128}
+
 
 def f64(a: mx.array) -> np.ndarray:
     """The array's exact values as float64."""
