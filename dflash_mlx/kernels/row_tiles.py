@@ -50,7 +50,8 @@ METAL_FUNC uint tile_left(uint word, int p, bool half_type) {
 }
 """
 
-_SOURCE = """
+_SOURCE = (
+    """
     constexpr int PER = 32 / BITS, PAIRS = 16 / BITS;     // values and pairs of a word
     constexpr int WORDS = GROUP / 4 / PER;                // of a group, that a lane has of one column
     constexpr int VECTOR = WORDS < 4 ? 2 : 4;
@@ -91,18 +92,9 @@ _SOURCE = """
 
     float by[ROW_TILES][2];
     if (NORM) {
-        for (int m = part; m < M; m += SIMDGROUPS) {
-            float squares = 0.0f;
-            for (int k = 8 * lane; k < K; k += 8 * 32) {
-                const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(m) * K + k))[0];
-                #pragma unroll
-                for (int e = 0; e < 4; ++e) squares = pair_squares<T>(squares, four[e]);
-            }
-            squares = simd_sum(squares);
-            if (lane == 0) inverse[m] = metal::rsqrt(squares / float(K) + as_type<float>(EPS));
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        #pragma unroll
+"""
+    + tile_product.INVERSES
+    + """        #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
             #pragma unroll
             for (int e = 0; e < 2; ++e) by[m][e] = inverse[row[m][e] / K];
@@ -206,20 +198,9 @@ _SOURCE = """
         }
     }
 
-    // Parts of K, by halves: the upper half of the simd groups gives to the lower.
-    for (int half_of = SIMDGROUPS / 2; half_of > 0; half_of /= 2) {
-        if (part >= half_of && part < 2 * half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) others[((part - half_of) * HELD + e) * 32 + lane] = sum[e];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        if (part < half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) sum[e] = sum[e] + others[(part * HELD + e) * 32 + lane];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    }
-    if (part == 0) {
+"""
+    + tile_product.ADD_UP
+    + """    if (part == 0) {
         #pragma unroll
         for (int e = 0; e < HELD; ++e) {
             const int i = e / 2 / ROW_TILES, m = e / 2 % ROW_TILES, h = i % 2;
@@ -236,6 +217,7 @@ _SOURCE = """
         }
     }
 """
+)
 
 
 @functools.lru_cache(maxsize=64)

@@ -39,7 +39,37 @@ METAL_FUNC float pair_squares(float sum, uint pair) {
 
 # A group's integers, less the middle of their range, are exact in 16 bits: the matrix units multiply them with x, and scale and
 # bias are put on afterwards, in float32, the bias through the sum of x. Weights of x's type are multiplied as they are.
-_SOURCE = """
+# Of both texts: the inverse root of each row's mean of squares, and the sum of the parts of K that simd groups have.
+INVERSES = """        for (int m = part; m < M; m += SIMDGROUPS) {
+            float squares = 0.0f;
+            for (int k = 8 * lane; k < K; k += 8 * 32) {
+                const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(m) * K + k))[0];
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) squares = pair_squares<T>(squares, four[e]);
+            }
+            squares = simd_sum(squares);
+            if (lane == 0) inverse[m] = metal::rsqrt(squares / float(K) + as_type<float>(EPS));
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+"""
+
+ADD_UP = """    // Parts of K, by halves: the upper half of the simd groups gives to the lower.
+    for (int half_of = SIMDGROUPS / 2; half_of > 0; half_of /= 2) {
+        if (part >= half_of && part < 2 * half_of) {
+            #pragma unroll
+            for (int e = 0; e < HELD; ++e) others[((part - half_of) * HELD + e) * 32 + lane] = sum[e];
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        if (part < half_of) {
+            #pragma unroll
+            for (int e = 0; e < HELD; ++e) sum[e] = sum[e] + others[(part * HELD + e) * 32 + lane];
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+"""
+
+_SOURCE = (
+    """
     constexpr int OWN = GROUP / 4;               // values of a group that a lane has, of one column of W or row of x
     constexpr int WORDS = OWN * BITS / 32;
     constexpr int VECTOR = WORDS < 4 ? 2 : 4;
@@ -80,18 +110,9 @@ _SOURCE = """
 
     float by[ROW_TILES];
     if (NORM) {
-        for (int m = part; m < M; m += SIMDGROUPS) {
-            float squares = 0.0f;
-            for (int k = 8 * lane; k < K; k += 8 * 32) {
-                const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(m) * K + k))[0];
-                #pragma unroll
-                for (int e = 0; e < 4; ++e) squares = pair_squares<T>(squares, four[e]);
-            }
-            squares = simd_sum(squares);
-            if (lane == 0) inverse[m] = metal::rsqrt(squares / float(K) + as_type<float>(EPS));
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        #pragma unroll
+"""
+    + INVERSES
+    + """        #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) by[m] = inverse[row[m] / K];
     }
 
@@ -218,20 +239,9 @@ _SOURCE = """
         }
     }
 
-    // Parts of K, by halves: the upper half of the simd groups gives to the lower.
-    for (int half_of = SIMDGROUPS / 2; half_of > 0; half_of /= 2) {
-        if (part >= half_of && part < 2 * half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) others[((part - half_of) * HELD + e) * 32 + lane] = sum[e];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        if (part < half_of) {
-            #pragma unroll
-            for (int e = 0; e < HELD; ++e) sum[e] = sum[e] + others[(part * HELD + e) * 32 + lane];
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    }
-    if (part == 0) {
+"""
+    + ADD_UP
+    + """    if (part == 0) {
         #pragma unroll
         for (int e = 0; e < HELD; ++e) {
             const int i = e / 4 / ROW_TILES, m = e / 4 % ROW_TILES, h = e % 4 / 2;
@@ -248,6 +258,7 @@ _SOURCE = """
         }
     }
 """
+)
 
 # What a form is not given is called by another name, and nothing is read through it.
 _ABSENT = "    const auto {} = x;\n"
