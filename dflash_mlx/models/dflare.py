@@ -27,13 +27,7 @@ class DFlareAttention(Attention):
         self.v_proj_target = nn.Linear(*sizes, bias=config.attention_bias)
 
     def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        return self._form(self.k_proj_target(x), self.v_proj_target(x), offset)
-
-    def _form(self, k: mx.array, v: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """Projected rows [B, L, n_kv_heads * D] to normed keys, rotated unless that waits, and values, [B, n_kv_heads, L, D]."""
-        k, v = (part.reshape(*part.shape[:2], self.n_kv_heads, -1) for part in (k, v))
-        k, v = self.k_norm(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        return (k if self.rotates_late else self.rope(k, offset=offset)), v
+        return self.form(self.k_proj_target(x), self.v_proj_target(x), offset)
 
     def __call__(self, x: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
         if hasattr(cache, "attend"):
@@ -42,7 +36,7 @@ class DFlareAttention(Attention):
         held = cache.offset - start
         k, v = self.cached_form(context, start)
         k, v = self._append(cache, k[:, :, held:], v[:, :, held:])
-        own = self._form(self.k_proj(x), self.v_proj(x), end)
+        own = super().cached_form(x, end)
         k, v = (mx.concatenate(both, axis=2) for both in zip((k, v), own, strict=True))
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])
@@ -50,8 +44,8 @@ class DFlareAttention(Attention):
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
-class DFlareLayer(DecoderLayer):
-    attention_class = DFlareAttention
+class FusedLayer(DecoderLayer):
+    """A layer with context rows of its own."""
 
     def __init__(self, config: DrafterConfig, layer: int):
         super().__init__(config, layer)
@@ -60,6 +54,10 @@ class DFlareLayer(DecoderLayer):
     def own_context(self, context: mx.array) -> mx.array:
         """[B, S, L, H] to this layer's rows [B, S, H]."""
         return context[:, :, self.layer]
+
+
+class DFlareLayer(FusedLayer):
+    attention_class = DFlareAttention
 
 
 class DFlareDrafter(Drafter):

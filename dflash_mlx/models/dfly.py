@@ -15,8 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ..config import DrafterConfig
-from .dflare import fused_taps
-from .drafter import DecoderLayer
+from .dflare import FusedLayer, fused_taps
 from .dspark import DSparkDrafter
 
 
@@ -37,18 +36,8 @@ class HiddenCorrection(nn.Module):
         return hidden + self.down_proj(swiglu(self.gate_proj(both), self.up_proj(both)))
 
 
-class DFlyLayer(DecoderLayer):
-    def __init__(self, config: DrafterConfig, layer: int):
-        super().__init__(config, layer)
-        self.layer = layer
-
-    def own_context(self, context: mx.array) -> mx.array:
-        """[B, S, L, H] to this layer's rows [B, S, H]."""
-        return context[:, :, self.layer]
-
-
 class DFlyDrafter(DSparkDrafter):
-    layer_class = DFlyLayer
+    layer_class = FusedLayer
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)

@@ -59,9 +59,13 @@ class Attention(nn.Module):
 
     def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
-        B, L, _ = x.shape
-        k = self.k_norm(self.k_proj(x).reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
-        v = self.v_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        return self.form(self.k_proj(x), self.v_proj(x), offset)
+
+    def form(self, k: mx.array, v: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """`cached_form` of projected rows [B, L, n_kv_heads * D]."""
+        B, L, _ = k.shape
+        k = self.k_norm(k.reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
+        v = v.reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
         return (k if self.rotates_late else self.rope(k, offset=offset)), v
 
     def inject(self, context: mx.array, cache: Any, start: int) -> None:

@@ -29,10 +29,8 @@ class Gemma4Attention(Attention):
 
     def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         k = self.k_proj(x)
-        v = self.v_proj(x) if "v_proj" in self else k
-        k, v = (part.reshape(*x.shape[:2], self.n_kv_heads, -1) for part in (k, v))
-        k, v = self.k_norm(k).transpose(0, 2, 1, 3), mx.fast.rms_norm(v, None, self.eps).transpose(0, 2, 1, 3)
-        return (k if self.rotates_late else self.rope(k, offset=offset)), v
+        k, v = self.form(k, self.v_proj(x) if "v_proj" in self else k, offset)
+        return k, mx.fast.rms_norm(v, None, self.eps)
 
 
 class Gemma4MLP(MLP):
