@@ -7,8 +7,8 @@ would put into a model's own caches, whatever their kinds. Knows no files. What 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -47,6 +47,11 @@ class RunSize:
     kv_bits: int | None = None
     kv_group_size: int | None = None
     quantized_kv_start: int | None = None
+
+    @classmethod
+    def of(cls, tokens: int, options: Mapping[str, Any]) -> RunSize:
+        """A run with these options, of which it takes those that say how long caches become."""
+        return cls(tokens, **{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
 
 def model_bytes(model: nn.Module) -> int:

@@ -96,7 +96,7 @@ def run_size(tokens: int, caches: Mapping[str, int | None]) -> RunSize:
     """What a run of so many tokens asks of caches that are held as `cache_options` says."""
     from ..memory import RunSize
 
-    return RunSize(tokens, **{name: value for name, value in caches.items() if name not in ("prefill_step_size", "exact")})
+    return RunSize.of(tokens, caches)
 
 
 @insistent()

@@ -101,8 +101,7 @@ class Together:
         return self._needs_of(len(job.prompt) + self._most(job))
 
     def _needs_of(self, tokens: int) -> int:
-        held = {name: value for name, value in vars(self.caches).items() if name not in ("prefill_step_size", "exact")}
-        return cache_bytes(self._entries, RunSize(tokens, **held))
+        return cache_bytes(self._entries, RunSize.of(tokens, vars(self.caches)))
 
     @staticmethod
     def _is_read_by(row: Row, prompt: list[int]) -> bool:
