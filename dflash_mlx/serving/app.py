@@ -417,8 +417,9 @@ class Answer:
     async def _whole(self, request: Request) -> Response:
         try:
             for writer in self.writers:
-                async for token in writer.generation.tokens():
-                    writer.add(token)
+                async for tokens in writer.generation.bursts():
+                    for token in tokens:
+                        writer.add(token)
             bodies = [writer.body() for writer in self.writers]
             return _json(bodies[0] if len(bodies) == 1 else joined(bodies), headers=self.headers)
         except RequestError as error:
@@ -432,8 +433,7 @@ class Answer:
                 async for text in self._written(writer):
                     yield text
             if isinstance(writer, Completion):
-                for text in writer.end_of_all(total([one.usage() for one in self.writers])):
-                    yield text
+                yield "".join(writer.end_of_all(total([one.usage() for one in self.writers])))
         except RequestError as error:
             # The status line is out: the stream itself has to say it.
             self.failed = True
@@ -446,14 +446,12 @@ class Answer:
             yield writer.error(RequestError(f"{type(error).__name__}: {error}", status=500))
 
     async def _written(self, writer: Writer) -> AsyncIterator[str]:
-        for text in writer.start():
-            yield text
+        """What comes together is written at once: a client that left is then noticed in between."""
+        yield "".join(writer.start())
         wait, written = self.first_comment_s, time.monotonic()
-        async for token in writer.generation.tokens(min(0.25, self.first_comment_s)):
-            texts, due = writer.add(token) if token else [], time.monotonic() - written >= wait
-            for text in texts or ([writer.idle()] if due else []):
-                yield text
-            if texts or due:
-                wait, written = self.first_comment_s if texts else self.next_comment_s, time.monotonic()
-        for text in writer.end():
-            yield text
+        async for tokens in writer.generation.bursts(min(0.25, self.first_comment_s)):
+            text, due = "".join(event for token in tokens for event in writer.add(token)), time.monotonic() - written >= wait
+            if text or due:
+                yield text or writer.idle()
+                wait, written = self.first_comment_s if text else self.next_comment_s, time.monotonic()
+        yield "".join(writer.end())

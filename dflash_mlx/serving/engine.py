@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
@@ -202,23 +203,28 @@ class Generation:
         self.cancelled = True
         self._events.put_nowait(ClientDisconnected())
 
-    async def tokens(self, tick_s: float | None = None) -> AsyncIterator[Token | None]:
-        """The tokens as they come; None each time that nothing came for tick_s seconds.
+    async def bursts(self, tick_s: float | None = None) -> AsyncIterator[list[Token]]:
+        """The tokens that have come since, all of a round together; an empty list each time that nothing came for tick_s seconds.
 
         Raises:
           RequestError: it could not be done. ClientDisconnected: it was cancelled.
         """
         while True:
             try:
-                event = await asyncio.wait_for(self._events.get(), tick_s)
+                events = [await asyncio.wait_for(self._events.get(), tick_s)]
             except TimeoutError:
-                yield None
+                yield []
                 continue
-            if event is None:
-                return
-            if isinstance(event, BaseException):
-                raise event
-            yield event
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            tokens = list(takewhile(lambda event: isinstance(event, Token), events))
+            if tokens:
+                yield tokens
+            if len(tokens) < len(events):
+                end = events[len(tokens)]
+                if end is None:
+                    return
+                raise end
 
     def put(self, event: Token | BaseException | None) -> None:
         try:

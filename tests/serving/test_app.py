@@ -63,6 +63,19 @@ def test_one_connection_carries_request_after_request_in_pieces_or_not(served):
     link.close()
 
 
+def test_events_of_one_moment_are_written_in_one_piece(served):
+    """Written apart, they would all go to a client that has left before the loop can notice it."""
+    body = json.dumps({"input": "x", "max_output_tokens": 4, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
+        link.sendall(b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answer, pieces = HTTPResponse(link), []
+        answer.begin()
+        while size := int(answer.fp.readline(), 16):
+            pieces.append(re.findall(r"^event: (\S+)$", answer.fp.read(size + 2).decode(), re.M))
+    assert pieces[0] == ["response.created", "response.in_progress"]
+    assert pieces[-1][0].endswith(".done") and pieces[-1][-1] in ("response.completed", "response.incomplete"), pieces
+
+
 def test_small_pieces_of_an_answer_do_not_wait_for_the_clients_acknowledgement(served, monkeypatch):
     made, waits = TimedProtocol.connection_made, []
 
