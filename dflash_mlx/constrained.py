@@ -69,9 +69,9 @@ class ConstrainedSampler(TargetSampler):
         self.guide.follow(self.history.since(self.guide.seen))
         return self.guide
 
-    def cut(self, draft: Draft, n: int) -> int:
+    def set_width(self, draft: Draft, n: int) -> int:
         """Without those that the constraint does not allow, where the host knows them."""
-        width = super().cut(draft, n)
+        width = super().set_width(draft, n)
         ids, confidence = draft.drafted_ids or (draft.ids if isinstance(draft.ids, list) else [], None)
         if width and ids and (legal := self.follow().legal(ids[:width])) < width:
             draft.width = legal
@@ -80,10 +80,10 @@ class ConstrainedSampler(TargetSampler):
                 confidence[legal:] = [0.0] * (len(confidence) - legal)
         return draft.width
 
-    def start(self, target: Target, output: TargetOutput, drafted: mx.array, context: list[Any], *rest: Any) -> tuple:
+    def enqueue(self, target: Target, output: TargetOutput, drafted: mx.array, context: list[Any], *rest: Any) -> tuple:
         args, width = (target, output, drafted, context, *rest), output.hidden.shape[1] - 1
         if self.processors:
-            return super().start(*args)
+            return super().enqueue(*args)
         mx.async_eval(output.hidden, output.features, context, output.logits)
         if width:
             # Not a slice of it: that would be computed behind the pass.
@@ -94,7 +94,7 @@ class ConstrainedSampler(TargetSampler):
 
     def _start(self, masks: mx.array | None, args: tuple[Any, ...]) -> tuple[Callable, Callable, bool]:
         self._masks = masks
-        token, wait, ours = super().start(*args)
+        token, wait, ours = super().enqueue(*args)
 
         def read() -> RoundResult:
             result = wait()
@@ -104,9 +104,9 @@ class ConstrainedSampler(TargetSampler):
 
         return token, read, ours
 
-    def _choose(self, rows: mx.array, position: int) -> mx.array:
+    def _sample(self, rows: mx.array, position: int) -> mx.array:
         # Rows that processors saw are held already.
-        return super()._choose(rows if self.processors else hold(rows, self._masks), position)
+        return super()._sample(rows if self.processors else hold(rows, self._masks), position)
 
 
 class ForcedProposer:

@@ -58,7 +58,7 @@ class ExactTarget(Target):
             self.routes = ExactRoutes(model, own_class)
             self.states = StatefulModules(model, self.family, self.routes)
 
-    def again(self) -> ExactTarget:
+    def clone(self) -> ExactTarget:
         """Another one like it, for a comparison that watches every call."""
         return ExactTarget(self.model, self.layer_ids, self.routed)
 
@@ -70,7 +70,7 @@ class ExactTarget(Target):
         with exact_windows(cache or ()):
             return super().__call__(ids, cache, point, kernels=True, eager=eager)
 
-    def prefill_rows(self, at: int, step: int | None, left: int) -> int:
+    def prefill_chunk(self, at: int, step: int | None, left: int) -> int:
         step = step or STEP
         to_border = step - at % step
         return step if to_border == step <= left else min(to_border, left, MAX_ROWS)
@@ -119,7 +119,7 @@ class ExactPair(DFlashPair):
                 self._proved = self.target
             return self.target
 
-    def lined_up(self, cache: PairCache, options: RunOptions) -> PairCache:
+    def prepare_cache(self, cache: PairCache, options: RunOptions) -> PairCache:
         """The cache cut back to where its rows are those that reading the whole text anew would give.
 
         Rows up to a border are a whole chunk's. Where the text now reaches over a border that the cache's rows were not read

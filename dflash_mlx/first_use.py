@@ -40,7 +40,7 @@ def try_before_answers(target: Target, always: bool = False, drafter: Drafter | 
             output = target(ids, entries, kernels=True)
         hidden = output.hidden
         target.head(hidden)
-        target.choices(hidden)
+        target.greedy_ids(hidden)
         accept(ids[:, 1:], ids)
         if drafter is not None and target.accelerator:
             # Context and block together are few rows, as in most rounds.

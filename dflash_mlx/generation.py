@@ -112,7 +112,7 @@ def stream_generate(
     target, prompt = pair.begin(), options.prompt_ids
     cache = pair.open_cache(prompt_cache, max_kv_size)
     options.check_prompt(target, cache)
-    cache = pair.lined_up(cache, options)
+    cache = pair.prepare_cache(cache, options)
     run = make_run(options, pair, cache)
     if prompt_cache is not None:
         # Nothing was refused: a fresh list from mlx-lm's own make_prompt_cache gets the drafter's part.
@@ -145,7 +145,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
             response = responder.respond(step, steps.close)
             yield response
             if response.finish_reason:
-                run.blocks.drafter.pair.after_answer()
+                run.drafter.model.pair.after_answer()
                 return
     raise GenerationError(
         "this stream has given its prompt cache up to a later call, and cannot go on",

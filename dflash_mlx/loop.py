@@ -21,7 +21,7 @@ from .kernels.autotune import NotFiniteError
 from .options import RunOptions
 from .pair import DFlashPair
 from .prompt_cache import PairCache
-from .proposers import BlockProposer, Context, Draft, PromptLookupProposer, Proposer, best_offer, check_draft
+from .proposers import Context, Draft, DrafterProposer, PromptLookupProposer, Proposer, best_offer, check_draft
 from .rollback import RollbackPoint, leaves, plain_windows, rollback, rollback_point
 from .round_counter import RoundCounter
 from .stats import GenerationStats
@@ -124,9 +124,9 @@ class Run:
 
         ids (committed)      p0 ... pn  a | d1 d2 b         a: anchor, committed but not yet in the target's cache
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
-        drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending (see `BlockProposer`)
+        drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending (see `DrafterProposer`)
 
-    rows: n + 1, begun: what it was behind the prompt; point: undoes the last target pass; emitted: tokens handed out.
+    rows: n + 1, prompt_end: rows behind the prompt; point: undoes the last target pass; emitted: tokens handed out.
     """
 
     def __init__(
@@ -141,15 +141,15 @@ class Run:
     ):
         self.options, self.stream, self.quantization = options, options.stream, options.quantization
         self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
-        self.blocks = BlockProposer(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
+        self.drafter = DrafterProposer(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
         # Who drafts in the next round, and how many of the drafter's drafts were chosen for it, if that is known.
-        self.proposer: Proposer | BlockProposer = self.blocks
-        self.chosen: int | None = None
-        self.counter = RoundCounter(stats, policy, self.blocks)
+        self.proposer: Proposer | DrafterProposer = self.drafter
+        self.next_width: int | None = None
+        self.counter = RoundCounter(stats, policy, self.drafter)
         # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
-        self._deep = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
+        self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
         # Entries whose arrays a pass or a rollback leaves lazy, and those of them that a pass does.
         self.lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
         self._states = [entry for entry in self.lazy if type(entry) is ArraysCache]
@@ -166,33 +166,33 @@ class Run:
         self._prompt_rows = len(feed)
         progress(0, len(feed))
         while len(feed) > 1:
-            chunk = feed[: self.target.prefill_rows(self.rows, self.options.prefill_step_size, len(feed) - 1)]
+            chunk = feed[: self.target.prefill_chunk(self.rows, self.options.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
                 features = self.target(mx.array([chunk]), cache.target).features
                 # None of its rows can be kept alone.
                 self.point.ended(0)
-                self.blocks.inject(features)
+                self.drafter.inject(features)
                 if self.quantization:
                     self.quantization.apply(cache)
                 mx.eval([entry.state for entry in cache.entries[:-1]])
                 mx.clear_cache()
             cache.ids = cache.ids[: self.rows] + chunk
             feed, done = feed[len(chunk) :], self.rows + len(chunk)
-            context, point = self.blocks.injected(done), rollback_point(cache.target, done)
+            context, point = self.drafter.injected(done), rollback_point(cache.target, done)
             # One statement, so that an interruption falls before or after it.
-            self.rows, self.blocks.context, self.point = done, context, point
+            self.rows, self.drafter.context, self.point = done, context, point
             progress(self._prompt_rows - len(feed), self._prompt_rows)
         cache.ids = cache.ids[: self.rows] + feed
-        self.begun = self.rows
+        self.prompt_end = self.rows
         return feed[0]
 
     def next_draft_length(self) -> int:
         """How many drafts to verify next; 0: plain decoding, as for the first token. Settles who drafts them."""
-        self.proposer, n, self.chosen = self.blocks, self.chosen, None
+        self.proposer, n, self.next_width = self.drafter, self.next_width, None
         if not self.emitted:
             return 0
-        n = self._choose() if n is None else n
-        proposer, offered = self._offer(n)
+        n = self._draft_length() if n is None else n
+        proposer, offered = self._best_source(n)
         if offered:
             self.proposer, n = proposer, offered
         return n
@@ -201,17 +201,17 @@ class Run:
         """Draft what may follow the anchor, of which n are to be verified. n = 0: nothing."""
         began, block = time.perf_counter(), self.stats.block_size
         with mx.stream(self.stream):
-            if n and self.proposer is self.blocks:
-                draft = self.blocks.propose(_row(anchor), block - 1, n)
+            if n and self.proposer is self.drafter:
+                draft = self.drafter.propose(_row(anchor), block - 1, n)
                 began += self.roll_back()
                 self._cut_by_confidence(draft, began)
             else:
                 draft = self.proposer.propose(_row(anchor), block - 1) if n else Draft([])
                 check_draft(draft, self.target.vocabulary)
-                self.target_sampler.cut(draft, n)
-                if self.blocks.context.pending.nbytes > _PENDING_BYTES:
-                    self.blocks.inject()
-                    self.blocks.hold(self.rows)
+                self.target_sampler.set_width(draft, n)
+                if self.drafter.context.pending.nbytes > _PENDING_BYTES:
+                    self.drafter.inject()
+                    self.drafter.mark_injected(self.rows)
         draft.seconds = time.perf_counter() - began
         return draft
 
@@ -223,23 +223,23 @@ class Run:
             draft.draft_s = time.perf_counter() - began
         if cuts:
             draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
-            if not self.target_sampler.cut(draft, width):
+            if not self.target_sampler.set_width(draft, width):
                 # A plain pass follows, and the drafter has what was pending.
-                self.blocks.hold(self.rows)
+                self.drafter.mark_injected(self.rows)
 
     def verify(self, anchor: int | mx.array, draft: Draft, lookahead: bool = False) -> PendingPass:
         """Enqueue the target's pass over the block [anchor, drafts...] and the accepting of its drafts."""
         with mx.stream(self.stream):
             self.roll_back()
             began = time.perf_counter()
-            self.mark()
+            self.mark_rollback_point()
             output = self._enqueue(_row(anchor), draft, lookahead)
         output.seconds = draft.seconds + time.perf_counter() - began
         return output
 
-    def mark(self) -> None:
+    def mark_rollback_point(self) -> None:
         """Remember the target's cache as it is in front of a pass."""
-        if self.quantization and self.rows > self.begun:
+        if self.quantization and self.rows > self.prompt_end:
             # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
             self.quantization.apply(self.cache)
         self.point = rollback_point(self.cache.target, self.rows)
@@ -251,10 +251,10 @@ class Run:
         confidence = None if draft.drafted_ids else draft.confidence
         output = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
         args = (self.target, output, drafted, context, self.rows + 1, confidence)
-        token, read, may_be_nonfinite = self.target_sampler.start(*args)
+        token, read, may_be_nonfinite = self.target_sampler.enqueue(*args)
         if not draft.width:
             evaluate(self._states)
-        sliding = self.blocks.sliding() if by_drafter else self.blocks.context.sliding
+        sliding = self.drafter.sliding() if by_drafter else self.drafter.context.sliding
         return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
     def accept(self, output: PendingPass) -> Kept:
@@ -281,7 +281,7 @@ class Run:
             self.point = output.point
             if not output.draft.width:
                 self.rows -= 1
-                self.blocks.context.pending.drop()
+                self.drafter.context.pending.drop()
             rollback(self.cache.target, self.point, self.rows)
             self.point.rows = 0
             self.point.replays.clear()
@@ -292,7 +292,7 @@ class Run:
     def commit_row(self, output: PendingPass) -> None:
         """Keep the anchor's row of a plain pass, before it is read."""
         with mx.stream(self.stream):
-            self.blocks.context.pending.append(output.features)
+            self.drafter.context.pending.append(output.features)
         self.rows += 1
 
     def commit(self, kept: Kept) -> None:
@@ -332,25 +332,25 @@ class Run:
 
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
         """Enqueue the plain pass after a plain one before that one is read; None: the host has a say in between."""
-        self.chosen = None
+        self.next_width = None
         last, measures = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
         # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
-        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self.begun + 1)
-        may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._deep)
+        quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self.prompt_end + 1)
+        may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._two_undoable)
         if last or measures or self.target_sampler.processors or may_be_nonfinite:
             return None
-        n = self._choose()
+        n = self._draft_length()
         # What a text offers depends on the token.
-        if n or self._offer(0)[1]:
-            self.chosen = n
+        if n or self._best_source(0)[1]:
+            self.next_width = n
             return None
         return self.verify(token := output.token(), self.propose(token, 0), lookahead=True)
 
-    def _choose(self) -> int:
+    def _draft_length(self) -> int:
         """How many of the drafter's drafts to verify next."""
-        return self._limit(self.policy.choose(self.rows - self.blocks.context.rows))
+        return self._limit(self.policy.next_length(self.rows - self.drafter.context.rows))
 
-    def _offer(self, n: int) -> tuple[Proposer | None, int]:
+    def _best_source(self, n: int) -> tuple[Proposer | None, int]:
         """The source to ask in place of n drafts of the drafter, and how many of its drafts to verify; 0: none."""
         proposer, rates = best_offer(self.proposers, self.cache.ids, self.stats.block_size - 1)
         return proposer, min(self._limit(self.policy.prompt_lookup_width(n, rates)), len(rates)) if rates else 0
@@ -372,7 +372,7 @@ class Run:
             rollback(cache.target, point, keep)
             if self.quantization:
                 self.quantization.apply(cache)
-            cache.features, cache.rows = self.blocks.settle(keep), keep
+            cache.features, cache.rows = self.drafter.settle(keep), keep
             cache.write()
             # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
             mx.eval([entry.state for entry in cache.entries])
@@ -393,10 +393,10 @@ def keep_rows(run: Run, kept: Kept) -> mx.array:
     output, n = kept.output, kept.result.accepted + 1
     features, rows = output.features[:, :n], run.rows + n
     if output.draft.by_drafter:
-        run.rows, run.blocks.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
+        run.rows, run.drafter.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
     else:
         # The drafter was not asked: these rows wait for it with those before them.
-        run.blocks.context.pending.append(features)
+        run.drafter.context.pending.append(features)
         run.rows = rows
     return features
 

@@ -87,7 +87,7 @@ class DFlashPair:
         if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
             self.target = self.target_class(self.model, self.target.layer_ids)
 
-    def lined_up(self, cache: PairCache, options: Any) -> PairCache:
+    def prepare_cache(self, cache: PairCache, options: Any) -> PairCache:
         """The cache as a run of these options goes on from it."""
         return cache
 

@@ -98,7 +98,7 @@ class PairCache:
     `ids`: every committed token, `UNKNOWN` where mlx-lm filled the cache. The target holds the first `rows` of them; the last may
     still be missing (the anchor).
     `features`: [1, S, n_taps * H] tapped states of the last S rows, which the drafter's cache does not hold yet.
-    `exact`: (step, border) of an exact run that writes to it (`exact.ExactPair.lined_up`); no file carries it.
+    `exact`: (step, border) of an exact run that writes to it (`exact.ExactPair.prepare_cache`); no file carries it.
     """
 
     entries: list[Any]

@@ -49,7 +49,7 @@ class Draft:
     @property
     def by_drafter(self) -> bool:
         """Whether a pass of the drafter made it."""
-        return self.source == BlockProposer.source
+        return self.source == DrafterProposer.source
 
     def read(self) -> None:
         """Wait for the ids and confidences."""
@@ -112,7 +112,7 @@ class Context(NamedTuple):
     """How far the drafter's cache is. Replaced as a whole, so that an interruption falls before or after.
 
     rows: context rows that the cache holds; pending: the target's features of the rows behind them; sliding: what puts the
-    cache's sliding entries back to `rows` (see `BlockProposer.sliding`).
+    cache's sliding entries back to `rows` (see `DrafterProposer.sliding`).
     """
 
     rows: int
@@ -120,7 +120,7 @@ class Context(NamedTuple):
     sliding: list[Any]
 
 
-class BlockProposer:
+class DrafterProposer:
     """Drafts by a pass of the drafter over a block, and keeps up its context.
 
         target's rows     p0 ... pm  ... pn        n + 1 rows
@@ -140,7 +140,7 @@ class BlockProposer:
         target_sampler: TargetSampler,
         policy: DraftLengthPolicy | FixedDraftLength,
     ):
-        self.drafter, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
+        self.model, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
         self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
         self.skipped = self.context.rows - cache[0].offset  # rows in front that no drafter saw: `PairCache.adopt`
 
@@ -148,7 +148,7 @@ class BlockProposer:
         """Enqueue n drafts after the anchor [1], or as many of them as the policy needs for a width. Nothing is pending then."""
         features, rows = self.context.pending.joined(), self.context.rows
         args = (anchor, features, self.cache, rows - self.skipped, n + 1), self.policy.drafts_needed(width)
-        drafted, confidence = self._sampler.draft(self.drafter, *args, position=rows + features.shape[1] + 1)
+        drafted, confidence = self._sampler.draft(self.model, *args, position=rows + features.shape[1] + 1)
         draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
         # Begun before the host builds the target's pass: for a large model that takes as long as the draft takes on the device.
         mx.async_eval(draft.row, draft.confidence)
@@ -156,13 +156,13 @@ class BlockProposer:
 
     def inject(self, *features: mx.array) -> None:
         """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""
-        self.drafter.inject(self.context.pending.joined(*features), self.cache, self.context.rows - self.skipped)
+        self.model.inject(self.context.pending.joined(*features), self.cache, self.context.rows - self.skipped)
 
     def injected(self, rows: int) -> Context:
         """The context once the cache holds so many rows and nothing is pending."""
         return Context(rows, FeatureRows(), self.sliding())
 
-    def hold(self, rows: int) -> None:
+    def mark_injected(self, rows: int) -> None:
         """What was pending is in the cache, which holds so many rows now."""
         mx.async_eval([entry.state for entry in self.cache])
         self.context = self.injected(rows)

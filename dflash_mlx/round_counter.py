@@ -6,7 +6,7 @@ from typing import Any
 
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
 from .drafter_checks import warn_of_overflow
-from .proposers import BlockProposer
+from .proposers import DrafterProposer
 from .stats import GenerationStats
 
 # The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
@@ -16,8 +16,8 @@ _REFUSED = 4
 class RoundCounter:
     """Counts rounds, and tells the policy what they took."""
 
-    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, blocks: BlockProposer):
-        self.stats, self.policy, self.blocks = stats, policy, blocks
+    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, drafter: DrafterProposer):
+        self.stats, self.policy, self.drafter = stats, policy, drafter
         # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
 
@@ -30,7 +30,7 @@ class RoundCounter:
         if by_drafter and width:
             self._refused = 0 if result.accepted else self._refused + 1
             if self._refused == _REFUSED:
-                warn_of_overflow(self.blocks.drafter, self.blocks.context.pending.joined())
+                warn_of_overflow(self.drafter.model, self.drafter.context.pending.joined())
         kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
         # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
         usual, self._kind = kind == self._kind, kind

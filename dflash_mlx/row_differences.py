@@ -139,7 +139,7 @@ def _named(target: Target, ids: list[int], context: int, rows: int) -> str | Non
 
         return handler
 
-    watched = target.again()
+    watched = target.clone()
     # Outermost: a route need not call what it stands for.
     watched.fused = [(m, note(path)) for path, m in target.modules.items() if path and callable(m)]
     text = _Text(watched, ids, context)

@@ -62,7 +62,7 @@ class TargetSampler:
         self.seed = choose_seed(seed) if sampler or seed is not None else 0
         self.noise = KeyedNoise(self.seed)
 
-    def _choose(self, rows: mx.array, position: int) -> mx.array:
+    def _sample(self, rows: mx.array, position: int) -> mx.array:
         """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
         chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self.noise, position, rows)
         return chosen.astype(mx.int32)
@@ -78,7 +78,7 @@ class TargetSampler:
             noise = (self.sampler.draw, rows[None, :n])
         return drafter.draft_with_confidence(*block, *noise, n=n)
 
-    def start(
+    def enqueue(
         self,
         target: Target,
         output: TargetOutput,
@@ -106,7 +106,7 @@ class TargetSampler:
         if block.shape[1] and mx.default_device() != mx.cpu:
             # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
             mx.async_eval(hidden, features, context)
-        if self.sampler is None and not self.needs_rows and (found := target.choices(hidden)):
+        if self.sampler is None and not self.needs_rows and (found := target.greedy_ids(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)
         elif block.shape[1]:
@@ -114,7 +114,7 @@ class TargetSampler:
             accepted, bonus = self._accept(block, rows, position)
         else:
             rows = logprobs(target, hidden, output.logits)
-            accepted, bonus = None, self._choose(rows[0], position)
+            accepted, bonus = None, self._sample(rows[0], position)
         flag = target.finite_flag(hidden, margin, rows, compiled)
         if not block.shape[1]:
             token, parts = bonus, [bonus, *flag]
@@ -138,14 +138,14 @@ class TargetSampler:
 
         return lambda: token, read, bool(flag)
 
-    def cut(self, draft: Any, n: int) -> int:
+    def set_width(self, draft: Any, n: int) -> int:
         """Set the width of a `Draft` of which n are wanted: all that it has of them. Returns: the width."""
         draft.width = min(n, draft.row.shape[1])
         return draft.width
 
     def _accept(self, drafted: mx.array, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Drafts [1, N] and log-probabilities [1, N + 1, V] to accepted [1] and bonus [1]."""
-        return accept_match(drafted, self._choose(rows[0], position)[None])
+        return accept_match(drafted, self._sample(rows[0], position)[None])
 
     def _match_rows(
         self, target: Target, hidden: mx.array, drafts: mx.array, count: int, position: int, flag: list[mx.array], compiled: bool
@@ -157,7 +157,7 @@ class TargetSampler:
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
         for i in range(width + 1):
             row = process(self.processors, self.history.array(), self._logits(target, hidden[:, i : i + 1])[:, 0])
-            token = self._choose(row, position + i).item()
+            token = self._sample(row, position + i).item()
             rows.append(row[0])
             if i == width or token != ids[i]:
                 break

@@ -24,7 +24,7 @@ from .groups import Places, Seat, SlotKV, group_spans
 _OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
 _OWN |= dict.fromkeys(("slots", "mask_rows"), (Drafter, DSparkDrafter))
 _OF_LAYERS = {"__call__": (DecoderLayer,), "own_context": (DecoderLayer,)}
-_OF_ATTENTION = dict.fromkeys(("__call__", "inject", "fetch", "attend", "weigh"), (Attention,))
+_OF_ATTENTION = dict.fromkeys(("__call__", "inject", "fetch", "attend", "gate_output"), (Attention,))
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Layout:
         """`Attention.__call__` of each row: [B, K, H] normed block rows and [1, C, H] context rows to [B, K, H]."""
         B, K, H = x.shape
         # Each row of context and blocks is a row of the batch, with a position of its own.
-        k, v = attn.cached_form(mx.concatenate([context.reshape(-1, 1, H), x.reshape(-1, 1, H)]), self._positions)
+        k, v = attn.cached_kv(mx.concatenate([context.reshape(-1, 1, H), x.reshape(-1, 1, H)]), self._positions)
         if attn.rotates_late:
             # The whole length of a row says how it is rotated.
             q = mx.concatenate([attn.queries(x[r : r + 1], end) for r, end in enumerate(self.ends)])

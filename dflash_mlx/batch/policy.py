@@ -152,9 +152,9 @@ class RowPolicy:
     def _goes_by_batch(self) -> bool:
         return self.in_company and self.is_free
 
-    def choose(self, pending: int = 0) -> int:
+    def next_length(self, pending: int = 0) -> int:
         if not self._goes_by_batch:
-            self.width = self.own.choose(pending)
+            self.width = self.own.next_length(pending)
         return self.width
 
     def drafts_needed(self, width: int) -> int | None:

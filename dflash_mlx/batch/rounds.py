@@ -19,7 +19,7 @@ from ..distribution import Distribution
 from ..kernels.autotune import NotFiniteError
 from ..loop import Kept, PendingPass, Run, evaluate, keep_rows
 from ..models.target import Target, TargetOutput
-from ..proposers import BlockProposer, Draft
+from ..proposers import Draft, DrafterProposer
 from ..sampling import noise_at, sample_rows
 from ..target_sampler import RoundResult, TargetSampler, pack_drafts, unpack_drafts
 from ..verify import logprobs
@@ -113,7 +113,7 @@ class Round:
         """Keep the anchors' rows of a plain round, before it is read."""
         for row, span in zip(self.rows, self._spans, strict=True):
             if not row.is_gone:
-                row.run.blocks.context.pending.append(self._output.features[span])
+                row.run.drafter.context.pending.append(self._output.features[span])
                 row.run.rows += 1
         self._is_committed = True
 
@@ -186,8 +186,8 @@ class Round:
             else:
                 logits = self._logits[:, span]
                 part, one = TargetOutput(hidden, features, logits), _OneRow(target, hidden, logits)
-                result = run.target_sampler.start(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]()
-            sliding = run.blocks.sliding() if draft.by_drafter else run.blocks.context.sliding
+                result = run.target_sampler.enqueue(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]()
+            sliding = run.drafter.sliding() if draft.by_drafter else run.drafter.context.sliding
             anchor = mx.array([row.anchor], dtype=mx.int32)
             args = anchor, draft, self.is_ahead, run.point, features, None, lambda: result, sliding, False
             row.kept = Kept(PendingPass(*args), result)
@@ -216,8 +216,8 @@ def _propose(row: RowRound) -> None:
     """Settle who drafts. Drafts of the drafter are left to `_draft`."""
     run = row.run
     row.n = run.next_draft_length()
-    drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.blocks.drafter)
-    together = row.n and run.proposer is run.blocks and drafts
+    drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.drafter.model)
+    together = row.n and run.proposer is run.drafter and drafts
     row.draft = None if together else run.propose(row.anchor, row.n)
 
 
@@ -231,20 +231,20 @@ def _draft(rows: Sequence[RowRound]) -> None:
         asked = [_row_draft(row, size) for row in alike]
         needed = [row.run.policy.drafts_needed(row.n) for row in alike]
         n = None if None in needed else max(needed)
-        drafted, confidences = draft_rows(alike[0].run.blocks.drafter, asked, size, n)
+        drafted, confidences = draft_rows(alike[0].run.drafter.model, asked, size, n)
         mx.async_eval(drafted, confidences)
         for i, row in enumerate(alike):
             is_wanted = confidences is not None and row.run.policy.wants_confidence
             confidence = confidences[i : i + 1] if is_wanted else None
-            row.draft = Draft(drafted[i : i + 1], confidence, BlockProposer.source)
+            row.draft = Draft(drafted[i : i + 1], confidence, DrafterProposer.source)
             row.block = (drafted, i) if confidence is None else None
-            row.run.target_sampler.cut(row.draft, row.n)
+            row.run.target_sampler.set_width(row.draft, row.n)
 
 
 def _row_draft(row: RowRound, size: int) -> RowDraft:
-    blocks, sampler = row.run.blocks, row.run.target_sampler
-    features, held = blocks.context.pending.joined(), blocks.context.rows
-    asked = RowDraft(row.anchor, features, blocks.cache, held - blocks.skipped, seat=row.seat)
+    drafter, sampler = row.run.drafter, row.run.target_sampler
+    features, held = drafter.context.pending.joined(), drafter.context.rows
+    asked = RowDraft(row.anchor, features, drafter.cache, held - drafter.skipped, seat=row.seat)
     if isinstance(sampler.sampler, Distribution):
         position = held + features.shape[1] + 1
         asked.draw, asked.noise = sampler.sampler, sampler.noise.rows(position, size, row.run.target.vocabulary)[:-1]
@@ -255,7 +255,7 @@ def _begin_pass(row: RowRound) -> RowPass:
     """What `Run.verify` does in front of a pass."""
     run = row.run
     run.roll_back()
-    run.mark()
+    run.mark_rollback_point()
     return RowPass(run.cache.target, run.point, row.draft.width + 1, row.seat)
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from ..loop import Kept, Run, Step, generate_steps, make_run
 from ..options import RunOptions
 from ..pair import DFlashPair
-from ..proposers import BlockProposer
+from ..proposers import DrafterProposer
 from ..responses import GenerationResponse, Responder
 from ..rollback import rollback_point
 from .groups import Seat, seat_of
@@ -45,7 +45,7 @@ class Row:
     def __init__(self, uid: int, run: Run, prompt: list[int]):
         self.uid, self.run, self.rest, self.anchor = uid, run, list(prompt), -1
         self.policy = RowPolicy(run.policy)
-        run.policy = run.blocks.policy = run.counter.policy = run.stats.rule = self.policy
+        run.policy = run.drafter.policy = run.counter.policy = run.stats.rule = self.policy
         options, self._tell = run.options, run.options.progress
         self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
         self.responder = Responder(run, prompt)
@@ -139,11 +139,11 @@ class Row:
         """Let the run go on from caches that were settled."""
         run = self.run
         run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
-        blocks = BlockProposer(
-            run.blocks.drafter, run.cache.drafter, run.cache.features, run.rows, run.target_sampler, run.policy
+        drafter = DrafterProposer(
+            run.drafter.model, run.cache.drafter, run.cache.features, run.rows, run.target_sampler, run.policy
         )
-        run.blocks = run.proposer = run.counter.blocks = blocks
-        run.chosen = None
+        run.drafter = run.proposer = run.counter.drafter = drafter
+        run.next_width = None
 
     def emit(self, kept: Kept) -> list[RowResponse]:
         """Responses for what a round has committed, up to the last token of the row."""

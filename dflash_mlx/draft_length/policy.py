@@ -59,7 +59,7 @@ class FixedDraftLength:
     def __init__(self, width: int):
         self.width = width
 
-    def choose(self, pending: int = 0) -> int:
+    def next_length(self, pending: int = 0) -> int:
         return self.width
 
     def drafts_needed(self, width: int) -> int | None:
@@ -149,7 +149,7 @@ class DraftLengthPolicy:
         return None if self._is_slowed or self.cost_model is None else self.cost_model.plain()
 
     @_locked
-    def choose(self, pending: int = 0) -> int:
+    def next_length(self, pending: int = 0) -> int:
         """The next round's width. `pending`: rows that the drafter must be given before it can draft."""
         if self.cost_model is None:
             found = self._measure()

@@ -64,7 +64,7 @@ class ExactRoutes(LayerRoutes):
     def ended(self, rows: int) -> None:
         """No layer leaves its route."""
 
-    def may_choose(self, rows: int) -> bool:
+    def can_argmax(self, rows: int) -> bool:
         """The head writes its logits: log-probabilities and choices are made of the same ones."""
         return False
 

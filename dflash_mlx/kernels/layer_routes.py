@@ -71,10 +71,10 @@ class LayerRoutes:
         """Whether a layer of this thread's last pass, or the head since, was served."""
         return bool(self._passes.served)
 
-    def may_choose(self, rows: int) -> bool:
+    def can_argmax(self, rows: int) -> bool:
         return rows <= MAX_ROWS and autotune.may_run()
 
-    def choices(self, hidden: mx.array, head: nn.Module) -> tuple[mx.array, mx.array] | None:
+    def greedy_ids(self, hidden: mx.array, head: nn.Module) -> tuple[mx.array, mx.array] | None:
         """The argmax of each row's logits without the logits; None: take it from the head.
 
         Shapes:

@@ -26,17 +26,17 @@ class DFlareAttention(Attention):
         self.k_proj_target = nn.Linear(*sizes, bias=config.attention_bias)
         self.v_proj_target = nn.Linear(*sizes, bias=config.attention_bias)
 
-    def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        return self.form(self.k_proj_target(x), self.v_proj_target(x), offset)
+    def cached_kv(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        return self.normed_kv(self.k_proj_target(x), self.v_proj_target(x), offset)
 
     def __call__(self, x: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
         if hasattr(cache, "attend"):
             raise NotImplementedError("a pass that is put together once has one product for context and block")
         K, end = x.shape[1], start + context.shape[1]
         held = cache.offset - start
-        k, v = self.cached_form(context, start)
+        k, v = self.cached_kv(context, start)
         k, v = self._append(cache, k[:, :, held:], v[:, :, held:])
-        own = super().cached_form(x, end)
+        own = super().cached_kv(x, end)
         k, v = (mx.concatenate(both, axis=2) for both in zip((k, v), own, strict=True))
         if self.rotates_late:
             k = self.rope(k, offset=end + K - k.shape[2])

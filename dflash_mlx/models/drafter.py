@@ -54,15 +54,15 @@ class Attention(nn.Module):
 
     def keys_values(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """[B, L, H] rows to rotated keys and values, both [B, n_kv_heads, L, D]; `offset` is the first row's position."""
-        k, v = self.cached_form(x, offset)
+        k, v = self.cached_kv(x, offset)
         return (self.rope(k, offset=offset) if self.rotates_late else k), v
 
-    def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def cached_kv(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
-        return self.form(self.k_proj(x), self.v_proj(x), offset)
+        return self.normed_kv(self.k_proj(x), self.v_proj(x), offset)
 
-    def form(self, k: mx.array, v: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """`cached_form` of projected rows [B, L, n_kv_heads * D]."""
+    def normed_kv(self, k: mx.array, v: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """`cached_kv` of projected rows [B, L, n_kv_heads * D]."""
         B, L, _ = k.shape
         k = self.k_norm(k.reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
         v = v.reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
     def inject(self, context: mx.array, cache: Any, start: int) -> None:
         """Append keys and values of context rows at positions start, start + 1, ... that the cache does not hold yet."""
-        k, v = self.cached_form(context, start)
+        k, v = self.cached_kv(context, start)
         held = cache.offset - start
         if held < context.shape[1]:
             self._append(cache, k[:, :, held:], v[:, :, held:])
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         end = cache.block_offset if buffered else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
-        k, v = self.cached_form(mx.concatenate([context, x], axis=1), start)
+        k, v = self.cached_kv(mx.concatenate([context, x], axis=1), start)
         if cache.offset is not start:
             held = cache.offset - start
             k, v = k[:, :, held:], v[:, :, held:]
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         else:
             mask = block_mask(K, k.shape[2] - K, self.causal, self.window)
             out = self.attend(q, k, v, mask)
-        return self.o_proj(self.weigh(out.transpose(0, 2, 1, 3), x).reshape(B, K, -1))
+        return self.o_proj(self.gate_output(out.transpose(0, 2, 1, 3), x).reshape(B, K, -1))
 
     def fetch(self, k: mx.array, v: mx.array, cache: Any, K: int) -> tuple[mx.array, mx.array]:
         """New context rows and the block's K rows, [B, n_kv_heads, S + K, D], behind those held; the cache keeps the context."""
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         """Rows [B, n_heads, K, D] to keys and values [B, n_kv_heads, C + K, D], under `block_mask`."""
         return attention(q, k, v, self.scale, mask)
 
-    def weigh(self, out: mx.array, x: mx.array) -> mx.array:
+    def gate_output(self, out: mx.array, x: mx.array) -> mx.array:
         """What attention gave [B, K, n_heads, D], as it is; a variant weighs it by the block's rows x [B, K, H]."""
         return out
 

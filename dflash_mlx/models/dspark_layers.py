@@ -27,9 +27,9 @@ class Gemma4Attention(Attention):
         if config.attention_k_eq_v:
             self.pop("v_proj")
 
-    def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def cached_kv(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         k = self.k_proj(x)
-        k, v = self.form(k, self.v_proj(x) if "v_proj" in self else k, offset)
+        k, v = self.normed_kv(k, self.v_proj(x) if "v_proj" in self else k, offset)
         return k, mx.fast.rms_norm(v, None, self.eps)
 
 
@@ -68,7 +68,7 @@ class GatedAttention(Attention):
         # Rows of `q_proj` in the files: of each head its queries, then its gates.
         self.q_gate = nn.Linear(config.hidden_size, self.n_heads * config.head_dim, bias=config.attention_bias)
 
-    def weigh(self, out: mx.array, x: mx.array) -> mx.array:
+    def gate_output(self, out: mx.array, x: mx.array) -> mx.array:
         return out * mx.sigmoid(self.q_gate(x)).reshape(out.shape)
 
 

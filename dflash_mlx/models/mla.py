@@ -52,7 +52,7 @@ class LatentAttention(Attention):
         q = q.reshape(*x.shape[:2], self.n_heads, -1).transpose(0, 2, 1, 3)
         return mx.concatenate([q[..., : self.nope], self.rope(q[..., self.nope :], offset=offset)], axis=-1)
 
-    def cached_form(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def cached_kv(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """[B, L, H] rows to keys [B, n_heads, L, D] and values [B, n_heads, L, W]."""
         B, L, _ = x.shape
         latent, turned = mx.split(self.kv_a_proj_with_mqa(x), [-self.turned], axis=-1)

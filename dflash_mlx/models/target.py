@@ -186,11 +186,11 @@ class Target:
         features = mx.concatenate(taps, axis=-1) if taps else final[0][..., :0]
         return TargetOutput(final[0], features, _array(out) if ids.size == 1 else None)
 
-    def again(self) -> Target:
+    def clone(self) -> Target:
         """Another one like it."""
         return Target(self.model, self.layer_ids)
 
-    def prefill_rows(self, at: int, step: int | None, left: int) -> int:
+    def prefill_chunk(self, at: int, step: int | None, left: int) -> int:
         """How many of the `left` rows of a prompt from row `at` on a pass reads."""
         return min(step or 2048, left)
 
@@ -207,7 +207,7 @@ class Target:
             return reached.args[0]
         raise TapError(f"{self.family} did not call its first layer", "Pass the uncompiled model")
 
-    def choices(self, hidden: mx.array) -> tuple[mx.array, mx.array] | None:
+    def greedy_ids(self, hidden: mx.array) -> tuple[mx.array, mx.array] | None:
         """The argmax of each row's logits without the logits, where a route does that; None: take it from `head`.
 
         Shapes:
@@ -215,11 +215,11 @@ class Target:
         Returns:
           - ids: [B, L] int32; margin: [B, L] float32, NaN where a logit is
         """
-        if not self.routes.may_choose(hidden.size // hidden.shape[-1]):
+        if not self.routes.can_argmax(hidden.size // hidden.shape[-1]):
             return None
         if self._head is None:
             self._head = self._find_head(hidden)
-        return self.routes.choices(hidden, self._head[0][self._head[1]]) if self._head else None
+        return self.routes.greedy_ids(hidden, self._head[0][self._head[1]]) if self._head else None
 
     def finite_flag(
         self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None, compiled: bool = False
@@ -228,7 +228,7 @@ class Target:
         the bits of a float32.
 
         Args:
-          hidden, compiled: the last pass's output; margin: from `choices`; logits: from `head`, normalised or not.
+          hidden, compiled: the last pass's output; margin: from `greedy_ids`; logits: from `head`, normalised or not.
         """
         # Routes that were switched off meanwhile, in another thread say, still served this pass.
         if margin is None and not (compiled or self.routes.served):

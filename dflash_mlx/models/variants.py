@@ -38,7 +38,7 @@ class SinkAttention(Attention):
         sinks = self.attention_sink_bias.astype(q.dtype)
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask, sinks=sinks)
 
-    def weigh(self, out: mx.array, x: mx.array) -> mx.array:
+    def gate_output(self, out: mx.array, x: mx.array) -> mx.array:
         return out if self.value_scale == 1.0 else out * self.value_scale
 
 
@@ -65,7 +65,7 @@ class LagunaAttention(Attention):
         super().__init__(config, layer)
         self.g_proj = nn.Linear(config.hidden_size, self.n_heads, bias=False)
 
-    def weigh(self, out: mx.array, x: mx.array) -> mx.array:
+    def gate_output(self, out: mx.array, x: mx.array) -> mx.array:
         gate = nn.softplus(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
         return out * gate[..., None]
 

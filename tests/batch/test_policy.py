@@ -71,7 +71,7 @@ def test_fixed_rows_keep_their_width_and_rows_that_wait_do_not_draft():
     fixed, waiting, free = RowPolicy(FixedDraftLength(3)), row(0.9), row(0.9)
     fixed.in_company, waiting.waits = True, True
     BatchPolicy(MOST).plan([fixed, waiting, free])
-    assert (fixed.choose(), waiting.choose()) == (3, 0)
+    assert (fixed.next_length(), waiting.next_length()) == (3, 0)
 
 
 def test_costs_of_other_numbers_of_rows_are_a_guess_until_seen():

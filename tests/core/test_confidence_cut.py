@@ -114,9 +114,9 @@ def test_after_a_round_that_verified_nothing_drafting_goes_on_as_before():
     cutting(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3])
     seen = [counts[1] for counts in rule.acceptance.counts]
     for _ in range(2):
-        rule.choose()
+        rule.next_length()
         rule.observe(0, 0, False, 9.0, True, False, [0.1] * MOST, True)
-    assert rule.choose() > 0 and [counts[1] for counts in rule.acceptance.counts] == pytest.approx(seen, rel=0.05)
+    assert rule.next_length() > 0 and [counts[1] for counts in rule.acceptance.counts] == pytest.approx(seen, rel=0.05)
 
 
 @pytest.mark.full
@@ -152,7 +152,7 @@ def test_what_confidences_are_worth_is_known_to_the_next_run():
     cutting(MACHINES["quantized"], PROCESSES["fair"], "of the truth", rule, seeds=[3])
     later = DraftLengthPolicy(MOST, rule.acceptance, rule.cost_model, None)
     later.take_up(rule)
-    assert later.choose() > 0 and later.cuts_by_confidence
+    assert later.next_length() > 0 and later.cuts_by_confidence
     assert later.calibration.weights == rule.calibration.weights and later.calibration.weights is not rule.calibration.weights
 
 

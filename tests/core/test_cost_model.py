@@ -297,7 +297,7 @@ def test_two_runs_of_one_pair_measure_once_and_share_what_rounds_show():
 
     def rounds(policy):
         for n in range(300):
-            width = policy.choose(n % 3)
+            width = policy.next_length(n % 3)
             policy.observe(width, min(width, n % 4), False, 1.0 + n % 5, bool(n % 3))
 
     threads = [threading.Thread(target=rounds, args=(policy,)) for policy in policies]
@@ -370,12 +370,12 @@ def test_a_policy_decodes_plainly_until_costs_are_there_and_looks_ahead_while_th
     costs, answers = CostModel(1.0, 0.1, 0.0, {1: 1.0, 7: 1.0}, _seen={0: (1.0, 2)}), [NotYet.MORE, NotYet.LATER]
     history = DraftLengthHistory()
     policy = history.next_policy(7, lambda: answers.pop(0) if answers else costs)
-    assert policy.choose() == 0 and not policy.ready and policy.plain_s is None
-    assert policy.choose() == 0 and policy.ready
+    assert policy.next_length() == 0 and not policy.ready and policy.plain_s is None
+    assert policy.next_length() == 0 and policy.ready
     # Behind the answer; the next one knows them from the start.
     history.take(lambda: costs)
     later = history.next_policy(7, lambda: pytest.fail("measured"))
-    assert later.cost_model is costs and policy.choose() > 0
+    assert later.cost_model is costs and policy.next_length() > 0
     # Pieces of the measurement lie in this answer's time, so its rate is held against nothing.
     assert policy.plain_s is None and later.plain_s == 1.0
 

@@ -154,9 +154,9 @@ def test_a_drafter_that_is_always_right_is_used_whatever_part_of_a_pass_the_call
 def test_drafting_does_not_wait_for_usual_plain_rounds_for_ever():
     rule = rule_for(MACHINES["flat"])
     for _ in range(policy._LOOK):
-        assert rule.choose() == 0
+        assert rule.next_length() == 0
         rule.observe(0, 0, False, 0.001, False)
-    assert rule.choose() > 0
+    assert rule.next_length() > 0
 
 
 WRONG = [(off, 1.0) for off in (0.2, 0.5, 2.0, 3.0, 5.0)] + [(1.0, off) for off in (0.2, 0.5, 2.0, 3.0)]
@@ -193,7 +193,7 @@ def test_one_slow_plain_pass_does_not_make_drafting_look_good():
     plain, draft, verify = machine = MACHINES["every row costs one"]
     rule = rule_for(machine)
     for seconds in (plain, 50 * plain, plain):
-        assert rule.choose() == 0
+        assert rule.next_length() == 0
         rule.observe(0, 0, False, seconds, True)
     assert Simulation(machine, PROCESSES["fair"], rule, 3, tokens=2000).seconds < 1.03 * 2000 * plain
 
@@ -202,7 +202,7 @@ def test_plain_decoding_is_timed_again_whatever_drafting_seems_to_gain():
     plain, draft, verify = machine = MACHINES["every row costs one"]
     rule = rule_for(machine)
     for _ in range(2):
-        assert rule.choose() == 0
+        assert rule.next_length() == 0
         rule.observe(0, 0, False, 20 * plain, True)
     # Drafting seems to gain fourfold and loses as much.
     Simulation(machine, PROCESSES["hopeless"], rule, 3, tokens=500)
@@ -248,9 +248,9 @@ def test_pending_rows_count_against_a_try():
     for _ in range(40):
         rule.acceptance.add(0, False)
     rule.credit = 5.0
-    assert rule.choose(pending=1000) == 0
+    assert rule.next_length(pending=1000) == 0
     rule._rest = 0
-    assert rule.choose(pending=1) > 0
+    assert rule.next_length(pending=1) > 0
 
 
 def test_costs_are_measured_at_the_first_choice_only():
@@ -262,8 +262,8 @@ def test_costs_are_measured_at_the_first_choice_only():
 
     rule = DraftLengthPolicy(MOST, AcceptanceRate(MOST), None, measured)
     assert not rule.ready and rule.reason({0: 3}) is None
-    assert rule.choose() > 0 and rule.ready
-    rule.choose()
+    assert rule.next_length() > 0 and rule.ready
+    rule.next_length()
     assert calls == [1]
 
 
@@ -286,7 +286,7 @@ class Without:
     wants_confidence = cuts_by_confidence = False
 
     def __init__(self, rule):
-        self.choose, self.observe = rule.choose, rule.observe
+        self.next_length, self.observe = rule.next_length, rule.observe
 
     def prompt_lookup_width(self, width, rates):
         return 0
@@ -352,7 +352,7 @@ def test_wrong_costs_of_copying_are_corrected_by_its_rounds(off):
 def test_a_first_copied_round_that_compiles_is_not_taken_for_its_cost():
     rule, rates = rule_for(MACHINES["flat"]), [0.9] * MOST
     for _ in range(2):
-        rule.choose()
+        rule.next_length()
         rule.observe(0, 0, False, 5.3, True)
     w = rule.prompt_lookup_width(0, rates)
     rule.observe(w, 5, False, 500.0, False, looked_up=True)
@@ -365,7 +365,7 @@ def test_a_first_copied_round_that_compiles_is_not_taken_for_its_cost():
 def test_the_first_copied_rounds_do_not_end_copying_if_they_were_slow():
     rule, rates = rule_for(MACHINES["flat"]), [0.95] * MOST
     for _ in range(2):
-        rule.choose()
+        rule.next_length()
         rule.observe(0, 0, False, 5.3, True)
     w = rule.prompt_lookup_width(0, rates)
     for _ in range(2):

@@ -202,11 +202,11 @@ FAULTS = {
     "keys of the values' columns": (
         "MLA",
         LATENT_ATTENTION,
-        "cached_form",
+        "cached_kv",
         "both[..., : self.nope], turned",
         "both[..., self.wide :], turned",
     ),
-    "no norm of the latent": ("MLA", LATENT_ATTENTION, "cached_form", "self.kv_a_layernorm(latent)", "latent"),
+    "no norm of the latent": ("MLA", LATENT_ATTENTION, "cached_kv", "self.kv_a_layernorm(latent)", "latent"),
     "queries turned from their first part on": (
         "MLA",
         LATENT_ATTENTION,
@@ -215,14 +215,14 @@ FAULTS = {
         "self.rope(q[..., : self.turned], offset=offset)",
     ),
     "one mean of the taps for all layers": ("DFlare", dflare.DFlareLayer, "own_context", "self.layer]", "0]"),
-    "the context by the block's matrices": ("DFlare", DFLARE, "cached_form", "self.k_proj_target(x)", "self.k_proj(x)"),
+    "the context by the block's matrices": ("DFlare", DFLARE, "cached_kv", "self.k_proj_target(x)", "self.k_proj(x)"),
     "the anchor before every slot": ("DFly", dfly.DFlyDrafter, "_walk", "before[:, None]", "anchor[:, None]"),
     "the mean in the projection's place": ("DFly", dfly.DFlyDrafter, "context", "self.fc(features)[:, :, None] + ", ""),
     "the anchor as noisy as a mask": ("Bonsai", dspark.LogSnrEmbed, "__call__", "mx.arange(rows) == 0", "mx.arange(rows) < 0"),
-    "values without a norm": ("Gemma 4", GEMMA4, "cached_form", "mx.fast.rms_norm(v, None, self.eps)", "v"),
+    "values without a norm": ("Gemma 4", GEMMA4, "cached_kv", "mx.fast.rms_norm(v, None, self.eps)", "v"),
     "no number behind a layer": ("Gemma 4", dspark_layers.Gemma4Layer, "sublayers", "h * self.layer_scalar", "h"),
     "silu": ("Gemma 4, values of their own", dspark_layers.Gemma4MLP, "__call__", "nn.gelu_approx", "nn.silu"),
-    "no gates": ("Qwen 3.5", dspark_layers.GatedAttention, "weigh", "out * mx", "out + 0 * mx"),
+    "no gates": ("Qwen 3.5", dspark_layers.GatedAttention, "gate_output", "out * mx", "out + 0 * mx"),
     "norms as they are stored": ("Qwen 3.5", dspark_layers.OffsetRMSNorm, "__call__", "1.0 + self", "0.0 + self"),
 }
 

@@ -617,7 +617,7 @@ PLACES = {
     "injection of a layer": (drafter_module.Attention, "inject", (1, 2, 5)),
     "target pass": (taps.Target, "__call__", (1, 2, 4, 6)),
     "verify": (loop, "verify_block", (1, 3)),
-    "match": (choose.TargetSampler, "start", (1, 2, 4)),
+    "match": (choose.TargetSampler, "enqueue", (1, 2, 4)),
     "reading": (loop.Run, "read", (1, 2, 4)),
     "commit": (loop.Run, "commit", (1, 2, 4)),
     "commit of a row": (loop.Run, "commit_row", (1,)),
@@ -784,7 +784,7 @@ def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):
 def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
     model = tiny_target()
     drafter = tiny_drafter(model)
-    cache, start = make_prompt_cache(model, drafter), choose.TargetSampler.start
+    cache, start = make_prompt_cache(model, drafter), choose.TargetSampler.enqueue
 
     def failing(row):
         raise MemoryError("planted")
@@ -793,7 +793,7 @@ def test_a_token_whose_row_cannot_be_made_is_not_in_the_cache(monkeypatch):
         token, read, may_be_nonfinite = start(self, *args)
         return token, lambda: replace(read(), row_logprobs=failing), may_be_nonfinite
 
-    monkeypatch.setattr(choose.TargetSampler, "start", without_rows)
+    monkeypatch.setattr(choose.TargetSampler, "enqueue", without_rows)
     with pytest.raises(MemoryError):
         next(dflash_mlx.stream_generate(model, letters(), [5, 9, 33], 20, drafter, prompt_cache=cache, block_size=5))
     assert PairCache.read(cache).ids == [5, 9, 33]

@@ -22,7 +22,7 @@ LONG = {"_Reader", "read", "normalise_config"}
 PUBLIC = {"stream_generate", "generate", "convert", "load", "load_drafter", "make_prompt_cache", "batch_generate"}
 RETIRED = (
     "Copier Chooser Rejecter Outcome Replays Blocks Drafts WidthRule FixedWidth Verdict Served Refusal _Gone _Flight _Rows "
-    "peeked draft_surely few_rows joints chances foreign walk"
+    "BlockProposer peeked draft_surely few_rows joints chances foreign walk"
 ).split()
 RETIRED_MODULES = "copying choose choice checks costs reuse layers".split()
 

@@ -43,7 +43,7 @@ from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache
-from dflash_mlx.proposers import BlockProposer
+from dflash_mlx.proposers import DrafterProposer
 from dflash_mlx.traced.compiled import CompiledPass
 
 PROMPT = [5, 9, 33, 7, 20]
@@ -205,14 +205,14 @@ def test_a_cut_round_in_which_a_kernel_failed_stays_one(tiny, monkeypatch, kept)
 
 
 @pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next"])
-@pytest.mark.parametrize("where", ["confidence_cut", "hold", "_enqueue"])
+@pytest.mark.parametrize("where", ["confidence_cut", "mark_injected", "_enqueue"])
 @pytest.mark.quick(4)
 def test_an_interruption_at_a_cut_leaves_both_caches_at_what_was_said(monkeypatch, name, where):
     model, prompt = family(name), some_line(30)
     line, drafter = greedy_ids(model, prompt, 60), tiny_drafter(model)
     for nth in (1, 2, 9):
-        rule, calls = Cutting(4, 0 if where == "hold" else 3), []
-        owner = {"confidence_cut": rule, "hold": BlockProposer}.get(where, loop.Run)
+        rule, calls = Cutting(4, 0 if where == "mark_injected" else 3), []
+        owner = {"confidence_cut": rule, "mark_injected": DrafterProposer}.get(where, loop.Run)
         original = getattr(owner, where)
 
         def interrupted(*args, calls=calls, original=original, nth=nth):

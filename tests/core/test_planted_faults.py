@@ -11,7 +11,7 @@ from dflash_mlx import loading, loop, make_prompt_cache
 from dflash_mlx.errors import CacheError
 from dflash_mlx.models import drafter as drafter_module
 from dflash_mlx.models.target import Target
-from dflash_mlx.proposers import BlockProposer
+from dflash_mlx.proposers import DrafterProposer
 
 PLAIN, SLIDING, NONCAUSAL = "other-taps", "sliding", "sliding-noncausal"
 
@@ -29,7 +29,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "context position off by one in prefill": (
-        (drafter_module.Attention, "inject", "self.cached_form(context, start)", "self.cached_form(context, start + 1)"),
+        (drafter_module.Attention, "inject", "self.cached_kv(context, start)", "self.cached_kv(context, start + 1)"),
         (PLAIN, SLIDING),
     ),
     "last context row of a round dropped": (
@@ -81,8 +81,8 @@ FAULTS = {
 }  # fmt: skip
 # Only a second turn on the same prompt cache shows these. The oracle compares every context row with a full forward.
 KEPT = {
-    "pending rows lost at the end of a turn": (BlockProposer, "settle", ".joined()[:, :pending]", ".joined()[:, :0]"),
-    "pending rows of unseen drafts kept": (BlockProposer, "settle", ".joined()[:, :pending]", ".joined()"),
+    "pending rows lost at the end of a turn": (DrafterProposer, "settle", ".joined()[:, :pending]", ".joined()[:, :0]"),
+    "pending rows of unseen drafts kept": (DrafterProposer, "settle", ".joined()[:, :pending]", ".joined()"),
     "target's rows of unseen drafts kept": (
         loop.Run,
         "settle",

@@ -272,7 +272,7 @@ def test_rows_that_wait_for_the_drafter_are_bounded_while_drafts_are_copied(tiny
     # 48 features a row, float32: 20 rows.
     monkeypatch.setattr(loop, "_PENDING_BYTES", 20 * 48 * 4)
     mixed(PROMPT + line, 0)
-    monkeypatch.setattr(Shuffled, "choose", lambda self, pending=0: 0)
+    monkeypatch.setattr(Shuffled, "next_length", lambda self, pending=0: 0)
     monkeypatch.setattr(KnownPromptLookup, "follow", lambda self, ids: PromptLookup.follow(self, ids) or True)
     monkeypatch.setattr(Shuffled, "prompt_lookup_width", lambda self, width, rates: 4)
     cache = make_prompt_cache(model, noisy)

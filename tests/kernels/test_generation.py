@@ -243,7 +243,7 @@ def test_choices_are_the_heads_and_none_where_a_model_does_more_to_its_logits(qu
     model = quantized[0]
     hidden = mx.random.normal((1, 5, model.args.hidden_size))
     target = tried(model)
-    ids, margin = target.choices(hidden)
+    ids, margin = target.greedy_ids(hidden)
     logits = target.head(hidden)
     assert mx.array_equal(ids, mx.argmax(logits, axis=-1)) and margin.shape == (1, 5)
 
@@ -253,7 +253,7 @@ def test_choices_are_the_heads_and_none_where_a_model_does_more_to_its_logits(qu
 
     before, model.__class__ = type(model), Capped
     try:
-        assert Target(model).choices(hidden) is None
+        assert Target(model).greedy_ids(hidden) is None
     finally:
         model.__class__ = before
-    assert target.choices(mx.zeros((1, 17, model.args.hidden_size))) is None
+    assert target.greedy_ids(mx.zeros((1, 17, model.args.hidden_size))) is None

@@ -201,7 +201,7 @@ class Shuffled(FixedDraftLength):
         self.most, self.chance, self.told, self.left, self.copies = most, random.Random(seed), [], 0, copies
         self.width = self.looked_up = self.asked = 0
 
-    def choose(self, pending=0):
+    def next_length(self, pending=0):
         self.asked += 1
         return self.width
 

@@ -95,7 +95,7 @@ class Simulation:
         self.copied, self.confidence_cut, drafts = [], [], random.Random(seed + 1000)
         t, tokens = 0, len(text) - 300 if text else tokens
         while t < tokens:
-            w = rule.choose(pending)
+            w = rule.next_length(pending)
             c = rule.prompt_lookup_width(w, lookup.rates(MOST)) if text and lookup.follow(ids) else 0
             accepted, more, late, confidence, confidence_cut, drafted = 0, False, 0.0, None, False, bool(w and not c)
             waits = False

@@ -70,7 +70,7 @@ def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monke
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
         rule, left = FixedDraftLength(3), iter(widths)
-        rule.choose = lambda pending=0, left=left: next(left, 0)
+        rule.next_length = lambda pending=0, left=left: next(left, 0)
         monkeypatch.setattr(DFlashPair, "draft_length_policy", lambda *_, rule=rule: rule)
         out = list(run(model, drafter, prompt, 40, tokenizer, block_size=None))
         assert ids_of(out) == greedy_ids(model, prompt, 40)
