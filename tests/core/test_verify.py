@@ -57,7 +57,7 @@ def test_a_gpu_begins_a_blocks_last_layers_before_what_is_read_of_it_is_put_toge
     monkeypatch.setattr(mx, "default_device", lambda: device)
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.append(arrays), start(*arrays))[1])
     drafted = mx.array([BLOCK[1 : 1 + width]], mx.int32)
-    _, read, _ = TargetSampler(None, [], None).start(target, output, drafted, [cache[0].keys], 1)
+    _, read, _ = TargetSampler(None, [], None).enqueue(target, output, drafted, [cache[0].keys], 1)
     assert len(seen) == handed and (handed == 1 or seen[0][0] is hidden and seen[0][2][0] is cache[0].keys)
     assert seen[-1][1] is hidden and seen[-1][0] is not hidden
     expected = mx.argmax(model(mx.array([BLOCK[: 1 + width]]))[0], axis=-1).tolist()
