@@ -112,6 +112,8 @@ class ExactPair(DFlashPair):
         Raises:
           GenerationError, KernelError: it cannot be served exactly; names what differs.
         """
+        if autotune.has_gpu() and autotune.setting() == "off":
+            raise GenerationError(f"{autotune.VARIABLE} is 'off' and exact needs our kernels on a GPU", "Unset it")
         with self._lock:
             self._renew()
             if self._proved is not self.target:
@@ -202,17 +204,35 @@ def exact_pair(options: RunOptions) -> ExactPair:
     """
     check_exact(options)
     if options.draft_model is not None:
-        pair = DFlashPair.of(options.check_drafter())
-        check_block(pair.drafter, options.block_size)
-        pair.exact = pair.exact or ExactPair(pair.model, pair.drafter)
-        return pair.exact
+        check_block(options.check_drafter(), options.block_size)
+        return _pair_of(options.model, options.draft_model)
     options.check_plain()
-    alone = vars(options.model).get("_exact_alone")
-    if alone is None:
-        # Beside the module's items: neither a parameter nor seen by who walks through them.
-        object.__setattr__(options.model, "_exact_alone", alone := ExactAlone(options.model))
+    alone = _pair_of(options.model, None)
     options.draft_model, options.block_size = alone.drafter, 1
     return alone
+
+
+def _pair_of(model: nn.Module, drafter: Drafter | None) -> ExactPair:
+    if drafter is not None:
+        pair = DFlashPair.of(drafter)
+        pair.exact = pair.exact or ExactPair(pair.model, drafter)
+        return pair.exact
+    alone = vars(model).get("_exact_alone")
+    if alone is None:
+        # Beside the module's items: neither a parameter nor seen by who walks through them.
+        object.__setattr__(model, "_exact_alone", alone := ExactAlone(model))
+    return alone
+
+
+def check_models(model: nn.Module, drafter: Drafter | None, block_size: int | None) -> None:
+    """Refuse models that cannot be served exactly, as their first answer would: for who starts long before it.
+
+    Raises:
+      GenerationError, KernelError: names the operation that differs, the kernel that is missing, or the blocks.
+    """
+    if drafter is not None:
+        check_block(drafter, block_size)
+    _pair_of(model, drafter).begin()
 
 
 def check_exact(options: Any) -> None:
@@ -244,8 +264,6 @@ def check_exact(options: Any) -> None:
                 f"the prompt cache has a {type(entry).__name__} that keeps quantized or first rows; exact has no kernel for it",
                 "Start a new one without kv_bits and max_kv_size",
             )
-    if autotune.has_gpu() and autotune.setting() == "off":
-        raise GenerationError(f"{autotune.VARIABLE} is 'off' and exact needs our kernels on a GPU", "Unset it")
 
 
 def check_block(drafter: Drafter, block_size: int | None) -> None:

@@ -236,6 +236,9 @@ def bench(
     ] = None,
     batch: BatchRows = None,
     block_size: BlockSize = None,
+    exact: Annotated[
+        bool, option(DRAFTING, "--exact", help="Draft with exact, and compare with its text without a drafter.")
+    ] = False,
     seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
     out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is kept up to date.")] = None,
     plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
@@ -312,6 +315,8 @@ def _check_bench(asked: SimpleNamespace) -> None:
         raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")
     if asked.max_tokens is not None and asked.max_tokens < 2:
         raise refuse("--max-tokens", f"it is {asked.max_tokens}; a speed needs at least 2 tokens")
+    if _rows(asked.batch) and asked.exact:
+        raise refuse("--exact", "it cannot honour --batch, whose passes hold rows of several prompts")
     if _rows(asked.batch) and asked.plot:
         raise refuse("--plot", "it draws one answer at a time; --html draws many at once")
     if asked.plot:
@@ -373,6 +378,7 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
         sampling=asked.sampling,
         hopeless=asked.hopeless,
         batch=_rows(asked.batch),
+        exact=asked.exact,
     )
     if asked.seed is not None and not any((*plan.temps, *plan.contexts)):
         say("--seed has no effect at temperature 0 without --context: nothing is drawn.")

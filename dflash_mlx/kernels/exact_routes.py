@@ -223,8 +223,8 @@ class ExactAttention(Attention):
         laid = laid_keys(queries, keys, values, cache, mask) if isinstance(keys, mx.array) else None
         if laid is None or not isinstance(scale, (int, float)):
             raise GenerationError(
-                f"exact has no kernel for the attention of {type(self.module).__name__.removeprefix('Tapped')} with a "
-                f"{type(cache).__name__.removeprefix('_')} and {_said(mask)}",
+                f"exact has no kernel for the attention of {type(self.module).__name__.removeprefix('Tapped')} with "
+                f"{_kind(cache)} and {_said(mask)}",
                 "Run this target without exact",
             )
         k, v, start, window = laid
@@ -238,6 +238,10 @@ class ExactAttention(Attention):
             own = [mx.contiguous(a) for a in (queries[:, :, i : i + 1], k[:, :, seen], v[:, :, seen])]
             rows.append(mx.fast.scaled_dot_product_attention(*own, scale=scale, sinks=sinks))
         return mx.concatenate(rows, axis=2)
+
+
+def _kind(cache: Any) -> str:
+    return "keys of another layer" if cache is None else f"a {type(cache).__name__.removeprefix('_')}"
 
 
 def _said(mask: Any) -> str:

@@ -136,7 +136,7 @@ class Conversation:
         target, settings = Target(pair.model), _settings(pair, self.given)
         vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
         settings.check_pair(vocabulary, largest)
-        self.caches.check(pair.model, pair.drafter)
+        self.caches.check(pair.model, pair.drafter, settings.block_size)
         self.keep()
         self.settings, self.pair, self.vocabulary, self.largest = settings, pair, vocabulary, largest
         # Positions the target was made for, where its config says.

@@ -25,7 +25,6 @@ from ..batch.generator import PREFILL_SHARE, usual_rows
 from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
-from ..exact import check_block
 from ..first_use import try_after_answer
 from ..models.target import Target
 from ..prompt_files import PrefixFiles
@@ -116,9 +115,7 @@ class LoadedPair:
         if options.caches.exact and (options.max_batch or 1) > 1:
             problem = f"max_batch is {options.max_batch} with exact; a pass over several requests is not exact"
             raise DFlashError(problem, "Leave one of the two out")
-        if options.caches.exact and self.drafter is not None:
-            check_block(self.drafter, options.block_size)
-        options.caches.check(self.model, self.drafter)
+        options.caches.check(self.model, self.drafter, options.block_size)
 
     def most_tokens(self, job: Job) -> int:
         """How long an answer may be."""

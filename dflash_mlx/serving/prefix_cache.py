@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache
 
-from ..exact import check_exact
+from ..exact import check_exact, check_models
 from ..generation import GenerationResponse, make_prompt_cache, stream_generate
 from ..prompt_cache import KVQuantization, PairCache, can_trim_prompt_cache, is_pair_cache, trim_prompt_cache
 from ..prompt_files import PrefixFiles, models_key
@@ -122,14 +122,15 @@ class CacheOptions:
     quantized_kv_start: int | None = None
     exact: bool | None = None
 
-    def check(self, model: nn.Module, draft_model: nn.Module | None) -> None:
-        """Whether two models can do it, before the first prompt.
+    def check(self, model: nn.Module, draft_model: nn.Module | None, block_size: int | None = None) -> None:
+        """Whether two models can do it, in blocks of this size, before the first prompt.
 
         Raises:
-          CacheError, GenerationError: names the option.
+          CacheError, GenerationError, KernelError: names the option, or what exact has no kernel for.
         """
         if self.exact:
             check_exact(self)
+            check_models(model, draft_model, block_size)
         entries = make_prompt_cache(model, draft_model, self.max_kv_size)
         if self.kv_bits is not None:
             target = PairCache.read(entries).target if is_pair_cache(entries) else entries

@@ -8,7 +8,8 @@ Times of a run: `ttft_s` from the call to the first token (prefill); `decode_s` 
 `decode_tps` = (tokens - 1) / decode_s; `late_tps` the same after the first 64 tokens. Speed-up: DFlash's decode_tps over mlx-lm's
 in the same pair. The first run of each side
 in the process is kept apart as `cold`, and warm-up runs are not kept. At a temperature both sides draw with the same noise, keyed
-by seed and position, so their texts are equal too.
+by seed and position, so their texts are equal too. With `exact` DFlash runs so, a third run, exact and without a drafter,
+stands in each pair, and texts are compared with its.
 
 Knows the public functions and `stats`. Prints nothing.
 """
@@ -31,6 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
+from ..exact import check_models
 from ..generation import stream_generate
 from ..kernels.autotune import try_waiting
 from ..machine import switches_set, write_atomically
@@ -46,6 +48,8 @@ from .place import bits_of, kernels, machine, versions, weights_of
 
 FORMAT = 1
 SIDES = ("mlx_lm", "dflash")
+# With `exact`: our loop without a drafter, whose text DFlash's must be.
+ALONE = "exact_alone"
 _WARM_UP_TOKENS = 64
 # Tokens after which the width rule should have settled.
 _EARLY = 64
@@ -57,7 +61,7 @@ class Plan:
 
     kinds: () for all there are. contexts: tokens of text before the prompt. block_size: None lets the draft-length policy choose.
     hopeless: drafts that are never right. sampling: more fields of `SamplingSettings`, for both sides. batch: so many prompts
-    at once instead of one (`bench_batch`); () for one.
+    at once instead of one (`bench_batch`); () for one. exact: run DFlash with exact=True.
     """
 
     kinds: tuple[str, ...] = ()
@@ -70,6 +74,7 @@ class Plan:
     hopeless: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     batch: tuple[int, ...] = ()
+    exact: bool = False
 
 
 class Bench:
@@ -98,6 +103,9 @@ class Bench:
         self.say, self.keep, self.max_seconds = say, keep, max_seconds
         if plan.hopeless:
             make_hopeless(drafter)
+        if plan.exact:
+            # mlx-lm's side goes first in some cells.
+            check_models(model, drafter, plan.block_size)
         unknown = [kind for kind in plan.kinds if kind not in self.prompts.kinds]
         if unknown:
             raise BenchError(
@@ -176,10 +184,11 @@ class Bench:
             for side, cell in itertools.product(SIDES, self.cells):
                 self.batches.run(side, cell, 0, short)
         else:
-            for side in SIDES:
+            sides = (*SIDES, ALONE) if self.plan.exact else SIDES
+            for side in sides:
                 self.record["cold"][side] = self._run(side, self.cells[0], 0)[0]
             for temp, context in dict.fromkeys((temp, context) for _, temp, context in self.cells):
-                for side in SIDES:
+                for side in sides:
                     self._run(side, (self.kinds[0], temp, context), 0, short)
         # Else they came after measured answers, inside of their time.
         if self.drafter is not None:
@@ -201,8 +210,9 @@ class Bench:
     def _responses(self, side: str, ids: list[int], temp: float, seed: int, max_tokens: int) -> Iterator[Any]:
         sampler, processors = SamplingSettings(temp=temp, **self.plan.sampling).make(self.tokenizer)
         options = {"max_tokens": max_tokens, "logits_processors": processors}
-        if side == "dflash":
-            options |= {"draft_model": self.drafter, "block_size": self.plan.block_size, "seed": seed}
+        if side != "mlx_lm":
+            options |= {"draft_model": self.drafter, "block_size": self.plan.block_size} if side == "dflash" else {}
+            options |= {"seed": seed, "exact": self.plan.exact}
             return stream_generate(self.model, self.tokenizer, ids, sampler=sampler, **options)
         keyed = KeyedSampler(sampler, seed, len(ids)) if sampler else None
         return mlx_lm.stream_generate(self.model, self.tokenizer, ids, sampler=keyed, **options)
@@ -218,18 +228,19 @@ class Bench:
         """Both sides once, and whether they said the same."""
         done = {side: self._run(side, cell, trial) for side in sorted(SIDES, key=lambda side: side != first)}
         plain, ours = (done[side][1] for side in SIDES)
-        at = first_difference(plain, ours)
+        alone = {ALONE: self._run(ALONE, cell, trial)} if self.plan.exact else {}
+        at = first_difference(alone[ALONE][1] if alone else plain, ours)
         pair = {
             **dict(zip(("kind", "temp", "context"), cell, strict=True)),
             "trial": trial,
             "first": first,
-            **{side: done[side][0] for side in SIDES},
+            **{side: figures for side, (figures, _) in {**done, **alone}.items()},
             "speedup": _ratio(done["dflash"][0]["decode_tps"], done["mlx_lm"][0]["decode_tps"]),
             "late_speedup": _ratio(done["dflash"][0]["late_tps"], done["mlx_lm"][0]["late_tps"]),
             "differs_at": at,
             "loops": loops(plain),
         }
-        if at is not None and cell[1] == 0 and at < min(len(plain), len(ours)):
+        if at is not None and not alone and cell[1] == 0 and at < min(len(plain), len(ours)):
             pair["margin"] = margin(self.model, [*self.ids(cell, trial), *plain[:at]], plain[at], ours[at])
         return pair
 
@@ -442,6 +453,8 @@ _MEANINGS = (
 def notes(record: Mapping[str, Any]) -> list[str]:
     """What the figures mean, how the run ended, cold figures, and every text that was not mlx-lm's."""
     lines = list(bench_batch.MEANINGS if "batches" in record else _MEANINGS)
+    exact = is_exact(record)
+    lines += _exact_notes(record) if exact else []
     cold = record["cold"]
     if all(side in cold for side in SIDES):
         lines.append(
@@ -470,11 +483,26 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         if run["differs_at"] is not None:
             near = f", {run['margin']:.3g} nats apart" if "margin" in run else ""
             where = f"{run['kind']}, T {run['temp']:g}, context {run['context']}, turn {run['trial'] + 1}"
-            lines.append(f"Text differs from mlx-lm's at token {run['differs_at']}{near} ({where}).")
+            whose = "exact's without a drafter" if exact else "mlx-lm's"
+            lines.append(f"Text differs from {whose} at token {run['differs_at']}{near} ({where}).")
     if faults(record):
-        lines.append("In float32 on a CPU that is a fault of this program: please report it.")
+        lines.append(f"{'With --exact' if exact else 'In float32 on a CPU'} that is a fault of this program: please report it.")
     elif _differing(record):
         lines.append("A pass over many rows may round otherwise than a pass over one row and flip a near tie.")
+    return lines
+
+
+def is_exact(record: Mapping[str, Any]) -> bool:
+    """Whether DFlash ran with exact=True. Records of versions before it do not say."""
+    return record["settings"].get("exact", False)
+
+
+def _exact_notes(record: Mapping[str, Any]) -> list[str]:
+    """What texts were compared with, and what it costs to be exact."""
+    lines = ["same, with --exact: answers with the text of exact without a drafter, in place of mlx-lm's."]
+    both = [(run["mlx_lm"]["decode_tps"], run[ALONE]["decode_tps"]) for run in record["runs"]]
+    if costs := [plain / alone for plain, alone in both if plain and alone]:
+        lines.append(f"Without a drafter an exact pass took {_median_of(costs, ' of an mlx-lm step')}.")
     return lines
 
 
@@ -496,13 +524,13 @@ def _chosen(record: Mapping[str, Any]) -> list[str]:
 
 
 def faults(record: Mapping[str, Any]) -> int:
-    """Texts that differ where rounding cannot be the reason: float32 on a CPU."""
-    exact = record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
-    return _differing(record) if exact else 0
+    """Texts that differ where rounding cannot be the reason: float32 on a CPU, or exact runs."""
+    certain = record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
+    return _differing(record) if certain or is_exact(record) else 0
 
 
 def _differing(record: Mapping[str, Any]) -> int:
-    """Texts that are not mlx-lm's."""
+    """Texts that are not mlx-lm's, or of exact runs those without a drafter."""
     return sum(run["differs_at"] is not None for run in record["runs"]) + bench_batch.differing(record.get("batches", ()))
 
 
