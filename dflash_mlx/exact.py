@@ -125,7 +125,10 @@ class ExactPair(DFlashPair):
         """The cache cut back to where its rows are those that reading the whole text anew would give.
 
         Rows up to a border are a whole chunk's. Where the text now reaches over a border that the cache's rows were not read
-        up to, they are read again from the border before.
+        up to, or the cache was cut inside of a chunk, they are read again from the border before.
+
+            read      |---- chunk ----|---- chunk ----|- 16 -|        whole: the second border
+            cut                             ^                         good to the first: a chunk's other rows are missing
 
         Raises:
           CacheError: the cache does not say which tokens those are.
@@ -134,7 +137,9 @@ class ExactPair(DFlashPair):
         border = (len(cache.ids) + len(options.prompt_ids) - 1) // step * step
         held_step, whole = getattr(cache.entries[-1], "exact", None) or (None, None)
         # How far its rows are good: not at all where another kind of run wrote them.
-        good = 0 if held_step != step else cache.rows if border == whole else min(cache.rows, border, whole)
+        good = 0 if held_step != step else cache.rows if border == whole <= cache.rows else min(cache.rows, border, whole)
+        if good < border:
+            good -= good % step
         if good < cache.rows:
             cache = self._cut(cache, good)
         cache.exact = step, border

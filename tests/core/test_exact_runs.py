@@ -12,6 +12,7 @@ from dflash_mlx.batch.generator import options_of
 from dflash_mlx.errors import CacheError, GenerationError
 from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.exact_routes import ExactRoutes
+from dflash_mlx.prompt_cache import trim_prompt_cache
 
 PROMPT = [5, 9, 33, 7, 20]
 
@@ -71,6 +72,21 @@ def test_a_reused_prefix_gives_the_bits_of_the_whole_prompt(pair, rounds_otherwi
         fresh = bits_of(run(model, drafter, whole, 4, exact=True, prefill_step_size=step))
         again = run(model, drafter, text[length:], 4, exact=True, prefill_step_size=step, prompt_cache=copy.deepcopy(cache))
         assert same(fresh, bits_of(again)), length
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("kept", "more"), [(35, 15), (30, 30), (35, 4), (20, 25)])
+def test_a_cache_that_was_cut_gives_the_bits_of_the_whole_prompt(pair, rounds_otherwise, drafts, kept, more):
+    # Full attention: entries that can be cut.
+    model, step = pair[0], 20
+    drafter = tiny_drafter(model, layer_types=None, sliding_window=None)
+    text, cache = [i * 7 % 61 for i in range(60)], make_prompt_cache(model, drafter)
+    run(model, drafter, text[:45], 3, exact=True, prefill_step_size=step, prompt_cache=cache)
+    assert trim_prompt_cache(cache, 48 - kept) == 48 - kept
+    fresh = bits_of(run(model, None, text[: kept + more], 4, exact=True, prefill_step_size=step))
+    rest = text[kept : kept + more]
+    drafter = drafter if drafts else None
+    assert same(fresh, bits_of(run(model, drafter, rest, 4, exact=True, prefill_step_size=step, prompt_cache=cache)))
 
 
 def test_a_cache_that_was_not_exact_is_read_again(pair, rounds_otherwise):
