@@ -1,13 +1,12 @@
 """Exact routes: each family's passes through our texts, a row alone and among others; trials that fail; planted differences."""
 
-import importlib
 import re
 
-import emulator
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import BASE, FAMILIES, OTHERS, varied
+from exact_kit import wide
+from families import FAMILIES
 from kit import plant, tiny_target
 from metal_device import MetalDevice
 
@@ -24,31 +23,6 @@ SERVED = {
     "gpt_oss": ({**SMALL, "num_local_experts": 4}, mx.float32, True, {"block_qmm", "block_gather_qmm", "block_attention"}),
     "qwen3_next": ({**TWO, "linear_key_head_dim": 32, "linear_value_head_dim": 8}, mx.float32, False, {"gated_delta"}),
 }
-
-
-def wide(name, **changes):
-    """The family's random model with heads of 32."""
-    module, args = {**FAMILIES, **OTHERS}[name]
-    module = importlib.import_module(f"mlx_lm.models.{module}")
-    mx.random.seed(3)
-    args = {**BASE, "model_type": module.__name__.rpartition(".")[2], **args, "head_dim": 32, **changes}
-    return varied(module.Model(module.ModelArgs.from_dict(args)), 3.0)
-
-
-@pytest.fixture
-def untried(monkeypatch):
-    """The emulator is the GPU, and the last text that may serve does, untried; names of what was launched."""
-    launched = set()
-
-    def made(name, *given, **options):
-        launch = emulator.metal_kernel(name, *given, **options)
-        return lambda **how: launched.add(name.removeprefix("dflash_")) or launch(**how)
-
-    monkeypatch.setattr(mx.fast, "metal_kernel", made)
-    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    monkeypatch.setattr(autotune, "_choose_surely", lambda question, rows: question.candidates[-1])
-    monkeypatch.setattr(autotune, "_plans", {})
-    return launched
 
 
 @pytest.mark.emulator
