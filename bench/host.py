@@ -2,7 +2,7 @@
 
     python bench/host.py                                     the built-in pair, block 16 or the drafter's
     python bench/host.py --model M --draft-model D --block-size 8 --tokens 256 --repeats 7 --out host.json
-    python bench/host.py --built qwen3-8b                    what building a 16-row pass of a config costs, traced and not
+    python bench/host.py --built qwen3-8b                    what a config's 16-row pass and round cost to build
 
 The real loop (`stream_generate`, fixed block size) writes an answer. Then the same passes are made again without it: for every
 round one drafter pass over the same context rows and one target pass over the same block at the same position, head and argmax
@@ -14,15 +14,15 @@ and reading how sure the drafter is of them add to a round: as the width rule me
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dflash_mlx import load, load_drafter, make_prompt_cache, stream_generate
 from dflash_mlx.draft_length.measure import measure_cost_model
@@ -32,6 +32,8 @@ from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.tools import bench
+from dflash_mlx.traced import buffers
+from dflash_mlx.traced.compiled import CompiledPair, CompiledPass
 from dflash_mlx.train.start import dense
 from dflash_mlx.verify import logprobs, verify_block
 
@@ -106,51 +108,53 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
 
 
 def built(name: str, rows: int, context: int = 1024, repeats: int = 9) -> dict[str, float]:
-    """Thread CPU milliseconds of building a target's pass of a config of `bench/ledger.py`; nothing is evaluated.
+    """Thread CPU milliseconds of building a target's pass, and a round, of a config of `bench/ledger.py`; nothing is evaluated.
 
     As Metal's build makes it: a call of `mx.fast` is one node. mlx_lm: the model's own call; ordinary: with taps, as `Target`
-    makes it; traced: put together once and run again. Least of `repeats`.
-    Raises:
-      ValueError: its caches are not all plain ones, so that its passes are not traced.
+    makes it; traced: put together once and run again; round: draft, pass, accept, commit and the rollback of half of the rows,
+    as the loop makes them, by ordinary passes, and traced_round by traced ones. Least of `repeats`.
     """
     import ledger_models
     from ledger_walk import Walk, _one_node_each, as_on_metal
 
-    from dflash_mlx.traced import compiled
-
     walk = Walk(ledger_models.build(ledger_models.published()[name]), context)
-    model, most = walk.pair.model, compiled.capacity_for(context + rows)
-    if not compiled._plain(walk.cache.target):
-        raise ValueError(f"{name} has cache entries other than plain ones: its passes are not traced")
-    passes = compiled.CompiledVerify(model, walk.pair.target.layer_ids, compiled._parts(model), True)
-    ids, columns = mx.zeros((1, rows), mx.int32), mx.arange(most, dtype=mx.int32)
+    walk.widen(buffers.capacity_for(context + 4 * rows))
+    model, pair, accelerator = walk.pair.model, walk.pair, CompiledPair(walk.pair.target, walk.drafter, True)
+    ids, kept = mx.zeros((1, rows), mx.int32), rows // 2
 
-    def entries() -> list[Any]:
-        out = []
-        for shapes, _ in walk.entries[: len(walk.cache.target)]:
-            (B, heads, _, D), dtype = shapes[0]
-            out.append(KVCache())
-            out[-1].keys, out[-1].values = (mx.zeros((B, heads, most, D), dtype) for _ in range(2))
-            out[-1].offset = context
-        return out
-
-    def traced(cache: list[Any]) -> Any:
-        place = compiled._Place.of(context, 0, 0, rows, columns, cache[0].keys.dtype)
-        return compiled._call(run, [ids], cache, place, context + rows)
-
-    def least_ms(build: Any) -> float:
+    def least_ms(build: Callable[[list[Any]], Any]) -> float:
         times = []
         for _ in range(repeats + 1):
-            cache = entries()
+            cache = walk.target_cache()
             began = time.thread_time()
             build(cache)
             times.append(time.thread_time() - began)
         return 1e3 * min(times[1:])
 
-    with as_on_metal(lambda *_: None), _one_node_each():
-        run = mx.compile(functools.partial(compiled._traceable, passes._eager))
-        ways = {"mlx_lm": lambda cache: model(ids, cache=cache), "ordinary": lambda cache: passes._eager([ids], cache, context)}
-        return {way: least_ms(build) for way, build in {**ways, "traced": traced}.items()}
+    def ordinary(cache: list[Any]) -> Any:
+        return pair.target(ids, cache, rollback_point(cache, context), kernels=True)
+
+    def traced(cache: list[Any]) -> Any:
+        out = accelerator.verify(pair.target, ids, cache, rollback_point(cache, context))
+        assert out is not None, accelerator.findings()
+        return out
+
+    def round_ms() -> float:
+        return 1e3 * min(walk.timed(rows, kept, kept + 1)["whole"] for _ in range(repeats + 1))
+
+    ways = {"mlx_lm": lambda cache: model(ids, cache=cache), "ordinary": ordinary, "traced": traced}
+    with as_on_metal(lambda *_: None), _one_node_each(), mock.patch.object(CompiledPass, "_tried", _untried):
+        found = {way: least_ms(build) for way, build in ways.items()} | {"round": round_ms()}
+        pair.accelerator = pair.target.accelerator = accelerator
+        found["traced_round"] = round_ms()
+        drafts = accelerator.passes[1].passes
+    return found | ({} if drafts else {"of these ordinary": "draft"})
+
+
+def _untried(passes: CompiledPass, arrays: Any, filled: Any, cache: Any, place: Any, length: int, keeps: int, key: tuple) -> Any:
+    """In the place of a trial, which would run the model: the traced pass."""
+    passes._pass = passes._pass or passes._traced([])
+    return passes._compiled(key, cache)
 
 
 def main() -> None:
@@ -164,11 +168,15 @@ def main() -> None:
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
     p.add_argument("--dense", action="store_true", help="write quantized layers of both models out first")
     p.add_argument("--out", type=Path)
-    p.add_argument("--built", nargs="+", metavar="CONFIG", help="of bench/ledger.py: only what building a 16-row pass costs")
+    p.add_argument("--built", nargs="+", metavar="CONFIG", help="of bench/ledger.py: only what 16 rows cost to build")
     args = p.parse_args()
     if args.built:
         for name in args.built:
-            print(name, {way: round(ms, 2) for way, ms in built(name, 16).items()}, "ms of thread CPU a pass of 16 rows")
+            print(
+                name,
+                {way: ms if isinstance(ms, str) else round(ms, 2) for way, ms in built(name, 16).items()},
+                "ms of thread CPU at 16 rows",
+            )
         return
     model, tokenizer = load(args.model, dtype=args.dtype)
     dtype = activation_dtype(model)

@@ -28,6 +28,7 @@ from dflash_mlx.kernels import autotune
 from dflash_mlx.loop import Kept, Run
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.pair import DFlashPair
+from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import leaves
 from dflash_mlx.stats import GenerationStats
 from dflash_mlx.target_sampler import RoundResult, TargetSampler
@@ -102,9 +103,11 @@ def compiled_functions() -> dict[str, list[tuple[Any, str, Any]]]:
 @contextlib.contextmanager
 def as_on_metal(handed: Callable[..., None]) -> Iterator[None]:
     """MLX says that the default device is a Metal GPU; what would be handed to it goes to `handed`. No kernel of ours runs."""
+    stream = mx.default_stream(mx.cpu)
     with contextlib.ExitStack() as stack:
         for where, name, value in (
             (mx, "async_eval", handed),
+            (mx, "default_stream", lambda *_: stream),
             (mx, "default_device", lambda: mx.gpu),
             (mx.metal, "is_available", lambda: True),
             (autotune, "may_run", lambda: False),
@@ -211,9 +214,20 @@ class Walk:
             marks = {"offset": self.context, "_idx": rows}
         return [((B, heads, rows, D), a.dtype) for a in (entry.keys, entry.values)], marks
 
-    def _run(self, arrays: Iterator[mx.array], width: int, pending: int) -> Run:
-        """A run in the middle of an answer, with caches made of the arrays."""
+    def widen(self, capacity: int) -> None:
+        """Let the entries that hold a row a token have buffers of so many rows, as traced passes leave them."""
+        for i, (shapes, marks) in enumerate(self.entries):
+            if "offset" in marks and "_idx" not in marks:
+                self.entries[i] = [((B, heads, capacity, D), dtype) for (B, heads, _, D), dtype in shapes], marks
+
+    def target_cache(self) -> list[Any]:
+        """The target's entries, holding the context."""
         cache = self.pair.open_cache(None)
+        self._fill(cache, iter(self.inputs(1)))
+        return list(cache.target)
+
+    def _fill(self, cache: PairCache, arrays: Iterator[mx.array]) -> None:
+        """Give a cache's entries the arrays, and the marks of those that hold the context."""
         for entry, (shapes, marks) in zip(leaves([*cache.target, *cache.drafter]), self.entries, strict=True):
             taken = [next(arrays) for _ in shapes]
             if type(entry) is ArraysCache:
@@ -221,6 +235,11 @@ class Walk:
             else:
                 entry.keys, entry.values = taken
                 vars(entry).update(marks)
+
+    def _run(self, arrays: Iterator[mx.array], width: int, pending: int) -> Run:
+        """A run in the middle of an answer, with caches made of the arrays."""
+        cache = self.pair.open_cache(None)
+        self._fill(cache, arrays)
         for entry in cache.drafter:
             # Behind by what is pending.
             entry.offset = self.context - pending
@@ -265,6 +284,7 @@ class Walk:
             run.commit(Kept(output, RoundResult([0] * (rows - 1), accepted, 0, lambda i: None)))
             enter("rollback")
             run.roll_back()
+        enter("end")
         return drafted
 
     def primitives(self, rows: int, accepted: int, pending: int) -> Round:
@@ -339,11 +359,12 @@ class Walk:
         read of it was; "committed": until only the rollback is left, which the loop does behind the next
         draft. The graph is not evaluated; the recurrent kernel and each call of `mx.fast` are one node.
         """
-        runs = [self._timed(rows, accepted, pending) for _ in range(repeats)]
+        runs = [self.timed(rows, accepted, pending) for _ in range(repeats)]
         return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
-    def _timed(self, rows: int, accepted: int, pending: int) -> dict[str, float]:
-        caches, stage, at, ends = self.inputs(pending), [], {}, {"commit": "verified", "rollback": "committed"}
+    def timed(self, rows: int, accepted: int, pending: int) -> dict[str, float]:
+        """One round of `host_seconds`, on a machine that says it is Metal's (`as_on_metal`)."""
+        caches, stage, at, ends = self.inputs(pending), [], {}, {"commit": "verified", "rollback": "committed", "end": "whole"}
         began, taps = 0.0, len(self.pair.target.layer_ids)
 
         def enter(name: str) -> None:
@@ -365,7 +386,6 @@ class Walk:
 
         with as_on_metal(hand_over), _one_node_each():
             self._round(caches, rows, accepted, pending, enter)
-            at["whole"] = time.thread_time() - began
         return at
 
 

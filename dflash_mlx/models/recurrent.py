@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import CacheError
+from ..kernels.gated_delta import Launch
 from ..kernels.layer_routes import LayerRoutes
 from ..kernels.routing import Recurred, Recurrence
 from ..rollback import RollbackPoint, leaves
@@ -28,7 +30,8 @@ class StatefulModules:
 
     def __init__(self, model: nn.Module, family: str, routes: LayerRoutes):
         self.model, self.family, self._routes = model, family, routes
-        self._found: list[nn.Module] | None = None
+        # None before that pass.
+        self.found: list[nn.Module] | None = None
         # id(module) -> its convolutions, of those with a gated delta rule.
         self._convolutions: dict[int, list[nn.Module]] = {}
 
@@ -41,12 +44,12 @@ class StatefulModules:
         """
         if not any(type(entry) is ArraysCache for entry in leaves(cache or ())):
             return nullcontext()
-        if self._found is None:
+        if self.found is None:
             return self._find_stateful(cache)
         if point is None:
             return nullcontext()
         handlers: list[tuple[nn.Module, Handler]] = []
-        for module in self._found:
+        for module in self.found:
             if route := self._routes.recurrences.get(id(module)):
                 if (convolutions := self._convolutions.get(id(module))) is None:
                     convolutions = [m for _, m in module.named_modules() if isinstance(m, nn.Conv1d)]
@@ -102,7 +105,7 @@ class StatefulModules:
                 "Run this target without a drafter (draft_model=None)",
             )
         found = {id(m): m for calls in open_calls.values() for m in calls[0][2]}
-        self._found = list(found.values())
+        self.found = list(found.values())
 
 
 def _given(args: tuple, kwargs: dict) -> list[Any]:
@@ -130,46 +133,82 @@ def _recurrence_recorder(
         inputs.clear()
         out, calls = route.recorded(args, kwargs, kernels)
         for entry in _given(args, kwargs):
-            states = _states_behind(entry, list(inputs), calls, rows)
 
-            def replay(n: int, entry: Any = entry, states: Any = states) -> None:
-                if states:
-                    entry.cache = states(n)
-                else:
-                    cut = {key: _first_rows(a, rows, n) for key, a in kwargs.items()}
-                    route.recorded(tuple(_first_rows(a, rows, n) for a in args), cut, kernels)
+            def again(n: int) -> None:
+                cut = {key: _first_rows(a, rows, n) for key, a in kwargs.items()}
+                route.recorded(tuple(_first_rows(a, rows, n) for a in args), cut, kernels)
 
-            point.replays.setdefault(id(entry), []).append(replay)
+            replay = _recorded(entry, list(inputs), calls, rows)
+            point.replays.setdefault(id(entry), []).append(replay or again)
         return out
 
     return [(route.module, handler), *((m, convolution) for m in convolutions)]
 
 
-def _states_behind(
-    entry: Any, inputs: list[mx.array], calls: list[Recurred], rows: int
-) -> Callable[[int], list[mx.array]] | None:
-    """What an entry's arrays are behind the first n rows of the pass that left it as it is; None: it is not known to be this.
+class Form(NamedTuple):
+    """How an entry's arrays behind the first n rows of a pass are made of what the pass was given; the same for passes of any
+    number of rows.
 
-    One of them is what the call's one recurrence left. The others are the last rows of its convolutions' inputs, in their order.
+    size: how many arrays; kept: of each that a convolution left, its place among them and its rows; the others are what the
+    recurrence left. steps, plan: as of `Recurred`.
+    """
+
+    size: int
+    kept: tuple[tuple[int, int], ...]
+    steps: Launch
+    plan: Callable[..., Launch | None]
+
+    @property
+    def takes(self) -> int:
+        """How many arrays `states` is given: convolutions' inputs, and q, k, v, g, beta and state."""
+        return len(self.kept) + 6
+
+    def states(self, n: int, given: Sequence[mx.array]) -> list[mx.array]:
+        """The entry's arrays. given: as `Recorded`'s."""
+        inputs, recurred = given[: len(self.kept)], tuple(given[len(self.kept) :])
+        found = [Recurred(recurred, self.steps, self.plan).first(n)] * self.size
+        for (i, more), array in zip(self.kept, inputs, strict=True):
+            found[i] = array[:, n : n + more]
+        return found
+
+
+@dataclass
+class Recorded:
+    """What a pass was given that changed an entry: called with n, it leaves the entry as it is behind the first n rows.
+
+    given: the inputs of its convolutions, [B, kept + rows, C] each, then the recurrence's, as `Recurred`.
+    """
+
+    entry: ArraysCache
+    form: Form
+    given: list[mx.array]
+
+    def __call__(self, n: int) -> None:
+        self.entry.cache = self.form.states(n, self.given)
+
+
+def recorded(entries: Sequence[Any], point: RollbackPoint) -> list[Recorded] | None:
+    """What the pass behind `point` left of each `ArraysCache`, in their order; None: of one of them that is not known."""
+    found = [point.replays.get(id(entry), []) for entry in entries if type(entry) is ArraysCache]
+    known = all(len(replays) == 1 and isinstance(replays[0], Recorded) for replays in found)
+    return [replays[0] for replays in found] if known else None
+
+
+def _recorded(entry: Any, inputs: list[mx.array], calls: list[Recurred], rows: int) -> Recorded | None:
+    """What is known of the call of `rows` rows that left an entry as it is; None: more than one recurrence and its convolutions,
+    whose states are the last rows of their inputs, in their order.
     """
     if type(entry) is not ArraysCache or entry.lengths is not None or entry.left_padding is not None or len(calls) != 1:
         return None
     call, others = calls[0], [i for i, a in enumerate(entry.cache) if a is not calls[0].state]
     if len(others) != len(entry.cache) - 1 or len(others) != len(inputs):
         return None
-    kept = [entry.cache[i].shape[1] for i in others]
-    for i, n, given in zip(others, kept, inputs, strict=True):
+    kept = tuple((i, entry.cache[i].shape[1]) for i in others)
+    for (i, n), given in zip(kept, inputs, strict=True):
         B, _, *rest = entry.cache[i].shape
         if given.shape != (B, n + rows, *rest):
             return None
-
-    def states(n: int) -> list[mx.array]:
-        found = [call.first(n)] * len(entry.cache)
-        for i, more, given in zip(others, kept, inputs, strict=True):
-            found[i] = given[:, n : n + more]
-        return found
-
-    return states
+    return Recorded(entry, Form(len(entry.cache), kept, call.steps, call.plan), [*inputs, *call.given])
 
 
 def _recorder(module: nn.Module, point: RollbackPoint, rows: int) -> Handler:

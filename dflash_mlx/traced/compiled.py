@@ -19,40 +19,59 @@ A weight of zero hides what is finite, and a draft that was rolled back may have
 the target the finite flag is always read (`Target.finite_flag`). Where it says that a value is not finite, that was the last
 compiled pass of this target, and the pass runs again as an ordinary one.
 
-Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache` are tried, and each
-width, and each capacity, is compared with the ordinary pass, on copies, before it is used. Whatever a model does that cannot be
-traced (Python numbers made of the offset, entries that are looked into) leaves that model uncompiled.
+A recurrent layer's states are given and given back as they are. Rows without meaning would change them, so blocks of such a model
+are traced at their own widths; and the pass also gives what each recurrence and convolution was given, from which the states
+behind the first n rows are put together in one more trace (`Form`).
+
+Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache`, or the state of a gated
+delta rule, are tried, and each width, and each capacity, is compared with the ordinary pass, on copies, before it is used.
+Whatever a model does that cannot be traced (Python numbers made of the offset, entries that are looked into) leaves that model
+uncompiled.
 Weights are constants of a trace: one put in another's place, as adapters are, runs from the next answer on; one changed in place
 (`weight *= 2`) is not noticed.
 
-Knows both models and their KV caches; knows nothing of acceptance or the loop.
+Knows both models; what a cache entry is to a trace, `buffers` knows. Knows nothing of acceptance or the loop.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import itertools
 import logging
-import math
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache
 
+from ..errors import DFlashError
 from ..kernels import autotune, block_linear
-from ..kernels.masks import BufferMask
 from ..kernels.routing import Dense, kernel_calls
-from ..kernels.small_batch import folded_mask, folded_or_none
-from ..machine import array_bytes, limit_bytes
 from ..models.drafter import Drafter
 from ..models.intercept import intercept
+from ..models.recurrent import Form, recorded
 from ..models.target import Target, TargetOutput, family
 from ..rollback import RollbackPoint
+from .buffers import (
+    Pass,
+    Place,
+    capacity_for,
+    copied,
+    distance,
+    fits,
+    held,
+    may_trace,
+    rows_of,
+    run_traced,
+    states_of,
+    traceable,
+    widen,
+)
 from .fusion import Call, fused_bytes, fused_linears
 
 # Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
@@ -63,8 +82,8 @@ TILE = 128
 MOST_BLOCKS = 4
 # Traces that are kept, some hundred kilobytes each, by width and capacity.
 _KEPT = 32
-# Least step of capacities, in rows: a trace takes as long as some ordinary passes.
-_STEP = 1024
+# Of those that make the states of a pass's first rows, one for each number of them.
+_STATES_KEPT = 64
 # What the two passes may differ by, in units of the type's precision and of the norm of what is compared: roundings of a few
 # dozen layers. A row that is seen and should not be, or the other way round, is off by far more.
 _ROUNDINGS = {mx.float32: 1000, mx.float16: 32, mx.bfloat16: 16}
@@ -122,117 +141,13 @@ def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _plain(entries: Sequence[Any]) -> bool:
-    """Whether passes over these may be compiled."""
-    return all(type(entry) is KVCache for entry in entries)
+class TraceError(DFlashError, ValueError):
+    """A model whose passes cannot be traced; says what of it."""
 
 
-def capacity_for(rows: int) -> int:
-    """Rows of the buffers that hold so many: few sizes, an eighth to a quarter apart beyond 8192."""
-    step = _STEP
-    while rows > 8 * step:
-        step *= 2
-    return -(-rows // step) * step
-
-
-class _Place(NamedTuple):
-    """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
-
-    Shapes:
-      - offset, block, end: [1] int32, the positions of the pass's first row, of its block's (behind new context rows, of a
-        drafter), and behind the block
-      - rows: [1, 1, n, 1] int32, where all rows of the pass are written
-      - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
-    """
-
-    offset: mx.array
-    block: mx.array
-    end: mx.array
-    rows: mx.array
-    seen: mx.array
-    added: mx.array
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows of the pass in front of its block, rows of the block."""
-        return self.rows.size - len(self.seen), len(self.seen)
-
-    @property
-    def capacity(self) -> int:
-        return self.seen.shape[1]
-
-    @classmethod
-    def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> _Place:
-        """Behind `length` rows. spare: rows in front of the new ones that mean nothing, and are written behind them; columns:
-        [capacity], 0, 1, ..."""
-        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array of the host's
-        # by a page fault, some hundred microseconds.
-        end = length + context + K
-        rows = mx.arange(length, end, dtype=mx.int32)
-        seen = columns <= rows[context:, None]
-        added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
-        if spare:
-            rows = mx.concatenate([mx.arange(end, end + spare, dtype=mx.int32), rows])
-        at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context, end)]
-        return cls(*at, rows[None, None, :, None], seen, added)
-
-
-class _Traced:
-    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs.
-
-    spread: one dictionary for all entries of a pass, in which what they have in common is made once.
-    """
-
-    def __init__(self, keys: mx.array, values: mx.array, place: _Place, spread: dict[tuple, mx.array]):
-        self.keys, self.values, self.offset, self._place, self._spread = keys, values, place.offset, place, spread
-
-    @property
-    def block_offset(self) -> mx.array:
-        """[1]: where a drafter's block begins, behind the new context rows."""
-        return self._place.block
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [1, heads, n, D] rows at the offset. Hands out the whole buffers [1, heads, capacity, D]."""
-        self.keys = mx.put_along_axis(self.keys, self._rows(keys.shape), keys, axis=2)
-        self.values = mx.put_along_axis(self.values, self._rows(values.shape), values, axis=2)
-        return self.keys, self.values
-
-    def _rows(self, shape: tuple[int, ...]) -> mx.array:
-        """Where each number of [1, heads, n, D] is written."""
-        return self._once("rows", self._place.rows, shape)
-
-    def _once(self, name: str, array: mx.array, shape: tuple[int, ...]) -> mx.array:
-        if (name, shape) not in self._spread:
-            self._spread[name, shape] = mx.broadcast_to(array, shape)
-        return self._spread[name, shape]
-
-    def trim(self, n: int) -> None:
-        """The offset stays where it was: what is behind it counts for nothing."""
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """bool [N, capacity], True: seen. As mlx-lm's caches make it."""
-        place = self._place
-        if window_size is None:
-            return BufferMask.of(place.seen, place.added, place.end)
-        columns = mx.arange(self.keys.shape[2])[None]
-        return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
-
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, causal: bool) -> mx.array:
-        """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
-        place, or all to the whole block."""
-        seen, added = self._place.seen, self._place.added
-        # One row serves all where each sees the whole block.
-        fold = (lambda _, *about: folded_mask(added, *about)) if causal else lambda *_: added[-1:]
-        if autotune.may_run():
-            out = folded_or_none(queries, keys, values, scale, seen, True, fold)
-            if out is not None:
-                return out
-        mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-
-
-# (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for `_Traced` ones.
-Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.array, ...]]
+def _timed(rows: int) -> int:
+    """Rows of a block for which a trial of so many rows counts: they are timed for a few widths."""
+    return 1 if rows == 1 else rows + -rows % ROWS
 
 
 class CompiledPass:
@@ -270,7 +185,7 @@ class CompiledPass:
         self._known: dict[tuple, Callable[..., Any] | None] = {}
         # Shapes with the rows asked for, capacities at which a pass was right.
         self._right: tuple[set[tuple], set[int]] = (set(), set())
-        # Rows of a block, 1 for a single one -> whether it was faster.
+        # Rows of a block as `_timed` -> whether it was faster.
         self._faster: dict[int, bool] = {}
         # As `_known` -> comparisons that failed.
         self._failed: Counter[tuple] = Counter()
@@ -297,7 +212,7 @@ class CompiledPass:
 
     def serves(self, rows: int) -> bool:
         """Whether blocks of so many rows are compiled, as far as is known."""
-        return not self.refused and self._faster.get(rows, True)
+        return not self.refused and self._faster.get(_timed(rows), True)
 
     def run(
         self,
@@ -320,25 +235,26 @@ class CompiledPass:
         rows = 1 if arrays[0].shape[1] == 1 else K
         if self.waits or not self.serves(rows) or arrays[0].shape[0] != 1:
             return None
-        if not _plain(cache) or any(entry.keys is None for entry in cache):
+        if not may_trace(cache) or any(a is None for entry in cache for a in held(entry)):
             return None
-        length = cache[0].offset
-        if any(entry.offset != length for entry in cache):
+        entries = rows_of(cache)
+        length, dtype = entries[0].offset, entries[0].keys.dtype
+        if any(entry.offset != length for entry in entries):
             return None
         autotune.may_run()
         if self._plans is not autotune.plans():
             # A kernel was switched off, or switched on.
             self._forget()
-        capacity = capacity_for(max(length + spare + context + K, *(entry.keys.shape[2] for entry in cache)))
+        capacity = capacity_for(max(length + spare + context + K, *(entry.keys.shape[2] for entry in entries)))
         if capacity not in self._columns:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])
-        place = _Place.of(length, spare, context, K, self._columns[capacity], cache[0].keys.dtype)
-        key = (place.shape, capacity, cache[0].keys.dtype, str(mx.default_stream(mx.default_device())), rows)
+        place = Place.of(length, spare, context, K, self._columns[capacity], dtype)
+        key = (place.shape, capacity, dtype, str(mx.default_stream(mx.default_device())), rows)
         if key not in self._known:
             # What a model makes of the one does not depend on the other.
             known = (place.shape, rows) in self._right[0] and capacity in self._right[1]
-            run = self._compiled(key) if known else self._tried(arrays, filled, cache, place, length, keeps, key)
+            run = self._compiled(key, cache) if known else self._tried(arrays, filled, cache, place, length, keeps, key)
             if run is None and 0 < self._failed[key] < _COMPARISONS:
                 return None
             self._known[key] = run
@@ -347,23 +263,23 @@ class CompiledPass:
         # Another thread may have forgotten it.
         if (run := self._known.get(key)) is None:
             return None
-        for entry in cache:
-            _widen(entry, capacity)
-        out = _call(run, filled, cache, place, length + keeps)
+        for entry in entries:
+            widen(entry, capacity)
+        out = run_traced(run, filled, cache, place, length + keeps)
         self.passes += 1
         return out
 
-    def _compiled(self, key: tuple) -> Callable[..., Any]:
+    def _compiled(self, key: tuple, cache: Sequence[Any]) -> Callable[..., Any]:
         # One row and a filled-up block share a trace: they differ in what they are compared with.
         shared = next((run for other, run in self._known.items() if run and other[:-1] == key[:-1]), None)
-        return shared or mx.compile(functools.partial(_traceable, self._pass))
+        return shared or mx.compile(functools.partial(traceable, self._pass, [*map(type, cache)]))
 
     def _tried(
         self,
         arrays: Sequence[mx.array],
         filled: Sequence[mx.array],
-        cache: Sequence[KVCache],
-        place: _Place,
+        cache: Sequence[Any],
+        place: Place,
         length: int,
         keeps: int,
         key: tuple,
@@ -372,29 +288,29 @@ class CompiledPass:
 
         Where there is no room for those copies nothing is compiled at this capacity.
         """
-        if not _fits(cache):
+        if not fits(cache):
             return None
-        plain, ours = ([_copied(entry) for entry in cache] for _ in range(2))
-        for entry in ours:
-            _widen(entry, place.capacity)
+        plain, ours = ([copied(entry) for entry in cache] for _ in range(2))
+        for entry in rows_of(ours):
+            widen(entry, place.capacity)
 
         def eager() -> tuple[mx.array, ...]:
             return self._eager(arrays, plain, length)
 
         def compiled() -> tuple[mx.array, ...]:
-            return _call(run, filled, ours, place, length + keeps)
+            return run_traced(run, filled, ours, place, length + keeps)
 
-        expected = eager()
         try:
+            expected = eager()
             if self._pass is None:
-                spare, columns = [_copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
+                spare, columns = [copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
                 fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
                 noted = fused_linears(
                     self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns, fused
                 )
                 self._pass, self.held = self._traced(noted), fused_bytes(noted)
-            run = self._compiled(key)
-            off = _compared(expected, compiled(), plain, ours, length)
+            run = self._compiled(key, cache)
+            off = distance(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for fused weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return None
@@ -405,31 +321,54 @@ class CompiledPass:
                 found = f"off by {off:.2g} of its norm, {allowed:.2g} allowed"
                 _log.warning("a compiled pass of %s over %d rows is not used: it is %s", self.name, place.rows.size, found)
             return None
-        rows = key[-1]
+        rows = _timed(key[-1])
         if not self.always and rows not in self._faster:
             ours_s, plain_s = _least_s([(compiled, ours), (eager, plain)], keeps)
             self._faster[rows] = ours_s < _FASTER * plain_s
-        self._right[0].add((place.shape, rows))
+        self._right[0].add((place.shape, key[-1]))
         self._right[1].add(place.capacity)
         return run if self._faster.get(rows, True) else None
+
+
+@dataclass
+class _States:
+    """Of a target with recurrent layers. modules: those that change a state, which the caller's target has found; forms: how
+    what a pass gives makes the states behind its rows."""
+
+    modules: list[nn.Module] | None = None
+    forms: list[Form] = field(default_factory=list)
 
 
 class CompiledVerify(CompiledPass):
     """A target's passes over blocks, single rows included: `Accelerator.verify`."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
+        known = self._states_known = _States()
+        # (rows of a pass, rows that are kept) -> what makes the states behind these.
+        self._first: dict[tuple[int, int], Callable[[list[mx.array]], list[list[mx.array]]]] = {}
+
         def passes(fused: list[Call]) -> Pass:
             # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
             target = Target(model, layer_ids)
             target.fused = fused
 
-            def run(arrays: Sequence[mx.array], entries: Sequence[Any], _: int | mx.array) -> tuple[mx.array, mx.array]:
-                output = target(*arrays, entries, kernels=True)
-                return output.hidden, output.features
+            def run(arrays: Sequence[mx.array], entries: Sequence[Any], _: int | mx.array) -> tuple[mx.array, ...]:
+                target.states.found = known.modules
+                point = RollbackPoint(0, []) if states_of(entries) and arrays[0].shape[1] > 1 else None
+                output = target(*arrays, entries, point, kernels=True)
+                kept = recorded(entries, point) if point else []
+                if kept is None:
+                    raise TraceError(f"{family(model)} has recurrent layers that are no gated delta rule")
+                known.forms = [of.form for of in kept] or known.forms
+                return output.hidden, output.features, *(a for of in kept for a in of.given)
 
             return run
 
         super().__init__(family(model), passes([]), passes, model, parts, always)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._first = {}
 
     def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
         """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
@@ -437,20 +376,50 @@ class CompiledVerify(CompiledPass):
         Shapes:
           - ids: [1, w] int32; the output is as of `Target.__call__`, `compiled` and without logits
         """
-        w = ids.shape[1]
-        if w == 1 and not self._right[0]:
+        w, states = ids.shape[1], states_of(cache)
+        self._states_known.modules = target.states.found
+        if w == 1 and not self._right[0] or states and target.states.found is None:
             # The first token does not wait for a trial, nor does who never drafts.
             return None
         # A token that the device chose is of another type, for which there would be another trace.
-        ids, more = ids.astype(mx.int32), -w % ROWS
+        ids, more = ids.astype(mx.int32), 0 if states else -w % ROWS
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
         filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids
         if (out := self.run([ids], [filled], cache, 0, 0, w + more, w)) is None:
             return None
+        hidden, features, *given = out
+        if given:
+            self._record(point, states, w, given)
         point.ended(w)
-        hidden, features = (array[:, :w] for array in out) if more else out
+        hidden, features = (array[:, :w] for array in (hidden, features)) if more else (hidden, features)
         return TargetOutput(hidden, features, compiled=True)
+
+    def _record(self, point: RollbackPoint, states: Sequence[ArraysCache], rows: int, given: list[mx.array]) -> None:
+        """Leave in `point` how to have the states behind the first n rows of a pass: one call for all layers."""
+        found: dict[int, list[list[mx.array]]] = {}
+
+        def replay(n: int, i: int, entry: ArraysCache) -> None:
+            if n not in found:
+                found[n] = self._states(rows, n)(given)
+            entry.cache = list(found[n][i])
+
+        for i, entry in enumerate(states):
+            point.replays[id(entry)] = [functools.partial(replay, i=i, entry=entry)]
+
+    def _states(self, rows: int, n: int) -> Callable[[list[mx.array]], list[list[mx.array]]]:
+        """Makes each entry's arrays behind the first n rows of what a pass of `rows` rows gave."""
+        if (run := self._first.get((rows, n))) is None:
+            forms = self._states_known.forms
+
+            def states(given: list[mx.array]) -> list[list[mx.array]]:
+                left = iter(given)
+                return [form.states(n, [*itertools.islice(left, form.takes)]) for form in forms]
+
+            run = self._first[rows, n] = mx.compile(states)
+            while len(self._first) > _STATES_KEPT:
+                del self._first[next(iter(self._first))]
+        return run
 
 
 def _draft_calls(model: nn.Module) -> list[tuple]:
@@ -496,7 +465,7 @@ class CompiledDraft(CompiledPass):
         if cache[0].offset != start:
             return None
         most = MOST_BLOCKS * K
-        if S > most and self.serves(K) and _plain(cache):
+        if S > most and self.serves(K) and may_trace(cache):
             # Context that plain decoding gathered, or a prompt. Keys and values do not ask for its attention, whose length would
             # be a new one; in few lengths, for a product of a new shape is planned first.
             n = (S - 1) // most * most
@@ -509,76 +478,12 @@ class CompiledDraft(CompiledPass):
         return None if out is None else out[0]
 
 
-def _traceable(
-    run: Pass, arrays: list[mx.array], place: Sequence[mx.array], keys: list[mx.array], values: list[mx.array]
-) -> tuple[tuple[mx.array, ...], list[mx.array], list[mx.array]]:
-    """A pass as a function of arrays alone.
-
-    Shapes:
-      - place: as `_Place`; keys, values: a layer [1, heads, capacity, D]
-    Returns: what the pass gives, and the buffers with its rows.
-    """
-    place = _Place(*place)
-    spread: dict[tuple, mx.array] = {}
-    entries = [_Traced(k, v, place, spread) for k, v in zip(keys, values, strict=True)]
-    out = run(arrays, entries, place.offset)
-    return tuple(out), [entry.keys for entry in entries], [entry.values for entry in entries]
-
-
-def _call(
-    run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[KVCache], place: _Place, end: int
-) -> tuple[mx.array, ...]:
-    """One call of the compiled function. The entries then hold its buffers alone, so that MLX writes them in place."""
-    out, keys, values = run(list(arrays), list(place), [e.keys for e in cache], [e.values for e in cache])
-    for entry, k, v in zip(cache, keys, values, strict=True):
-        # At once, as far as an interruption can see.
-        vars(entry).update(keys=k, values=v, offset=end)
-    return out
-
-
-def _copied(entry: KVCache) -> KVCache:
-    """An entry with arrays of its own, which share their memory until one of them is written."""
-    copied = copy.copy(entry)
-    copied.keys, copied.values = mx.array(entry.keys), mx.array(entry.values)
-    return copied
-
-
-def _fits(cache: Sequence[KVCache]) -> bool:
-    """Whether the copies of a trial, an ordinary pass's, a compiled one's and what widens it, find room on this machine."""
-    return mx.get_active_memory() + 3 * array_bytes(a for entry in cache for a in (entry.keys, entry.values)) <= limit_bytes()
-
-
-def _widen(entry: KVCache, capacity: int) -> None:
-    """Give an entry buffers of `capacity` rows, the new ones zero."""
-    if more := capacity - entry.keys.shape[2]:
-        arrays = {"keys": entry.keys, "values": entry.values}
-        wider = {k: mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2) for k, a in arrays.items()}
-        vars(entry).update(wider)
-
-
-def _compared(
-    expected: Sequence[mx.array], found: Sequence[mx.array], plain: Sequence[KVCache], ours: Sequence[KVCache], length: int
-) -> float:
-    """The largest distance between what two passes gave, each as a share of its norm: states, taps, and the rows of the caches,
-    those of the passes by themselves (among many others they would not count)."""
-    pairs = [*zip(expected, found, strict=True)]
-    for a, b in zip(plain, ours, strict=True):
-        for cut in (slice(0, length), slice(length, a.offset)):
-            pairs += [(a.keys[:, :, cut], b.keys[:, :, cut]), (a.values[:, :, cut], b.values[:, :, cut])]
-    shares = []
-    for a, b in pairs:
-        a, b = a.astype(mx.float32), b[:, : a.shape[1]].astype(mx.float32)
-        shares.append(mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30))
-    # One that is not a number is largest.
-    return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))
-
-
-def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[KVCache]]], keeps: int) -> list[float]:
+def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[Any]]], keeps: int) -> list[float]:
     """Seconds of passes that are waited for, each with its cache: the least of four, by turns; the first is not counted."""
     seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(5):
         for (run, entries), into in zip(passes, seconds, strict=True):
-            for entry in entries:
+            for entry in rows_of(entries):
                 entry.trim(keeps)
             began = time.perf_counter()
             mx.eval(run())

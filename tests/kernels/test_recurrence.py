@@ -89,7 +89,7 @@ def test_a_rollback_is_one_recurrence_a_layer_and_no_call_of_the_model(monkeypat
 BOTH = ("qwen3_next", "kimi_linear")
 FAULTS = {
     "a convolution's rows begin one too early": (
-        (recurrent, "_states_behind", "given[:, n : n + more]", "given[:, n - 1 : n - 1 + more]"),
+        (recurrent.Form, "states", "array[:, n : n + more]", "array[:, n - 1 : n - 1 + more]"),
         BOTH,
     ),
     "a recurrence runs one row too few": ((routing.Recurred, "first", "rows)[1]", "max(rows - 1, 1))[1]"), BOTH),
@@ -112,7 +112,7 @@ def test_a_fault_in_what_is_kept_of_a_call_changes_the_logits(fault, name, monke
 
 def test_a_call_that_is_not_of_this_form_is_run_again_as_a_whole(monkeypatch):
     model, line = model_of(), some_line(34)
-    monkeypatch.setattr(recurrent, "_states_behind", lambda *_: None)
+    monkeypatch.setattr(recurrent, "_recorded", lambda *_: None)
     assert error(in_blocks(model, line, 21, PLAN), one_at_a_time(model, line, 21)) < 1e-4
 
 

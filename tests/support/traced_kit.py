@@ -7,7 +7,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 import dflash_mlx
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback_point
-from dflash_mlx.traced import compiled
+from dflash_mlx.traced import buffers, compiled
 from dflash_mlx.traced.compiled import CompiledVerify
 from dflash_mlx.verify import verify_block
 
@@ -24,13 +24,13 @@ def blocks_of(model, layer_ids=(0, 2), always=True):
 def filled(model, target, prompt=PROMPT):
     cache = mlx_lm_cache.make_prompt_cache(model)
     target(mx.array(prompt if isinstance(prompt[0], list) else [prompt]), cache)
-    mx.eval([entry.keys for entry in cache])
+    mx.eval([buffers.held(entry) for entry in cache])
     return cache
 
 
 def verify(target, cache, block=BLOCK, length=None):
     """One pass over `block`: what it gives, and the point that undoes it."""
-    length = cache[0].offset if length is None else length
+    length = buffers.rows_of(cache)[0].offset if length is None else length
     point = rollback_point(cache, length)
     drafted = mx.array([block[1:]], dtype=mx.int32)
     return verify_block(target, mx.array(block[:1]), drafted, cache, point), point

@@ -24,7 +24,7 @@ from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
 from dflash_mlx.rollback import rollback, rollback_point
-from dflash_mlx.traced import CompileError, compiled
+from dflash_mlx.traced import CompileError, buffers, compiled
 from dflash_mlx.traced.compiled import CompiledDraft, capacity_for
 
 
@@ -64,8 +64,8 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
 @pytest.mark.full
 def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
     model, tokenizer, drafter = pair
-    drafter.pair, shapes, original = None, [], compiled._traceable
-    monkeypatch.setattr(compiled, "_traceable", lambda *args: (shapes.append(args[1][0].dtype), original(*args))[1])
+    drafter.pair, shapes, original = None, [], compiled.traceable
+    monkeypatch.setattr(compiled, "traceable", lambda *args: (shapes.append(args[1][0].dtype), original(*args))[1])
     prompt = tokenizer.encode("def area(width, height):")
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
@@ -148,8 +148,8 @@ def test_a_row_that_was_rolled_back_is_never_seen_again():
 @pytest.mark.parametrize("window", [None, 3, 100])
 def test_the_mask_over_a_buffer_is_mlx_lms_and_hides_what_is_behind(window):
     buffer = mx.zeros((1, 1, 20, 2))
-    place = compiled._Place.of(7, 0, 0, 5, mx.arange(20), mx.float16)
-    mask = compiled._Traced(buffer, buffer, place, {}).make_mask(5, window_size=window)
+    place = buffers.Place.of(7, 0, 0, 5, mx.arange(20), mx.float16)
+    mask = buffers.TracedKV(buffer, buffer, place, {}).make_mask(5, window_size=window)
     assert mx.array_equal(mask[:, :12], create_causal_mask(5, 7, window)) and not mask[:, 12:].any()
 
 
@@ -242,7 +242,7 @@ def test_no_block_reaches_beyond_learned_positions(value, block, monkeypatch):
     assert value == "off" or drafter.pair.accelerator.passes[0].passes > 5 and not drafter.pair.accelerator.passes[0].refused
 
 
-@pytest.mark.parametrize("name", ["llama, mixed windows", "qwen3_next", "afm7"])
+@pytest.mark.parametrize("name", ["llama, mixed windows", "lfm2", "jamba", "afm7"])
 def test_what_cannot_be_compiled_runs_as_ever(name, forced):
     model = family(name)
     line = PROMPT + greedy_ids(model, PROMPT, 30)
@@ -273,9 +273,9 @@ def test_a_model_that_makes_numbers_of_positions_is_tried_once(caplog):
 @pytest.mark.parametrize("fails", [1, 2, 3])
 def test_a_pass_is_given_up_after_some_comparisons_and_with_one_line(fails, monkeypatch, caplog):
     model = tiny_target()
-    ours, compare, compared = blocks_of(model), compiled._compared, []
+    ours, compare, compared = blocks_of(model), buffers.distance, []
     monkeypatch.setattr(
-        compiled, "_compared", lambda *args: (compared.append(1), 0.5 if len(compared) <= fails else compare(*args))[1]
+        compiled, "distance", lambda *args: (compared.append(1), 0.5 if len(compared) <= fails else compare(*args))[1]
     )
     cache = filled(model, ours)
     with caplog.at_level(logging.WARNING, logger="dflash_mlx.traced.compiled"):
@@ -307,7 +307,7 @@ def test_weights_that_were_joined_go_with_a_refusal(monkeypatch):
         before.append(mx.get_active_memory())
         raise ValueError("a number was wanted")
 
-    monkeypatch.setattr(compiled, "_traceable", trace)
+    monkeypatch.setattr(compiled, "traceable", trace)
     model = tiny_target(hidden=256)
     ours = blocks_of(model)
     cache, before = filled(model, ours), []
@@ -346,7 +346,7 @@ def test_a_pass_that_would_differ_is_not_used(caplog):
 def test_a_difference_in_the_rows_of_a_cache_alone_is_found(part, rows, monkeypatch):
     model = tiny_target()
     ours = blocks_of(model)
-    write = compiled._Traced.update_and_fetch
+    write = buffers.TracedKV.update_and_fetch
 
     def wrong(self, keys, values):
         out = write(self, keys, values)
@@ -355,7 +355,7 @@ def test_a_difference_in_the_rows_of_a_cache_alone_is_found(part, rows, monkeypa
         setattr(self, part, getattr(self, part) + off)
         return out
 
-    monkeypatch.setattr(compiled._Traced, "update_and_fetch", wrong)
+    monkeypatch.setattr(buffers.TracedKV, "update_and_fetch", wrong)
     verify(ours, filled(model, ours))
     assert ours.accelerator.passes == 0
 
@@ -396,7 +396,7 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
     line = PROMPT + greedy_ids(model, PROMPT, 60)
     drafter = known_drafter(model, line)
     cache = make_prompt_cache(model, drafter)
-    got, call = [], compiled._call
+    got, call = [], buffers.run_traced
 
     def stopped(run, arrays, entries, place, end):
         before = [dict(vars(entry)) for entry in entries]
@@ -409,7 +409,7 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
         return out
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compiled, "_call", stopped)
+        patch.setattr(compiled, "run_traced", stopped)
         for response in stream(model, drafter, PROMPT, 50, prompt_cache=cache):
             got.append(response.token)
     assert 10 < len(got) < 50 and got == line[len(PROMPT) : len(PROMPT) + len(got)]
@@ -571,7 +571,7 @@ def test_on_cuda_a_traces_quantized_products_are_as_wide_as_a_kernel_wants_them(
     caches = [filled(model, plain), filled(model, ours)]
     rollback(caches[1], verify(ours, caches[1])[1], 7)
     columns.clear()
-    ours.accelerator._pass([mx.array([BLOCK])], [compiled._copied(entry) for entry in caches[1]], 7)
+    ours.accelerator._pass([mx.array([BLOCK])], [buffers.copied(entry) for entry in caches[1]], 7)
     assert columns and (all(n % compiled.TILE == 0 for n in columns) == cuda)
     assert near(verify(ours, caches[1])[0].hidden, verify(plain, caches[0])[0].hidden) and ours.accelerator.passes == 2
 
@@ -592,8 +592,8 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     # Of two seconds the first is the compiled pass's.
     seconds = {4: [1.0, 2.0], 5: [2.0, 1.0], 9: [1.0, 2.0]}
     monkeypatch.setattr(compiled, "_least_s", lambda passes, w: (asked.append(w), seconds.pop(w))[1])
-    compare, compared = compiled._compared, []
-    monkeypatch.setattr(compiled, "_compared", lambda *args: (compared.append(args[3][0].keys.shape[2]), compare(*args))[1])
+    compare, compared = buffers.distance, []
+    monkeypatch.setattr(compiled, "distance", lambda *args: (compared.append(args[3][0].keys.shape[2]), compare(*args))[1])
     cache = filled(model, ours)
 
     def passes(*widths):
@@ -607,7 +607,7 @@ def test_a_width_is_kept_where_it_is_faster_and_tried_once(monkeypatch):
     assert asked == [5, 4, 9] and compared == [1024] * 3
     # At another capacity, one comparison for all widths that were right before; 5 rows are not tried again.
     for entry in cache:
-        compiled._widen(entry, 2048)
+        buffers.widen(entry, 2048)
     assert passes(5, 4, 9, 4) == 3 and compared == [1024] * 3 + [2048] and len(asked) == 3
     sizes = [(8, 1024), (4, 1024), (12, 1024), (4, 2048), (12, 2048)]
     assert [key[:2] for key in ours.accelerator._known] == [((0, w), size) for w, size in sizes]
@@ -649,6 +649,6 @@ def test_buffers_of_different_lengths_are_made_equal():
     model = tiny_target()
     ours = blocks_of(model)
     cache, other = filled(model, ours), filled(model, ours)
-    compiled._widen(cache[1], 1100)
+    buffers.widen(cache[1], 1100)
     assert near(verify(ours, cache)[0].hidden, verify(Target(model, (0, 2)), other)[0].hidden)
     assert ours.accelerator.passes == 1 and {entry.keys.shape[2] for entry in cache} == {2048}

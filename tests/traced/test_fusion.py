@@ -397,16 +397,16 @@ def test_no_product_is_held_behind_its_pass():
 
 @pytest.mark.parametrize("make, per_layer", [(tiny_target, 1), (tiny_qwen3, 2)])
 def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_layer, monkeypatch):
-    model, made, traced, trace = make(), rotations(monkeypatch), [], compiled._traceable
+    model, made, traced, trace = make(), rotations(monkeypatch), [], compiled.traceable
 
     def noting(*args):
         made.clear()
-        out, keys, values = trace(*args)
-        mx.export_to_dot(text := io.StringIO(), *out, *keys, *values)
+        out, behind = trace(*args)
+        mx.export_to_dot(text := io.StringIO(), *out, *(array for arrays in behind for array in arrays))
         traced.append((len(made), text.getvalue().count('label ="AsType"')))
-        return out, keys, values
+        return out, behind
 
-    monkeypatch.setattr(compiled, "_traceable", noting)
+    monkeypatch.setattr(compiled, "traceable", noting)
     for found in (fused_linears, lambda *args: []):
         monkeypatch.setattr(compiled, "fused_linears", found)
         target, cache = Target(model), make_prompt_cache(model)

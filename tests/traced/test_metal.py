@@ -10,7 +10,7 @@ from traced_kit import PROMPT
 from dflash_mlx import traced
 from dflash_mlx.kernels import autotune
 from dflash_mlx.pair import DFlashPair
-from dflash_mlx.traced import compiled
+from dflash_mlx.traced import buffers, compiled
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def test_passes_are_not_put_together_before_an_answer_to_measure_them(device, pa
 def test_what_traces_hold_is_told_and_without_room_for_a_trial_nothing_is_compiled(device, pair, monkeypatch):
     model, drafter = pair
     monkeypatch.setattr(compiled, "_least_s", lambda *_: [1.0, 2.0])
-    monkeypatch.setattr(compiled, "limit_bytes", lambda: 0)
+    monkeypatch.setattr(buffers, "limit_bytes", lambda: 0)
     for _ in range(2):
         answer(model, drafter)
     accelerator = drafter.pair.accelerator
     assert [p.passes for p in accelerator.passes] == [0, 0] and [f["held_mb"] for f in accelerator.findings()] == [0, 0]
     drafter.pair.accelerator = None
-    monkeypatch.setattr(compiled, "limit_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(buffers, "limit_bytes", lambda: 1 << 40)
     for _ in range(2):
         answer(model, drafter)
     # q, k and v of one array, and gate and up: copies of four bits and of what comes with them.

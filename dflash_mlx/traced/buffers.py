@@ -1,0 +1,231 @@
+"""A cache as the arrays that a traced pass is given and gives back.
+
+    KVCache       its whole buffers, and where the pass stands as arrays: places to write to, and a mask over the buffers
+    ArraysCache   its arrays, as a recurrence or a convolution left them
+
+Knows mlx-lm's cache entries; knows no model and no pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from ..kernels import autotune
+from ..kernels.masks import BufferMask
+from ..kernels.small_batch import folded_mask, folded_or_none
+from ..machine import array_bytes, limit_bytes
+
+# Least step of capacities, in rows: a trace takes as long as some ordinary passes.
+_STEP = 1024
+
+# (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for traced ones.
+Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.array, ...]]
+
+
+def may_trace(entries: Sequence[Any]) -> bool:
+    """Whether passes over these may be traced: they are plain ones, one row a token, and states of one request between them."""
+    kinds = {type(entry) for entry in entries}
+    apart = any(entry.lengths is not None or entry.left_padding is not None for entry in states_of(entries))
+    return KVCache in kinds and kinds <= {KVCache, ArraysCache} and not apart
+
+
+def states_of(entries: Sequence[Any]) -> list[ArraysCache]:
+    """Those that hold states, not a row a token."""
+    return [entry for entry in entries if type(entry) is ArraysCache]
+
+
+def rows_of(entries: Sequence[Any]) -> list[KVCache]:
+    """Those that hold a row a token."""
+    return [entry for entry in entries if type(entry) is KVCache]
+
+
+def held(entry: Any) -> list[mx.array]:
+    """An entry's arrays; of one that is empty, None in their place."""
+    return list(entry.cache) if type(entry) is ArraysCache else [entry.keys, entry.values]
+
+
+def capacity_for(rows: int) -> int:
+    """Rows of the buffers that hold so many: few sizes, an eighth to a quarter apart beyond 8192."""
+    step = _STEP
+    while rows > 8 * step:
+        step *= 2
+    return -(-rows // step) * step
+
+
+class Place(NamedTuple):
+    """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
+
+    Shapes:
+      - offset, block, end: [1] int32, the positions of the pass's first row, of its block's (behind new context rows, of a
+        drafter), and behind the block
+      - rows: [1, 1, n, 1] int32, where all rows of the pass are written
+      - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
+    """
+
+    offset: mx.array
+    block: mx.array
+    end: mx.array
+    rows: mx.array
+    seen: mx.array
+    added: mx.array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the pass in front of its block, rows of the block."""
+        return self.rows.size - len(self.seen), len(self.seen)
+
+    @property
+    def capacity(self) -> int:
+        return self.seen.shape[1]
+
+    @classmethod
+    def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> Place:
+        """Behind `length` rows. spare: rows in front of the new ones that mean nothing, and are written behind them; columns:
+        [capacity], 0, 1, ..."""
+        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array of the host's
+        # by a page fault, some hundred microseconds.
+        end = length + context + K
+        rows = mx.arange(length, end, dtype=mx.int32)
+        seen = columns <= rows[context:, None]
+        added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
+        if spare:
+            rows = mx.concatenate([mx.arange(end, end + spare, dtype=mx.int32), rows])
+        at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context, end)]
+        return cls(*at, rows[None, None, :, None], seen, added)
+
+
+class TracedKV:
+    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs.
+
+    spread: one dictionary for all entries of a pass, in which what they have in common is made once.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, place: Place, spread: dict[tuple, mx.array]):
+        self.keys, self.values, self.offset, self._place, self._spread = keys, values, place.offset, place, spread
+
+    @property
+    def block_offset(self) -> mx.array:
+        """[1]: where a drafter's block begins, behind the new context rows."""
+        return self._place.block
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [1, heads, n, D] rows at the offset. Hands out the whole buffers [1, heads, capacity, D]."""
+        self.keys = mx.put_along_axis(self.keys, self._rows(keys.shape), keys, axis=2)
+        self.values = mx.put_along_axis(self.values, self._rows(values.shape), values, axis=2)
+        return self.keys, self.values
+
+    def _rows(self, shape: tuple[int, ...]) -> mx.array:
+        """Where each number of [1, heads, n, D] is written."""
+        return self._once("rows", self._place.rows, shape)
+
+    def _once(self, name: str, array: mx.array, shape: tuple[int, ...]) -> mx.array:
+        if (name, shape) not in self._spread:
+            self._spread[name, shape] = mx.broadcast_to(array, shape)
+        return self._spread[name, shape]
+
+    def trim(self, n: int) -> None:
+        """The offset stays where it was: what is behind it counts for nothing."""
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """bool [N, capacity], True: seen. As mlx-lm's caches make it."""
+        place = self._place
+        if window_size is None:
+            return BufferMask.of(place.seen, place.added, place.end)
+        columns = mx.arange(self.keys.shape[2])[None]
+        return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, causal: bool) -> mx.array:
+        """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
+        place, or all to the whole block."""
+        seen, added = self._place.seen, self._place.added
+        # One row serves all where each sees the whole block.
+        fold = (lambda _, *about: folded_mask(added, *about)) if causal else lambda *_: added[-1:]
+        if autotune.may_run():
+            out = folded_or_none(queries, keys, values, scale, seen, True, fold)
+            if out is not None:
+                return out
+        mask = self._once("causal" if causal else "all", added if causal else added[-1:], (*queries.shape[:3], keys.shape[2]))
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def traceable(
+    run: Pass, kinds: Sequence[type], arrays: list[mx.array], place: Sequence[mx.array], given: list[list[mx.array]]
+) -> tuple[tuple[mx.array, ...], list[list[mx.array]]]:
+    """A pass as a function of arrays alone.
+
+    Shapes:
+      - place: as `Place`; given: each entry's arrays, of a KVCache [1, heads, capacity, D]
+    Args:
+      kinds: the entries' classes.
+    Returns: what the pass gives, and the entries' arrays behind it.
+    """
+    place = Place(*place)
+    spread: dict[tuple, mx.array] = {}
+    entries = [_state(of) if kind is ArraysCache else TracedKV(*of, place, spread) for kind, of in zip(kinds, given, strict=True)]
+    out = run(arrays, entries, place.offset)
+    return tuple(out), [held(entry) for entry in entries]
+
+
+def _state(arrays: Sequence[mx.array]) -> ArraysCache:
+    entry = ArraysCache(len(arrays))
+    entry.cache = list(arrays)
+    return entry
+
+
+def run_traced(
+    run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[Any], place: Place, end: int
+) -> tuple[mx.array, ...]:
+    """One call of the compiled function. The entries then hold its arrays alone, so that MLX writes buffers in place."""
+    out, behind = run(list(arrays), list(place), [held(entry) for entry in cache])
+    for entry, found in zip(cache, behind, strict=True):
+        # At once, as far as an interruption can see.
+        if type(entry) is ArraysCache:
+            entry.cache = found
+        else:
+            vars(entry).update(keys=found[0], values=found[1], offset=end)
+    return out
+
+
+def copied(entry: Any) -> Any:
+    """An entry with arrays of its own, which share their memory until one of them is written."""
+    copied, arrays = copy.copy(entry), [mx.array(a) for a in held(entry)]
+    vars(copied).update({"cache": arrays} if type(entry) is ArraysCache else dict(zip(("keys", "values"), arrays, strict=True)))
+    return copied
+
+
+def fits(cache: Sequence[Any]) -> bool:
+    """Whether the copies of a trial, an ordinary pass's, a compiled one's and what widens it, find room on this machine."""
+    return mx.get_active_memory() + 3 * array_bytes(a for entry in cache for a in held(entry)) <= limit_bytes()
+
+
+def widen(entry: KVCache, capacity: int) -> None:
+    """Give an entry buffers of `capacity` rows, the new ones zero."""
+    if more := capacity - entry.keys.shape[2]:
+        arrays = {"keys": entry.keys, "values": entry.values}
+        wider = {k: mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2) for k, a in arrays.items()}
+        vars(entry).update(wider)
+
+
+def distance(
+    expected: Sequence[mx.array], found: Sequence[mx.array], plain: Sequence[Any], ours: Sequence[Any], length: int
+) -> float:
+    """The largest distance between what two passes gave, each as a share of its norm: states, taps, and the rows of the caches,
+    those of the passes by themselves (among many others they would not count); what recurrences left."""
+    pairs = [*zip(expected, found, strict=True)]
+    for a, b in zip(states_of(plain), states_of(ours), strict=True):
+        pairs += zip(a.cache, b.cache, strict=True)
+    for a, b in zip(rows_of(plain), rows_of(ours), strict=True):
+        for cut in (slice(0, length), slice(length, a.offset)):
+            pairs += [(a.keys[:, :, cut], b.keys[:, :, cut]), (a.values[:, :, cut], b.values[:, :, cut])]
+    shares = []
+    for a, b in pairs:
+        a, b = a.astype(mx.float32), b[:, : a.shape[1]].astype(mx.float32)
+        shares.append(mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30))
+    # One that is not a number is largest.
+    return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))
