@@ -96,10 +96,9 @@ def block_hidden(
     Returns: [B, A, K, H] after the final norm; slot k stands for position anchor + k.
     """
     (B, A), K = anchors.shape, block_size
-    assert all(rope.kind != "longrope" for rope in drafter.config.ropes), "LongRoPE takes one offset"
     first = mx.take_along_axis(ids, anchors, axis=1).reshape(B * A, 1)
     masks = mx.full((B * A, K - 1), drafter.config.mask_token_id, dtype=mx.int32)
-    h = drafter._embed(mx.concatenate([first.astype(mx.int32), masks], axis=1)).astype(drafter.norm.weight.dtype)
+    h = drafter.embed_block(mx.concatenate([first.astype(mx.int32), masks], axis=1)).astype(drafter.norm.weight.dtype)
     for layer, (keys, values) in zip(drafter.layers, pairs, strict=True):
         h = layer.sublayers(h, partial(_attend, layer.self_attn, keys=keys, values=values, anchors=anchors))
     return drafter.norm(h).reshape(B, A, K, -1)

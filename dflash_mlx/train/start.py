@@ -16,9 +16,13 @@ from mlx.utils import tree_flatten
 
 from ..config import DrafterConfig
 from ..errors import CheckpointError, ConfigError, PairError
-from ..models.architectures import ARCHITECTURES
+from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
+from ..models.dspark import DSparkDrafter
 from ..models.target import Target
+
+# Architecture as config.json names it: what is trained. The training pass computes the layers of these alone.
+TRAINED = {"": Drafter, "DFlashDraftModel": Drafter, "DFlash2DraftModel": DFlash2Drafter, "DSparkDraftModel": DSparkDrafter}
 
 
 def default_taps(num_layers: int, n: int = 5) -> list[int]:
@@ -120,6 +124,19 @@ def dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     return model
 
 
+def not_trained(config: DrafterConfig) -> list[str]:
+    """What of a drafter the training pass does not compute, by name. []: it can be trained."""
+    extras = {
+        "attention sinks": config.attention_sinks,
+        "scaled values": config.attention_value_scale,
+        "latent attention": config.kv_lora_rank,
+        "a vocabulary of its own": config.draft_vocab_size not in (None, config.vocab_size),
+        "LongRoPE": any(rope.kind == "longrope" for rope in config.ropes),
+    }
+    other = [] if config.architecture in TRAINED else [f"the architecture {config.architecture}"]
+    return [*other, *config.unsupported, *(name for name, has in extras.items() if has)]
+
+
 def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: int) -> Drafter:
     """A fresh drafter: normal weights of size 0.02, smaller where they add to the residual; `fc` evens out the taps.
 
@@ -128,9 +145,16 @@ def init_drafter(raw: dict[str, Any], target: Target, sample: np.ndarray, seed: 
 
     Shapes:
       - sample: [B, S] ids to measure the taps on
+    Raises:
+      ConfigError: the drafter is of a kind that cannot be trained here.
     """
     config = DrafterConfig.from_dict(raw)
-    drafter = ARCHITECTURES[config.architecture](config)
+    if unknown := not_trained(config):
+        raise ConfigError(
+            f"this drafter has {', '.join(unknown)}, which training does not compute; it trains DFlash, DFlash 2 and DSpark",
+            "Give such a drafter, or leave init out",
+        )
+    drafter = TRAINED[config.architecture](config)
     features = target(mx.array(sample)).features.astype(mx.float32)
     B, S, _ = features.shape
     n = len(config.target_layer_ids)

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.models.drafter import Drafter
+from dflash_mlx.errors import ConfigError
 from dflash_mlx.train.forward import block_hidden, context_keys_values, context_mask
 from dflash_mlx.train.losses import LossConfig, Wanted, adaptive_weights, block_loss, decay_weights, labels_of
+from dflash_mlx.train.start import TRAINED, init_drafter, not_trained
 
 H, V, K, S, TAPS = 24, 61, 5, 19, (1, 2, 4)
 
@@ -15,7 +16,16 @@ H, V, K, S, TAPS = 24, 61, 5, 19, (1, 2, 4)
 def make_drafter(seed=0, **changes):
     """Random, scaled up, all sizes different, with an embedding and a head of its own."""
     mx.random.seed(seed)
-    raw = {
+    config = DrafterConfig.from_dict(make_raw(**changes))
+    drafter = TRAINED[config.architecture](config)
+    grown = {k: 4 * v if v.ndim > 1 else v * mx.random.uniform(0.5, 2, v.shape) for k, v in flat(drafter).items()}
+    drafter.load_weights(list(grown.items()))
+    table = mx.random.normal((V, H))
+    return drafter.bind(lambda ids: table[ids], lambda h: h @ table.T)
+
+
+def make_raw(**changes):
+    return {
         "hidden_size": H,
         "intermediate_size": 40,
         "num_hidden_layers": 2,
@@ -28,11 +38,6 @@ def make_drafter(seed=0, **changes):
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": list(TAPS)},
         **changes,
     }
-    drafter = Drafter(DrafterConfig.from_dict(raw))
-    grown = {k: 4 * v if v.ndim > 1 else v * mx.random.uniform(0.5, 2, v.shape) for k, v in flat(drafter).items()}
-    drafter.load_weights(list(grown.items()))
-    table = mx.random.normal((V, H))
-    return drafter.bind(lambda ids: table[ids], lambda h: h @ table.T)
 
 
 def flat(drafter):
@@ -65,6 +70,8 @@ VARIANTS = {
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     "wide window": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "is_causal": False},
     "bias": {"attention_bias": True},
+    # The anchor's row and those of masks are told their noise.
+    "log-SNR": {"architectures": ["DSparkDraftModel"], "vocab_size": V, "log_snr_conditioning": True},
 }
 
 
@@ -82,8 +89,24 @@ def test_training_pass_equals_generation_pass(name):
             if at > 4:
                 drafter.inject(features[b : b + 1, :4], cache, 0)
                 start = 4
-            want = drafter(drafter._embed(block), features[b : b + 1, start:at], cache, start)
+            want = drafter(drafter.embed_block(block), features[b : b + 1, start:at], cache, start)
             np.testing.assert_allclose(got[b, a], want[0], atol=1e-5, rtol=1e-5)
+
+
+OTHERS = {
+    "the architecture DFlareDraftModel": {"architectures": ["DFlareDraftModel"]},
+    "the architecture DFlashLagunaForCausalLM": {"architectures": ["DFlashLagunaForCausalLM"]},
+    "attention sinks": {"attention_sink_bias": True},
+    "scaled values": {"attention_value_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_drafter_that_the_training_pass_does_not_compute_is_refused_by_name(name):
+    raw = make_raw(vocab_size=V, num_target_layers=6, **OTHERS[name])
+    assert not_trained(DrafterConfig.from_dict(raw)) == [name]
+    with pytest.raises(ConfigError, match=f"this drafter has {name}, which training does not compute"):
+        init_drafter(raw, None, np.zeros((1, 4), np.int32), 0)
 
 
 def test_context_mask_rows_hold_exactly_the_rows_before_the_anchor():
