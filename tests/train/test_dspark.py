@@ -1,15 +1,19 @@
 """Training a DSpark drafter: its gradients, where it starts, and that replayed rounds equal the served ones."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from kit import run
+from mlx.utils import tree_flatten, tree_map
 from train_kit import check_slopes
 
 from dflash_mlx.loading import load_drafter
-from dflash_mlx.models.dspark import DSparkDrafter
+from dflash_mlx.models.dspark import DSparkDrafter, MarkovHead
 from dflash_mlx.models.target import Target
 from dflash_mlx.train.data import batches
+from dflash_mlx.train.losses import LossConfig, Wanted, block_loss
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import as_dspark, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer, train
@@ -40,6 +44,73 @@ def test_every_gradient_equals_finite_differences(model, docs, kind, from_anchor
     trainer = Trainer(drafter, target, of, config(steps=1, learn_from=learn_from), mx.float32)
     assert trainer.K == BLOCK
     check_slopes(trainer, next(batches(docs, 8, 8, 64, 0))[:5])
+
+
+def numpy_loss(w, kind, want, gamma, weights=None):
+    """The loss again, from its definition, in float64 and with loops; and the slots' weights, which are constants of it.
+
+    w: "hidden" [R, N, H], "head" [V, H], and the Markov head's tensors by name.
+    """
+    labels, counts = np.array(want.labels), np.array(want.counts)
+    (R, N), total, kept = labels.shape, 0.0, np.zeros(labels.shape)
+    for r in range(R):
+        heat, state, before = want.heat[r], np.zeros(w["w1"].shape[1]), int(want.anchor[r].item())
+        passes, ce = np.zeros(N), np.zeros(N)
+        for i in range(N):
+            hidden, mixed = w["hidden"][r, i], w["w1"][before]
+            if kind == "gated":
+                mixed = mixed / (1 + np.exp(-(w["gate"] @ np.concatenate([hidden, mixed]) + w["gate_bias"])))
+            if kind == "rnn":
+                gate, new, out = np.split(w["joint"] @ np.concatenate([state, mixed, hidden]) + w["joint_bias"], 3)
+                gate = 1 / (1 + np.exp(-gate))
+                state, mixed = gate * state + (1 - gate) * np.tanh(new), np.tanh(out)
+            z = (w["head"] @ hidden + w["w2"] @ mixed) / heat
+            logq = z - np.log(np.exp(z).sum())
+            p = np.eye(len(z))[labels[r, i]]
+            if r < want.soft:
+                p = np.exp(np.array(want.teacher(want.rows[r, i]), np.float64) / heat)
+                p = p / p.sum()
+            ce[i], passes[i], before = -(p * logq).sum(), np.minimum(p, np.exp(logq)).sum(), labels[r, i]
+        if gamma is None:
+            through = np.cumprod(np.where(counts[r], 0.5 * passes + 0.5, 1.0)) * counts[r]
+            kept[r] = through[::-1].cumsum()[::-1]
+        else:
+            kept[r] = np.exp(-np.arange(N) / gamma) * counts[r]
+        total += ((kept if weights is None else weights)[r] * ce).sum()
+    norm = counts[:, 0].sum() if gamma is None else (counts * np.exp(-np.arange(N) / gamma)).sum()
+    return total / norm, kept
+
+
+@pytest.mark.parametrize("kind, gamma", [("vanilla", None), ("gated", None), ("rnn", 3.0)])
+def test_loss_and_its_gradients_equal_the_definition_in_float64(kind, gamma):
+    R, N, H, rank, vocab = 5, 4, 24, 6, 61
+    mx.random.seed(4)
+    sizes = {"markov_rank": rank, "hidden_size": H, "vocab_size": vocab, "draft_vocab_size": None}
+    markov = MarkovHead(SimpleNamespace(**sizes, markov_head_type=kind))
+    markov.update(tree_map(lambda a: 0.6 * mx.random.normal(a.shape), markov.parameters()))
+    hidden, table = mx.random.normal((R, N, H)), 0.3 * mx.random.normal((vocab, H))
+    counts = mx.cumprod(mx.random.uniform(shape=(R, N)) > 0.2, axis=-1).astype(mx.bool_)
+    labels, anchor = mx.random.randint(0, vocab, (R, N)), mx.random.randint(0, vocab, (R,))
+    teacher, heat = 2 * mx.random.normal((9, vocab)), np.array([0.7, 1.0, 1.0, 0.5, 0.5], np.float32)
+    want = Wanted(labels, counts, anchor, heat, lambda at: teacher[at], mx.random.randint(0, 9, (3, N)))
+
+    def loss(hidden, weights):
+        markov.update(weights)
+        return block_loss(lambda h: h @ table.T, hidden, want, LossConfig(gamma=gamma, chunk_blocks=2), markov)[0]
+
+    given = markov.trainable_parameters()
+    value, (by_hidden, by_weights) = mx.value_and_grad(loss, argnums=(0, 1))(hidden, given)
+    names = {"markov_w1.weight": "w1", "markov_w2.weight": "w2", "gate_proj.weight": "gate", "gate_proj.bias": "gate_bias",
+             "joint_proj.weight": "joint", "joint_proj.bias": "joint_bias"}  # fmt: skip
+    wide = {names[n]: np.array(v, np.float64) for n, v in tree_flatten(given)}
+    wide |= {"hidden": np.array(hidden, np.float64), "head": np.array(table, np.float64)}
+    wanted, weights = numpy_loss(wide, kind, want, gamma)
+    assert value.item() == pytest.approx(wanted, rel=2e-5)
+    slopes, rng = {names[n]: v for n, v in tree_flatten(by_weights)} | {"hidden": by_hidden}, np.random.default_rng(0)
+    for name, slope in slopes.items():
+        way = rng.standard_normal(slope.shape)
+        ends = [numpy_loss(wide | {name: wide[name] + step * way}, kind, want, gamma, weights)[0] for step in (1e-6, -1e-6)]
+        assert (np.array(slope) * way).sum() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=2e-3, abs=2e-6), name
 
 
 @pytest.mark.full
