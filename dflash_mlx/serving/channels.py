@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
-from .tool_calls import BARE, CALLS, Call, Reader, begins_bare, is_json, mended, offered, open_value, read_whole, tried
+from .tool_calls import BARE, CALLS, Call, Reader, begins_bare, is_json, mended, offered, open_value, read_whole, spell, tried
 
 
 @dataclass
@@ -136,6 +136,12 @@ def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
         return start, tokenizer.tool_call_end or "", mended(start, read)
     spelled = _spelled(tokenizer)
     return next(((start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))), None)
+
+
+def call_spelling(tokenizer: Any) -> Callable[[Sequence[tuple[str, str]]], str]:
+    """How this tokenizer's target writes calls, given as names and arguments, where its template writes none."""
+    start, end, read = call_grammar(tokenizer) or ("", "", None)
+    return lambda calls: spell(calls, start, end, read, template_source(tokenizer))
 
 
 def _told(parts: Sequence[Part]) -> list[Piece]:

@@ -2,9 +2,7 @@
 
 Knows chat templates. Knows no HTTP and no models.
 
-Templates differ in what they read: where a system message may stand, whether arguments of calls are objects or text, under
-which name earlier reasoning comes. A prompt is tried as it came, then in the other forms, and the first that keeps what was
-said is taken.
+Templates differ in what they read: `prompt_forms` finds the form of the messages that a template writes whole.
 """
 
 from __future__ import annotations
@@ -12,29 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from mlx_lm.server import convert_chat
 
 from ..errors import DFlashError
-from .channels import has_reasoning, template_source
+from .channels import call_spelling, has_reasoning, template_source
 from .errors import shown
+from .prompt_forms import REASONING, Arguments, Rendered, Spelling, best_form
 
 _ROLES = ("system", "user", "assistant", "tool")
 # OpenAI's newer and older names for these.
 _SAME_ROLES = {"developer": "system", "function": "tool"}
 # Kinds of parts that are text, and the key that holds it.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _ASKS_FOR_NULL = re.compile(
     r"""(?P<content>\w+(?:\[\w+\])?(?:\[\s*["']content["']\s*\]|\.content))\s+is\s+(?P<negated>(?:not\b)?)\s*none\b""",
     re.IGNORECASE,
 )
 _WANTS_SHORT_IDS = re.compile(r"\blength\s*!=\s*9\b")
-_Rendered = str | list[int]
 
 
 @dataclass
@@ -48,14 +44,6 @@ class Prompt:
     ids: list[int]
     shared: list[tuple[int, str]]
     before: str = ""
-
-
-class Arguments(dict):
-    """Arguments of an earlier call as an object, with the text that they came in. Templates take the one or the other."""
-
-    def __init__(self, value: Mapping[str, Any], text: str):
-        super().__init__(value)
-        self.text = text
 
 
 def read_messages(
@@ -84,8 +72,8 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str])
         read["tool_calls"] = _read_calls(read["tool_calls"])
     if _WANTS_SHORT_IDS.search(template_source(tokenizer)):
         _shorten_ids(read)
-    thought = next((read[key] for key in _REASONING if isinstance(read.get(key), str)), None)
-    for key in _REASONING:
+    thought = next((read[key] for key in REASONING if isinstance(read.get(key), str)), None)
+    for key in REASONING:
         read.pop(key, None)
     if thought is not None:
         read |= dict.fromkeys(_reasoning_names(tokenizer), thought)
@@ -180,10 +168,10 @@ def _whole_characters(value: Any) -> Any:
 def _reasoning_names(tokenizer: Any) -> tuple[str, ...]:
     """The names under which the template reads earlier reasoning; all of them where it does not tell."""
     source = template_source(tokenizer)
-    for name in _REASONING:
+    for name in REASONING:
         if re.search(rf"""\.{name}\b|["']{name}["']""", source):
             return (name,)
-    return _REASONING[:2]
+    return REASONING[:2]
 
 
 def render_text(tokenizer: Any, text: str | list[int]) -> Prompt:
@@ -214,18 +202,51 @@ def render_chat(
         # mlx-lm switches thinking off for marks that it does not know.
         variables.setdefault("enable_thinking", True)
 
-    def write(some: Sequence[dict[str, Any]], **more: Any) -> _Rendered:
+    def write(some: Sequence[dict[str, Any]], **more: Any) -> Rendered:
         if any(message["content"] is None for message in some):
             more |= _template_for_null(tokenizer)
         return tokenizer.apply_chat_template([*some], tokenize=False, **{**variables, **more})
 
+    spell = call_spelling(tokenizer)
+    if variables["tools"]:
+        messages = _with_tools(messages, variables["tools"], write, spell)
     end = {"add_generation_prompt": False, "continue_final_message": True} if continues else {"add_generation_prompt": True}
-    written, rendered = _first_that_keeps_all(messages, lambda some: write(some, **end))
+    written, rendered = best_form(messages, lambda some: write(some, **end), spell)
     ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
     said = messages[-1]["content"].strip()
     before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered
     shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
     return Prompt(ids, shared, before if isinstance(before, str) else tokenizer.decode(ids))
+
+
+def _with_tools(
+    messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], write: Callable[..., Rendered], spell: Spelling
+) -> Sequence[dict[str, Any]]:
+    """Messages in which the template finds the tools: as a variable, or within a system message in front.
+
+    Templates read them there as text (Phi-4-mini) or as a list (GLM-4); others write no tools at all (DeepSeek's).
+    """
+
+    def written(*some: dict[str, Any], **more: Any) -> str:
+        try:
+            return str(write([*some, {"role": "user", "content": "x"}], **more))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return ""
+
+    if written() != written(tools=None) or not written(tools=None):
+        return messages
+    functions = [made for tool in tools if isinstance(made := tool.get("function", tool), dict)]
+    front, rest = {"role": "system", "content": ""}, messages
+    if messages[0]["role"] == "system":
+        front, *rest = messages
+    for held in (json.dumps(functions, ensure_ascii=False), tools):
+        first = {**front, "tools": held}
+        if all(json.dumps(function.get("name"), ensure_ascii=False) in written(first) for function in functions):
+            return [first, *rest]
+    lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    about = f"You can call these functions:\n{lines}\n\nTo call one, write its name and its arguments as JSON:\n"
+    text = f"{front['content']}\n\n{about}{spell([('NAME', 'ARGUMENTS')])}".strip()
+    return [{**front, "content": text}, *rest]
 
 
 def _template_for_null(tokenizer: Any) -> dict[str, str]:
@@ -240,147 +261,8 @@ def _template_for_null(tokenizer: Any) -> dict[str, str]:
     return {"chat_template": _ASKS_FOR_NULL.sub(lambda found: found.expand(said[found["negated"] or ""]), template)}
 
 
-def _first_that_keeps_all(
-    messages: Sequence[dict[str, Any]], write: Callable[[Sequence[dict[str, Any]]], _Rendered]
-) -> tuple[Sequence[dict[str, Any]], _Rendered]:
-    """The first form of the messages that the template takes and of which it drops no system message; else the first it takes.
-
-    Raises:
-      DFlashError: it takes none; says why it refused the first.
-    """
-    kept = [m["content"].strip() for m in messages if m["role"] == "system"]
-    kept += [m["content"].strip() for m in messages if m["role"] == "user"][-1:]
-    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
-    kept += [call["name"] for call in calls]
-    # Arguments as Python writes objects: the template wants their text.
-    spoiled = [str(dict(call["arguments"])) for call in calls if call["arguments"]]
-    taken, fault = None, None
-    late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
-    for form in _forms(messages, late and _names_late_systems_alone(write)):
-        try:
-            rendered = write(form)
-        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
-            fault = fault or error
-            continue
-        if not isinstance(rendered, str):
-            return form, rendered
-        if any(text in rendered for text in spoiled):
-            continue
-        if all(text in rendered for text in kept):
-            return form, rendered
-        taken = taken or (form, rendered)
-    if taken is None:
-        raise DFlashError(f"the chat template refused these messages: {fault}", "Send messages that it takes") from fault
-    return taken
-
-
-def _names_late_systems_alone(write: Callable[[Sequence[dict[str, Any]]], _Rendered]) -> bool:
-    """Whether the template writes the role `system` behind a user's message and not in front, as Gemma's templates do.
-
-    Such a template copies roles that it does not know; its target was never trained on them.
-    """
-
-    def named(*roles: str) -> bool:
-        try:
-            return "system" in str(write([{"role": role, "content": "x"} for role in roles])).lower()
-        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
-            return False
-
-    return named("user", "system") and not named("system", "user")
-
-
-def _forms(messages: Sequence[dict[str, Any]], front: bool) -> Iterator[Sequence[dict[str, Any]]]:
-    """The messages as they came, then the other forms that templates want, the likeliest first.
-
-    front: system messages that came later are joined in front before the messages are tried as they came.
-    """
-    systems = [place for place, message in enumerate(messages) if message["role"] == "system"]
-    orders = [messages]
-    if systems and systems != [0]:
-        orders.append(_joined_in_front(messages))
-    if systems:
-        orders.append(_in_first_user_message(messages))
-    if any(one["role"] == two["role"] == "user" for one, two in pairwise(m for m in messages if m["role"] != "system")):
-        orders += [_users_joined(order) for order in orders[1:] or orders]
-    if front:
-        orders = [*orders[1:], messages]
-    for order in orders:
-        yield order
-    calls = any("tool_calls" in message for message in messages)
-    for order in orders if calls else ():
-        yield [_changed(message, text=True) for message in order]
-        yield [_changed(message, null=True) for message in order]
-        yield [_changed(message, text=True, null=True) for message in order]
-        yield [_changed(message, thought_only=True) for message in order]
-        yield [_changed(part, text=True, null=True) for message in order for part in _calls_apart(message)]
-    for order in orders[:1]:
-        yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in order]
-
-
-def _joined_in_front(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All system messages as one, before the others."""
-    texts = [message["content"] for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
-
-
-def _in_first_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates without a system role: its text stands before the first message of the user.
-
-    Where the user said nothing it is the user's message: some templates write no system message by itself, or refuse it.
-    """
-    system, *others = _joined_in_front(messages)
-    first = next((place for place, message in enumerate(others) if message["role"] == "user"), None)
-    if first is None:
-        return [{**system, "role": "user"}, *others]
-    others[first] = {**others[first], "content": f"{system['content']}\n\n{others[first]['content']}"}
-    return others
-
-
-def _users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates whose roles must alternate: messages of the user that follow each other are one."""
-    joined = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "user":
-            before = joined.pop()
-            message = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-        joined.append(message)
-    return joined
-
-
-def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:
-    """A message with calls in another form.
-
-    text: arguments as text alone; null: no content as null;
-    thought_only: reasoning without content, for gpt-oss's template.
-    """
-    if "tool_calls" not in message:
-        return message
-    changed = {**message}
-    if text:
-        changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
-    if null and not message["content"]:
-        changed["content"] = None
-    if thought_only and any(name in message for name in _REASONING):
-        changed["content"] = ""
-    return changed
-
-
-def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was said and what was called as two messages, for DeepSeek-R1's template, which writes the one or the other."""
-    if "tool_calls" not in message or not message["content"]:
-        return [message]
-    return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    if "function" not in call:
-        return {**call, "arguments": call["arguments"].text}
-    return {**call, "function": {**call["function"], "arguments": call["function"]["arguments"].text}}
-
-
 def _shared(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], ids: list[int], write: Callable[..., _Rendered]
+    tokenizer: Any, messages: Sequence[dict[str, Any]], ids: list[int], write: Callable[..., Rendered]
 ) -> list[tuple[int, str]]:
     """Where later prompts part from this one: behind the system message, before an open reasoning, before the last token."""
     shared = []

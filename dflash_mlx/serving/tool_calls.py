@@ -189,6 +189,28 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
 )
 
 
+def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, source: str) -> str:
+    """Calls as a target writes them, where its template writes none: in the marks of a grammar of JSON or of DeepSeek's.
+
+    Of another grammar, or of none, they are JSON alone.
+
+    calls: names and arguments as JSON; source: of the chat template, which tells DeepSeek's two spellings apart.
+    """
+    key = "parameters" if start == BARE else "arguments"
+    each = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}' for name, arguments in calls]
+    if read is _deepseek_calls:
+        form = "function<｜tool▁sep｜>{}\n```json\n{}\n```" if "```json" in source else "{}<｜tool▁sep｜>{}"
+        written = (f"<｜tool▁call▁begin｜>{form.format(*call)}<｜tool▁call▁end｜>" for call in calls)
+        return f"{start}{''.join(written)}{end}"
+    if read is _single_key_calls:
+        each = [f"{{{json.dumps(name, ensure_ascii=False)}: {arguments}}}" for name, arguments in calls]
+    if not is_json(read) or start == BARE:
+        return "; ".join(each)
+    if start == "<tool_call>":
+        return "\n".join(f"{start}\n{call}\n{end}" for call in each)
+    return f"{start}[{', '.join(each)}]{end}"
+
+
 def begins_bare(text: str) -> bool:
     """Whether an answer's beginning may be a call without its mark: an object, and its first name one of a call's."""
     first = re.match(r'\s*\{\s*"([^"\\]*)"', text)

@@ -15,7 +15,7 @@ from dflash_mlx.serving.messages import read_arguments, read_messages, render_ch
 
 
 def test_what_a_tool_found_reaches_the_template(tmp_path, chatty):
-    calls = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    calls = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}"
     with_template(tmp_path, TOOLS.replace("{{ m.content }}", calls))
     tokenizer = load_tokenizer(tmp_path)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -26,7 +26,7 @@ def test_what_a_tool_found_reaches_the_template(tmp_path, chatty):
     ]
     with running(chatty[0], tokenizer) as server:
         usage = ask(server, messages, tools=WEATHER, max_tokens=1).usage
-    messages[1] = {**messages[1], "content": "", "tool_calls": [{"function": {"arguments": {"city": "Oslo"}}}]}
+    messages[1] = {**messages[1], "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
     ids = tokenizer.apply_chat_template(messages, tools=WEATHER, add_generation_prompt=True)
     assert usage.prompt_tokens == len(ids) and "Oslo" in tokenizer.decode(ids) and "rain" in tokenizer.decode(ids)
 

@@ -1,0 +1,249 @@
+"""The forms in which a chat template may want messages, and the one that it writes whole.
+
+Knows chat templates. Knows no requests and no tokenizers.
+
+Templates differ in what they read: where a system message may stand, whether roles must alternate, whether arguments of calls
+are objects or text, whether they know calls at all. What a template does not read it drops without a word. So each form is
+tried with a word of its own in place of every text, and the first form that loses fewest words is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..errors import DFlashError
+
+# Names under which templates read earlier reasoning.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+Messages = Sequence[dict[str, Any]]
+Rendered = str | list[int]
+# Names of calls and their arguments as text, written as one text.
+Spelling = Callable[[Sequence[tuple[str, str]]], str]
+
+
+class Arguments(dict):
+    """Arguments of an earlier call as an object, with the text that they came in. Templates take the one or the other."""
+
+    def __init__(self, value: Mapping[str, Any], text: str):
+        super().__init__(value)
+        self.text = text
+
+
+def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: Spelling) -> tuple[Messages, Rendered]:
+    """The form of the messages of which the template drops least, and what it makes of that.
+
+    spell: calls as text, for a template that writes none.
+    Raises:
+      DFlashError: it refuses every form; says why it refused the first.
+    """
+    late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
+    front = late and _names_late_systems_alone(write)
+    stand_ins, words = _stand_ins(messages)
+    ranked = []
+    for place, (form, tried) in enumerate(zip(_forms(messages, front, spell), _forms(stand_ins, front, spell), strict=True)):
+        ranked.append((_lost(tried, words, write), place, form))
+        if not ranked[-1][0]:
+            break
+    fault = None
+    for _, _, form in sorted(ranked, key=lambda one: one[:2]):
+        try:
+            return form, write(form)
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            fault = fault or error
+    raise DFlashError(f"the chat template refused these messages: {fault}", "Send messages that it takes") from fault
+
+
+def _stand_ins(messages: Messages) -> tuple[Messages, list[str]]:
+    """The same messages with a word of its own in place of each text, name of a call and arguments; and these words."""
+    words: list[str] = []
+
+    def word() -> str:
+        words.append(f"zq{len(words)}q")
+        return words[-1]
+
+    def call(given: dict[str, Any]) -> dict[str, Any]:
+        function, name = given.get("function", given), word()
+        value = {key: word() for key in function["arguments"]}
+        changed = {**function, "name": name, "arguments": Arguments(value, json.dumps(value))}
+        return {**given, "function": changed} if "function" in given else changed
+
+    found = []
+    for message in messages:
+        held = {**message, "content": word() if message["content"].strip() else ""}
+        if "tool_calls" in message:
+            held["tool_calls"] = [call(one) for one in message["tool_calls"]]
+        found.append(held)
+    return found, words
+
+
+def _lost(form: Messages, words: Sequence[str], write: Callable[[Messages], Rendered]) -> int:
+    """How many of the words a template drops; more than there are where it refuses the form."""
+    try:
+        rendered = write(form)
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+        return len(words) + 2
+    if not isinstance(rendered, str):
+        return 0
+    # Arguments as Python writes objects: the template wants their text.
+    spoiled = any(f": '{word}'" in rendered for word in words)
+    return len(words) + 1 if spoiled else sum(word not in rendered for word in words)
+
+
+def _names_late_systems_alone(write: Callable[[Messages], Rendered]) -> bool:
+    """Whether the template writes the role `system` behind a user's message and not in front, as Gemma's templates do.
+
+    Such a template copies roles that it does not know; its target was never trained on them.
+    """
+
+    def named(*roles: str) -> bool:
+        try:
+            return "system" in str(write([{"role": role, "content": "x"} for role in roles])).lower()
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return False
+
+    return named("user", "system") and not named("system", "user")
+
+
+def _forms(messages: Messages, front: bool, spell: Spelling) -> Iterator[Messages]:
+    """The messages as they came, then the other forms that templates want, the likeliest first.
+
+    front: system messages that came later are joined in front before the messages are tried as they came.
+    """
+    orders = _orders(messages, front)
+    yield from orders
+    calls = any("tool_calls" in message for message in messages)
+    for order in orders if calls else ():
+        yield [_changed(message, text=True) for message in order]
+        yield [_changed(message, null=True) for message in order]
+        yield [_changed(message, text=True, null=True) for message in order]
+        yield [_changed(message, thought_only=True) for message in order]
+        yield [part for message in order for part in _calls_apart(message)]
+        yield [_changed(part, text=True, null=True) for message in order for part in _calls_apart(message)]
+    for order in orders if calls else ():
+        single = _one_at_a_time([part for message in order for part in _calls_apart(message)])
+        yield single
+        yield [_changed(message, text=True, null=True) for message in single]
+    for order in orders[:1]:
+        yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in order]
+    if calls or any(message["role"] == "tool" for message in messages):
+        for order in orders:
+            spelled = [_spelled(message, spell) for message in order]
+            yield spelled
+            yield _alternating([{**message, "role": "user"} if message["role"] == "tool" else message for message in spelled])
+
+
+def _orders(messages: Messages, front: bool) -> list[Messages]:
+    """The messages with system messages where templates want them, and with roles that alternate."""
+    systems = [place for place, message in enumerate(messages) if message["role"] == "system"]
+    orders = [messages]
+    if systems and systems != [0]:
+        orders.append(_joined_in_front(messages))
+    if systems:
+        orders.append(_in_first_user_message(messages))
+    others = [message for message in messages if message["role"] != "system"]
+    if any(map(_can_be_one, others, others[1:])) or others and others[0]["role"] == "assistant":
+        orders += [_alternating(order) for order in orders[1:] or orders]
+    return [*orders[1:], messages] if front else orders
+
+
+def _joined_in_front(messages: Messages) -> list[dict[str, Any]]:
+    """All system messages as one, before the others."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    first = next((message for message in messages if message["role"] == "system"), {"role": "system"})
+    return [{**first, "content": "\n\n".join(texts)}, *others]
+
+
+def _in_first_user_message(messages: Messages) -> list[dict[str, Any]]:
+    """For templates without a system role: its text stands before the first message of the user.
+
+    Where the user said nothing it is the user's message: some templates write no system message by itself, or refuse it.
+    """
+    system, *others = _joined_in_front(messages)
+    first = next((place for place, message in enumerate(others) if message["role"] == "user"), None)
+    if first is None:
+        return [{**system, "role": "user"}, *others]
+    others[first] = {**others[first], "content": f"{system['content']}\n\n{others[first]['content']}"}
+    return others
+
+
+def _can_be_one(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    """Whether two messages in a row are one role's, and text alone."""
+    return one["role"] == two["role"] in ("user", "assistant") and not ("tool_calls" in one or "tool_calls" in two)
+
+
+def _alternating(messages: Messages) -> list[dict[str, Any]]:
+    """For templates whose roles must alternate, the user's first: messages of one role that follow each other are one."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if joined and _can_be_one(joined[-1], message):
+            before = joined.pop()
+            message = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        elif message["role"] == "assistant" and all(one["role"] == "system" for one in joined):
+            joined.append({"role": "user", "content": ""})
+        joined.append(message)
+    return joined
+
+
+def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:
+    """A message with calls in another form.
+
+    text: arguments as text alone; null: no content as null;
+    thought_only: reasoning without content, for gpt-oss's template.
+    """
+    if "tool_calls" not in message:
+        return message
+    changed = {**message}
+    if text:
+        changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+    if null and not message["content"]:
+        changed["content"] = None
+    if thought_only and any(name in message for name in REASONING):
+        changed["content"] = ""
+    return changed
+
+
+def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was said and what was called as two messages, for DeepSeek-R1's template, which writes the one or the other."""
+    if "tool_calls" not in message or not message["content"]:
+        return [message]
+    return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return {**call, "arguments": call["arguments"].text}
+    return {**call, "function": {**call["function"], "arguments": call["function"]["arguments"].text}}
+
+
+def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
+    """Each call with its result behind it, for templates that take one call at once (Llama 3)."""
+    found, rest = [], list(messages)
+    while rest:
+        message = rest.pop(0)
+        if len(message.get("tool_calls", ())) < 2:
+            found.append(message)
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        for place, call in enumerate(message["tool_calls"]):
+            again = {key: value for key, value in message.items() if key not in REASONING} | {"content": ""}
+            found.append({**(again if place else message), "tool_calls": [call]})
+            own = [one for one in results if one.get("tool_call_id") in (None, call.get("id"))][:1]
+            found += own
+            results = [one for one in results if one not in own]
+        found += results
+    return found
+
+
+def _spelled(message: dict[str, Any], spell: Spelling) -> dict[str, Any]:
+    """A message whose calls are part of its text, for templates that write none."""
+    if "tool_calls" not in message:
+        return message
+    calls = [call.get("function", call) for call in message["tool_calls"]]
+    text = f"{message['content']}\n{spell([(call['name'], call['arguments'].text) for call in calls])}".strip()
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}

@@ -1,0 +1,110 @@
+"""What a template does not read is written in a way that it does: no message, call, result or tool is lost without a word."""
+
+import json
+
+import pytest
+from kit import with_template
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from serving_kit import WEATHER
+
+from dflash_mlx.serving.messages import read_messages, render_chat
+
+
+@pytest.fixture
+def written(tmp_path):
+    """What a template makes of messages and tools."""
+
+    def write(template, messages, tools=None):
+        tokenizer = load_tokenizer(with_template(tmp_path, template) and tmp_path)
+        return tokenizer.decode(render_chat(tokenizer, read_messages(messages, tokenizer), tools).ids)
+
+    return write
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+CALLS = "{% for c in m.tool_calls %}<{{ c.function.name }}:{{ c.function.arguments | tojson }}>{% endfor %}"
+# What templates of public models lack, each with the model that it is cut down from.
+LACKS = {
+    # Phi-4-mini, Granite 3.1: a call is dropped.
+    "calls": EACH,
+    # Granite 3.0, Phi-3: so is what it found.
+    "calls and results": "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}",
+    # Gemma 2: roles must alternate, and there are only two.
+    "roles": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    # Llama 3: one call at once, and no words beside it.
+    "several calls": "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
+    "{{ raise_exception('single tool-calls only') }}{% endif %}" + CALLS + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "nothing": EACH.replace("{% endfor %}", CALLS + "{% endfor %}"),
+}
+
+
+def call(city, id):
+    return {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+
+
+ASKED = {"role": "user", "content": "Warmer where, Oslo or Rome?"}
+BOTH = {"role": "assistant", "content": "Let me look.", "tool_calls": [call("Oslo", "1"), call("Rome", "2")]}
+FOUND = [{"role": "tool", "tool_call_id": "2", "content": "20"}, {"role": "tool", "tool_call_id": "1", "content": "7"}]
+ROME = {"role": "assistant", "content": "Rome."}
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["", "system"])
+@pytest.mark.parametrize("template", LACKS.values(), ids=LACKS)
+def test_calls_and_what_they_found_reach_every_template(written, template, system):
+    prompt = written(template, [*system, ASKED, BOTH, *FOUND, ROME, {"role": "user", "content": "Sure?"}])
+    said = [*(one["content"] for one in system), *("Let me look.", '"Oslo"', '"Rome"', "20", "7", "Rome.", "Sure?")]
+    assert [text for text in said if text not in prompt.replace(ASKED["content"], "")] == []
+    assert prompt.count("weather") == 2
+
+
+def test_a_call_has_its_own_result_behind_it_where_one_is_taken_at_once(written):
+    prompt = written(LACKS["several calls"], [ASKED, BOTH, *FOUND])
+    one, other = '<weather:{"city": "Oslo"}>[tool]7', '<weather:{"city": "Rome"}>[tool]20'
+    assert prompt == f"[user]{ASKED['content']}[assistant]Let me look.[assistant]{one}[assistant]{other}"
+
+
+@pytest.mark.parametrize("template", LACKS.values(), ids=LACKS)
+def test_messages_of_one_role_in_a_row_and_an_answer_in_front_reach_every_template(written, template):
+    hello, more = {"role": "assistant", "content": "Hello!"}, {"role": "assistant", "content": "Or Turin."}
+    prompt = written(template, [hello, ASKED, ROME, more, ASKED | {"content": "One."}, ASKED | {"content": "Two."}])
+    assert [text for text in ("Hello!", ASKED["content"], "Rome.", "Or Turin.", "One.", "Two.") if text not in prompt] == []
+
+
+# The marks of a call, as a comment that no template writes; what a call looks like between them.
+MARKS = {
+    "<tool_call></tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "<|tool_call|><|/tool_call|>": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>',
+    "<|tools_prefix|><|tools_suffix|>": '<|tools_prefix|>[{"weather": {"city": "Oslo"}}]<|tools_suffix|>',
+    "<|python_tag|>": '{"name": "weather", "parameters": {"city": "Oslo"}}',
+    "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "": '{"name": "weather", "arguments": {"city": "Oslo"}}',
+}
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_a_call_that_the_template_drops_is_written_as_its_target_writes_calls(written, marks):
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call("Oslo", "1")]}, FOUND[1]]
+    prompt = written(f"{{# {marks} #}}{EACH}", messages)
+    assert prompt == f"[user]{ASKED['content']}[assistant]{MARKS[marks]}[tool]7"
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{{ tools }}" + EACH, None),
+        # As Phi-4-mini's, and as GLM-4's.
+        (EACH.replace("[{{", "{% if m.tools %}{{ '<tools>' + m.tools }}{% endif %}[{{"), "<tools>["),
+        (EACH.replace("[{{", "{% for t in m.tools %}{{ t.function | tojson }}{% endfor %}[{{"), '{"'),
+        # As DeepSeek's, which write none.
+        ("{# <tool_call></tool_call> #}" + EACH, '[system]You can call these functions:\n{"name": "weather"'),
+    ],
+)
+def test_tools_reach_every_template(written, template, wanted):
+    prompt = written(template, [ASKED], WEATHER)
+    assert "weather" in prompt and (wanted is None or prompt.startswith(wanted))
+    # What stands in front stays there.
+    assert "Be brief." in written(template, [{"role": "system", "content": "Be brief."}, ASKED], WEATHER)
+    if "<tool_call>" in template:
+        assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
