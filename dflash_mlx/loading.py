@@ -34,6 +34,7 @@ from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .progress import tell
 from .traced import prepare
+from .weight_layout import lay_out
 
 _log = logging.getLogger("dflash_mlx.loading")
 # After so many bytes of weights it is told how far loading is.
@@ -152,8 +153,12 @@ def _put_adapter(model: nn.Module, adapter_path: str, name: str) -> None:
 
 
 def read_weights(module: nn.Module, what: str) -> None:
-    """Evaluate a module's parameters, which loading leaves lazy; tells how far it is."""
-    arrays = [array for _, array in tree_flatten(module.parameters())]
+    """Evaluate a module's parameters, which loading leaves lazy, and lay them out for this machine; tells how far it is."""
+    _evaluate([array for _, array in tree_flatten(module.parameters())], what)
+    lay_out(module)
+
+
+def _evaluate(arrays: list[mx.array], what: str) -> None:
     total, read, told = sum(array.nbytes for array in arrays), 0, 0
     part: list[mx.array] = []
     for array in arrays:

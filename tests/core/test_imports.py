@@ -71,6 +71,7 @@ ORDER = (
     "draft_length.measure",
     "pair",
     "memory",
+    "weight_layout",
     "loading",
     "drafter_checks",
     "options",
