@@ -14,7 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
-from .tool_calls import BARE, CALLS, Call, Reader, begins_bare, is_json, mended, offered, open_value, read_whole, spell, tried
+from .tool_calls import (
+    BARE,
+    CALLS,
+    Call,
+    Reader,
+    begins_bare,
+    begins_python,
+    is_json,
+    mended,
+    offered,
+    open_value,
+    read_whole,
+    spell,
+    tried,
+)
 
 
 @dataclass
@@ -93,15 +107,21 @@ _THINKING = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<thought>", "</thought>"),
     ("◁think▷", "◁/think▷"),
+    # Solar Open's; Granite 3.2's.
+    ("<|think|>", "<|end|>"),
+    ("Here is my thought process:", "Here is my response:"),
     # mlx-lm's own, where they are not tokens but are spelled by the template.
     ("<think>", "</think>"),
 )
-# Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's.
+_TOKENS = re.compile(r"<\|[^|>]+\|>|｜[^｜]+｜")
+# Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's, Solar Open's.
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
     ("<response>", "</response>"),
     ("<answer>", "</answer>"),
+    ("<|content|>", "<|end|>"),
+    ("<|begin|>assistant", "<|flush|>"),
 )
 
 
@@ -109,10 +129,16 @@ def _vocabulary(tokenizer: Any) -> Any:
     return tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
 
 
+def _is_token(tokenizer: Any, mark: str) -> bool:
+    """Whether a mark is a token, or is made of marks that are."""
+    vocabulary, parts = _vocabulary(tokenizer), _TOKENS.findall(mark)
+    return mark in vocabulary or bool(parts) and all(part in vocabulary for part in parts)
+
+
 def _spelled(tokenizer: Any) -> Callable[[str], bool]:
     """Whether a mark is a token, or stands in the chat template."""
-    vocabulary, source = _vocabulary(tokenizer), template_source(tokenizer)
-    return lambda mark: mark in vocabulary or mark in source
+    source = template_source(tokenizer)
+    return lambda mark: mark in source or _is_token(tokenizer, mark)
 
 
 def thinking_marks(tokenizer: Any) -> tuple[str, str] | None:
@@ -234,6 +260,8 @@ class _Json:
             elif self._depth == 0 and letter == ";":
                 # Another call of Llama's.
                 self._depth = None
+            elif self._depth == 0 and letter == "{":
+                self._depth = 1
             elif not letter.isspace():
                 self.possible = bool(self._depth) or self._depth is None and letter in "{["
                 self._depth = (self._depth or 0) + (letter in "{[") - (letter in "}]")
@@ -252,10 +280,10 @@ class _Marked:
         self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
-        spelled = [frame for frame in frames(tokenizer) if not all(mark in _vocabulary(tokenizer) for mark in frame)]
+        spelled = [frame for frame in frames(tokenizer) if not all(_is_token(tokenizer, mark) for mark in frame)]
         self.frame = _Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
-        self.bare = bool(self.calls) and self.calls[0] == BARE
+        self.bare = bool(self.calls) and self.calls[0] in BARE
         # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.
         self.before, self.mark, self.call, self.json = self.state, "", "", _Json()
         self.live = LiveCalls(())
@@ -274,7 +302,7 @@ class _Marked:
                 edges["normal"].append((start, "tool"))
             edges["reasoning"].append((start, "tool"))
             edges["tool"] += [(end, "normal")] if end else []
-        framing = [mark for frame in _FRAMES for mark in frame if mark in _vocabulary(tokenizer)]
+        framing = [mark for frame in frames(tokenizer) for mark in frame if _is_token(tokenizer, mark)]
         edges["normal"] += [(mark, "normal") for mark in (*tokenizer.structural_markers, *framing)]
         for state, way in formats.items():
             edges.setdefault(state, []).extend((mark, to) for mark, to in way if to != "tool" or self.calls)
@@ -347,7 +375,9 @@ class _Marked:
     def _given_up(self, part: str) -> bool:
         """Whether what is held can be no call any more, whatever follows; part: the newest of it."""
         _, end, read = self.calls
-        if is_json(read) and not self.json.feed(part) or not self.mark and not begins_bare(self.call):
+        if (is_json(read) or not self.mark) and not begins_python(self.call) and not self.json.feed(part):
+            return True
+        if not self.mark and not begins_bare(self.call):
             return True
         # An end that is held stands within a value.
         at = self.call.find(end) if end and len(self.call) > _MOST_HELD else -1

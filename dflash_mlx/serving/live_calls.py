@@ -141,6 +141,9 @@ class JsonCalls(LiveCalls):
             if wanted and self._name in self.names:
                 self._value = False
                 return True
+            if not self._depth:
+                # Another call in a row.
+                self._key = self._name = None
             # Within a list no depth is a call's.
             self._depth += 1 if letter == "{" else 1000
         elif letter in "}]":

@@ -34,15 +34,29 @@ class Call:
 
 
 def _json_calls(text: str, tools: Any) -> Any:
-    """An object or a list; of Llama also several objects with semicolons between."""
+    """An object or a list; also several objects in a row (MiniMax-M1), of Llama with semicolons between."""
     text, calls = text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>").strip(), []
     while text:
         call, end = json.JSONDecoder().raw_decode(text)
         calls.append(call)
-        if (text := text[end:].strip()) and text[0] != ";":
-            raise ValueError("something stands behind a call")
-        text = text[1:].strip()
+        text = text[end:].strip().removeprefix(";").strip()
     return calls[0] if len(calls) == 1 else calls
+
+
+def _llama_calls(text: str, tools: Any) -> Any:
+    """Llama's: objects, or a list of calls as Python writes them."""
+    try:
+        return _json_calls(text, tools)
+    except json.JSONDecodeError:
+        return _pythonic(parse_python)(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"), tools)
+
+
+def _llama4_calls(text: str, tools: Any) -> Any:
+    """Llama 4's: between its marks, or behind them where they hold nothing."""
+    within, _, behind = text.partition("<|python_end|>")
+    if within.strip() and behind.strip():
+        raise ValueError("something stands beside a call")
+    return _llama_calls(within.strip() or behind, tools)
 
 
 def _python_lines(text: str, tools: Any) -> Any:
@@ -64,6 +78,47 @@ def _deepseek_calls(text: str, tools: Any) -> Any:
     if not calls or re.sub(body, "", text, flags=re.DOTALL).strip():
         raise ValueError("not all of it is calls")
     return calls
+
+
+_SOLAR_CALL = re.compile(
+    r"<\|tool_call:begin\|>(.*?)<\|tool_call:name\|>(.*?)<\|tool_call:args\|>(.*?)<\|tool_call:end\|>", re.DOTALL
+)
+
+
+def _solar_calls(text: str, tools: Any) -> Any:
+    found = _SOLAR_CALL.findall(text)
+    if not found or _SOLAR_CALL.sub("", text).replace("<|calls|>", "").strip():
+        raise ValueError("not all of it is calls")
+    return [{"name": name.strip(), "arguments": arguments, "id": id.strip() or None} for id, name, arguments in found]
+
+
+# DeepSeek 3.2's; 4 and 4.1 spell the outer tags in other ways, and with a blank.
+_DSML_CALL = re.compile(r'<｜DSML｜ ?invoke name="([^"]+)">(.*?)</｜DSML｜ ?invoke>', re.DOTALL)
+_DSML_PART = re.compile(r'<｜DSML｜ ?parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</｜DSML｜ ?parameter>', re.DOTALL)
+_DSML_ENDS = re.compile(r"\s*(?:｜DSML｜)? ?\w*calls>\s*</｜DSML｜ ?\w*calls>\s*")
+
+
+def _dsml_calls(text: str, tools: Any) -> Any:
+    """Arguments are text where they are said to be, else JSON; a call may also hold one JSON object."""
+    found = _DSML_CALL.findall(text)
+    if not found or not _DSML_ENDS.fullmatch(_DSML_CALL.sub("", text)):
+        raise ValueError("not all of it is calls")
+    return [{"name": name, "arguments": _dsml_arguments(body, schemas_of(name, tools))} for name, body in found]
+
+
+def _dsml_arguments(body: str, schemas: dict[str, Any]) -> Any:
+    parts = _DSML_PART.findall(body)
+    if _DSML_PART.sub("", body).strip():
+        return body
+    typed = {key: types_of(key, schemas) if key in schemas else [] for key, _, _ in parts}
+    return {
+        key: value
+        if stated == "true" or typed[key] == ["string"]
+        else json.loads(value)
+        if stated
+        else read_as(value, typed[key])
+        for key, stated, value in parts
+    }
 
 
 _CALL_ID = re.compile(r"\[CALL_ID\]\s*(\w+)\s*(?=\[ARGS\])")
@@ -157,6 +212,7 @@ _MENDED = {
     "<|tool_call_start|>": _pythonic,
     "<|open|>tools<|sep|>": _kimi_k3,
     "<atem:function_calls>": _muse,
+    "<tool_call>": lambda read: _json_calls if read is json_tools.parse_tool_call else read,
 }
 
 
@@ -167,11 +223,11 @@ def mended(start: str, read: Reader) -> Reader:
 
 def is_json(read: Reader) -> bool:
     """Whether calls are JSON and nothing else."""
-    return read in (_json_calls, _single_key_calls, json_tools.parse_tool_call)
+    return read in (_json_calls, _single_key_calls, _llama_calls, json_tools.parse_tool_call)
 
 
-# Llama's mark of a call, which it leaves out as often as not: then the whole answer is the call.
-BARE = "<|python_tag|>"
+# Llama's marks of a call, which it leaves out as often as not: then the whole answer is the call.
+BARE = ("<|python_tag|>", "<|python_start|>")
 # (start, end, reader) of tool calls that mlx-lm's wrapper does not know; "" ends with the answer.
 CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),
@@ -185,7 +241,11 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<tool_calls>", "</tool_calls>", _json_calls),
     ("<function_calls>", "</function_calls>", _python_lines),
     ("<|tool_call|>", "", _json_calls),
-    (BARE, "", _json_calls),
+    ("<|action_start|><|plugin|>", "<|action_end|>", _json_calls),
+    ("<|tool_calls|>", "", _solar_calls),
+    ("<｜DSML｜", "", _dsml_calls),
+    (BARE[0], "", _llama_calls),
+    (BARE[1], "", _llama4_calls),
 )
 
 
@@ -196,7 +256,7 @@ def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, 
 
     calls: names and arguments as JSON; source: of the chat template, which tells DeepSeek's two spellings apart.
     """
-    key = "parameters" if start == BARE else "arguments"
+    key = "parameters" if start in BARE else "arguments"
     each = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}' for name, arguments in calls]
     if read is _deepseek_calls:
         form = "function<｜tool▁sep｜>{}\n```json\n{}\n```" if "```json" in source else "{}<｜tool▁sep｜>{}"
@@ -204,7 +264,7 @@ def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, 
         return f"{start}{''.join(written)}{end}"
     if read is _single_key_calls:
         each = [f"{{{json.dumps(name, ensure_ascii=False)}: {arguments}}}" for name, arguments in calls]
-    if not is_json(read) or start == BARE:
+    if not is_json(read) or start in BARE:
         return "; ".join(each)
     if start == "<tool_call>":
         return "\n".join(f"{start}\n{call}\n{end}" for call in each)
@@ -212,9 +272,19 @@ def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, 
 
 
 def begins_bare(text: str) -> bool:
-    """Whether an answer's beginning may be a call without its mark: an object, and its first name one of a call's."""
+    """Whether an answer's beginning may be a call without its mark.
+
+    That is an object whose first name is one of a call's, or a list whose first entry may be a call in Python.
+    """
+    if begins_python(text):
+        return re.match(r"\s*\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)", text) is not None
     first = re.match(r'\s*\{\s*"([^"\\]*)"', text)
     return text.lstrip()[:1] == "{" and (first is None or first[1] in _BESIDE)
+
+
+def begins_python(text: str) -> bool:
+    """Whether a call of Llama's is written as Python writes it, or is a list."""
+    return text.lstrip()[:1] == "["
 
 
 def offered(calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> bool:
@@ -346,7 +416,7 @@ _QUOTED = r"""(?P<quote>["'])(?:\\.|(?!(?P=quote))[^\\])*(?:(?P=quote)|\Z)"""
 # A value in a call: of MiniCPM's CDATA, between tags, between Kimi K3's, between marks as Gemma's, or quoted.
 _VALUE = re.compile(
     r"""(?P<cdata><param\b[^>]*>\s*<!\[CDATA\[).*?(?:\]\]>\s*</param>|\Z)"""
-    r"""|(?P<opening><(?P<tag>(?:\w+:)?param(?:eter)?|\w*arg_value)\b[^>]*>).*?(?:</(?P=tag)>|(?=<(?P=tag)\b)|\Z)"""
+    r"""|(?P<opening><(?P<tag>(?:\w+:|｜DSML｜\ ?)?param(?:eter)?|\w*arg_value)\b[^>]*>).*?(?:</(?P=tag)>|(?=<(?P=tag)\b)|\Z)"""
     r"""|(?P<begun><\|open\|>(?P<part>argument|json)\b(?:(?!<\|sep\|>).)*<\|sep\|>).*?"""
     r"""(?:<\|close\|>(?P=part)<\|sep\|>|(?=<\|open\|>(?P=part)\b)|\Z)"""
     rf"""|(?P<mark><\|"\|>|<escape>).*?(?:(?P=mark)|\Z)|{_QUOTED}""",

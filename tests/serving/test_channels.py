@@ -184,6 +184,8 @@ def test_gpt_oss_channels_are_answer_reasoning_and_calls(text, options, pieces, 
         ("<|START_THINKING|>", "<|END_THINKING|>"),
         ("<think>", "</think>"),
         ("◁think▷", "◁/think▷"),
+        ("<|think|>", "<|end|>"),
+        ("Here is my thought process:", "Here is my response:"),
     ],
 )
 def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
@@ -249,9 +251,31 @@ def test_a_call_of_llamas_without_its_mark_is_the_whole_answer(step):
         got = told(llama, text, tools=tools, step=step)
         assert [piece for piece in got if piece[1].__class__ is list or piece[1].strip()] == pieces or got == pieces, text
         assert told(llama, text, step=step) == [("answer", text)]
+    # Of Llama 4 also as Python writes it.
+    llama = Marked("<|python_start|>")
+    for text, pieces in (
+        (call, [("call", [one])]),
+        ('[ls(a=1), ls(a="x, y")]', [("call", [one, ("ls", '{"a": "x, y"}')])]),
+        ("[rm(a=1)]", [("answer", "[rm(a=1)]")]),
+        ("[1, 2] is a list", [("answer", "[1, 2] is a list")]),
+        ("[ls(a=", [("answer", "[ls(a=")]),
+    ):
+        assert told(llama, text, tools=tools, step=step) == pieces, text
+        assert told(llama, text, step=step) == [("answer", text)]
     # What is soon known to be none flows at once.
     channels = Channels(llama, tools=tools)
+    assert channels.feed("[a, ")[0].text == "[a, "
+    channels = Channels(llama, tools=tools)
     assert channels.feed('{"a') == [] and channels.feed('": ')[0].text == '{"a": '
+
+
+# DeepSeek 3.2's, 4's and 4.1's: with other outer tags, and with a blank in each.
+DSML_TAGS = [("function_calls", ""), ("tool_calls", ""), ("calls", " ")]
+DSML = """<｜DSML｜|calls>
+<｜DSML｜|invoke name="ls">
+<｜DSML｜|parameter name="a" string="false">1</｜DSML｜|parameter>
+</｜DSML｜|invoke>
+</｜DSML｜|calls>"""
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
@@ -283,6 +307,19 @@ def test_a_call_of_llamas_without_its_mark_is_the_whole_answer(step):
             ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         ),
+        (
+            ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+            '<|action_start|><|plugin|>\n{"name": "ls", "parameters": {"a": 1}}<|action_end|>',
+        ),
+        (
+            ("<|tool_calls|>", "<|tool_call:begin|>"),
+            '<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>ls<|tool_call:args|>{"a": 1}<|tool_call:end|><|calls|>',
+        ),
+        (("<|python_start|>", "<|python_end|>"), "<|python_start|>[ls(a=1)]<|python_end|>"),
+        (("<|python_start|>", "<|python_end|>"), '<|python_start|><|python_end|>{"name": "ls", "parameters": {"a": 1}}'),
+        (("<|python_tag|>",), "<|python_tag|>[ls(a=1)]"),
+        *((("｜DSML｜",), DSML.replace("calls", outer).replace("|", blank)) for outer, blank in DSML_TAGS),
+        (("｜DSML｜",), '<｜DSML｜tool_calls><｜DSML｜invoke name="ls">{"a": 1}</｜DSML｜invoke></｜DSML｜tool_calls>'),
     ],
 )
 def test_tool_calls_that_mlx_lms_wrapper_lacks_are_read(marks, text, step):
@@ -290,6 +327,14 @@ def test_tool_calls_that_mlx_lms_wrapper_lacks_are_read(marks, text, step):
     assert has_tool_calls(Marked(*marks)) and not has_tool_calls(Marked())
     assert told(Marked(*marks), "Look: " + text, tools=tools, step=step) == [("answer", "Look: "), ("call", [("ls", '{"a": 1}')])]
     assert told(Marked(*marks), "Look: " + text, step=step) == [("answer", "Look: " + text)]
+
+
+def test_solar_opens_frames_reach_nobody():
+    marks = ("<|begin|>", "<|end|>", "<|think|>", "<|content|>", "<|flush|>", "<|tool_calls|>")
+    text = "<|think|>hm<|end|><|begin|>assistant<|content|>Hi <b>"
+    assert told(Marked(*marks), text + "<|end|>") == [("reasoning", "hm"), ("answer", "Hi <b>")]
+    # Another family's answers may hold one of these.
+    assert told(Marked("<|end|>"), "Hi<|content|>") == [("answer", "Hi<|content|>")]
 
 
 GOOD = '{"name": "ls", "arguments": {}}'

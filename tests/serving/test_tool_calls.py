@@ -52,6 +52,55 @@ def test_a_grammars_own_marks_within_a_value_are_the_values(parser, written, mar
     assert told(family, text, tools=LS, step=step) == [("call", [("ls", json.dumps({"a": f"x{mark}y"}))])]
 
 
+DSML = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="ls">\n{}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+
+
+def dsml(key, value, stated):
+    return f'<｜DSML｜parameter name="{key}"{stated}>{value}</｜DSML｜parameter>'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("key", "value", "stated", "read"),
+    [
+        *(
+            ("a", value, ' string="true"', value)
+            for value in ("x", "3", " x\n", "</｜DSML｜tool_calls>", "</｜DSML｜invoke> \"it's")
+        ),
+        *(
+            ("n", "3", ' string="false"', 3),
+            ("o", '{"x": [1]}', ' string="false"', {"x": [1]}),
+            ("a", "3", ' string="false"', "3"),
+        ),
+        *(("n", "3", "", 3), ("a", "3", "", "3"), ("z", "3", "", 3)),
+    ],
+)
+def test_an_argument_of_deepseeks_is_what_is_stated_or_what_the_tool_asks_for(key, value, stated, read, step):
+    text = DSML.format(dsml(key, value, stated))
+    assert told(Marked("｜DSML｜"), text, tools=LS, step=step) == [
+        ("call", [("ls", json.dumps({key: read}, ensure_ascii=False))])
+    ]
+
+
+@pytest.mark.parametrize("body", [dsml("n", "3 or 4", ' string="false"'), dsml("a", "x", "")[:-10], "words", "[1]"])
+def test_a_call_of_deepseeks_that_cannot_be_read_is_text(body):
+    text = DSML.format(body)
+    assert told(Marked("｜DSML｜"), f"So: {text}", tools=LS) == [("answer", f"So: {text}")]
+
+
+@pytest.mark.parametrize("between", ["\n", "", ";", "; "])
+@pytest.mark.parametrize("marks", [("<tool_call>", "</tool_call>"), ("<tool_calls>", "</tool_calls>"), ("<|python_tag|>", "")])
+def test_objects_in_a_row_are_calls_also_as_they_are_written(marks, between):
+    family = marked("json_tools") if marks[0] == "<tool_call>" else Marked(*filter(None, marks))
+    two = [f'{{"arguments": {{"n": {n}}}, "name": "{name}"}}' for n, name in ((1, "ls"), (2, "rm"))]
+    tools = [*LS, {"type": "function", "function": {"name": "rm"}}]
+    text = f"{marks[0]}{between.join(two)}{marks[1]}"
+    assert told(family, text, tools=tools) == [("call", [("ls", '{"n": 1}'), ("rm", '{"n": 2}')])]
+    channels = Channels(family, tools=tools, live=True)
+    pieces = [piece for letter in text for piece in channels.feed(letter)] + channels.feed("", last=True)
+    assert [call.name for piece in pieces for call in piece.calls] == ["ls", "rm"]
+
+
 TYPED = [
     ("n", "3", None, 3),
     ("b", "true", None, True),
