@@ -41,7 +41,14 @@ class Distribution:
 
     def draw(self, logprobs: mx.array, noise: mx.array) -> mx.array:
         """[..., V] log-probabilities and Gumbel noise to ids [...]."""
-        return mx.argmax(self._heated(logprobs) + noise, axis=-1)
+        return mx.argmax(self.noised(logprobs, noise), axis=-1)
+
+    def noised(self, logprobs: mx.array, noise: mx.array, filtered: bool = True) -> mx.array:
+        """[..., V] log-probabilities and Gumbel noise to the scores [..., V] whose largest is drawn.
+
+        filtered: False leaves the filters out.
+        """
+        return (self._heated(logprobs) if filtered else logprobs.astype(mx.float32) * (1 / self.temp)) + noise
 
     def probabilities(self, logprobs: mx.array) -> mx.array:
         """[..., V] log-probabilities to the probabilities that tokens are drawn with, [..., V]."""

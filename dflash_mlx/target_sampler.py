@@ -75,7 +75,7 @@ class TargetSampler:
         noise = ()
         if isinstance(self.sampler, Distribution):
             rows = self.noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
-            noise = (self.sampler.draw, rows[None, :n])
+            noise = (self.sampler.noised, rows[None, :n])
         return drafter.draft_with_confidence(*block, *noise, n=n)
 
     def enqueue(

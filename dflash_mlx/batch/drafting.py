@@ -171,7 +171,7 @@ def _choose(drafter: Drafter, rows: Sequence[RowDraft], hidden: mx.array, anchor
     for places in alike.values():
         draw, noise = rows[places[0]].draw, ()
         if draw is not None:
-            noise = (draw.draw, mx.stack([rows[r].noise[: hidden.shape[1]] for r in places]))
+            noise = (draw.noised, mx.stack([rows[r].noise[: hidden.shape[1]] for r in places]))
         at = mx.array(places)
         found.append(
             drafter.choose(hidden, anchors, *noise) if len(alike) == 1 else drafter.choose(hidden[at], anchors[at], *noise)

@@ -24,8 +24,8 @@ from ..rollback import append_window
 from .head_scale import finish_head
 from .rope import make_rope
 
-# Chooses ids [...] from log-probabilities [..., V] under noise [..., V].
-Draw = Callable[[mx.array, mx.array], mx.array]
+# Log-probabilities [..., V] and noise [..., V] to scores [..., V], the largest of which is drawn: `Distribution.noised`.
+Noised = Callable[..., mx.array]
 
 
 class Attention(nn.Module):
@@ -272,7 +272,7 @@ class Drafter(nn.Module):
         """`draft`, and how sure the drafter is at each slot: its greatest probability there, [B, block_size - 1] float32.
 
         None where the head writes no logits: widths then go by what was accepted alone.
-        noise: `draw` and noise, as in `choose`; n: the head runs for the first n slots only; None: for all.
+        noise: `noised` and noise, as in `choose`; n: the head runs for the first n slots only; None: for all.
         """
         return self.choose(self.slots(anchor, features, cache, start, block_size)[:, :n], anchor, *noise)
 
@@ -332,23 +332,23 @@ class Drafter(nn.Module):
         return None
 
     def choose(
-        self, hidden: mx.array, anchor: mx.array, draw: Draw | None = None, noise: mx.array | None = None
+        self, hidden: mx.array, anchor: mx.array, noised: Noised | None = None, noise: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
         """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the likeliest of each, and the greatest probability
         there [B, N] float32, which nobody has to evaluate.
 
-        draw, noise: how the target draws, and its noise [B, N, V] at the slots; then what it would draw from the head's rows.
+        noised, noise: how the target draws, and its noise [B, N, V] at the slots; then what it would draw from the head's rows.
         """
         logits = self._head(hidden)
-        chosen = mx.argmax(logits, axis=-1) if draw is None else self._draw_at(noise, logits.astype(mx.float32), draw)
-        return self.target_ids(chosen), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
+        scores = logits if noised is None else self._noised(logits.astype(mx.float32), noise, noised)
+        return self.target_ids(mx.argmax(scores, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
 
-    def _draw_at(self, noise: mx.array, logits: mx.array, draw: Draw) -> mx.array:
-        """[B, N, R] logits of the head's tokens and the noise of the target's, [B, N, V], to the head's tokens [B, N]."""
+    def _noised(self, logits: mx.array, noise: mx.array, noised: Noised) -> mx.array:
+        """[..., R] logits of the head's tokens and the noise of the target's, [..., V], to scores of the head's tokens."""
         if "d2t" in self:
             noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
         both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
-        return draw(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
+        return noised(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
 
     def target_ids(self, ids: mx.array) -> mx.array:
         """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""

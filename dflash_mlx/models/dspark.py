@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import DrafterConfig
-from .drafter import Drafter, Draw
+from .drafter import Drafter, Noised
 
 
 class MarkovHead(nn.Module):
@@ -126,10 +126,10 @@ class DSparkDrafter(Drafter):
         return hidden if self.config.sample_from_anchor else hidden[:, 1:]
 
     def choose(
-        self, hidden: mx.array, anchor: mx.array, draw: Draw | None = None, noise: mx.array | None = None
+        self, hidden: mx.array, anchor: mx.array, noised: Noised | None = None, noise: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
         def pick(slot: int, logits: mx.array) -> mx.array:
-            return mx.argmax(logits, axis=-1) if draw is None else self._draw_at(noise[:, slot], logits, draw)
+            return mx.argmax(logits if noised is None else self._noised(logits, noise[:, slot], noised), axis=-1)
 
         ids, logits, embedded = self._walk(hidden, anchor, pick)
         if not hidden.shape[1]:

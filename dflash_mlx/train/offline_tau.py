@@ -121,7 +121,7 @@ def drafter_guess(
                 out.append(drafter.choose(hidden, anchor)[0])
             else:
                 shared = noise.rows(here, places, K - 1, target.vocabulary)
-                out.append(drafter.choose(hidden, anchor, Distribution(noise.temp).draw, shared)[0])
+                out.append(drafter.choose(hidden, anchor, Distribution(noise.temp).noised, shared)[0])
             mx.async_eval(out[-1])
         drafts = np.concatenate([np.array(o) for o in out])
         # Every round has fewer rows: buffers of each size would pile up.

@@ -234,7 +234,7 @@ def test_the_sampled_walk_has_the_distribution_that_it_claims():
         mx.broadcast_to(mx.array(a), (n, *a.shape)) for a in (hidden.astype(np.float32), unary.astype(np.float32), candidates)
     ]
     noise = mx.random.gumbel((n, 2, 3), key=mx.random.key(11))
-    walks, scores = drafter.candidate_selector(*wide, mx.full((n,), 21), Distribution(temperature).draw, noise)
+    walks, scores = drafter.candidate_selector(*wide, mx.full((n,), 21), Distribution(temperature).noised, noise)
     counts = Counter(map(tuple, walks.tolist()))
     distance = 0.0
     for i, first in enumerate(candidates[0]):
@@ -297,12 +297,25 @@ def test_noise_is_that_of_the_token_it_belongs_to(kind, numbers):
     for i in range(3):
         scores, here = logits[:, i], ids[0, i]
         if kind == "DFlash 2":
-            selector, here = drafter.candidate_selector, drafter.candidates(hidden)[1][0, i]
-            scores = selector.scores(hidden[:, i], drafter.candidates(hidden)[0][:, i], here[None], token[:, None])[:, 0]
+            unary, here = (part[:, i] for part in drafter.candidates(hidden, sampler.noised, noise))
+            scores, here = drafter.candidate_selector.scores(hidden[:, i], unary, here, token[:, None])[:, 0], here[0]
         p = sampler.probabilities(scores - mx.logsumexp(scores, axis=-1, keepdims=True))[0]
         token = here[mx.argmax(mx.log(p) + noise[0, i][here])][None]
         want.append(token.item())
-    assert drafter.choose(hidden, anchor, sampler.draw, noise)[0].tolist() == [want]
+    assert drafter.choose(hidden, anchor, sampler.noised, noise)[0].tolist() == [want]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_under_noise_a_selector_that_adds_nothing_draws_from_the_whole_vocabulary(top_k):
+    drafter, sampler = drawing_drafter("DFlash 2"), Distribution(1.5)
+    drafter.candidate_selector.top_k = top_k
+    drafter.candidate_selector.successor_codebook = mx.zeros_like(drafter.candidate_selector.successor_codebook)
+    hidden, anchor = mx.random.normal((200, 3, H), key=mx.random.key(2)), mx.zeros((200,), dtype=mx.int32)
+    noise = mx.random.gumbel((200, 3, 8), key=mx.random.key(3))
+    drawn = drafter.choose(hidden, anchor, sampler.noised, noise)[0]
+    assert mx.array_equal(drawn, super(dflash2.DFlash2Drafter, drafter).choose(hidden, anchor, sampler.noised, noise)[0])
+    unlikely = (drafter.candidates(hidden)[1] != drawn[..., None]).all(-1)
+    assert unlikely.any() or top_k == 8
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -263,7 +263,7 @@ def test_replayed_rounds_equal_drafts_under_shared_noise_slot_by_slot(model, doc
         for position in range(int(at[seed]) + 1, int(at[seed]) + BLOCK):
             mx.random.seed((seed << 32) | position)
             noise.append(mx.random.gumbel((1, 1, target.vocabulary)))
-        want, _ = drafter.choose(hidden, anchor, sampler.draw, mx.concatenate(noise, axis=1))
+        want, _ = drafter.choose(hidden, anchor, sampler.noised, mx.concatenate(noise, axis=1))
         assert got[seed].tolist() == want[0].tolist()
     spans = [(len(p), len(w)) for p, w in zip(given, whole, strict=True)]
     assert mean_tau(replay_with(guess, padded, spans, BLOCK)) > 1
