@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..constraint import ConstraintError, Grammar, is_special, json_rule, json_schema, lark, one_of, regex
+from ..constraint import ConstraintError, Grammar, UnsupportedError, is_special, json_rule, json_schema, lark, one_of, regex
 from .call_grammars import CallFormat, Rules, Tool, format_of, harmony_call, literal
 from .channels import frames, is_harmony, opens_reasoning, thinking_marks
 from .errors import RequestError, shown
@@ -161,14 +161,14 @@ def grammar_of(demand: Demand, tokenizer: Any, name: str, before: str | None = "
         return lark(f"start: answer\n{demand.answer}", demand.what)
     rules = Rules(lambda mark: _mark(tokenizer, mark))
     form = format_of(tokenizer, name) if demand.tools else None
-    start = _harmony(demand, rules, before) if is_harmony(tokenizer) else _marked(demand, form, rules, tokenizer, before)
+    start = _harmony(demand, rules, before) if is_harmony(tokenizer) else _marked(demand, form, rules, tokenizer, name, before)
     return lark(f"start: {start}\n{rules.text}{demand.answer}", demand.what)
 
 
 def _mark(tokenizer: Any, mark: str) -> str:
-    """A mark that is one special token by its number; any other is text."""
+    """A mark of special tokens by their numbers; any other is text."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and is_special(tokenizer, ids[0]) else literal(mark)
+    return " ".join(f"<[{id}]>" for id in ids) if all(is_special(tokenizer, id) for id in ids) else literal(mark)
 
 
 def _until(mark: str, rules: Rules) -> str:
@@ -179,14 +179,17 @@ def _until(mark: str, rules: Rules) -> str:
     return rules.add(f"{text} {mark}", options="[lazy]")
 
 
-def _marked(demand: Demand, form: CallFormat | None, rules: Rules, tokenizer: Any, before: str) -> str:
+def _marked(demand: Demand, form: CallFormat | None, rules: Rules, tokenizer: Any, name: str, before: str) -> str:
     """Thinking, then the answer or calls, for families of marks in one stream of text."""
     ways, free = [], not demand.answer and not demand.forced
     if demand.answer and not demand.forced:
         ways += _framed(tokenizer, rules)
     if form is not None:
         calls = form.several(demand.tools, rules, demand.many)
-        start = rules.mark(form.start)
+        if free and not form.start:
+            problem = f"calls of {name} have no mark, so that nobody can tell where one begins in an answer"
+            raise UnsupportedError(problem, 'Send tool_choice "required", or leave strict out')
+        start = rules.mark(form.start) if form.start else ""
         ways.append(f"{_until(start, rules) if free else start} {calls}")
     if free:
         ways.append(rules.add(_TEXT, terminal=True))

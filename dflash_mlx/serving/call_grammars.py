@@ -1,7 +1,7 @@
 """Tool calls as rules of a grammar: each family's own way to write them, so that a target can be held to it.
 
-`tool_calls` reads what is written here. Knows no requests and no models. Families: JSON and Qwen3-Coder's XML between
-`<tool_call>` marks, calls as Python writes them, gpt-oss's channels; any other is refused by name.
+`tool_calls` reads what is written here. Knows no requests and no models. Families: JSON, Qwen3-Coder's XML, Mistral's names with
+JSON, calls as Python writes them, gpt-oss's channels; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic, qwen3_coder
 
 from ..constraint import ConstraintError, UnsupportedError, json_rule, json_schema
 from .channels import call_grammar, is_harmony, template_source
-from .tool_calls import is_json
+from .tool_calls import BARE, is_json
 
 # A value of its own in text: not the end of it, and not what the reader takes for null.
 _XML_TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/?parameter(?s:.*)/ & ~/(?i:null)/"
@@ -62,7 +62,7 @@ def literal(text: str) -> str:
 
 @dataclass
 class CallFormat:
-    """How a family writes calls: `mark opening call (between call)* closing`."""
+    """How a family writes calls: `start opening call (between call)* closing`; start: "" where the whole answer is a call."""
 
     start: str
     opening: str
@@ -77,12 +77,12 @@ class CallFormat:
         parts.append(one)
         if many:
             parts.append(f"({_joined(self.between, rules)} {one})*")
-        return " ".join([*parts, _joined(self.closing, rules)])
+        return " ".join([*parts, _joined(self.closing, rules)]).strip()
 
 
 def _joined(parts: Sequence[str], rules: Rules) -> str:
-    """Marks and texts in a row; marks begin with a bracket."""
-    return " ".join(rules.mark(part) if part.startswith("<") else literal(part) for part in parts)
+    """Marks and texts in a row."""
+    return " ".join(map(rules.mark, parts))
 
 
 def format_of(tokenizer: Any, name: str) -> CallFormat | None:
@@ -101,8 +101,17 @@ def format_of(tokenizer: Any, name: str) -> CallFormat | None:
         return CallFormat(start, "\n", _json_call, ["\n", end, "\n", start, "\n"], ["\n", end])
     if own is pythonic.parse_tool_call:
         return CallFormat(start, "[", _python_call, [", "], ["]", end])
-    problem = f"calls of {name} begin with {start!r}; answers can be held to JSON or XML in <tool_call>, to Python calls and to "
-    raise UnsupportedError(f"{problem}gpt-oss's channels", 'Send tool_choice "auto", without strict')
+    if start == "[TOOL_CALLS]" and "[ARGS]" in tokenizer.get_vocab():
+        return CallFormat(start, "", _headed_call, [start], [])
+    if start in BARE:
+        return CallFormat("", "", _objects("name", "parameters"), ["; "], [])
+    if start == "[TOOL_CALLS]" or read is not None and is_json(read):
+        call = _LISTED.get(start, _json_call)
+        return CallFormat(start, "[", call, [", "], ["]", end] if end else ["]"])
+    held = "calls in JSON, to Qwen3-Coder's XML, to Python calls and to gpt-oss's channels"
+    raise UnsupportedError(
+        f"calls of {name} begin with {start!r}; answers can be held to {held}", 'Send tool_choice "auto", without strict'
+    )
 
 
 def _schema(tool: Tool) -> str:
@@ -118,10 +127,35 @@ def _schema(tool: Tool) -> str:
         return json_rule({"type": "object"})
 
 
-def _json_call(tool: Tool, rules: Rules) -> str:
-    """`{"name": "ls", "arguments": {...}}`"""
-    head = '{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": '
-    return f'{literal(head)} {_schema(tool)} "}}"'
+def _objects(name: str, arguments: str, first: str = "") -> Callable[[Tool, Rules], str]:
+    """Calls as objects with these keys: `{"name": "ls", "arguments": {...}}`."""
+
+    def call(tool: Tool, rules: Rules) -> str:
+        head = f'{{{first}"{name}": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": '
+        return f'{literal(head)} {_schema(tool)} "}}"'
+
+    return call
+
+
+_json_call = _objects("name", "arguments")
+
+
+def _single_key_call(tool: Tool, rules: Rules) -> str:
+    """`{"ls": {...}}`"""
+    return f'{literal("{" + json.dumps(tool.name, ensure_ascii=False) + ": ")} {_schema(tool)} "}}"'
+
+
+# Of the families whose calls are a list of objects, those with other keys: Apertus, Command R7B, InternLM.
+_LISTED = {
+    "<|tools_prefix|>": _single_key_call,
+    "<|START_ACTION|>": _objects("tool_name", "parameters", '"tool_call_id": "0", '),
+    "<|action_start|><|plugin|>": _objects("name", "parameters"),
+}
+
+
+def _headed_call(tool: Tool, rules: Rules) -> str:
+    """`ls[ARGS]{...}`"""
+    return f"{literal(tool.name)} {rules.mark('[ARGS]')} {_schema(tool)}"
 
 
 def harmony_call(tool: Tool, rules: Rules) -> str:

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from kit import TINY
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, mistral, pythonic, qwen3_coder
 from pydantic import BaseModel, Field
 from serving_kit import MESSAGES, WEATHER, ask
 from transformers import AddedToken, AutoTokenizer
@@ -143,6 +143,53 @@ def test_each_familys_calls_are_held_and_read_as_they_are_written(marks, parser,
     assert (read.name, json.loads(read.arguments)) == ("ls", arguments)
 
 
+# (marks, parser, a call with VALUE for its arguments, what stands between two of them, whether its mark tells it from text).
+LISTED = [
+    (("<|python_tag|>",), None, '{"name": "ls", "parameters": VALUE}', "; ", False),
+    (("[TOOL_CALLS]", "[ARGS]"), mistral, "[TOOL_CALLS]ls[ARGS]VALUE", "", True),
+    (("[TOOL_CALLS]",), mistral, '[TOOL_CALLS][{"name": "ls", "arguments": VALUE}]', ", ", True),
+    (("<|tool_call|>", "<|/tool_call|>"), None, '<|tool_call|>[{"name": "ls", "arguments": VALUE}]<|/tool_call|>', ", ", True),
+    (("<|tool_call|>",), None, '<|tool_call|>[{"name": "ls", "arguments": VALUE}]', ", ", True),
+    (("<tool_calls>", "</tool_calls>"), None, '<tool_calls>[{"name": "ls", "arguments": VALUE}]</tool_calls>', ", ", True),
+    (("<|tools_prefix|>", "<|tools_suffix|>"), None, '<|tools_prefix|>[{"ls": VALUE}]<|tools_suffix|>', ", ", True),
+    (
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        None,
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "ls", "parameters": VALUE}]<|END_ACTION|>',
+        *(", ", True),
+    ),
+    (
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        None,
+        '<|action_start|><|plugin|>[{"name": "ls", "parameters": VALUE}]<|action_end|>',
+        *(", ", True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("marks", "parser", "written", "between", "free"), LISTED, ids=[marks[0] for marks, *_ in LISTED])
+def test_forced_calls_of_families_with_json_are_held_and_read(marks, parser, written, between, free):
+    tokenizer, arguments = family(*marks, parser=parser), '{"path": "x", "n": 3}'
+    one = written.replace("VALUE", arguments)
+    # What a second call repeats of the first.
+    inner = one[one.index("[{") + 1 : one.rindex("]")] if "[{" in one else one
+    two = one.replace(inner, f"{inner}{between}{inner}")
+    assert ends(tokenizer, FORCED, one) is True and ends(tokenizer, FORCED, two) is True
+    assert ends(tokenizer, ONE, one) is True if free else True
+    for other in (one.replace("path", "file"), one.replace("ls", "cat"), "Sure.", one[:-1]):
+        assert ends(tokenizer, FORCED, other) is not True, other
+    for text, count in ((one, 1), (two, 2)):
+        pieces = Channels(tokenizer, "", OFFERED).feed(text, last=True)
+        assert [(call.name, json.loads(call.arguments)) for piece in pieces for call in piece.calls] == [
+            ("ls", {"path": "x", "n": 3})
+        ] * count
+    if free:
+        assert ends(tokenizer, FREE, f"Let me see. {one}") is True and ends(tokenizer, FREE, "No call.") is True
+    else:
+        # Free text may begin as a call does.
+        assert asked(tokenizer, tools=OFFERED).ignored == ["tools: strict"]
+
+
 def test_gpt_oss_answers_in_its_final_channel():
     tokenizer, before = family(*HARMONY), "<|start|>assistant"
     assert ends(tokenizer, ANSWER, '<|channel|>final<|message|>{"a": 1}', before) is True
@@ -161,8 +208,10 @@ def asked(tokenizer, api=CHAT, **body):
 
 
 def test_a_family_whose_calls_cannot_be_held_to_is_refused_by_name_where_calls_are_forced():
-    tokenizer = family("[TOOL_CALLS]", "[ARGS]", parser=mistral)
-    with pytest.raises(Exception, match=r"tool_choice: calls of served begin with '\[TOOL_CALLS\]'; answers can be held to JSON"):
+    tokenizer = family("<tool_call>", "</tool_call>", parser=glm47)
+    with pytest.raises(
+        Exception, match=r"tool_choice: calls of served begin with '<tool_call>'; answers can be held to calls in JSON"
+    ):
         asked(tokenizer, tools=OFFERED, tool_choice="required")
     # Sent by default: an agent could offer no tool at all.
     assert asked(tokenizer, tools=OFFERED).ignored == ["tools: strict"]
@@ -199,7 +248,7 @@ def test_of_allowed_tools_alone_calls_are_written(api):
 
 
 def test_tools_that_are_not_allowed_are_not_offered_where_calls_cannot_be_held_to():
-    tokenizer = family("[TOOL_CALLS]", "[ARGS]", parser=mistral)
+    tokenizer = family("<tool_call>", "</tool_call>", parser=glm47)
     read = asked(tokenizer, tools=OFFERED, tool_choice=allowed("auto", "rm"))
     assert [tool["function"]["name"] for tool in read.tools] == ["rm"] and not read.demand.holds
     with pytest.raises(Exception, match="tool_choice: calls of served begin with"):
