@@ -36,6 +36,6 @@ def lay_out(module: nn.Module) -> None:
     for layer in {id(m): m for m in found}.values():
         product = type(layer) is nn.Linear and "bias" not in layer
         if (product or type(layer) is nn.Embedding and layer.weight.shape[0] not in rows) and layer.weight.dtype == mx.float32:
-            columns = mx.contiguous(layer.weight.T)
-            mx.eval(columns)
-            layer.weight = columns.T
+            layer.weight = mx.contiguous(layer.weight.T).T
+            # All of it: another thread cannot evaluate what is lazy here.
+            mx.eval(layer.weight)

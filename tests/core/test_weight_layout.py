@@ -1,5 +1,7 @@
 """Float32 weights on a Linux CPU: columns lie together, and no bit of what a model gives changes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
@@ -65,3 +67,11 @@ def test_a_model_that_was_laid_out_is_saved_as_its_files_have_it(due, tmp_path):
     written = mx.load(str(tmp_path / "model.safetensors"))["model.layers.0.mlp.up_proj.weight"]
     source = mx.load(str(TINY / "target" / "model.safetensors"))["model.layers.0.mlp.up_proj.weight"]
     assert mx.array_equal(written, source.astype(mx.float32)).item() and strides(written)[1] == 4
+
+
+def test_a_model_that_was_laid_out_computes_in_another_thread(due):
+    # What is lazy belongs to the thread that made it: a server's is another than the one that loaded.
+    laid, _ = load("tiny", dtype=mx.float32)
+    with ThreadPoolExecutor(1) as pool:
+        logits = pool.submit(lambda: laid(mx.array([[1, 2]])).tolist()).result()
+    assert logits == laid(mx.array([[1, 2]])).tolist()
