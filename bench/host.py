@@ -107,7 +107,7 @@ def measure(model: nn.Module, tokenizer: Any, drafter: nn.Module, prompt: list[i
     }
 
 
-def built(name: str, rows: int, context: int = 1024, repeats: int = 9) -> dict[str, float]:
+def built(name: str, rows: int, context: int = 1024, repeats: int = 24) -> dict[str, float]:
     """Thread CPU milliseconds of building a target's pass, and a round, of a config of `bench/ledger.py`; nothing is evaluated.
 
     As Metal's build makes it: a call of `mx.fast` is one node. mlx_lm: the model's own call; ordinary: with taps, as `Target`

@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
     def fetch(self, k: mx.array, v: mx.array, cache: Any, K: int) -> tuple[mx.array, mx.array]:
         """New context rows and the block's K rows, [B, n_kv_heads, S + K, D], behind those held; the cache keeps the context."""
-        if self.window is None:
+        if self.window is None or hasattr(cache, "attend"):
             k, v = cache.update_and_fetch(k, v)
             cache.trim(K)
             return k, v

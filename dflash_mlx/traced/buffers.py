@@ -1,7 +1,8 @@
 """A cache as the arrays that a traced pass is given and gives back.
 
-    KVCache       its whole buffers, and where the pass stands as arrays: places to write to, and a mask over the buffers
-    ArraysCache   its arrays, as a recurrence or a convolution left them
+    KVCache           its whole buffers, and where the pass stands as arrays: places to write to, and a mask over the buffers
+    RotatingKVCache   a drafter's, as a KVCache, as long as it holds every row of its text
+    ArraysCache       its arrays, as a recurrence or a convolution left them
 
 Knows mlx-lm's cache entries; knows no model and no pass.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ..kernels import autotune
 from ..kernels.masks import BufferMask
@@ -28,11 +29,22 @@ _STEP = 1024
 Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.array, ...]]
 
 
-def may_trace(entries: Sequence[Any]) -> bool:
-    """Whether passes over these may be traced: they are plain ones, one row a token, and states of one request between them."""
+def may_trace(entries: Sequence[Any], rows: int | None = None) -> bool:
+    """Whether passes over these may be traced: they are plain ones, one row a token, and states of one request between them.
+
+    Args:
+      rows: of a drafter's pass, after which its entries with a window must still hold all rows; None: there may be none.
+    """
     kinds = {type(entry) for entry in entries}
     apart = any(entry.lengths is not None or entry.left_padding is not None for entry in states_of(entries))
-    return KVCache in kinds and kinds <= {KVCache, ArraysCache} and not apart
+    whole = rows is not None and all(_holds_all(entry, rows) for entry in rows_of(entries) if type(entry) is RotatingKVCache)
+    known = {KVCache, ArraysCache} | ({RotatingKVCache} if whole else set())
+    return bool(rows_of(entries)) and kinds <= known and not apart
+
+
+def _holds_all(entry: RotatingKVCache, rows: int) -> bool:
+    """Whether a drafter's entry with a window holds every row of its text, in order, and will with so many more."""
+    return not entry.keep and entry._idx == entry.offset and entry.offset + rows <= entry.max_size
 
 
 def states_of(entries: Sequence[Any]) -> list[ArraysCache]:
@@ -40,9 +52,9 @@ def states_of(entries: Sequence[Any]) -> list[ArraysCache]:
     return [entry for entry in entries if type(entry) is ArraysCache]
 
 
-def rows_of(entries: Sequence[Any]) -> list[KVCache]:
+def rows_of(entries: Sequence[Any]) -> list[KVCache | RotatingKVCache]:
     """Those that hold a row a token."""
-    return [entry for entry in entries if type(entry) is KVCache]
+    return [entry for entry in entries if type(entry) in (KVCache, RotatingKVCache)]
 
 
 def held(entry: Any) -> list[mx.array]:
@@ -188,7 +200,8 @@ def run_traced(
         if type(entry) is ArraysCache:
             entry.cache = found
         else:
-            vars(entry).update(keys=found[0], values=found[1], offset=end)
+            mark = {"_idx": end} if type(entry) is RotatingKVCache else {}
+            vars(entry).update(keys=found[0], values=found[1], offset=end, **mark)
     return out
 
 
@@ -204,7 +217,7 @@ def fits(cache: Sequence[Any]) -> bool:
     return mx.get_active_memory() + 3 * array_bytes(a for entry in cache for a in held(entry)) <= limit_bytes()
 
 
-def widen(entry: KVCache, capacity: int) -> None:
+def widen(entry: KVCache | RotatingKVCache, capacity: int) -> None:
     """Give an entry buffers of `capacity` rows, the new ones zero."""
     if more := capacity - entry.keys.shape[2]:
         arrays = {"keys": entry.keys, "values": entry.values}

@@ -160,9 +160,10 @@ class CompiledPass:
     refused: why this model cannot be compiled, if so.
     passes: compiled passes so far.
     kernels, fused: what may serve a fused linear, as `kernel_calls`, and whether kernels may take what stands around one.
+    windows: whether entries with a window may be traced while they hold all rows.
     """
 
-    kernels, fused = staticmethod(kernel_calls), True
+    kernels, fused, windows = staticmethod(kernel_calls), True, False
     prepares = True
 
     def __init__(
@@ -235,7 +236,8 @@ class CompiledPass:
         rows = 1 if arrays[0].shape[1] == 1 else K
         if self.waits or not self.serves(rows) or arrays[0].shape[0] != 1:
             return None
-        if not may_trace(cache) or any(a is None for entry in cache for a in held(entry)):
+        new = spare + context + K
+        if not may_trace(cache, new if self.windows else None) or any(a is None for entry in cache for a in held(entry)):
             return None
         entries = rows_of(cache)
         length, dtype = entries[0].offset, entries[0].keys.dtype
@@ -245,7 +247,7 @@ class CompiledPass:
         if self._plans is not autotune.plans():
             # A kernel was switched off, or switched on.
             self._forget()
-        capacity = capacity_for(max(length + spare + context + K, *(entry.keys.shape[2] for entry in entries)))
+        capacity = capacity_for(max(length + new, *(entry.keys.shape[2] for entry in entries)))
         if capacity not in self._columns:
             self._columns[capacity] = mx.arange(capacity, dtype=mx.int32)
             mx.eval(self._columns[capacity])
@@ -433,7 +435,7 @@ def _draft_calls(model: nn.Module) -> list[tuple]:
 class CompiledDraft(CompiledPass):
     """A drafter's passes: `Accelerator.draft`."""
 
-    kernels, fused = staticmethod(_draft_calls), False
+    kernels, fused, windows = staticmethod(_draft_calls), False, True
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
         # The drafter holds this.
@@ -465,7 +467,7 @@ class CompiledDraft(CompiledPass):
         if cache[0].offset != start:
             return None
         most = MOST_BLOCKS * K
-        if S > most and self.serves(K) and may_trace(cache):
+        if S > most and self.serves(K) and may_trace(cache, S + K):
             # Context that plain decoding gathered, or a prompt. Keys and values do not ask for its attention, whose length would
             # be a new one; in few lengths, for a product of a new shape is planned first.
             n = (S - 1) // most * most

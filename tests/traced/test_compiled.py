@@ -105,6 +105,27 @@ def test_much_context_is_injected_in_few_lengths_before_a_draft(S, lengths):
     assert seen == lengths * 2 and ours.pair.accelerator.passes == (2 if lengths else 1)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_drafter_with_windows_is_compiled_as_long_as_they_hold_every_row(causal):
+    model = tiny_target()
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 31, "is_causal": causal}
+    plain, ours = tiny_drafter(model, **layers), drafts_of(tiny_drafter(model, **layers))
+    caches, start, passes = [plain.make_cache(), ours.make_cache()], 0, []
+    # Up to 30 rows, with the block's five and what fills up new ones, and then beyond.
+    for S in (4, 2, 1, 5, 3, 4, 1, 6, 4, 5, 2):
+        features = mx.random.normal((1, S, 48), key=mx.random.key(start))
+        found = [drafter.slots(mx.array([9]), features, c, start, 5) for drafter, c in zip((plain, ours), caches, strict=True)]
+        start += S
+        assert near(found[1], found[0])
+        passes.append(ours.pair.accelerator.passes)
+        for theirs, entry in zip(*caches, strict=True):
+            held = theirs.keys.shape[2] if isinstance(theirs, mlx_lm_cache.RotatingKVCache) else start
+            assert (entry.offset, held) == (start, getattr(entry, "_idx", start))
+            assert near(entry.keys[:, :, :held], theirs.keys[:, :, :held])
+    # Not the first pass, whose entries are empty; behind 20 rows, six and the block, filled up to 15, reach beyond 30.
+    assert passes == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6]
+
+
 def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
     model = tiny_target()
     drafter = tiny_drafter(model)
