@@ -33,6 +33,8 @@ from .pair import DFlashPair
 from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .progress import tell
+from .ranks import Ranks
+from .shares import check_files, ranks_of, take_share
 from .traced import prepare
 from .weight_layout import lay_out
 
@@ -89,6 +91,8 @@ def load(
     trust_remote_code: bool = False,
     *,
     dtype: mx.Dtype | str | None = None,
+    ranks: Ranks | None = None,
+    pipeline: bool = False,
 ) -> tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]:
     """Load a target and its tokenizer, as `mlx_lm.load`.
 
@@ -98,6 +102,7 @@ def load(
       dtype: type of the float weights (of quantized layers: scales and biases) that the family's `cast_predicate` lets be
         cast. "auto": every weight keeps the type of its file, as in mlx_lm.load. None: "auto" on a GPU, float32 on a CPU.
       adapter_path: the directory of what mlx-lm trained for this model; it is put over it. Taps see the adapted model.
+      ranks, pipeline: hold this rank's share alone, or with pipeline its layers.
       The others are mlx-lm's; `model_config`, which changes what a checkpoint says of itself, is refused.
     Returns: the mlx-lm model and its TokenizerWrapper, and the config with `return_config`.
     """
@@ -110,7 +115,9 @@ def load(
         )
     path, checkpoint = _find(path_or_hf_repo, "target", revision)
     due = loaded_dtype(checkpoint, dtype)
-    check_memory(checkpoint, due)
+    check_memory(checkpoint, due, 1 if ranks is None else ranks.size)
+    if ranks is not None:
+        check_files(checkpoint, ranks)
     loaded = read_target(checkpoint)
     model, config = loaded.model, loaded.config
     keep_positions(model, config)
@@ -118,6 +125,8 @@ def load(
         _put_adapter(model, adapter_path, path_or_hf_repo)
     # Without a word everything is float32 on a CPU; a type that was asked for spares what the family's class keeps.
     loaded.cast(due, spare=dtype is not None)
+    if ranks is not None:
+        take_share(model, ranks, path_or_hf_repo, pipeline)
     if not lazy:
         check_weights(checkpoint.source, model_bytes(model))
         read_weights(model, f"Loading {path_or_hf_repo}")
@@ -160,11 +169,13 @@ def read_weights(module: nn.Module, what: str) -> None:
 
 def _evaluate(arrays: list[mx.array], what: str) -> None:
     total, read, told = sum(array.nbytes for array in arrays), 0, 0
+    # A share is cut from whole tensors: of those no more than one is held at a time.
+    step = 0 if ranks_of(module) else _TOLD_BYTES
     part: list[mx.array] = []
     for array in arrays:
         part.append(array)
         read += array.nbytes
-        if read - told >= _TOLD_BYTES:
+        if read - told >= step:
             mx.eval(part)
             part, told = [], read
             tell(what, read, total, "bytes")
@@ -212,18 +223,18 @@ def weight_bytes(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> int:
     return sum(math.prod(t.shape) * sizes[t.dtype] if t.dtype in sizes else t.nbytes for t in checkpoint.tensors.values())
 
 
-def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> None:
+def check_memory(checkpoint: Checkpoint, dtype: mx.Dtype | None, shares: int = 1) -> None:
     """Refuse a target that is larger than this machine's memory, before anything of it is read; `load` then compares exactly.
 
     A GGUF file's tensors are read as the model is built, so it must fit where models may be.
 
     Args:
-      dtype: as in `weight_bytes`.
+      dtype: as in `weight_bytes`. shares: machines that hold it together.
     Raises:
       CheckpointError: it does not fit.
     """
     limit = limit_bytes() if checkpoint.kind == "gguf" else machine_bytes()
-    check_weights(checkpoint.source, weight_bytes(checkpoint, dtype), limit=limit)
+    check_weights(checkpoint.source, weight_bytes(checkpoint, dtype) // shares, limit=limit)
 
 
 def drafter_bytes(weights: Mapping[str, mx.array], dtype: mx.Dtype | None, bits: int | None) -> int:

@@ -129,6 +129,8 @@ class Run:
     rows: n + 1, prompt_end: rows behind the prompt; point: undoes the last target pass; emitted: tokens handed out.
     """
 
+    proposer_class = DrafterProposer
+
     def __init__(
         self,
         options: RunOptions,
@@ -141,7 +143,7 @@ class Run:
     ):
         self.options, self.stream, self.quantization = options, options.stream, options.quantization
         self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
-        self.drafter = DrafterProposer(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
+        self.drafter = self.proposer_class(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
         # Who drafts in the next round, and how many of the drafter's drafts were chosen for it, if that is known.
@@ -412,4 +414,4 @@ def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:
         # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
         policy = FixedDraftLength(block_size - 1)
     stats = GenerationStats(block_size, options.keep_rounds, rule=policy)
-    return Run(options, pair, cache, sampler, proposers, policy, stats)
+    return (pair.run_class or Run)(options, pair, cache, sampler, proposers, policy, stats)

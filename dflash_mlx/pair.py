@@ -43,6 +43,8 @@ class DFlashPair:
     """
 
     target_class = Target
+    # What a run of it is, where that is not `loop.Run`.
+    run_class: type | None = None
 
     def __init__(self, model: nn.Module, drafter: Drafter):
         # The drafter holds this pair.

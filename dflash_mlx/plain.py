@@ -16,6 +16,7 @@ from .options import RunOptions
 from .prompt_cache import PairCache, is_pair_cache
 from .rollback import leaves
 from .sampling import KeyedSampler, LogitsProcessor, choose_seed
+from .shares import ranks_of
 from .text import TextStream
 
 # What mlx-lm's own `stream_generate` is given where it was given here.
@@ -59,6 +60,8 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
     sampler = options.sampler
     if options.draft_model is None and sampler is not None and not isinstance(sampler, KeyedSampler):
         given["sampler"] = KeyedSampler(sampler, choose_seed(options.seed), rows)
+    if (ranks := ranks_of(options.model)) is not None:
+        given["sampler"] = ranks.sampler(given["sampler"])
     text = options.text_stream or TextStream(options.tokenizer, [*(pair.ids if pair else []), *ids])
     models = {"draft_model": options.draft_model, "stream": options.stream, "max_tokens": options.max_tokens}
     steps = stream_generate(options.model, options.tokenizer, prompt, **models, **given)

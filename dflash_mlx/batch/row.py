@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache
 from ..loop import Kept, Run, Step, generate_steps, make_run
 from ..options import RunOptions
 from ..pair import DFlashPair
-from ..proposers import DrafterProposer
 from ..responses import GenerationResponse, Responder
 from ..rollback import rollback_point
 from .groups import Seat, seat_of
@@ -139,7 +138,7 @@ class Row:
         """Let the run go on from caches that were settled."""
         run = self.run
         run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
-        drafter = DrafterProposer(
+        drafter = run.proposer_class(
             run.drafter.model, run.cache.drafter, run.cache.features, run.rows, run.target_sampler, run.policy
         )
         run.drafter = run.proposer = run.counter.drafter = drafter

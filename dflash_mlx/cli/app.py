@@ -17,7 +17,7 @@ from ..errors import error_text
 from ..machine import switch
 from ..serving.interrupt import bring_back, is_ctrl_c
 from ..version import __version__
-from . import generate, lists, serving, tools, train
+from . import generate, lists, over_ranks, serving, tools, train
 from .narrow_help import HelpfulGroup
 from .options import NamingWhatIsMissing, example
 from .output import say, wrapped
@@ -67,7 +67,8 @@ def main() -> None:
             raise SystemExit(130) from None
         if switch("DFLASH_TRACEBACK"):
             raise
-        say(f"Error: {sentence(error)}")
+        if said := over_ranks.failed(f"Error: {sentence(error)}"):
+            say(said)
         raise SystemExit(1) from None
 
 

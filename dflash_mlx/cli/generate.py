@@ -19,7 +19,7 @@ from ..kernels.crash_marker import leave_at_once
 from ..sampling_settings import recommended_text
 from ..serving.interrupt import at_ctrl_c
 from ..serving.keys import keys_wait
-from . import inputs, output
+from . import inputs, output, over_ranks
 from .live import live
 from .options import (
     DRAFTING,
@@ -35,6 +35,7 @@ from .options import (
     LastTap,
     MaxTokens,
     Model,
+    Pipeline,
     PromptCacheFile,
     Revision,
     System,
@@ -113,6 +114,7 @@ def generate(
     raw: Raw = False,
     sampling: Any = None,
     draft_model: DraftModel = None,
+    pipeline: Pipeline = False,
     draft_bits: DraftBitsOption = None,
     last_tap: LastTap = None,
     block_size: BlockSize = None,
@@ -130,6 +132,8 @@ def generate(
     """Generate text from a prompt, and say how fast it came."""
     asked = SimpleNamespace(**locals())
     _check_usage(asked)
+    names = {"adapter_path": adapter_path, "prompt_cache_file": prompt_cache_file, "exact": caches["exact"]}
+    asked.ranks = over_ranks.begin(pipeline, draft_model, model, **names)
     _read_prompt(asked)
     with keys_wait(sys.stdin, lines=True) as asked.show_keys, only_ours_on_stdout() as stdout, live("Starting"):
         from ..sampling_settings import SamplingSettings
@@ -145,7 +149,7 @@ def generate(
             raise DFlashError("--show-drafts needs a drafter; none is given", "Give --draft-model, or leave --model out too")
         size = lambda t: _run(asked, t)  # noqa: E731
         pair = inputs.load_pair(
-            model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap=last_tap
+            model, draft_model, dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap, pipeline
         )
         for note in notes:
             say(note)
@@ -217,13 +221,17 @@ def _check_usage(asked: SimpleNamespace) -> None:
 
 def _read_prompt(asked: SimpleNamespace) -> None:
     """Take the prompt's text from where it lies; all texts are checked to be UTF-8."""
+    launched = over_ranks.is_over_ranks()
+    if launched and asked.prompt == "-":
+        raise refuse("--prompt", "mlx.launch never ends standard input; give the text, or --prompt-file")
     if asked.prompt_file is not None:
-        asked.prompt = inputs.file_text(asked.prompt_file)
+        read = lambda: inputs.file_text(asked.prompt_file)  # noqa: E731
+        asked.prompt = asked.ranks.told_of(read, "the prompt") if asked.ranks else read()
     elif asked.prompt == "-":
         asked.prompt = inputs.standard_input()
     elif asked.prompt is not None:
         asked.prompt = inputs.utf8(os.fsencode(asked.prompt), "of --prompt")
-    elif inputs.is_piped():
+    elif inputs.is_piped() and not launched:
         # Nothing there, as of a program that is started by another: as if there were no pipe.
         asked.prompt = inputs.standard_input() or None
     asked.demand = None if asked.json_schema is None else _read_schema(asked.json_schema)

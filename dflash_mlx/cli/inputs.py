@@ -110,6 +110,7 @@ def load_pair(
     run: Callable[[Any], RunSize] | None = None,
     adapter_path: str | None = None,
     last_tap: str | None = None,
+    pipeline: bool = False,
 ) -> tuple[str, str | None, Any, Any, Any]:
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
@@ -117,12 +118,16 @@ def load_pair(
       run: what will be asked of the caches, told the tokenizer; compared with this machine's memory before the weights are read.
         None: `CONTEXT` tokens.
       adapter_path: what mlx-lm trained for the target, put over it. last_tap: as in `load_drafter`.
+      pipeline: over ranks, each takes some of the layers, not a share of each.
     """
     from .. import loading, traced
     from ..kernels import autotune
     from ..memory import RunSize
     from ..pairs import builtin
+    from ..rank_run import RankPair
+    from ..ranks import joined
 
+    ranks = joined()
     # What the environment asks for and is not known is said before anything is loaded.
     traced.setting()
     autotune.setting()
@@ -137,12 +142,15 @@ def load_pair(
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=dtype.value if dtype else None,
+            **({"ranks": ranks, "pipeline": pipeline} if ranks else {}),
         )
         asked = run(tokenizer) if run else RunSize(CONTEXT)
         loading.check_run(lm, drafter, asked, revision=revision, bits=draft_bits)
         loading.read_weights(lm, f"Loading {target}")
         how = {"revision": revision, "bits": draft_bits, "last_tap": last_tap}
         draft = loading.load_drafter(drafter, lm, **how) if drafter else None
+        if draft is not None and ranks is not None:
+            RankPair(lm, draft, ranks)
         line.heed()
     if draft is None:
         say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")

@@ -96,6 +96,12 @@ DraftBitsOption = Annotated[
     DraftBits | None,
     option(DRAFTING, "--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
 ]
+Pipeline = Annotated[
+    bool,
+    option(
+        MODEL, "--pipeline", help="On several machines: each runs some of the layers, not a share of each. Without a drafter."
+    ),
+]
 LastTap = Annotated[
     LastTapKind | None,
     option(

@@ -83,6 +83,7 @@ COMMON = {
     "--dtype": ["float16"],
     "--draft-bits": ["8"],
     "--last-tap": ["before"],
+    "--pipeline": [],
     "--revision": ["v1"],
     "--trust-remote-code": [],
     "--json": [],

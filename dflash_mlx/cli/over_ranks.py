@@ -1,0 +1,66 @@
+"""`mlx.launch ... dflash-mlx generate | serve`: every rank runs the command, rank 0 alone reads, writes and says things."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from ..errors import DFlashError
+from .options import flag, refuse
+
+COMMANDS = ("generate", "serve")
+# What a rank that does not lead would say, goes here; its errors do not.
+_muted: list[Any] = []
+
+
+def is_over_ranks() -> bool:
+    """Whether `mlx.launch` started this process, perhaps alone."""
+    return "MLX_RANK" in os.environ
+
+
+def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: Any) -> Any:
+    """The ranks of this command; None: it is alone. Rank 0 keeps the terminal; the others end when it does.
+
+    Raises:
+      a usage error, DFlashError: what was asked for does not work over ranks. others: what does not.
+    """
+    drafts = draft_model != "none" and (draft_model is not None or model is None)
+    if pipeline and drafts:
+        raise refuse("--pipeline", "it needs --draft-model none: a drafter's taps would lie on other ranks")
+    if not is_over_ranks():
+        if pipeline:
+            raise refuse("--pipeline", "it needs several machines: mlx.launch -n 2 -- dflash-mlx ...")
+        return None
+    if os.environ["MLX_RANK"] != "0":
+        # Ctrl-C of a terminal reaches every rank of this machine; rank 0 heeds it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _muted[:] = [open(os.devnull, "w")]  # noqa: SIM115
+        sys.stdout = sys.stderr = _muted[0]
+    from ..ranks import join
+
+    if (ranks := join()) is not None:
+        for name, value in others.items():
+            if value not in (None, False):
+                raise DFlashError(f"{flag(name)} does not work over several machines yet", "Leave it out, or run on one")
+    return ranks
+
+
+def failed(sentence: str) -> str | None:
+    """An error's sentence as this rank says it; None: rank 0 said the same."""
+    if not is_over_ranks():
+        return sentence
+    from ..ranks import joined
+
+    ranks = joined()
+    if not _muted:
+        if ranks is not None:
+            ranks.leave()
+        return sentence
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    if ranks is not None:
+        if ranks.has_ended(1.0):
+            return None
+        ranks.is_failed = True
+    return f"On rank {os.environ['MLX_RANK']}: {sentence}"

@@ -1,0 +1,43 @@
+"""`mlx.launch` with ranks on this machine, over the loopback."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+LAUNCH = "from importlib.metadata import entry_points; next(iter(entry_points(name='mlx.launch'))).load()()"
+
+
+def free_port(count=1):
+    """A port with free ones behind it, outside of those that the system hands out."""
+    while True:
+        port = random.randrange(20000, 30000)
+        try:
+            for i in range(count):
+                with socket.socket() as one:
+                    one.bind(("127.0.0.1", port + i))
+            return port
+        except OSError:
+            continue
+
+
+def launched(ranks, *arguments, env=(), **options):
+    """A `subprocess.Popen` of a Python program with these arguments on so many ranks; its output is text."""
+    command = [sys.executable, *map(str, arguments)]
+    launch = [sys.executable, "-c", LAUNCH, "-n", str(ranks), "--backend", "ring", "--starting-port", str(free_port(ranks))]
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **dict(env)}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*launch, "--", *command] if ranks > 1 else command, env=env, **{**pipes, **options})
+
+
+def output_of(ranks, *arguments, env=(), timeout=300):
+    """What such a program prints. The launcher's own exit status is 0 whatever happens."""
+    process = launched(ranks, *arguments, env=env)
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()

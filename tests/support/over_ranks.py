@@ -1,0 +1,109 @@
+"""One rank of `mlx.launch`: `over_ranks.py OUT CASES`, a list of them as JSON. Each rank writes OUT/rank-N.json.
+
+A case: the keywords of `answers`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+mx.set_default_device(mx.cpu)
+
+from families import known_drafter, some_line  # noqa: E402
+from kit import run  # noqa: E402
+from mlx_lm.generate import generate_step  # noqa: E402
+from sharded import sharded_family  # noqa: E402
+
+from dflash_mlx import rank_run, ranks  # noqa: E402
+from dflash_mlx.distribution import Distribution  # noqa: E402
+from dflash_mlx.draft_length import measure  # noqa: E402
+from dflash_mlx.draft_length.cost_model import CostModel  # noqa: E402
+from dflash_mlx.models.target import Target, TargetOutput  # noqa: E402
+from dflash_mlx.shares import take_share  # noqa: E402
+
+
+def of(responses):
+    """What of a run must be the same on every rank, as JSON has it."""
+    stats = responses[-1].stats
+    rounds = None if stats is None else [[r["drafted"], r["accepted"], r["bonus"], r["width"], r["source"]] for r in stats.rounds]
+    return {"ids": [r.token for r in responses], "rounds": rounds}
+
+
+def margins(model, prompt, n):
+    """n greedy tokens of a whole model, and at each how far the best two log-probabilities lie apart."""
+    found, apart = [], []
+    for token, row in generate_step(mx.array(prompt), model, max_tokens=n):
+        best = mx.sort(row)[-2:].tolist()
+        found.append(int(token))
+        apart.append(best[1] - best[0])
+    return found, apart
+
+
+def go_astray(rank):
+    """Make this rank's logits and its clock other than rank 0's."""
+    head, call, clock = Target.head, Target.__call__, time.perf_counter
+
+    def other_head(self, hidden):
+        logits = head(self, hidden)
+        return logits + 0.5 * rank * mx.random.normal(logits.shape, key=mx.random.key(rank))
+
+    def without_logits(self, *args, **kwargs):
+        output = call(self, *args, **kwargs)
+        return TargetOutput(output.hidden, output.features, None, output.compiled)
+
+    Target.head, Target.__call__ = other_head, without_logits
+    time.perf_counter = lambda: clock() * (1 + 5 * rank)
+
+
+def kept_costs(rank, block):
+    """Costs that each rank has on its disk, every rank others: drafting pays on rank 0 alone."""
+    widths = {w: 1e-3 * (1.1 + 9 * rank) for w in range(1, block)}
+    measure.load_cost_model = lambda key: CostModel(1e-3, 1e-5, 1e-6, widths)
+
+
+def answers(group, family, n=16, block=5, seed=3, layers=None, whole=True, astray=False, policy=False, quality="noisy", **more):
+    """A family's runs of one prompt: by a whole model on this rank alone, and by the ranks' shares."""
+    model, prompt, found = sharded_family(family, seed, layers=layers), some_line(9 + seed % 5, 66), {}
+    line, found["margins"] = margins(model, prompt, n)
+    found["alone"] = line
+    sampler = lambda: Distribution(0.8)  # noqa: E731
+    if more.get("sampled"):
+        drafter = known_drafter(model, prompt + line, quality)
+        found["alone sampled"] = of(run(model, drafter, prompt, n, block_size=1, sampler=sampler(), seed=5))["ids"]
+    # On a rank that goes astray the drafter drafts something else.
+    drafter = known_drafter(model, prompt + line, "hopeless" if astray and group.rank else quality)
+    # Shares are cut from weights that nobody else holds.
+    take_share(model, group, family)
+    mx.eval(model.parameters())
+    rank_run.RankPair(model, drafter, group)
+    if astray:
+        go_astray(group.rank)
+    found["plain"] = of(run(model, drafter, prompt, n, block_size=1))
+    found["drafted"] = of(run(model, drafter, prompt, n, block_size=block))
+    if more.get("lm"):
+        found["mlx-lm's loop"] = of(run(model, None, prompt, n))
+    if more.get("sampled"):
+        for name, size in (("plain", 1), ("drafted", block)):
+            given = {"sampler": sampler(), "seed": 5, "block_size": size}
+            found[f"{name} sampled"] = of(run(model, drafter, prompt, n, **given))
+    if more.get("processors"):
+        given = {"logits_processors": [lambda tokens, logits: logits - 0.1 * mx.arange(logits.shape[-1]) / len(tokens)]}
+        found["processed plain"] = of(run(model, drafter, prompt, n, block_size=1, **given))
+        found["processed"] = of(run(model, drafter, prompt, n, block_size=block, **given))
+    if policy:
+        kept_costs(group.rank, block)
+        found["chosen"] = of(run(model, drafter, prompt, 4 * n, block_size=None))
+    return found
+
+
+if __name__ == "__main__":
+    group = ranks.join()
+    out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = {}
+    for case in cases:
+        found[case.get("name", case["family"])] = answers(group, **{k: v for k, v in case.items() if k != "name"})
+        mx.clear_cache()
+    (out / f"rank-{group.rank}.json").write_text(json.dumps(found))
