@@ -163,14 +163,14 @@ def _put_adapter(model: nn.Module, adapter_path: str, name: str) -> None:
 
 def read_weights(module: nn.Module, what: str) -> None:
     """Evaluate a module's parameters, which loading leaves lazy, and lay them out for this machine; tells how far it is."""
-    _evaluate([array for _, array in tree_flatten(module.parameters())], what)
+    # A share is cut from whole tensors: of those no more than one is held at a time.
+    step = 0 if ranks_of(module) else _TOLD_BYTES
+    _evaluate([array for _, array in tree_flatten(module.parameters())], what, step)
     lay_out(module)
 
 
-def _evaluate(arrays: list[mx.array], what: str) -> None:
+def _evaluate(arrays: list[mx.array], what: str, step: int) -> None:
     total, read, told = sum(array.nbytes for array in arrays), 0, 0
-    # A share is cut from whole tensors: of those no more than one is held at a time.
-    step = 0 if ranks_of(module) else _TOLD_BYTES
     part: list[mx.array] = []
     for array in arrays:
         part.append(array)
