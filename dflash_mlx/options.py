@@ -168,7 +168,7 @@ class RunOptions:
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
         """Refuse a prompt that the target cannot run after what the cache holds; warn of one beyond the drafter."""
-        check_ids(self.prompt_ids, target)
+        check_ids(self.prompt_ids, target.vocabulary)
         check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
         check_template(self.draft_model, self.tokenizer, self.prompt_ids)
 
@@ -182,9 +182,8 @@ class RunOptions:
             )
 
 
-def check_ids(ids: list[int], target: Target) -> None:
+def check_ids(ids: list[int], rows: int) -> None:
     """Refuse ids without a row in the embedding: MLX reads whatever lies there, and -1 reads the last row."""
-    rows = target.vocabulary
     wrong = [i for i in ids if not 0 <= i < rows]
     if wrong:
         raise GenerationError(

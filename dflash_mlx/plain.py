@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from .constraint import ConstraintError, ConstraintProcessor, Guide, begin_constraint
 from .errors import CacheError
-from .options import RunOptions
+from .options import RunOptions, check_ids
 from .prompt_cache import PairCache, is_pair_cache
 from .rollback import leaves
 from .sampling import KeyedSampler, LogitsProcessor, choose_seed
@@ -37,6 +39,8 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
     """
     options.check_plain()
     quantization, ids = options.quantization, options.prompt_ids
+    tables = (nn.Embedding, nn.QuantizedEmbedding)
+    check_ids(ids, max((m.weight.shape[0] for m in options.model.modules() if isinstance(m, tables)), default=math.inf))
     given = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
     given |= {name: getattr(options, name) for name in ("sampler", "logits_processors", "prompt_cache")}
     pair = _read_pair(options)

@@ -17,15 +17,17 @@ from .errors import GenerationError
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
     """Token ids of a prompt; special tokens are added to text that does not begin with BOS, as in mlx-lm."""
     if isinstance(prompt, str):
+        if half := next((f"U+{ord(letter):04X}" for letter in prompt if "\ud800" <= letter <= "\udfff"), None):
+            raise GenerationError(f"the prompt has {half}, half of a surrogate pair", "Give text of whole characters")
         bos = tokenizer.bos_token
         return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
     ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
         what = f"of type {type(prompt).__name__}"
         if isinstance(prompt, mx.array):
             what = f"an array of {str(prompt.dtype).removeprefix('mlx.core.')} and shape {list(prompt.shape)}"
         elif isinstance(ids, (list, tuple)):
-            odd = next(i for i in ids if not isinstance(i, int))
+            odd = next(i for i in ids if type(i) is not int)
             what = f"a list that holds {str(odd)[:40]!r} of type {type(odd).__name__}"
         raise GenerationError(
             f"the prompt is {what}; it must be text, a list of token ids or an array [T] of them",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -313,16 +313,15 @@ def batch_generate(
     Raises:
       as `stream_generate`; the first error that a row met, once the others were taken out.
     """
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
+        raise GenerationError(f"prompts is of type {type(prompts).__name__}; it must be a list of prompts", "Put one into a list")
     n = len(prompts)
-    given = {
-        "prompt_caches": prompt_caches,
-        "seeds": seeds,
-        "max_tokens": max_tokens if not isinstance(max_tokens, int) else None,
-    }
+    several = isinstance(max_tokens, Sequence) and not isinstance(max_tokens, str)
+    given = {"prompt_caches": prompt_caches, "seeds": seeds, "max_tokens": max_tokens if several else None}
     for name, values in given.items():
         if values is not None and len(values) != n:
             raise GenerationError(f"{name} has {len(values)} entries; there are {n} prompts", "Give one for each prompt")
-    most = [max_tokens] * n if isinstance(max_tokens, int) else list(max_tokens)
+    most = list(max_tokens) if several else [max_tokens] * n
     rows = [_Collected() for _ in range(n)]
     batch = BatchGenerator(model, tokenizer, draft_model, max_batch=max_batch, prefill_share=prefill_share)
     began, done = time.perf_counter(), 0

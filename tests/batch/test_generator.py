@@ -191,6 +191,21 @@ def test_arguments_that_cannot_be_honoured_are_refused(pairs, options, message):
         batch_generate(pairs[0], letters(), PROMPTS[:1], max_tokens=[1, 2], draft_model=pairs[1])
 
 
+@pytest.mark.parametrize("n", [1.5, None, "5", True, -5])
+def test_a_length_of_a_batch_that_is_none_is_refused(pairs, n):
+    for given in (n, [3, n]):
+        with pytest.raises(
+            GenerationError, match="max_tokens is .*; it must be a whole number of at least 1, or -1 for no limit"
+        ):
+            batch_generate(pairs[0], letters(), PROMPTS[:2], max_tokens=given, draft_model=pairs[1])
+
+
+@pytest.mark.parametrize("prompts", ["abc", b"abc", None, {"a": 1}, 5])
+def test_prompts_that_are_no_list_are_refused(pairs, prompts):
+    with pytest.raises(GenerationError, match="prompts is of type .*; it must be a list of prompts. Put one into a list"):
+        batch_generate(pairs[0], letters(), prompts, draft_model=pairs[1])
+
+
 def test_what_rounds_took_is_known_to_the_next_batch(pairs):
     model, drafter = pairs
     first, other = (BatchGenerator(model, letters(), one) for one in (drafter, tiny_drafter(model)))

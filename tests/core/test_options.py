@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 import dflash_mlx
-from dflash_mlx import make_prompt_cache, stream_generate
+from dflash_mlx import batch_generate, make_prompt_cache, stream_generate
 from dflash_mlx.errors import CacheError, GenerationError
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
 
@@ -28,6 +28,29 @@ def tiny():
 def test_lengths_that_are_none_are_refused(tiny, n, drafts):
     with pytest.raises(GenerationError, match=r"max_tokens is .*; it must be a whole number of at least 1, or -1 for no limit"):
         stream_generate(tiny[0], letters(), PROMPT, n, tiny[2] if drafts else None)
+
+
+@pytest.mark.parametrize("drafts", [None, False, True], ids=["batch", "plain", "drafts"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        # MLX reads whatever lies behind its table, and the last row for -1.
+        ([5, 61, 7], r"token ids \[61\]; this target's are 0 to 60"),
+        ([5, -1], r"token ids \[-1\]; this target's are 0 to 60"),
+        (mx.array([2**30]), r"token ids \[1073741824\]; this target's are 0 to 60"),
+        ([5, True], "a list that holds 'True' of type bool"),
+        ([5, 7.0], "a list that holds '7.0' of type float"),
+        ("a\ud800b", r"the prompt has U\+D800, half of a surrogate pair"),
+        (b"ab", "the prompt is of type bytes"),
+        (None, "the prompt is of type NoneType"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_on_every_way(tiny, prompt, message, drafts):
+    with pytest.raises(GenerationError, match=message):
+        if drafts is None:
+            batch_generate(tiny[0], letters(), [PROMPT, prompt], draft_model=tiny[2])
+        else:
+            list(stream_generate(tiny[0], letters(), prompt, 4, tiny[2] if drafts else None))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
