@@ -1,4 +1,4 @@
-"""bench/shapes.py and bench/host.py: planned texts at set acceptance, every pass paid, and passes made again."""
+"""bench/shapes.py, host.py and train_data.py: planned texts, every pass paid, passes made again, processes by turns."""
 
 import importlib.util
 import io
@@ -22,7 +22,7 @@ def script(name):
     return module
 
 
-shapes, host, prefill = script("shapes"), script("host"), script("prefill")
+shapes, host, prefill, train_data = (script(name) for name in ("shapes", "host", "prefill", "train_data"))
 
 QWEN3 = {
     **shapes.SHAPES["qwen3-8b"][0],
@@ -175,3 +175,25 @@ def test_prefills_are_told_by_medians_over_mlx_lms_and_no_prompt_begins_as_anoth
     prompts = [prefill.prompt_of(40, pair[1], number) for number in (1, 2, 12)]
     ids = [pair[1].encode(prompt) for prompt in prompts]
     assert all(abs(len(one) - 40) <= 2 for one in ids) and len({tuple(one[:3]) for one in ids}) == 3
+
+
+def test_train_data_compares_one_process_with_several_turn_by_turn():
+    turns = [
+        {"processes": n, "tokens_per_s": rate} for n, rate in ((1, 80.0), (4, 100.0), (4, 50.0), (1, 45.0), (1, 30.0), (4, 60.0))
+    ]
+    assert train_data.summary(turns) == {"one": 45.0, "several": 60.0, "over": 0.8, "by_turn": [0.8, 0.9, 0.5]}
+
+
+@pytest.mark.full
+def test_train_data_writes_by_turns_in_processes_that_wait_for_each_other(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "record.json"
+    sizes = ["--rows", "6", "--rows-each", "4", "--processes", "2", "--max-len", "64", "--seconds", "1", "--turns", "2"]
+    monkeypatch.setattr(sys, "argv", ["train_data.py", "--model", "tiny", "--out", str(out), *sizes])
+    train_data.main()
+    record = json.loads(out.read_text())
+    assert [turn["processes"] for turn in record["turns"]] == [1, 2, 2, 1]
+    for turn in record["turns"]:
+        rates = [one["tokens_per_s"] for one in turn["by_process"]]
+        assert min(rates) > 0 and turn["tokens_per_s"] == pytest.approx(sum(rates), abs=0.1)
+        assert all(one["seconds"] > 0.5 and 0 < one["main"] <= one["cpu"] for one in turn["by_process"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record["summary"]
