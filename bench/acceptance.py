@@ -131,7 +131,8 @@ def measure(args: argparse.Namespace) -> dict:
 
     from dflash_mlx import load, load_drafter, stream_generate
     from dflash_mlx.models.target import Target
-    from dflash_mlx.train.data import Docs, load_docs, loop_cuts
+    from dflash_mlx.train.data import loop_cuts
+    from dflash_mlx.train.docs import Docs, load_docs
     from dflash_mlx.train.offline_tau import bigram_guess, lookup_guess, replay_docs, replay_with
     from dflash_mlx.train.prompts import chat_ids
     from dflash_mlx.train.start import dense

@@ -26,7 +26,8 @@ from dflash_mlx import load, load_drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.pairs.builtin import builtin_path
 from dflash_mlx.sampling import Distribution, noise_at
-from dflash_mlx.train.data import DataConfig, load_docs, make_data
+from dflash_mlx.train.data import DataConfig, make_data
+from dflash_mlx.train.docs import load_docs
 from dflash_mlx.train.offline_tau import SharedNoise, bigram_guess, drafter_guess, mean_tau, replay_with
 from dflash_mlx.train.start import as_dflash2
 from dflash_mlx.train.trainer import TrainConfig, train

@@ -33,7 +33,7 @@ from dflash_mlx.models.architectures import ARCHITECTURES
 from dflash_mlx.models.target import Target
 from dflash_mlx.tools import bench
 from dflash_mlx.tools.columns import align
-from dflash_mlx.train.data import Docs, batches
+from dflash_mlx.train.docs import Docs, batches
 from dflash_mlx.train.rollout import Frame, Row, write_rows
 from dflash_mlx.train.start import as_dflash2, drafter_config, init_drafter
 from dflash_mlx.train.trainer import TrainConfig, Trainer

@@ -177,7 +177,7 @@ def _held_out(data: list[str]) -> Any:
     """The held-out text of all folders; None, and a word about it, where there is none."""
     from pathlib import Path
 
-    from ..train.data import load_docs
+    from ..train.docs import load_docs
 
     held = [folder for folder in data if (Path(folder) / "heldout.npz").exists()]
     if not held:
@@ -186,12 +186,14 @@ def _held_out(data: list[str]) -> Any:
     return load_docs(*held, names="heldout.npz") if held else None
 
 
-def _digest(model: str) -> str | None:
-    """Which weights the target's files hold."""
+def _source(model: str, adapter_path: str | None, data: list[str]) -> Any:
+    """What the drafter's card says of where it comes from, the target's weights by their digest."""
     from ..checkpoint import inspect_checkpoint
     from ..pairs.builtin import builtin_path
+    from ..train.card import Source
 
-    return inspect_checkpoint(builtin_path(model, "target") or model).digest()
+    digest = inspect_checkpoint(builtin_path(model, "target") or model).digest()
+    return Source(f"{model} with {adapter_path}" if adapter_path else model, digest, tuple(data))
 
 
 def _layer_numbers(text: str | None) -> list[int] | None:
@@ -275,9 +277,9 @@ def train_run(
     _check_run(asked)
     chosen = _layer_numbers(taps)
     with only_ours_on_stdout(), live(f"Loading {model}"):
-        from ..train.data import load_docs
+        from ..train.docs import load_docs
         from ..train.ranks import Ranks
-        from ..train.trainer import Source, TrainConfig, train
+        from ..train.trainer import TrainConfig, train
 
         target, tokenizer = _load_for_training(model, dtype, dense, adapter_path)
         docs = load_docs(*data)
@@ -286,8 +288,7 @@ def train_run(
         config = TrainConfig(**_settings(asked))
         pause_s = pause_minutes * 60 if pause_minutes else None
         try:
-            source = Source(f"{model} with {adapter_path}" if adapter_path else model, _digest(model), tuple(data))
-            part = docs.pick(docs.split == 0)
+            part, source = docs.pick(docs.split == 0), _source(model, adapter_path, data)
             train(target, part, out, raw, config, held_out, init, pause_s=pause_s, report=say, source=source)
         except KeyboardInterrupt:
             raise SystemExit(130) from None
@@ -328,7 +329,7 @@ def train_eval(
         from ..loading import load_drafter
         from ..models.target import Target
         from ..tools.columns import align
-        from ..train.data import load_docs
+        from ..train.docs import load_docs
         from ..train.offline_tau import evaluate
 
         target, _ = _load_for_training(model, dtype, dense, adapter_path)

@@ -20,7 +20,7 @@ from ..models.drafter import Drafter
 from ..models.target import Target
 from ..progress import tell
 from ..sampling import Distribution, noise_at
-from .data import Docs
+from .docs import Docs
 from .forward import context_keys_values, slot_hidden
 from .prompts import KINDS
 

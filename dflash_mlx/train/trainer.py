@@ -32,9 +32,10 @@ from ..machine import write_atomically
 from ..models.drafter import Drafter
 from ..models.target import Target
 from ..progress import tell
+from .card import Source, write_card
 from .cost import Rates
 from .curves import write_curves
-from .data import Docs, batches
+from .docs import Docs, batches
 from .forward import context_keys_values, slot_hidden
 from .losses import LossConfig, Wanted, block_loss, labels_of
 from .offline_tau import mean_tau, replay_docs
@@ -331,15 +332,6 @@ class Trainer:
         self.best, self.stalled, self.best_ema = about.get("best"), about.get("stalled", 0), state.get("best")
 
 
-@dataclass(frozen=True)
-class Source:
-    """What a card says of where a drafter comes from. target: name; digest: of the target's weight files, where it has any."""
-
-    target: str = ""
-    digest: str | None = None
-    data: tuple[str, ...] = ()
-
-
 def _silent(text: str) -> None:
     pass
 
@@ -416,7 +408,8 @@ class _Run:
         self.window: list[tuple] = []
         self.seen_docs, self.marked = 0, time.monotonic()
         self.saved = self.evaluated = time.monotonic()
-        self.taken, self.timed_from = 0, 0.0
+        # Steps of this sitting, where the clock of its cost began, and the seconds since that went elsewhere.
+        self.taken, self.timed_from, self.elsewhere = 0, 0.0, 0.0
 
     def go(self, pause_s: float | None) -> dict[str, Any]:
         """Run to the end, to the pause, to a stall of tau or to Ctrl-C; returns the last line of metrics."""
@@ -449,7 +442,7 @@ class _Run:
             raise
         if self.ranks.leads:
             trainer.save(self.out)
-            self._write_card()
+            write_card(self.out, trainer, self.docs, self.line, self.source)
             write_curves(self.out, self.out / "curves.html")
         self.ranks.wait()
         trainer.use(trainer.kept)
@@ -463,14 +456,17 @@ class _Run:
             tell("Training", 100 * share, 100, "%")
 
     def _tell_cost(self) -> None:
-        """What the run will cost, once, from its own first steps."""
+        """What the rest of the run will cost, once, from this sitting's first steps."""
         self.taken += 1
         if self.taken == _COST_FROM:
-            self.timed_from = time.monotonic()
+            self.timed_from, self.elsewhere = time.monotonic(), 0.0
         if self.taken == _COST_TO:
-            c, step_s = self.trainer.config, (time.monotonic() - self.timed_from) / (_COST_TO - _COST_FROM)
-            here = Rates(step_s, c.batch * c.accumulate, len(self.docs), int(self.docs.answer.sum()), mx.get_peak_memory())
-            self.report(here.line(c.steps, c.seconds))
+            trainer, c = self.trainer, self.trainer.config
+            step_s = (time.monotonic() - self.timed_from - self.elsewhere) / (_COST_TO - _COST_FROM)
+            answer_tokens = self.docs.answer_tokens(c.max_len)
+            here = Rates(step_s, c.batch * c.accumulate, len(self.docs), answer_tokens, mx.get_peak_memory())
+            steps, seconds = c.steps and c.steps - trainer.step, c.seconds and c.seconds - trainer.elapsed
+            self.report(here.line(steps, seconds))
 
     def _step(self, passes: list[tuple], share: float) -> mx.array:
         trainer = self.trainer
@@ -500,6 +496,7 @@ class _Run:
             self.saved = time.monotonic()
         if self.held_out is not None and now - self.evaluated > c.eval_every_s:
             self.evaluate()
+        self.elsewhere += time.monotonic() - now
 
     def evaluate(self) -> dict[str, Any]:
         """tau on held-out greedy text with the EMA weights, in all and by kind; notes the best and how long ago it was."""
@@ -521,40 +518,6 @@ class _Run:
         if self.ranks.leads:
             with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
-
-    def _write_card(self) -> None:
-        """README.md beside the drafter, with the same facts as JSON at its end."""
-        trainer, c = self.trainer, self.trainer.config
-        shape = trainer.raw
-        facts = {
-            "architecture": shape["architectures"][0],
-            "target": self.source.target,
-            "target_sha256": self.source.digest,
-            "data": list(self.source.data),
-            "conversations": len(self.docs),
-            "answer_tokens": int(self.docs.answer.sum()),
-            "temperatures": {f"{t:g}": int((self.docs.temp == t).sum()) for t in np.unique(self.docs.temp)},
-            "steps": trainer.step,
-            "seconds": round(trainer.elapsed, 1),
-            "conversations_seen": trainer.step * c.batch * c.accumulate,
-            "block_size": trainer.K,
-            "tau_heldout": self.line.get("tau_heldout"),
-            "best_tau_heldout": trainer.best,
-            "settings": asdict(c),
-        }
-        tau = "not measured: there was no held-out text" if trainer.best is None else f"{trainer.best:.3f}"
-        rows = {
-            "architecture": f"{facts['architecture']}, {shape['num_hidden_layers']} layers, block {trainer.K}",
-            "target": f"{facts['target'] or 'not named'}, SHA-256 {facts['target_sha256'] or 'not known'}",
-            "text": f"{facts['answer_tokens']:,} answer tokens in {facts['conversations']:,} conversations by the target",
-            "conversations by temperature": ", ".join(f"{n:,} at {t}" for t, n in facts["temperatures"].items()),
-            "seen": f"{facts['conversations_seen']:,} conversations in {trainer.step:,} steps, {trainer.elapsed:,.0f} s",
-            "tau, greedy, held-out text": tau,
-        }
-        table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
-        about = "tau: mean of accepted + 1 over verify rounds, from replaying known text. Held-out families are never trained on."
-        text = f"# A DFlash drafter\n\n| | |\n| --- | --- |\n{table}\n\n{about}\n\n```json\n{json.dumps(facts, indent=1)}\n```\n"
-        write_atomically(self.out / "README.md", text)
 
 
 def _summary(window: list[tuple], trainer: Trainer, epoch: int, share: float, took: float, docs: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from kit import greedy_ids, tiny_target
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from dflash_mlx.train.data import Docs
+from dflash_mlx.train.docs import Docs
 
 V = 89
 

@@ -9,7 +9,8 @@ from kit import greedy_ids, tiny_qwen3, tiny_target
 
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.progress import listening
-from dflash_mlx.train.data import DataConfig, Docs, load_docs, loop_cuts, make_data
+from dflash_mlx.train.data import DataConfig, loop_cuts, make_data
+from dflash_mlx.train.docs import Docs, load_docs
 from dflash_mlx.train.prompts import FAMILIES, KINDS, Pools, chat_ids, make_frame, read_prompts
 from dflash_mlx.train.rollout import Frame, Row, Written, in_loop, write_rows
 

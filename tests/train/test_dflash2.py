@@ -1,10 +1,13 @@
 """Training a DFlash 2 drafter: its gradients, where it starts, and that replayed rounds equal the served ones."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from kit import run
 from mlx.utils import tree_flatten, tree_unflatten
+from train_kit import make_docs
 
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError
@@ -12,8 +15,9 @@ from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter, top_candidates
 from dflash_mlx.models.target import Target
 from dflash_mlx.sampling import Distribution
+from dflash_mlx.train import trainer
 from dflash_mlx.train.cost import Rates
-from dflash_mlx.train.data import batches
+from dflash_mlx.train.docs import batches
 from dflash_mlx.train.forward import block_hidden, context_keys_values
 from dflash_mlx.train.losses import LossConfig, Wanted, block_loss
 from dflash_mlx.train.offline_tau import SharedNoise, drafter_guess, mean_tau, perfect_guesses, replay_docs, replay_with
@@ -297,6 +301,14 @@ def test_a_card_says_what_the_drafter_was_made_of(docs, trained):
     assert f"{trained[1]['tau_heldout']:.3f}" in card
 
 
+def test_a_card_gives_temperatures_as_they_were_asked_for(model, tmp_path):
+    """Shards keep them in float16, whose 0.7 is 0.700195."""
+    docs = make_docs(model, (0, 0, 0, 0, 0, 0.7, 0.7, 1))
+    raw = drafter_config(model, mask_token_id=1, layers=1, block_size=3, target_layer_ids=[1])
+    train(model, docs, tmp_path, raw, config(steps=1, anchors=2))
+    assert "| 5 at 0, 2 at 0.7, 1 at 1 |" in (tmp_path / "README.md").read_text()
+
+
 def test_a_run_whose_tau_stalls_ends_and_keeps_the_best(model, docs, first, tmp_path):
     said = []
     settings = config(steps=400, lr=1e-12, warmup=0.0, patience=2, eval_every_s=0.0, log_every=400)
@@ -308,12 +320,42 @@ def test_a_run_says_what_it_will_cost_once_it_knows(model, docs, first, tmp_path
     said = []
     train(model, docs, tmp_path, first, config(steps=13, batch=4, anchors=4), report=said.append)
     [line] = [text for text in said if "minutes for" in text]
-    # 13 steps of 4 conversations, of the 8 with 40 answer tokens each.
-    assert "minutes for 13 steps, 52 conversations with 0.0 million answer tokens, each conversation seen 6.5 times" in line
-    assert Rates(0.25, 24, 9000, 2_000_000, 7 << 30).line(None, 3600.0) == (
-        "At 250 ms a step and 7.5 GB: 60.0 minutes for 14,400 steps, 345,600 conversations with 76.8 million answer tokens, "
-        "each conversation seen 38.4 times."
-    )
+    # One step of 4 conversations, of the 8 with 40 answer tokens each.
+    assert "minutes for what is left: 1 steps, 4 conversations with 160 answer tokens, each conversation seen 0.5 times" in line
+    told = Rates(0.25, 24, 9000, 2_000_000, 7 << 30).line(None, 3600.0)
+    assert told.startswith("At 250 ms a step and 7.5 GB: 60.0 minutes for what is left: 14,400 steps, 345,600 conversations")
+    assert told.endswith("with 76.8 million answer tokens, each conversation seen 38.4 times.")
+
+
+def test_the_cost_is_that_of_steps_alone_and_of_what_is_left(model, docs, first, tmp_path, monkeypatch):
+    """A step takes a second here, a look at held-out text a hundred; the run was stopped before."""
+    clock, said, take = [0.0], [], Trainer.take
+
+    def taking(self, passes, share):
+        clock[0] += 1
+        if self.step == 5 and len(said) < 2:
+            said.append("stopped")
+            raise KeyboardInterrupt
+        return take(self, passes, share)
+
+    def looking(self):
+        clock[0] += 100
+        self.evaluated = clock[0]
+        return {}
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Trainer, "take", taking)
+    monkeypatch.setattr(trainer._Run, "evaluate", looking)
+    settings = config(steps=40, batch=4, anchors=2, eval_every_s=0.0, log_every=100, max_len=16)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, docs, tmp_path, first, settings, held_out=docs, report=said.append)
+    train(model, docs, tmp_path, first, settings, held_out=docs, report=said.append)
+    [line] = [text for text in said if "minutes for" in text]
+    tokens = docs.answer_tokens(16)
+    assert tokens == sum(min(16, len(docs.doc(i)[0])) - int((~docs.doc(i)[1]).sum()) for i in range(8))
+    # 12 steps of this sitting behind 5 of the one before.
+    assert line.startswith("At 1000 ms a step") and "0.4 minutes for what is left: 23 steps, 92 conversations" in line
+    assert f"with {tokens * 92 / 8:,.0f} answer tokens" in line
 
 
 def test_settings_that_contradict_each_other_are_named():

@@ -12,7 +12,7 @@ from train_kit import check_slopes
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.dspark import DSparkDrafter, MarkovHead
 from dflash_mlx.models.target import Target
-from dflash_mlx.train.data import batches
+from dflash_mlx.train.docs import batches
 from dflash_mlx.train.losses import LossConfig, Wanted, block_loss
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import as_dspark, drafter_config, init_drafter

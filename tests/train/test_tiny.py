@@ -12,7 +12,8 @@ from kit import greedy_ids, run
 
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.target import Target
-from dflash_mlx.train.data import DataConfig, load_docs, make_data
+from dflash_mlx.train.data import DataConfig, make_data
+from dflash_mlx.train.docs import load_docs
 from dflash_mlx.train.offline_tau import evaluate, replay_docs
 from dflash_mlx.train.start import drafter_config
 from dflash_mlx.train.trainer import TrainConfig, train

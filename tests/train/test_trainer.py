@@ -16,7 +16,7 @@ from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.models.target import Target
 from dflash_mlx.train import trainer as loop
-from dflash_mlx.train.data import batches, choose_anchors
+from dflash_mlx.train.docs import batches, choose_anchors
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
 from dflash_mlx.train.start import default_taps, drafter_config
 from dflash_mlx.train.trainer import STATE, TrainConfig, learning_rate, train
