@@ -26,8 +26,8 @@ def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_toke
         )
     if drafters is not None and prompt_tokens + max(max_tokens, 0) > drafters:
         warnings.warn(
-            f"the drafter was made for {drafters} positions and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
-            "beyond them the text stays right and fewer drafts are accepted",
+            f"the drafter was made for {drafters} tokens of context and this run may reach {prompt_tokens + max(max_tokens, 0)}: "
+            "beyond that the text is right, but fewer drafts are accepted",
             stacklevel=4,
         )
 
@@ -39,9 +39,9 @@ def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]
     setting, where = drafter.stated_thinking
     if prompt_thinking(tokenizer, ids) == (not setting):
         warnings.warn(
-            f"the drafter was trained {'with' if setting else 'without'} thinking ({where} says so) and this prompt has it "
-            f"{'off' if setting else 'on'}: the text stays right and fewer drafts are accepted; render the prompt with "
-            f"enable_thinking={str(setting).lower()}",
+            f"thinking is {'off' if setting else 'on'}, but this drafter was trained {'with' if setting else 'without'} it "
+            f"({where}): the text is right, but slower than it could be. Use {'--thinking' if setting else '--no-thinking'} "
+            f"(enable_thinking={setting} in the chat template)",
             stacklevel=4,
         )
 

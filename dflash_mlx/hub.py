@@ -83,39 +83,39 @@ def _download(name: str, revision: str | None) -> Path:
         return found / part
     except hub.GatedRepoError:
         raise CheckpointError(
-            f"{repo} is gated: its owner has to give access",
-            f"Accept its conditions at {page} and set HF_TOKEN to a token of that account",
+            f"{repo} is gated: you have to accept its conditions first",
+            f"Accept them at {page}, then log in with `hf auth login` or set HF_TOKEN",
         ) from None
     except hub.RevisionNotFoundError:
         raise CheckpointError(f"{repo} has no revision {revision}", f"See {page}/commits") from None
     except hub.RepositoryNotFoundError:
         raise CheckpointError(
-            f"{name} is neither a directory here nor {'in ' if part else ''}a repository of the hub, or it is private",
+            f"{name} is neither a directory here nor {'in ' if part else ''}a Hugging Face repository, or it is private",
             f"Check the name, and for a private repository set HF_TOKEN ({page})",
         ) from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
         if full := _full_disk(error):
             raise CheckpointError(*full) from None
         offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
-        found = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect"
+        found = "HF_HUB_OFFLINE is set" if offline else "Hugging Face cannot be reached"
+        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect (behind a proxy, set HTTPS_PROXY)"
         raise CheckpointError(
-            f"{name}{at} is not in the hub cache and {found}", f"{todo} once, or give the path of a downloaded directory"
+            f"{name}{at} is not on this machine yet and {found}", f"{todo} once, or give the path of a downloaded directory"
         ) from None
     except hub.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise CheckpointError(
-                f"the hub gives no access to {repo} (it answered {status})", f"Ask for access at {page} and set HF_TOKEN"
+                f"Hugging Face gives no access to {repo} (it answered {status})", f"Ask for access at {page} and set HF_TOKEN"
             ) from None
         raise CheckpointError(
-            f"{repo}{at} could not be downloaded; the hub answered {status}", f"Try again later: {page}"
+            f"{repo}{at} could not be downloaded; Hugging Face answered {status}", f"Try again later: {page}"
         ) from None
     except (OSError, hub.HFValidationError) as error:
         if full := _full_disk(error):
             raise CheckpointError(*full) from None
         raise CheckpointError(
-            f"{repo}{at} could not be had from the hub or its cache: {' '.join(str(error).split())[:200]}",
+            f"{repo}{at} could not be fetched from Hugging Face or its cache: {' '.join(str(error).split())[:200]}",
             "Check the name and the connection, or give the path of a downloaded directory",
         ) from None
 

@@ -59,35 +59,47 @@ class SamplingSettings:
 
     temp: float = setting(0.0, float, 0, _LARGEST, "greedy: always the likeliest token", "Sampling temperature.")
     top_p: float = setting(
-        1.0, float, 0, 1, "the likeliest token alone", "Sample among the likeliest tokens that reach this share.", needs="temp"
+        1.0,
+        float,
+        0,
+        1,
+        "the likeliest token alone",
+        "Sample from the likeliest tokens that add up to this probability.",
+        needs="temp",
     )
-    top_k: int = setting(0, int, 0, _LONGEST, "off, as is -1", "Sample among the k likeliest tokens.", off=-1, needs="temp")
+    top_k: int = setting(0, int, 0, _LONGEST, "off, as is -1", "Sample from the k likeliest tokens.", off=-1, needs="temp")
     min_p: float = setting(
-        0.0, float, 0, 1, "off", "Least probability of a token, relative to the likeliest one's.", needs="temp"
+        0.0, float, 0, 1, "off", "Minimum probability of a token, relative to the likeliest one.", needs="temp"
     )
     xtc_probability: float = setting(
-        0.0, float, 0, 1, "off", "How often XTC leaves out the likeliest tokens, all but the last of them.", needs="temp"
+        0.0, float, 0, 1, "off", "XTC sampling: how often to leave out the likeliest tokens.", needs="temp"
     )
     xtc_threshold: float = setting(
-        0.1, float, 0, 0.5, "every token counts", "Probability from which XTC counts a token as likely.", needs="xtc_probability"
+        0.1,
+        float,
+        0,
+        0.5,
+        "every token counts",
+        "XTC sampling: probability from which a token counts as likely.",
+        needs="xtc_probability",
     )
     repetition_penalty: float = setting(
-        1.0, float, 0, _LARGEST, "refused", "Makes earlier tokens less likely; 1 is off.", above=True
+        1.0, float, 0, _LARGEST, "refused", "Make tokens that have appeared less likely; 1 is off.", above=True
     )
     repetition_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="repetition_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="repetition_penalty"
     )
     presence_penalty: float = setting(
-        0.0, float, -_LARGEST, _LARGEST, "off", "Taken from the logit of every token that was there before."
+        0.0, float, -_LARGEST, _LARGEST, "off", "Subtract this from the logit of every token that has appeared."
     )
     presence_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="presence_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="presence_penalty"
     )
     frequency_penalty: float = setting(
-        0.0, float, -_LARGEST, _LARGEST, "off", "Taken from a token's logit once for each time it was there before."
+        0.0, float, -_LARGEST, _LARGEST, "off", "Subtract this from a token's logit once per time it has appeared."
     )
     frequency_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "Last tokens that it looks at.", needs="frequency_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="frequency_penalty"
     )
     seed: int | None = setting(
         None, int, 0, (1 << 32) - 1, "a seed as any other", "Same seed, same text, with or without a drafter.", needs="temp"

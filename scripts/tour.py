@@ -72,8 +72,8 @@ REQUEST = {"prompt": "def test_", "max_tokens": 8}
 
 # What a machine or a moment decides is left out of the comparison.
 _DECIDED_HERE = [
-    r"First run with this model on this machine: [^.]*\.( Ctrl-C skips this\.)?",
-    r"Not done in # s: the next run times them anew\. To let it take its time once: dflash-mlx doctor( --(draft-)?model tiny){2}",
+    r"Timing the model and its drafter once, [^.]*\.( Ctrl-C skips this\.)?",
+    r"Not done after # s; the next run tries again\. To time them without a limit: dflash-mlx doctor( --(draft-)?model tiny){2}",
     r"Drafting (is|was) (on|off)[^.]*\.",
     r", # times plain decoding",
     r"(?<=tokens/s), # tokens a round",

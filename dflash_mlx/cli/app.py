@@ -28,8 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run language models faster and exactly: DFlash block-diffusion speculative decoding on MLX.",
-    epilog="DFLASH_TRACEBACK=1 shows where an error came from.",
+    help="Run language models faster with the same text: DFlash speculative decoding on MLX.",
+    epilog="Start with `dflash-mlx chat`. DFLASH_TRACEBACK=1 shows where an error came from.",
 )
 # Each command, and the example that ends its --help.
 _COMMANDS = (

@@ -62,38 +62,40 @@ Prompt = Annotated[
         PROMPT,
         "--prompt",
         "-p",
-        help="The prompt. '-' reads it from standard input, as does leaving it out where that is no terminal.",
+        help="The prompt. '-' reads standard input, which is also the default in a pipe.",
     ),
 ]
-PromptFile = Annotated[str | None, option(PROMPT, help="A file that holds the prompt.")]
-PrefillResponse = Annotated[str | None, option(PROMPT, help="How the answer begins; what is printed goes on behind it.")]
+PromptFile = Annotated[str | None, option(PROMPT, help="Read the prompt from this file.")]
+PrefillResponse = Annotated[str | None, option(PROMPT, help="Text that the answer starts with; only what follows it is printed.")]
 JsonSchema = Annotated[
     str | None,
     option(
         OUTPUT,
         metavar="FILE",
-        help="Hold the answer to the JSON schema in this file, or given itself. Needs the package llguidance.",
+        help="Make the answer match a JSON schema: a file, or the schema itself. Needs the package llguidance.",
     ),
 ]
-Raw = Annotated[bool, option(PROMPT, "--raw", help="Use the prompt as it is, without the chat template.")]
+Raw = Annotated[bool, option(PROMPT, "--raw", help="Pass the prompt to the model as it is, without the chat template.")]
 PromptLookup = Annotated[
     bool | None,
     option(
         DRAFTING,
         "--prompt-lookup/--no-prompt-lookup",
-        help="Also draft what the text said before. Default: where it is faster; with --block-size not.",
+        help="Also draft by copying earlier text that fits. Default: when it is faster; off with --block-size.",
     ),
 ]
 Stop = Annotated[
     list[str] | None,
-    option(OUTPUT, help="End the text before this string; may be given again."),
+    option(OUTPUT, help="Stop before this text; can be repeated."),
 ]
 ShowDrafts = Annotated[
     bool,
-    option(OUTPUT, "--show-drafts", help="Mark in the text which tokens were drafted, and which drafts were wrong."),
+    option(OUTPUT, "--show-drafts", help="Mark drafted tokens in the text, and show wrong drafts."),
 ]
 
-ShowStats = Annotated[bool, option(OUTPUT, "--stats", help="Say all that was counted: passes, kept drafts, memory, seconds.")]
+ShowStats = Annotated[
+    bool, option(OUTPUT, "--stats", help="Print statistics after the answer: passes, accepted drafts, memory, seconds.")
+]
 
 
 @mlx_lm_names
@@ -129,7 +131,7 @@ def generate(
     show_drafts: ShowDrafts = False,
     show_stats: ShowStats = False,
 ) -> None:
-    """Generate text from a prompt, and say how fast it came."""
+    """Answer one prompt, and report the speed."""
     asked = SimpleNamespace(**locals())
     _check_usage(asked)
     names = {"adapter_path": adapter_path, "prompt_cache_file": prompt_cache_file, "exact": caches["exact"]}
@@ -154,7 +156,7 @@ def generate(
         for note in notes:
             say(note)
         if "temp" not in sampling and (found := inputs.recommended_sampling(pair[0], revision, pair[2])):
-            say(f"generation_config.json recommends {recommended_text(found)}; generate is greedy unless it is told.")
+            say(f"generation_config.json recommends {recommended_text(found)}; generate uses --temp 0 unless you give these.")
         result = _answer(asked, settings, pair, stdout)
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
@@ -171,18 +173,18 @@ def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any) -> 
     from ..pair import AFTER_S
 
     say(
-        f"First run with this model on this machine: both models are timed now, at most {AFTER_S:.0f} s, so that the next "
-        "answer drafts where it is faster. Ctrl-C skips this."
+        f"Timing the model and its drafter once, {AFTER_S:.0f} s at most: the next answers then draft where it is faster. "
+        "Ctrl-C skips this."
     )
     with live("Measuring"):
         try:
             drafter.pair.finish_measuring(limit_s=AFTER_S)
         except KeyboardInterrupt:
-            say("Skipped: the next run times them.")
+            say("Skipped; the next run does it.")
             return
     if drafter.pair.measures_later:
         command = shlex.join(["dflash-mlx", "doctor", "--model", model, "--draft-model", draft_model or "none"])
-        say(f"Not done in {AFTER_S:.0f} s: the next run times them anew. To let it take its time once: {command}")
+        say(f"Not done after {AFTER_S:.0f} s; the next run tries again. To time them without a limit: {command}")
 
 
 def _check_usage(asked: SimpleNamespace) -> None:

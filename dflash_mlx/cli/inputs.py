@@ -153,7 +153,8 @@ def load_pair(
             RankPair(lm, draft, ranks)
         line.heed()
     if draft is None:
-        say("No --draft-model: plain decoding." if draft_model is None else "--draft-model none: plain decoding.")
+        why = "No --draft-model" if draft_model is None else "--draft-model none"
+        say(f"{why}: decoding without drafts.")
     if trust_remote_code and not _brings_code(tokenizer):
         say(f"--trust-remote-code has no effect: no code comes with {target}'s tokenizer.")
     return target, drafter, lm, tokenizer, draft
@@ -193,8 +194,8 @@ def use_recommended(name: str, recommended: Mapping[str, Any], given: Mapping[st
     if found:
         cost = ""
         if drafter is not None and "temp" in found:
-            cost = " Sampling keeps fewer drafts: the built-in tiny pair's passes give 4.9 tokens at --temp 0, 2.2 at 1."
-        say(f"{_RECOMMENDS} of {name} recommends {recommended_text(found)}: used. --temp 0 uses none of it.{cost}")
+            cost = " Sampling accepts fewer drafts: the built-in tiny pair gives 4.9 tokens a pass at --temp 0, 2.2 at 1."
+        say(f"{_RECOMMENDS} of {name} recommends {recommended_text(found)}: used. --temp 0 turns that off.{cost}")
     return found
 
 
@@ -235,7 +236,7 @@ def encode_prompt(
     if not tokenizer.has_chat_template:
         needed = {"--system": system, "--thinking": thinking, "--chat-template-args": template_args or None}
         refuse_without_template({**needed, "--prefill-response": prefill})
-        say("This tokenizer has no chat template: the prompt is used as it is.")
+        say("This model has no chat template: it continues the prompt as plain text.")
         return prompt
     from ..serving.messages import read_messages, render_chat
 

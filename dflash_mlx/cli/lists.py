@@ -10,23 +10,29 @@ from .options import AsJson, option, refuse
 from .output import columns_of, say, wrapped
 
 KEPT = "What is kept"
+_BELOW = (
+    "Sizes are for 4-bit weights; the text's KV cache comes on top. ?: the drafter's size is not known, so 'perhaps' fits "
+    "without it. The line under a model names its drafter; where it has several, auto takes the first."
+)
+_RUN_ONE = 'dflash-mlx generate --model mlx-community/Qwen3-4B-4bit --draft-model auto -p "Hello"'
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the built-in pairs and the published drafters that --draft-model auto knows: sizes, and whether they fit here.
+    """List the models that have a drafter, with sizes and whether they fit on this machine.
 
-    Memory is computed for both models in 4 bits, as a Mac's GPU holds them; the text's cache comes on top.
+    Memory is computed for a model and its drafter in 4 bits; the KV cache comes on top.
     """
     from ..machine import limit_bytes, limit_text
     from ..tools.columns import align
 
-    rows, limit = [*_built_in(), *_published()], limit_bytes() / 1e9
+    # Smallest first: what a small Mac can run stands on top.
+    rows, limit = [*_built_in(), *sorted(_published(), key=lambda row: row["target_gb"])], limit_bytes() / 1e9
     for row in rows:
         row["fits"] = _fits(row["memory_gb"], row["drafter_gb"] is not None, limit)
     if as_json:
         print(json.dumps(rows))
         return
-    lines, below = [["target", "size", "drafter", "memory", "fits here"]], []
+    lines, below = [["model", "size", "drafter", "memory", "fits here"]], []
     for row in rows:
         sizes = [_size(row[name]) for name in ("target_gb", "drafter_gb", "memory_gb")]
         lines.append([row["target"], *sizes, row["fits"]])
@@ -34,7 +40,8 @@ def models(as_json: AsJson = False) -> None:
         below.append(f"{row['draft_model']}{note}" if row["draft_model"] != row["target"] else row["note"])
     print(*align(lines, columns_of(sys.stdout), below), sep="\n")
     text = limit_text()
-    print(wrapped(f"Both in 4 bits, without the text's cache; ?: not known.\n{text[0].upper()}{text[1:]}.", sys.stdout))
+    print(wrapped(f"{text[0].upper()}{text[1:]}. {_BELOW}", sys.stdout))
+    print(f"To run one, give its 4-bit conversion:\n  {_RUN_ONE}")
 
 
 def _size(gb: float | None) -> str:
@@ -77,15 +84,13 @@ def _published() -> list[dict[str, Any]]:
 
 
 def cache(
-    delete: Annotated[
-        list[str] | None, option(KEPT, help="Delete what the list calls so; may be given again. Asks first.")
-    ] = None,
+    delete: Annotated[list[str] | None, option(KEPT, help="Delete the entry of this name; can be repeated. Asks first.")] = None,
     yes: Annotated[bool, option(KEPT, "--yes", "-y", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what is kept on this machine, with size and age: fetched models, measured times, chat sessions, prompt caches.
+    """List what this program keeps on disk, with size and age: models, timings, chat sessions, prompt caches.
 
-    Models fetched from the hub lie in the hub's own cache, which other programs share.
+    Models from Hugging Face are in its own cache, which other programs share: use `hf cache` for those.
     """
     from ..machine import size_text
     from ..tools.columns import age_text

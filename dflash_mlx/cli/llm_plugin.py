@@ -19,9 +19,9 @@ from ..sampling_settings import SamplingSettings
 
 # Beside the sampling settings; what they may be is checked where they are used.
 _MORE = {
-    "max_tokens": (int | None, "Most tokens of one answer; -1: no limit. Default: 1024."),
+    "max_tokens": (int | None, "Maximum tokens per answer; -1: no limit. Default: 1024."),
     "block_size": (int | None, "Tokens of a block, the last known one included. Default: what is fastest here."),
-    "thinking": (bool | None, "Ask the model to think first, or not (enable_thinking)."),
+    "thinking": (bool | None, "Turn a reasoning model's thinking on or off (enable_thinking)."),
     "json_object": (bool | None, "Hold the answer to one JSON object."),
 }
 

@@ -43,11 +43,14 @@ def option(panel: str, *names: str, **more: Any) -> Any:
 
 Model = Annotated[
     str | None,
-    option(MODEL, help="The model to run: a directory, a hub repo or a built-in pair's name. Default: the built-in pair."),
+    option(
+        MODEL,
+        help="The model to run: a Hugging Face repo, a directory, a GGUF file or a built-in name. Default: smollm2, built in.",
+    ),
 ]
 AdapterPath = Annotated[
     str | None,
-    option(MODEL, help="LoRA, DoRA or full weights that mlx_lm.lora trained for the model: the directory that it wrote."),
+    option(MODEL, help="Directory of a LoRA, DoRA or full fine-tune of this model made with mlx_lm.lora."),
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -59,23 +62,23 @@ DtypeOption = Annotated[
         "(auto).",
     ),
 ]
-Revision = Annotated[str | None, option(MODEL, help="Branch, tag or commit of the hub repos.")]
+Revision = Annotated[str | None, option(MODEL, help="Branch, tag or commit of the Hugging Face repo.")]
 TrustRemoteCode = Annotated[
     bool,
-    option(MODEL, "--trust-remote-code", help="Let Python code run that comes with the model's files."),
+    option(MODEL, "--trust-remote-code", help="Allow Python code that comes with the model's files to run."),
 ]
 Dense = Annotated[
     bool | None,
-    option(MODEL, help="Turn quantized layers into plain ones first. Default: on an NVIDIA GPU only."),
+    option(MODEL, help="Dequantize the model first. Default: only on an NVIDIA GPU."),
 ]
-System = Annotated[str | None, option(PROMPT, help="System message of the chat template.")]
+System = Annotated[str | None, option(PROMPT, help="System message, put in front of the conversation.")]
 Thinking = Annotated[
     bool | None,
-    option(PROMPT, "--thinking/--no-thinking", help="Ask the model to think first, or not (enable_thinking)."),
+    option(PROMPT, "--thinking/--no-thinking", help="Turn a reasoning model's thinking on or off (enable_thinking)."),
 ]
 ChatTemplateArgs = Annotated[
     str | None,
-    option(PROMPT, help="Variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'."),
+    option(PROMPT, help="Extra chat template variables as a JSON object, such as '{\"enable_thinking\": false}'."),
 ]
 
 
@@ -89,12 +92,17 @@ DraftModel = Annotated[
     option(
         DRAFTING,
         callback=drafter_name,
-        help="Its DFlash drafter: a directory, a hub repo, 'auto', or 'none' (also when left out): plain decoding.",
+        help="The model's DFlash drafter: 'auto' (the published one), a Hugging Face repo or a directory. "
+        "Without it a --model runs undrafted, as with 'none'.",
     ),
 ]
 DraftBitsOption = Annotated[
     DraftBits | None,
-    option(DRAFTING, "--draft-bits", help="Hold a float drafter in this many bits. Default: 4 on a Mac's GPU, none elsewhere."),
+    option(
+        DRAFTING,
+        "--draft-bits",
+        help="Quantize the drafter to this many bits when loading. Default: 4 on a Mac's GPU, none elsewhere.",
+    ),
 ]
 Pipeline = Annotated[
     bool,
@@ -107,7 +115,8 @@ LastTap = Annotated[
     option(
         DRAFTING,
         "--last-tap",
-        help="Take a tap of the target's last layer before or after its final norm. Default: as the drafter's packer does.",
+        help="For drafters that read the target's last layer: read it before or after the final norm. "
+        "Default: as the drafter's files say.",
     ),
 ]
 BlockSize = Annotated[
@@ -115,29 +124,33 @@ BlockSize = Annotated[
     option(
         DRAFTING,
         min=1,
-        help="Tokens of a block, checked in one pass; the last known one is counted. Default: what is fastest here, also none.",
+        help="Tokens per block, counting the last known one: N drafts N - 1 tokens each round, 1 drafts none. "
+        "Default: measured on this machine.",
     ),
 ]
 # How caches are read and held: `cache_options`.
 _CACHES = {
-    "prefill_step_size": option(MEMORY, min=1, help="Prompt tokens that go through the model at once."),
-    "max_kv_size": option(MEMORY, min=1, help="Keep only this many rows of the KV cache."),
-    "kv_bits": option(MEMORY, min=2, max=8, help="Hold the KV cache in this many bits."),
-    "kv_group_size": option(MEMORY, min=1, help="Values that share a scale in it. Default: 64."),
-    "quantized_kv_start": option(MEMORY, min=0, help="Row of the KV cache from which --kv-bits begins. Default: 5000."),
+    "prefill_step_size": option(MEMORY, min=1, help="Prompt tokens read in one pass."),
+    "max_kv_size": option(MEMORY, min=1, help="Keep only the last N tokens in the KV cache."),
+    "kv_bits": option(MEMORY, min=2, max=8, help="Quantize the KV cache to this many bits."),
+    "kv_group_size": option(MEMORY, min=1, help="Group size of the quantized KV cache. Default: 64."),
+    "quantized_kv_start": option(MEMORY, min=0, help="Number of tokens after which --kv-bits takes effect. Default: 5000."),
     "exact": option(
-        DRAFTING, "--exact", help="The same text with any drafter or none, on a GPU too. What cannot be so is refused."
+        DRAFTING,
+        "--exact",
+        help="Give exactly the same text with and without a drafter, on a GPU too (slower). Options that rule "
+        "this out are refused.",
     ),
 }
 PromptCacheFile = Annotated[
     str | None,
-    option(MEMORY, help="What mlx_lm.cache_prompt made of a beginning: the prompt goes on behind it, and it is not read again."),
+    option(MEMORY, help="Prompt cache file written by mlx_lm.cache_prompt; the prompt continues it."),
 ]
 MaxTokens = Annotated[
     int | None,
-    option(OUTPUT, "--max-tokens", "-m", help="Most tokens of one answer; -1: no limit."),
+    option(OUTPUT, "--max-tokens", "-m", help="Maximum tokens per answer; -1: no limit."),
 ]
-AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object and nothing else on stdout.")]
+AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object on stdout instead of text.")]
 
 
 class NamingWhatIsMissing(HelpfulCommand):

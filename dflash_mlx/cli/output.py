@@ -50,7 +50,7 @@ def figures(result: dict[str, Any], details: bool = False, seed: int | None = No
         lines.append(f"Drafting is off: on this {device()} it would be slower.")
     if result["finish_reason"] == "length":
         n = result["generation_tokens"]
-        lines.append(f"The answer is cut there: --max-tokens {2 * n} lets it go on, --max-tokens -1 to its end.")
+        lines.append(f"Stopped at the limit of {count(n, 'token')}: --max-tokens {2 * n} allows more, -1 any number.")
     elif result["finish_reason"] == "interrupted":
         lines.append("Stopped by Ctrl-C.")
     return "\n".join(lines + (_details(result) if details else []))
@@ -90,17 +90,17 @@ def _details(result: dict[str, Any]) -> list[str]:
         lines.append(f"Plain decoding here: {result['plain_tps']:.1f} tokens/s")
     if result["tau"] is not None:
         passes, after = count(sum(result["widths"].values()), "round"), count(result["generation_tokens"] - 1, "token")
-        lines.append(f"Rounds: {passes} for the {after} after the first; plain decoding takes one a token.")
+        lines.append(f"Rounds: {passes} for the {after} after the first; plain decoding takes one per token.")
         lengths = result["acceptance_lengths"]
-        counts = ", ".join(f"{n - 1}: {lengths.count(n)}" for n in sorted(set(lengths)))
+        counts = ", ".join(f"{n - 1} in {lengths.count(n)}" for n in sorted(set(lengths)))
         drafted = count(len(lengths), "round")
-        lines.append(f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {drafted}; accepted: rounds {counts})")
+        lines.append(f"Acceptance: tau {result['tau']:.2f} (mean of accepted + 1 over {drafted}; drafts accepted: {counts})")
         if (copied := result["sources"]["prompt_lookup"])["rounds"]:
             lines.append(f"Copied from the text: {count(copied['accepted'], 'token')} in {copied['rounds']} of these rounds.")
     elif result["widths"]:
-        lines.append("Acceptance: no draft was verified, so there is no tau; each token took a pass of its own.")
+        lines.append("Acceptance: no drafts were checked, so there is no tau; each token took one pass.")
     if result["width_reason"]:
-        lines.append(f"Widths: {result['width_reason']}.")
+        lines.append(f"Draft lengths: {result['width_reason']}.")
     spent = {name: took for name, took in result["seconds"].items() if took}
     if spent:
         lines.append("Seconds: " + ", ".join(f"{name} {took:.2f}" for name, took in spent.items()))

@@ -12,54 +12,61 @@ SERVER, API_KEY = "Server", "DFLASH_API_KEY"
 Level = Literal["debug", "info", "warning", "error"]
 # name -> (type, default)
 _OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model_name": (Annotated[str | None, option(SERVER, help="Name under which clients see the model.")], None),
-    "model_aliases": (Annotated[str | None, option(SERVER, help="Other names that it answers to, comma-separated.")], None),
+    "model_name": (Annotated[str | None, option(SERVER, help="Model name shown to clients.")], None),
+    "model_aliases": (Annotated[str | None, option(SERVER, help="Other names to accept for the model, comma-separated.")], None),
     "any_model_name": (
-        Annotated[bool, option(SERVER, "--any-model-name", help="Answer whatever model a request names.")],
+        Annotated[bool, option(SERVER, "--any-model-name", help="Accept any model name in a request.")],
         False,
     ),
-    "host": (Annotated[str, option(SERVER, help="Address to listen at.")], "127.0.0.1"),
-    "port": (Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen at; 0: any free one.")], 8080),
-    "api_key": (Annotated[str | None, option(SERVER, envvar=API_KEY, help="Key that clients must send.")], None),
+    "host": (Annotated[str, option(SERVER, help="Address to listen on.")], "127.0.0.1"),
+    "port": (Annotated[int, option(SERVER, min=0, max=65535, help="Port to listen on; 0: any free one.")], 8080),
+    "api_key": (Annotated[str | None, option(SERVER, envvar=API_KEY, help="API key that clients must send.")], None),
     "max_body_mb": (Annotated[float, option(SERVER, min=0.001, help="Largest request in MB (1e6 bytes).")], 8.0),
     "max_queue": (
-        Annotated[int, option(SERVER, min=0, help="Requests that may wait; more are told to come again later.")],
+        Annotated[int, option(SERVER, min=0, help="Requests that may wait in the queue; more get status 503.")],
         128,
     ),
     "max_batch": (
         Annotated[
             int | None,
-            option(SERVER, min=1, help="Requests that are answered at once; default: 8 with a drafter, else and on CUDA 1."),
+            option(
+                SERVER, min=1, help="Requests answered at the same time. Default: 8 with a drafter; 1 without one, and on CUDA."
+            ),
         ],
         None,
     ),
     "prefill_share": (
         Annotated[
             float,
-            option(SERVER, min=0.05, max=0.95, help="Share of the time that prompts are read in while answers run."),
+            option(SERVER, min=0.05, max=0.95, help="Share of the time spent on new prompts while other answers run."),
         ],
         0.5,
     ),
     "unload_after": (
         Annotated[
             float | None,
-            option(SERVER, min=0.001, help="Seconds without a request until the models are given up. The next one loads them."),
+            option(
+                SERVER,
+                min=0.001,
+                help="Free the models after this many seconds without a request; the next request loads them again.",
+            ),
         ],
         None,
     ),
     "allowed_origins": (
-        Annotated[str, option(SERVER, help="Web pages that may send requests, comma-separated; '*': all.")],
+        Annotated[str, option(SERVER, help="Origins of web pages that may send requests (CORS), comma-separated; '*': all.")],
         "",
     ),
-    "verbose": (Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr: --log-level info.")], False),
-    "log_level": (Annotated[Level, option(OUTPUT, help="Least grave messages that are logged on stderr.")], "warning"),
-    "log_prompts": (
-        Annotated[
-            bool, option(OUTPUT, "--log-prompts", help="Log each prompt as the model reads it; raises --log-level to info.")
-        ],
+    "verbose": (
+        Annotated[bool, option(OUTPUT, "--verbose", help="Log every request on stderr (same as --log-level info).")],
         False,
     ),
-    "log_json": (Annotated[bool, option(OUTPUT, "--log-json", help="Log one JSON object a line.")], False),
+    "log_level": (Annotated[Level, option(OUTPUT, help="Log messages of this level and above on stderr.")], "warning"),
+    "log_prompts": (
+        Annotated[bool, option(OUTPUT, "--log-prompts", help="Log each prompt as the model gets it; implies --log-level info.")],
+        False,
+    ),
+    "log_json": (Annotated[bool, option(OUTPUT, "--log-json", help="Log one JSON object per line.")], False),
 }
 
 

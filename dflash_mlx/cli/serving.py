@@ -81,31 +81,34 @@ def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: fl
 
 PromptCacheSize = Annotated[
     int,
-    option(MEMORY, min=1, help="How many earlier prompts are kept, so as not to read them again."),
+    option(MEMORY, min=1, help="How many earlier prompts to keep in memory, so that they need not be read again."),
 ]
 PromptCacheGb = Annotated[
     float | None,
-    option(MEMORY, min=0, help="Most memory that they take, in GB (1e9 bytes); 0 keeps none."),
+    option(MEMORY, min=0, help="Maximum memory for earlier prompts, in GB (1e9 bytes); 0 keeps none."),
 ]
 PromptCacheDir = Annotated[
     str | None,
-    option(MEMORY, help="Keep prompts that were read in this directory too: one file each, in mlx-lm's format."),
+    option(MEMORY, help="Also save earlier prompts in this directory, one file each, in mlx-lm's format."),
 ]
 PromptCacheDirGb = Annotated[
     float,
-    option(MEMORY, min=0.001, help="Most room of that directory, in GB; what was used longest ago goes."),
+    option(MEMORY, min=0.001, help="Maximum size of that directory, in GB; the least recently used file is deleted first."),
 ]
 DIRECTORY_GB = 20.0
 Session = Annotated[
     str | None,
-    option(OUTPUT, help="Continue and keep the session of this name; 'last' is where the last chat was left."),
+    option(OUTPUT, help="Load and save the conversation under this name; 'last' continues the last chat."),
 ]
-Plain = Annotated[bool, option(OUTPUT, "--plain", help="Answers as they are, not drawn as Markdown.")]
+Plain = Annotated[bool, option(OUTPUT, "--plain", help="Print answers as plain text instead of rendered Markdown.")]
 Url = Annotated[
     str | None,
-    option(SERVER, help="Let this server answer: serve's, or any other of OpenAI's API. --model is its name there."),
+    option(
+        SERVER,
+        help="Chat with this server (dflash-mlx serve or any OpenAI-compatible one). --model is then the model's name there.",
+    ),
 ]
-ServerKey = Annotated[str | None, option(SERVER, envvar=API_KEY, help="The server's key.")]
+ServerKey = Annotated[str | None, option(SERVER, envvar=API_KEY, help="API key for that server.")]
 
 
 @mlx_lm_names
@@ -133,7 +136,7 @@ def chat(
     url: Url = None,
     api_key: ServerKey = None,
 ) -> None:
-    """Talk to a model: turns reuse what is computed, Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands."""
+    """Chat with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""
     own = {"adapter_path": adapter_path, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     own |= {"draft_model": draft_model, "draft_bits": draft_bits, "last_tap": last_tap, "block_size": block_size}
     own |= {**caches, "prompt_cache_dir": prompt_cache_dir}
@@ -254,9 +257,9 @@ def serve(
     server: Any = None,
     max_tokens: MaxTokens = 512,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs. Requests run one at a time in the order in which they come.
+    """Run a server with OpenAI's and Anthropic's APIs and a page to chat at.
 
-    Sampling options and --max-tokens hold for requests that do not name their own.
+    Sampling options and --max-tokens are defaults for requests that do not set their own.
     """
     refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
     _refuse_lonely_block(block_size, model, draft_model)

@@ -58,18 +58,23 @@ Vocab = Annotated[str | None, option(OUTPUT, metavar="FILE", help="GGUF file of 
 def convert(
     hf_path: Annotated[
         str,
-        option(MODEL, "--hf-path", help="Target or drafter: a directory, a GGUF file, a hub repo or a built-in pair's name."),
+        option(
+            MODEL,
+            "--hf-path",
+            help="Model or drafter to convert: a Hugging Face repo, a directory, a GGUF file or a built-in name.",
+        ),
     ],
     mlx_path: Annotated[str, option(OUTPUT, help="Directory to write.")] = "mlx_model",
-    quantize: Annotated[bool, option(QUANTIZING, "--quantize", "-q", help="Quantize the matrices.")] = False,
+    quantize: Annotated[bool, option(QUANTIZING, "--quantize", "-q", help="Quantize the weight matrices.")] = False,
     q_bits: Annotated[int | None, option(QUANTIZING, help="Bits per weight: 2, 3, 4, 5, 6 or 8. Default: 4.")] = None,
-    q_group_size: Annotated[int | None, option(QUANTIZING, help="Inputs that share a scale: 32, 64 or 128. Default: 64.")] = None,
+    q_group_size: Annotated[int | None, option(QUANTIZING, help="Quantization group size: 32, 64 or 128. Default: 64.")] = None,
     dtype: Annotated[
         Dtype | None,
         option(
             QUANTIZING,
             metavar="<type>",
-            help="Type of what stays float: float32, float16, bfloat16 or auto. Default: as in the checkpoint.",
+            help="Number type of weights that are not quantized: float32, float16, bfloat16 or auto. Default: "
+            "as in the checkpoint.",
         ),
     ] = None,
     q_mode: Annotated[
@@ -77,19 +82,22 @@ def convert(
         option(
             QUANTIZING,
             metavar="<mode>",
-            help="MLX's format of quantized matrices: affine, mxfp4, nvfp4 or mxfp8. Default: affine; the others fix bits and "
-            "group.",
+            help="Quantization mode of MLX: affine, mxfp4, nvfp4 or mxfp8. Default: affine; the others fix bits and group size.",
         ),
     ] = None,
-    dequantize: Annotated[bool, option(QUANTIZING, "--dequantize", "-d", help="Write quantized matrices out in floats.")] = False,
-    quant_predicate: Annotated[str | None, option(QUANTIZING, help="One of mlx-lm's mixed recipes, such as mixed_4_6.")] = None,
+    dequantize: Annotated[
+        bool, option(QUANTIZING, "--dequantize", "-d", help="Turn quantized weights back into floats.")
+    ] = False,
+    quant_predicate: Annotated[
+        str | None, option(QUANTIZING, help="One of mlx-lm's mixed-bit recipes, such as mixed_4_6.")
+    ] = None,
     to: To = None,
     vocab: Vocab = None,
     revision: Revision = None,
     force: Annotated[bool, option(OUTPUT, "--force", help="Replace an existing directory.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Convert a target or a drafter to an MLX directory, compare it with its source, and record what was done."""
+    """Convert a model or a drafter to an MLX directory, and compare the result with its source."""
     if not quantize:
         _refuse_bits({"--q-bits": q_bits, "--q-group-size": q_group_size, "--q-mode": q_mode})
     _refuse_vain(q_bits, quant_predicate, to, vocab)
@@ -136,7 +144,7 @@ def doctor(
     model: Model = None,
     adapter_path: AdapterPath = None,
     draft_model: Annotated[
-        str | None, option(DRAFTING, callback=drafter_name, help="DFlash drafter, for --model or alone.")
+        str | None, option(DRAFTING, callback=drafter_name, help="DFlash drafter to check, with --model or alone.")
     ] = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
@@ -147,17 +155,26 @@ def doctor(
         option(
             OUTPUT,
             metavar="FILE",
-            help="Measure this machine, kernels and built-in pairs, at most 5 minutes; write it here to send.",
+            help="Measure kernels and built-in pairs on this machine (5 minutes at most) and write a report to send to us.",
         ),
     ] = None,
     exact: Annotated[
-        bool, option(OUTPUT, "--exact", help="Also compare a row alone and among 2, 4, 8, 16, and name what differs.")
+        bool,
+        option(
+            OUTPUT,
+            "--exact",
+            help="Also compare one row alone with the same row among 2, 4, 8 and 16, and name the operations that differ.",
+        ),
+    ] = False,
+    details: Annotated[
+        bool, option(OUTPUT, "--details", help="Also show how each key of the drafter's config was read.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is read from a target, a drafter or a pair, test both, and name what is wrong. Exit status 1 on a fault."""
+    """Check this machine, a model and its drafter, and say what is wrong. Exit status 1 on a fault."""
     if report is not None:
-        given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype, "exact": exact or None}
+        given = {"model": model, "adapter_path": adapter_path, "draft_model": draft_model, "dtype": dtype}
+        given |= {"exact": exact or None, "details": details or None}
         _report(report, as_json, **given, draft_bits=draft_bits, last_tap=last_tap, revision=revision)
         return
     with only_ours_on_stdout() as stdout, live("Looking") as line:
@@ -184,7 +201,7 @@ def doctor(
         how = {"draft_bits": draft_bits, "adapter_path": adapter_path, "last_tap": last_tap, "exact": exact}
         found = diagnose(model, draft_model, dtype.value if dtype else None, revision, **how)
         line.stop()
-        print(json.dumps(found) if as_json else wrapped(render(found), stdout, indent=12), file=stdout)
+        print(json.dumps(found) if as_json else wrapped(render(found, details), stdout, indent=12), file=stdout)
     if found["faults"]:
         raise SystemExit(1)
 
@@ -207,7 +224,9 @@ def _report(path: str, as_json: bool, **others: Any) -> None:
 
 BatchRows = Annotated[
     str | None,
-    option(PLAN, help="Time many prompts at once: numbers of rows, comma-separated, as 1,4,8. --temp is 0 by default then."),
+    option(
+        PLAN, help="Time several requests at once: their numbers, comma-separated, such as 1,4,8. --temp is then 0 by default."
+    ),
 ]
 
 
@@ -218,52 +237,50 @@ def bench(
     kinds: Annotated[str | None, option(PLAN, help="Kinds of prompts, comma-separated. Default: all.")] = None,
     prompts: Annotated[
         str | None,
-        option(PLAN, help='Your own prompts: a file of {"prompt": ..., "kind": ...} lines, or of plain ones.'),
+        option(
+            PLAN, help='Your own prompts: a file with one {"prompt": ..., "kind": ...} per line, or one plain prompt per line.'
+        ),
     ] = None,
-    temp: Annotated[list[float] | None, option(PLAN, min=0, help="Temperature; may be given again. Default: 0 and 1.")] = None,
+    temp: Annotated[list[float] | None, option(PLAN, min=0, help="Temperature; can be repeated. Default: 0 and 1.")] = None,
     sampling: Any = None,
     draft_model: DraftModel = None,
     context: Annotated[
         list[int] | None,
-        option(PLAN, min=0, help="Tokens of text before each prompt; may be given again. Default: 0, on a GPU also 1024."),
+        option(PLAN, min=0, help="Tokens of text before each prompt; can be repeated. Default: 0, on a GPU also 1024."),
     ] = None,
     max_tokens: MaxTokens = None,
     trials: Annotated[
         int | None,
-        option(
-            PLAN, min=1, help="Answers of each side in every cell; each takes the next prompt. Default: 3, or all of --prompts."
-        ),
+        option(PLAN, min=1, help="Answers per kind and temperature on each side. Default: 3, or all of --prompts."),
     ] = None,
     batch: BatchRows = None,
     block_size: BlockSize = None,
     exact: Annotated[
         bool, option(DRAFTING, "--exact", help="Draft with exact, and compare with its text without a drafter.")
     ] = False,
-    seed: Annotated[int | None, option(PLAN, help="Noise of sampling, and text of long contexts. Default: 0.")] = None,
-    out: Annotated[str | None, option(OUTPUT, help="Write a JSON record here; it is kept up to date.")] = None,
-    plot: Annotated[str | None, option(OUTPUT, help="Draw speed-up by kind into this PNG (needs matplotlib).")] = None,
-    html: Annotated[str | None, option(OUTPUT, help="Write figures and pictures here, as a page that needs no network.")] = None,
+    seed: Annotated[int | None, option(PLAN, help="Seed of sampling and of the text of long contexts. Default: 0.")] = None,
+    out: Annotated[str | None, option(OUTPUT, help="Write the results to this JSON file as they come.")] = None,
+    plot: Annotated[str | None, option(OUTPUT, help="Plot the speed-up by kind to this PNG (needs matplotlib).")] = None,
+    html: Annotated[str | None, option(OUTPUT, help="Write figures and charts to this HTML page (works offline).")] = None,
     as_json: AsJson = False,
     compare: Annotated[
         tuple[str, str] | None,
-        option(OUTPUT, help="Run nothing; show two records beside each other.", metavar="A.json B.json"),
+        option(OUTPUT, help="Run nothing; compare two result files.", metavar="A.json B.json"),
     ] = None,
-    max_seconds: Annotated[float | None, option(PLAN, min=0, help="Begin no pair that would end later than this.")] = None,
+    max_seconds: Annotated[float | None, option(PLAN, min=0, help="Stop early enough to end within this many seconds.")] = None,
     kernels: Annotated[
         str | None,
-        option(MODEL, help="Our kernels: off, on or names (as DFLASH_MLX_KERNELS). The record says what was found."),
+        option(MODEL, help="Our Metal kernels: off, on or names (as DFLASH_MLX_KERNELS)."),
     ] = None,
-    hopeless: Annotated[
-        bool, option(PLAN, "--hopeless", help="Spoil every draft: what speculation costs where it never pays.")
-    ] = False,
-    dense: Annotated[bool, option(MODEL, "--dense", help="Turn quantized layers of both models into plain ones first.")] = False,
+    hopeless: Annotated[bool, option(PLAN, "--hopeless", help="Make every draft wrong, to measure the worst case.")] = False,
+    dense: Annotated[bool, option(MODEL, "--dense", help="Dequantize both models first.")] = False,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
     last_tap: LastTap = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Time mlx-lm's own decoding and DFlash by turns on the same prompts, and check that they say the same.
+    """Time DFlash against mlx-lm on the same prompts, taking turns, and check that both give the same text.
 
     Ctrl-C ends it with what is measured. On a CUDA GPU the kernels of quantized models are compiled at first use, which takes
     minutes; that falls into the cold runs and the warm-up, which are not counted.

@@ -35,7 +35,7 @@ TEXT, DRAFTER, TRAINING, MEASURED = "Text", "Drafter", "Training", "What is meas
 train_app = typer.Typer(
     cls=HelpfulGroup,
     no_args_is_help=True,
-    help="Train a drafter for a target: let it write text (data), learn from that (run), measure (eval).",
+    help="Train a drafter for a model of your own: write text (data), train (run), measure (eval).",
     epilog="dflash-mlx train data --model M --out DATA --minutes 30, then run --model M --data DATA --out DRAFTER --minutes 60, "
     "then generate --model M --draft-model DRAFTER.",
 )
@@ -75,28 +75,32 @@ _EXAMPLES = {
 
 Target = Annotated[
     str,
-    option(MODEL, help="The model to train a drafter for: a directory, a hub repo or a built-in pair's name."),
+    option(MODEL, help="The model to train a drafter for: a Hugging Face repo, a directory or a built-in name."),
 ]
-Data = Annotated[list[str], option(TEXT, help="Folder that `train data` wrote; may be given again.")]
+Data = Annotated[list[str], option(TEXT, help="Folder that `train data` wrote; can be repeated.")]
 
 
 @train_app.command("data", cls=NamingWhatIsMissing, epilog=_EXAMPLES["data"])
 def train_data(
     model: Target,
-    out: Annotated[str, option(OUTPUT, help="Folder for the text; a folder made with the same settings is continued.")],
-    minutes: Annotated[float | None, option(TEXT, min=0, help="How long to write; the held-out part comes on top.")] = None,
-    answer_tokens: Annotated[int | None, option(TEXT, min=1, help="How much to write, counted in answer tokens.")] = None,
-    prompts: Annotated[str | None, option(TEXT, help="JSONL of prompts to answer; default: self-made questions.")] = None,
-    rows: Annotated[int, option(TEXT, min=1, help="Conversations written at once; 2048 suits a large GPU.")] = 256,
+    out: Annotated[str, option(OUTPUT, help="Folder for the text. A folder made with the same settings is continued.")],
+    minutes: Annotated[
+        float | None, option(TEXT, min=0, help="How long to write, in minutes; the held-out part is extra.")
+    ] = None,
+    answer_tokens: Annotated[int | None, option(TEXT, min=1, help="How much to write, in answer tokens.")] = None,
+    prompts: Annotated[
+        str | None, option(TEXT, help="JSONL file of prompts to answer. Default: questions that the program makes up.")
+    ] = None,
+    rows: Annotated[int, option(TEXT, min=1, help="Conversations written at the same time; 2048 suits a large GPU.")] = 256,
     max_len: Annotated[int, option(TEXT, min=64, help="Longest conversation in tokens.")] = 512,
-    greedy: Annotated[float, option(TEXT, min=0, max=1, help="Share answered greedily; the rest at 0.7 and 1.")] = 0.8,
-    held_out: Annotated[int, option(TEXT, min=1, help="Held-out questions a kind, for eval.")] = 128,
+    greedy: Annotated[float, option(TEXT, min=0, max=1, help="Share of answers at temperature 0; the rest at 0.7 and 1.")] = 0.8,
+    held_out: Annotated[int, option(TEXT, min=1, help="Held-out questions per kind, for eval.")] = 128,
     seed: Annotated[int, option(TEXT, min=0, help="Another seed gives other text.")] = 0,
     adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     dense: Dense = None,
 ) -> None:
-    """Let the target write its own training text: fresh text is what decides how good the drafter gets."""
+    """Let the model write the training text. The more fresh text, the better the drafter."""
     if minutes is None and answer_tokens is None:
         raise refuse("--minutes", "nothing says how much to write: give --minutes or --answer-tokens")
     _refuse_zero("--minutes", minutes)
@@ -208,12 +212,12 @@ ArchitectureOption = Annotated[
     Architecture | None,
     option(
         DRAFTER,
-        help="dflash; dflash2: with a selector; dspark: with a Markov head. Default: that of --init, or dflash.",
+        help="dflash, dflash2 (adds a selector) or dspark (adds a Markov head). Default: that of --init, or dflash.",
     ),
 ]
 SelectorRankOption = Annotated[
     int | None,
-    option(DRAFTER, min=1, help="dflash2, dspark: columns of what they add. Default: 64."),
+    option(DRAFTER, min=1, help="dflash2, dspark: rank of the selector or Markov head. Default: 64."),
 ]
 LearnFromOption = Annotated[
     LearnFrom,

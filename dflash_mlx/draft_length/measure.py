@@ -81,7 +81,7 @@ class Measurement:
         while self.costs is None and not stop():
             # At least so many: each kind of pass twice. What is left of the time goes to more turns.
             total = _CONTEXT // _CHUNK + 2 * most + 12
-            tell("Measuring for the next answer", self._n, total if self._n < total else None, "passes")
+            tell("Timing", self._n, total if self._n < total else None, "passes")
             self._step()
         return self.costs or NotYet.LATER
 

@@ -46,7 +46,7 @@ _TOKENS = 32
 # Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
 # What the self-tests are called for people.
-_SELF_TESTS = {"taps": "layers read", "rollback": "taking back", "exact": "rows alone"}
+_SELF_TESTS = {"taps": "reading layers", "rollback": "rollback", "rows": "many rows", "exact": "rows alone"}
 # Seconds after which no further turn begins.
 _ENOUGH_S = 10
 _FASTER = 1.05
@@ -266,8 +266,8 @@ def _rolls_back(entry: Any) -> str:
 
 
 def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
-    """Sentences that begin with "passed" or "failed": the target computes with numbers, taps change nothing, and a rolled-back
-    block is as if never run."""
+    """Sentences that begin with "passed" or "failed": logits are finite, taps do not change them, and after a rollback a block
+    leaves no trace."""
     target = Target(lm, layers)
     ids = [(i * 37 + 11) % target.vocabulary for i in range(2 * _PROBE_ROWS)]
     cache = make_target_cache(lm)
@@ -278,7 +278,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
             "numbers": f"failed: the target's own logits hold NaN or infinity in {found}: its weights are damaged, or overflow"
         }
     same = mx.array_equal(target.head(hidden), lm(mx.array([ids]), cache=make_target_cache(lm)), equal_nan=True).item()
-    tests = {"taps": f"{'passed' if same else 'failed'}: logits are the same where layers {list(layers)} are read"}
+    tests = {"taps": f"{'passed' if same else 'failed'}: reading the outputs of layers {list(layers)} does not change the logits"}
 
     # Half the rows one at a time; then the same after a block of wrong rows was taken back, and as one block.
     known, tail = ids[:_PROBE_ROWS], ids[_PROBE_ROWS:]
@@ -295,14 +295,14 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     # Rounding of the type with room; a wrong row is of the order of 1.
     passed = math.isfinite(difference) and difference < (1e-3 if hidden.dtype == mx.float32 else 0.1)
     tests["rollback"] = (
-        f"{'passed' if passed else 'failed'}: after a block was taken back the logits differ from single rows' by "
+        f"{'passed' if passed else 'failed'}: after a rollback the logits differ from those of token-by-token decoding by "
         f"{difference:.1e} of the largest"
     )
     agree = mx.mean(mx.argmax(together, -1) == mx.argmax(alone[:, 1:], -1)).item()
     tests["rows"] = (
-        "passed: many rows at once give single rows' logits bit for bit"
+        "passed: a pass over many tokens gives the same logits, bit for bit, as one token at a time"
         if difference == 0
-        else f"passed: many rows at once round otherwise than single rows; top tokens agree in {100 * agree:.0f} %"
+        else f"passed: a pass over many tokens rounds differently from one token at a time; the likeliest token agrees in {100 * agree:.0f} %"
     )
     return tests
 
@@ -358,7 +358,7 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
         suspicions.append(
             f"{stats.tau:.2f} tokens a round is what a drafter for another target gives"
             + (f"; {expected:.1f} is expected" if expected else "")
-            + ": check its layers read, mask token, RoPE and the number type above"
+            + ": check the layers that it reads, mask token, RoPE and the number type above"
         )
     return {
         "prompt": text,
@@ -441,8 +441,12 @@ def verdict(report: Mapping[str, Any]) -> list[str]:
     return [found, f"About as fast here as plain decoding, on one prompt. {rates}."]
 
 
-def render(report: Mapping[str, Any]) -> str:
-    """The report as lines for a terminal, the verdict first."""
+def render(report: Mapping[str, Any], details: bool = False) -> str:
+    """The report as lines for a terminal, the verdict first.
+
+    details: also how each layer of the drafter and each key of its config was read; shown anyway where something is wrong.
+    """
+    details = details or bool(report["faults"] or report.get("suspicions"))
     first, *more = verdict(report)
     lines = [
         f"result      {first}",
@@ -471,9 +475,10 @@ def render(report: Mapping[str, Any]) -> str:
         lines += [
             f"  layer {i}   {'causal' if layer['causal'] else 'bidirectional'} in the block, window {layer['window'] or 'none'}, "
             f"RoPE {layer['rope']} base {layer['theta']:g}"
-            for i, layer in enumerate(drafter["layers"])
+            for i, layer in enumerate(drafter["layers"] if details else ())
         ]
-        lines += [f"  key       {field} = {read['value']!r} from {read['key']}" for field, read in drafter["read_from"].items()]
+        read_from = drafter["read_from"].items() if details else ()
+        lines += [f"  key       {field} = {read['value']!r} from {read['key']}" for field, read in read_from]
     if memory := report.get("memory"):
         sizes = ", ".join(f"{size_text(1e9 * needed)} at {context}" for context, needed in memory["total_gb"].items())
         lines.append(f"memory      weights {size_text(1e9 * memory['weights_gb'])}; in all {sizes} tokens")
@@ -503,7 +508,7 @@ def render(report: Mapping[str, Any]) -> str:
 def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
     """One line a result; how to decide otherwise, which matters only where there is a GPU."""
     if not kernels["gpu"]:
-        return ["kernels     none without a GPU that MLX sees"]
+        return ["kernels     none: MLX sees no GPU"]
     lines = [
         f"  {'used' if v['use'] else 'not used'}".ljust(12) + f"{_plan_name(v)}, {v['shape']}, {v['rows']} rows: {v['reason']}"
         for v in sorted(kernels["verdicts"], key=lambda v: (v["kernel"], v["shape"], v["rows"], v["plan"]))
@@ -518,9 +523,9 @@ def _plan_name(verdict: Mapping[str, Any]) -> str:
 def _traced_lines(report: Mapping[str, Any]) -> list[str]:
     """One line for each of the two models."""
     if not report["here"]:
-        why = f"{traced.VARIABLE} is off" if report["asked"] == "off" else "unasked on a GPU alone"
-        return [f"traced      none: {why}"]
-    lines = [f"traced      {traced.VARIABLE} {report['asked']}"]
+        why = f"{traced.VARIABLE} is off" if report["asked"] == "off" else "used on a GPU only, unless DFLASH_MLX_COMPILE=on"
+        return [f"compiled    none: {why}"]
+    lines = [f"compiled    {traced.VARIABLE} {report['asked']}"]
     for found in report["found"]:
         widths = ", ".join(f"{rows} rows {'faster' if faster else 'not faster'}" for rows, faster in found["faster"].items())
         held = f"{found['held_mb']} MB of copied weights" if found.get("held_mb") else ""

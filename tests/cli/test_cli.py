@@ -75,11 +75,11 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     # Whether it pays to draft, and how wide, is this machine's to say.
-    assert "Acceptance: " in done.stderr and "tau" in done.stderr and "Widths: " in done.stderr
+    assert "Acceptance: " in done.stderr and "tau" in done.stderr and "Draft lengths: " in done.stderr
     assert "tau" not in done.stdout
     forced = run("generate", *TINY, "-m", "24", "--block-size", "8", "--stats")
     assert forced.stdout == done.stdout
-    assert "tau " in forced.stderr and "accepted + 1" in forced.stderr and "Widths: " not in forced.stderr
+    assert "tau " in forced.stderr and "accepted + 1" in forced.stderr and "Draft lengths: " not in forced.stderr
     passes = int(re.search(r"Rounds: (\d+) rounds for the 23 tokens after the first; plain", forced.stderr)[1])
     assert passes == int(re.search(r"over (\d+) rounds", forced.stderr)[1]) < 23
 

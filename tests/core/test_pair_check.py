@@ -88,7 +88,7 @@ def test_a_run_beyond_the_drafters_context_is_a_warning_shown_once_and_stays_exa
         warnings.simplefilter("default")
         for _ in range(2):
             assert ids_of(run(model, drafter, prompt, 30)) == greedy_ids(model, prompt, 30)
-    assert [str(w.message)[:70] for w in shown] == ["the drafter was made for 20 positions and this run may reach 40: beyon"]
+    assert [str(w.message)[:70] for w in shown] == ["the drafter was made for 20 tokens of context and this run may reach 4"]
     with warnings.catch_warnings(record=True) as shown:
         run(model, drafter, prompt, 10)
     assert not shown
@@ -158,7 +158,10 @@ def test_a_prompt_against_the_drafters_mode_is_warned_of(tmp_path):
     (tmp_path / "drafter" / "README.md").write_text("Use `enable_thinking=False`: it was trained on answers without thinking.")
     drafter = load_drafter(str(tmp_path / "drafter"), model)
     assert drafter.stated_thinking == (False, "its card")
-    with pytest.warns(UserWarning, match=r"trained without thinking \(its card says so\) and this prompt has it on: .*=false"):
+    with pytest.warns(
+        UserWarning,
+        match=r"thinking is on, but this drafter was trained without it \(its card\): .* Use --no-thinking \(enable_thinking=False",
+    ):
         got = run(model, drafter, rendered(tokenizer, enable_thinking=True), 8, tokenizer)
     assert ids_of(got) == greedy_ids(model, rendered(tokenizer, enable_thinking=True), 8)
     with warnings.catch_warnings():

@@ -74,17 +74,19 @@ def test_both_sides_are_timed_by_turns(sound):
 
 
 def test_the_text_says_what_the_report_holds(sound):
-    text = render(sound)
+    text = render(sound, details=True)
+    short = render(sound)
+    assert "  key " in text and "  key " not in short and "  layer " not in short and "block 8, mask" in short
     for part in (
         "qwen3, 6 layers",
         "KVCache: rows cut: entries 0-5",
         "block 8, mask token 3, reads target layers [1, 2, 3]",
         "layer 2   bidirectional in the block, window none, RoPE default base 10000",
         "mask_token_id = 3 from dflash_config.mask_token_id",
-        "taking back: passed",
+        "rollback: passed",
         "ids equal plain decoding's",
-        "kernels     none without a GPU",
-        "traced      none: unasked on a GPU alone",
+        "kernels     none: MLX sees no GPU",
+        "compiled    none: used on a GPU only",
         "No fault found.",
     ):
         assert part in text
@@ -112,13 +114,13 @@ def test_what_was_traced_is_shown(monkeypatch, sound):
     assert target["passes"] > 2 and drafter["passes"] > 2 and target["name"] == "qwen3"
     text = render(report)
     held = [f"{found['passes']} passes; {found['held_mb']} MB of copied weights" for found in (target, drafter)]
-    assert f"traced      DFLASH_MLX_COMPILE on\n  qwen3: {held[0]}\n  the drafter: {held[1]}" in text
+    assert f"compiled    DFLASH_MLX_COMPILE on\n  qwen3: {held[0]}\n  the drafter: {held[1]}" in text
     target |= {"faster": {"4": True, "16": False}}
     drafter |= {"refused": "TypeError: no"}
     text = render(report)
     assert "passes; 4 rows faster, 16 rows not faster" in text and "  the drafter: none: TypeError: no" in text
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "off")
-    assert "traced      none: DFLASH_MLX_COMPILE is off" in render({**sound, "traced": doctor._traced(None)})
+    assert "compiled    none: DFLASH_MLX_COMPILE is off" in render({**sound, "traced": doctor._traced(None)})
 
 
 def test_a_fault_that_several_steps_meet_is_said_once(monkeypatch):
@@ -215,7 +217,7 @@ def test_wrong_taps_that_fit_are_a_suspicion_not_a_fault(tmp_path):
     path = copy(tmp_path)
     rewrite(path, dflash_config={"target_layer_ids": [0, 0, 0]})
     report = diagnose("tiny", str(path), mx.float32)
-    assert report["faults"] == [] and "check its layers read, mask token, RoPE" in report["suspicions"][0]
+    assert report["faults"] == [] and "check the layers that it reads, mask token, RoPE" in report["suspicions"][0]
 
 
 def test_a_rollback_that_is_wrong_fails_its_self_test(monkeypatch):
@@ -302,7 +304,7 @@ def test_taps_one_layer_off_or_out_of_order_are_suspected_by_their_tau(tmp_path,
     path = copy(tmp_path)
     rewrite(path, dflash_config={"target_layer_ids": taps})
     (suspicion,) = diagnose("tiny", str(path), mx.float32)["suspicions"]
-    assert "is what a drafter for another target gives; 2.3 is expected: check its layers read, mask token" in suspicion
+    assert "is what a drafter for another target gives; 2.3 is expected: check the layers that it reads, mask token" in suspicion
 
 
 def test_a_mask_row_of_zeros_is_suspected(tmp_path):
