@@ -302,7 +302,8 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     tests["rows"] = (
         "passed: a pass over many tokens gives the same logits, bit for bit, as one token at a time"
         if difference == 0
-        else f"passed: a pass over many tokens rounds differently from one token at a time; the likeliest token agrees in {100 * agree:.0f} %"
+        else "passed: a pass over many tokens rounds differently from one token at a time; the likeliest token agrees in "
+        f" {100 * agree:.0f} %"
     )
     return tests
 

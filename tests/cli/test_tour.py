@@ -55,7 +55,7 @@ def test_pages_are_the_same_up_to_figures_and_no_further():
     other = re.sub(r"\d+\.\d+ tokens/s", "99.25 tokens/s", re.sub(r"(?<=\d) MB\b", " GB", page))
     assert other != page and not tour.differences(page, other)
     # What a first answer of a slower machine says besides.
-    wait = "Timing the model and its drafter once, 10 s at most: the next answers then draft where it is faster. Ctrl-C\nskips this.\n"
+    wait = "Timing the model and its drafter once, 10 s at most: it drafts where it is faster. Ctrl-C skips\nthis.\n"
     late = "Not done after 10 s; the next run tries again. To time them without a limit: dflash-mlx doctor --model tiny\n"
     late += "--draft-model tiny\n"
     assert not tour.differences(page, page.replace("number.\n```", f"number.\n{wait}{late}```", 1))

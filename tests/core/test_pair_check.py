@@ -160,7 +160,7 @@ def test_a_prompt_against_the_drafters_mode_is_warned_of(tmp_path):
     assert drafter.stated_thinking == (False, "its card")
     with pytest.warns(
         UserWarning,
-        match=r"thinking is on, but this drafter was trained without it \(its card\): .* Use --no-thinking \(enable_thinking=False",
+        match=r"trained without it \(its card\): .* Use --no-thinking \(enable_thinking=False",
     ):
         got = run(model, drafter, rendered(tokenizer, enable_thinking=True), 8, tokenizer)
     assert ids_of(got) == greedy_ids(model, rendered(tokenizer, enable_thinking=True), 8)
