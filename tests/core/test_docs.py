@@ -29,10 +29,12 @@ DRAFTERS = ("z-lab/Qwen3-8B-DFlash-b16",)
 
 # Run here, with what is added so that they end soon.
 RUN = {
-    'dflash-mlx generate --model mlx-community/Qwen3-8B-4bit --draft-model auto -p "Write a haiku about tides."': "-m 8 --raw",
+    'dflash-mlx generate --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking -p "Write a haiku about tides."': "-m 8",
     "dflash-mlx convert --hf-path Qwen/Qwen3-8B --mlx-path qwen3-8b-4bit -q": "",
     "dflash-mlx models": "",
 }
+# What `tiny` lacks, and README's --no-thinking needs.
+TEMPLATE = "{{ messages[-1]['content'] }}{% if enable_thinking %}<think>{% endif %}"
 # Run by scripts/ci.sh: what it says of them.
 CI = {
     'pip install -e . && dflash-mlx generate -p "Explain why the sky is blue."': '"$env/bin/dflash-mlx" generate -m 16',
@@ -84,6 +86,8 @@ def hub(tmp_path_factory):
             for file in source.iterdir():
                 shutil.copy(file, repo / "blobs" / file.name)
                 (snapshot / file.name).symlink_to(repo / "blobs" / file.name)
+            if source.name == "target":
+                (snapshot / "chat_template.jinja").write_text(TEMPLATE)
     return {**os.environ, "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
 
 
