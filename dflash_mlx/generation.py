@@ -1,6 +1,6 @@
 """The public face of generation: mlx-lm's functions, with a DFlash drafter as `draft_model`.
 
-Puts text, counts and rates round the tokens of `loop`. Everything that is refused before a run is refused in `options`.
+Turns the tokens of `loop` into responses with text, counts and rates. `options` checks the arguments.
 """
 
 from __future__ import annotations
@@ -84,22 +84,23 @@ def stream_generate(
 
     Args beyond mlx-lm's:
       draft_model: what `load_drafter` returned for this model object. None: mlx-lm's own loop; so with an ordinary mlx-lm model.
-      prompt_cache: a list that a drafter was used with goes on without one too; it is then the target's alone. Copy or save
-        it when its stream has ended or was closed: a copy made before is refused.
-      block_size: slots drafted and verified in every round, the anchor included; 1: no drafting. None: passes are timed once on
-        this machine, and each round verifies as many drafts as pay, or none. `num_draft_tokens` is the same less one.
+      prompt_cache: from `make_prompt_cache`. One that was used with a drafter can go on without it, and is then the target's
+        alone. Copy or save it only after its stream has ended or was closed: an earlier copy is refused.
+      block_size: tokens per block, the anchor included; 1: no drafting. None: passes are timed once on this machine, and each
+        round verifies the number of drafts that is fastest, which may be none. `num_draft_tokens` is the same minus one.
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
       acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too; the
         text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
-      prompt_lookup: draft what followed the last tokens where they stood before. None: where that pays, at no fixed block_size.
-      proposers: further draft sources (`proposers.Proposer`), asked before each round.
-      constraint: what the answer may say, such as `constraint.json_schema(schema)`. What it forces is drafted for nothing.
-      text_stream: how ids become text, a leading blank for one; None: `TextStream(tokenizer, prompt)`.
+      prompt_lookup: also draft by copying what followed the last tokens earlier in the text. None: where that is faster, unless
+        block_size is given.
+      proposers: your own draft sources (`proposers.Proposer`), asked before each round.
+      constraint: what the answer may say, such as `constraint.json_schema(schema)`. Tokens that it forces need no drafter pass.
+      text_stream: the detokenizer; None: `TextStream(tokenizer, prompt)`.
       logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
-      exact: ids and log-probabilities are the same bits with any drafter, block size or lookup, or none, on a GPU too. What
-        cannot be so is refused; without a drafter it is our own loop, with `stats`.
-      keep_rounds: False keeps only the summary of a long run in `stats`. copy: the old name of prompt_lookup.
-    Greedy (no sampler) is mlx-lm's. Processors are called for committed rows only, one wait a row.
+      exact: ids and log-probabilities have the same bits with any drafter or none, any block size and prompt lookup, on a GPU
+        too. Options that rule this out are refused. Without a drafter, too, our own loop runs, and there are `stats`.
+      keep_rounds: False keeps only a summary in `stats`, for long runs. copy: the old name of prompt_lookup.
+    Without a sampler it is greedy, as mlx-lm is. Logits processors see committed tokens only, and cost one wait per token.
 
     Raises:
       GenerationError, CacheError, PairError: an option that cannot be honoured, before anything runs.
@@ -148,8 +149,8 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
                 run.drafter.model.pair.after_answer()
                 return
     raise GenerationError(
-        "this stream has given its prompt cache up to a later call, and cannot go on",
-        "Give streams that are read by turns a prompt cache each",
+        "a later call uses this stream's prompt cache, so this stream cannot go on",
+        "Give each stream a prompt cache of its own",
     )
 
 

@@ -1,7 +1,7 @@
 """The loop: prefill, then rounds of propose, verify, accept, commit and emit until EOS or max_tokens.
 
-In a run nothing else changes a cache of either model. Knows no files, no text and no terminals.
-Read `generate_steps` first: it is the whole method. `generation` puts text and counts round it.
+Only this module changes the caches of the two models during a run. It knows nothing of files, text or terminals.
+Read `generate_steps` first: it is the whole method. `generation` makes responses of its tokens.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .verify import verify_block
 
 # One step: (token, log-probabilities [V], whether it was drafted).
 Step = tuple[int, mx.array, bool]
-# Kinds of cache entries in which two passes of one row can be undone, one after the other.
+# Cache entries that can undo two single-token passes, one after the other.
 _UNDONE_TWICE = (KVCache, QuantizedKVCache, ArraysCache)
-# Kinds of cache entries with arrays that the tokens read so far did not need.
+# Cache entries whose arrays may still be unevaluated after the tokens were read.
 _LEFT_LAZY = (ArraysCache, RotatingKVCache, ConcatenateKVCache)
-# Features that may wait for the drafter while it is not used: its keys and values cost 1 to 4 % of decoding on a CPU.
+# Bytes of features that may wait for the drafter while it is idle: computing its keys and values costs 1 to 4 % on a CPU.
 _PENDING_BYTES = 32 << 20
 
 
 def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
     """Yield committed tokens.
 
-        propose   fill a block behind the anchor with drafts; none where plain decoding is faster
-        verify    one target pass over the block
-        accept    wait for the pass: the drafts that the target agrees with, and one token of its own, the bonus
-        commit    keep these rows; the rest is rolled back behind the next draft
+        propose   draft tokens to follow the anchor; none where plain decoding is faster
+        verify    start one target pass over anchor and drafts
+        accept    wait for the pass: keep the drafts that the target agrees with, and one token of its own, the bonus
+        commit    keep their rows in the caches; the others are rolled back once the next draft is enqueued
         emit      hand out the tokens; the bonus is the next anchor
 
     A round waits for the device once, or twice where the drafter's confidence decides how many drafts are verified.
@@ -68,9 +68,10 @@ def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
 
 
 def plain_rounds(run: Run, output: PendingPass) -> Iterator[Step]:
-    """Plain decoding from a target pass over the anchor alone, until drafts are due. Returns the next anchor.
+    """Decode one token per pass until it is time to draft. Returns the next anchor.
 
-    The row is kept whatever it says. So the next pass starts from the token on the device, before the host reads it.
+    output: a target pass over the anchor alone. Its row is always kept, so the next pass can be enqueued before the host has
+    read this one's token: it takes the token from the device.
     """
     while True:
         run.commit_row(output)
@@ -91,8 +92,8 @@ class PendingPass:
     """A target pass over the anchor and `draft.width` drafts that is enqueued and not read yet.
 
     anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it; seconds: spent so far.
-    features: [1, width + 1, n_taps * H]; token: gives the target's choice [1] at width 0; read: waits for the result.
-    sliding: what undoes passes of the drafter after this round's; may_be_nonfinite: kernels or the accelerator ran in it.
+    features: [1, width + 1, n_taps * H]; token: at width 0, returns the target's token [1] on the device; read: waits for the
+    result. sliding: the drafter's sliding-window arrays after this round; may_be_nonfinite: kernels or the accelerator ran.
     """
 
     anchor: mx.array
@@ -109,7 +110,7 @@ class PendingPass:
 
 @dataclass
 class Kept:
-    """What a pass that was read has decided."""
+    """A pass that was read, and what is kept of it."""
 
     output: PendingPass
     result: RoundResult
@@ -146,13 +147,13 @@ class Run:
         self.drafter = self.proposer_class(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
-        # Who drafts in the next round, and how many of the drafter's drafts were chosen for it, if that is known.
+        # The draft source of the next round, and its width if it was chosen already.
         self.proposer: Proposer | DrafterProposer = self.drafter
         self.next_width: int | None = None
         self.counter = RoundCounter(stats, policy, self.drafter)
-        # Whether two passes of one row can be undone: a full ring has lost the row that the second one replaced.
+        # Whether two single-token passes can be undone. A full ring buffer cannot: the second pass overwrote a row.
         self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
-        # Entries whose arrays a pass or a rollback leaves lazy, and those of them that a pass does.
+        # Entries with arrays that stay unevaluated after a rollback or a pass, and those where a pass alone does that.
         self.lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
         self._states = [entry for entry in self.lazy if type(entry) is ArraysCache]
 
@@ -161,7 +162,7 @@ class Run:
         return self.emitted == self.options.max_tokens
 
     def prefill(self, prompt: list[int]) -> int:
-        """All but the last token in chunks, whose features go straight into the drafter's cache. Returns the last one."""
+        """Read the prompt in chunks, and put their features into the drafter's cache. Returns its last token, still unread."""
         cache, progress = self.cache, self.options.progress
         cache.begin()
         feed = cache.ids[cache.rows :] + prompt
@@ -171,7 +172,7 @@ class Run:
             chunk = feed[: self.target.prefill_chunk(self.rows, self.options.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
                 features = self.target(mx.array([chunk]), cache.target).features
-                # None of its rows can be kept alone.
+                # A chunk is kept or undone as a whole.
                 self.point.ended(0)
                 self.drafter.inject(features)
                 if self.quantization:
@@ -189,7 +190,7 @@ class Run:
         return feed[0]
 
     def next_draft_length(self) -> int:
-        """How many drafts to verify next; 0: plain decoding, as for the first token. Settles who drafts them."""
+        """How many drafts to verify next; 0: plain decoding, as for the first token. Sets `proposer`."""
         self.proposer, n, self.next_width = self.drafter, self.next_width, None
         if not self.emitted:
             return 0
@@ -200,7 +201,7 @@ class Run:
         return n
 
     def propose(self, anchor: int | mx.array, n: int) -> Draft:
-        """Draft what may follow the anchor, of which n are to be verified. n = 0: nothing."""
+        """Draft tokens to follow the anchor; n of them will be verified. n = 0 drafts nothing."""
         began, block = time.perf_counter(), self.stats.block_size
         with mx.stream(self.stream):
             if n and self.proposer is self.drafter:
@@ -218,7 +219,7 @@ class Run:
         return draft
 
     def _cut_by_confidence(self, draft: Draft, began: float) -> None:
-        """Wait for the drafter's confidences where they are to choose the width, or to time the draft."""
+        """Wait for the draft if its confidence chooses the width, or if this round times the draft."""
         cuts = self.policy.cuts_by_confidence and draft.confidence is not None
         if cuts or self.stats.times_next_round:
             draft.read()
@@ -226,11 +227,11 @@ class Run:
         if cuts:
             draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
             if not self.target_sampler.set_width(draft, width):
-                # A plain pass follows, and the drafter has what was pending.
+                # A plain pass follows. The drafter's pass has put the pending rows into its cache.
                 self.drafter.mark_injected(self.rows)
 
     def verify(self, anchor: int | mx.array, draft: Draft, lookahead: bool = False) -> PendingPass:
-        """Enqueue the target's pass over the block [anchor, drafts...] and the accepting of its drafts."""
+        """Enqueue the target's pass over [anchor, drafts...], and the comparison of its tokens with the drafts."""
         with mx.stream(self.stream):
             self.roll_back()
             began = time.perf_counter()
@@ -240,15 +241,15 @@ class Run:
         return output
 
     def mark_rollback_point(self) -> None:
-        """Remember the target's cache as it is in front of a pass."""
+        """Remember the state of the target's cache before a pass."""
         if self.quantization and self.rows > self.prompt_end:
-            # As mlx-lm does, behind a pass: the first one may find a cache that is not quantized yet.
+            # After a pass, as mlx-lm does: the first pass may still find a cache that is not quantized.
             self.quantization.apply(self.cache)
         self.point = rollback_point(self.cache.target, self.rows)
 
     def _enqueue(self, anchor: mx.array, draft: Draft, lookahead: bool) -> PendingPass:
         drafted, by_drafter = draft.row, draft.by_drafter
-        # Where the drafter did not run its entries are as they were: nothing of them is new.
+        # If the drafter did not run, its entries have not changed.
         context = [entry.state for entry in self.cache.drafter] if by_drafter else []
         confidence = None if draft.drafted_ids else draft.confidence
         output = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
@@ -260,7 +261,7 @@ class Run:
         return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
     def accept(self, output: PendingPass) -> Kept:
-        """Wait for a round: the drafts that the target agrees with, and its bonus."""
+        """Wait for the pass; run it again without kernels if it was not finite."""
         while True:
             try:
                 return self.read(output)
@@ -268,7 +269,7 @@ class Run:
                 output = self.retry(output)
 
     def read(self, output: PendingPass) -> Kept:
-        """Wait for a pass. NotFiniteError: a kernel of ours was at fault. It is off now, and the pass is to run once more."""
+        """Wait for a pass. Raises NotFiniteError if one of our kernels failed: they are off now, and the pass must run again."""
         began = time.perf_counter()
         with mx.stream(self.stream):
             result = output.read()
@@ -276,7 +277,7 @@ class Run:
         return Kept(output, result)
 
     def retry(self, output: PendingPass, following: PendingPass | None = None) -> PendingPass:
-        """Undo a target pass, and the plain one after it, and enqueue it once more."""
+        """Undo a target pass, and the plain one enqueued after it, and enqueue it again."""
         with mx.stream(self.stream):
             if following is not None:
                 rollback(self.cache.target, following.point, following.point.length)
@@ -292,19 +293,19 @@ class Run:
         return again
 
     def commit_row(self, output: PendingPass) -> None:
-        """Keep the anchor's row of a plain pass, before it is read."""
+        """Keep the anchor's row of a plain pass, before the pass is read."""
         with mx.stream(self.stream):
             self.drafter.context.pending.append(output.features)
         self.rows += 1
 
     def commit(self, kept: Kept) -> None:
-        """Keep the anchor and the accepted drafts. Unless that is all of the pass, `roll_back` takes the others back later."""
+        """Keep the rows of the anchor and the accepted drafts. `roll_back` removes the others later."""
         with mx.stream(self.stream):
             features = keep_rows(self, kept)
             evaluate(self.lazy if kept.result.accepted == kept.output.draft.width else [], features)
 
     def roll_back(self) -> float:
-        """Take back what the last pass holds beyond the kept rows: behind the next draft, which needs none. Returns: seconds."""
+        """Remove rejected rows from the target's cache, once the next draft is enqueued, which needs none. Returns: seconds."""
         began = time.perf_counter()
         if self.rows < self.point.length + self.point.rows:
             rollback(self.cache.target, self.point, self.rows)
@@ -321,7 +322,7 @@ class Run:
         else:
             self.options.progress(self._prompt_rows, self._prompt_rows)
         for i, token in enumerate([*result.drafted[: result.accepted], result.bonus]):
-            # Made first: where that fails, the token was not handed out.
+            # First, because it may fail: the token is then not counted as handed out.
             row = result.row_logprobs(i)
             self.cache.ids.append(token)
             self.target_sampler.history.append(token)
@@ -333,41 +334,41 @@ class Run:
                 mx.clear_cache()
 
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
-        """Enqueue the plain pass after a plain one before that one is read; None: the host has a say in between."""
+        """Enqueue the next plain pass before the last one is read. None: the host has to decide something in between."""
         self.next_width = None
         last, measures = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
-        # A pass that may have to run again is not followed by one that changes the cache otherwise than by a row.
+        # A pass that may have to run again must be the last one, unless both can be undone.
         quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self.prompt_end + 1)
         may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._two_undoable)
         if last or measures or self.target_sampler.processors or may_be_nonfinite:
             return None
         n = self._draft_length()
-        # What a text offers depends on the token.
+        # A draft source that copies needs to know the token first.
         if n or self._best_source(0)[1]:
             self.next_width = n
             return None
         return self.verify(token := output.token(), self.propose(token, 0), lookahead=True)
 
     def _draft_length(self) -> int:
-        """How many of the drafter's drafts to verify next."""
+        """How many of the drafter's drafts the policy wants to verify next."""
         return self._limit(self.policy.next_length(self.rows - self.drafter.context.rows))
 
     def _best_source(self, n: int) -> tuple[Proposer | None, int]:
-        """The source to ask in place of n drafts of the drafter, and how many of its drafts to verify; 0: none."""
+        """The draft source that beats n drafts of the drafter, and how many of its drafts to verify; 0: none does."""
         proposer, rates = best_offer(self.proposers, self.cache.ids, self.stats.block_size - 1)
         return proposer, min(self._limit(self.policy.prompt_lookup_width(n, rates)), len(rates)) if rates else 0
 
     def _limit(self, width: int) -> int:
-        """A width that the target's table of positions and the next quantization of its cache leave room for."""
+        """Cut a width to the target's last position, and to the row where its cache will be quantized."""
         if self.target.positions is not None:
             width = max(min(width, self.target.positions - self.rows - 1), 0)
-        # Plain decoding quantizes its cache after row start - 1, so no block may reach over that row.
+        # Plain decoding quantizes the cache after row start - 1, so no block may cross it.
         return self.quantization.cut(self.rows, width) if self.quantization else width
 
     def settle(self) -> None:
-        """Leave both caches at the tokens that were handed out, whatever was going on."""
+        """Bring both caches to the tokens that were handed out, however the run ended."""
         cache, point = self.cache, self.point
-        # The last token handed out is the anchor: the target does not hold it. Only what the last pass did can be undone.
+        # The last token handed out is the anchor, which is not in the target's cache. Only the last pass can be undone.
         keep = max(point.length, min(self.rows, len(cache.ids) - 1))
         with mx.stream(self.stream):
             plain_windows(cache.target)
@@ -376,12 +377,12 @@ class Run:
                 self.quantization.apply(cache)
             cache.features, cache.rows = self.drafter.settle(keep), keep
             cache.write()
-            # What is lazy, such as a replayed state, is computed now: the cache may go on in another thread.
+            # Evaluate now: another thread may continue the cache, and could not.
             mx.eval([entry.state for entry in cache.entries])
 
 
 def evaluate(entries: list[Any], *arrays: mx.array) -> None:
-    """Evaluate what the next pass reads: another thread may ask for it, which cannot evaluate what is lazy here."""
+    """Start evaluating what the next pass reads: it may run in another thread, which cannot evaluate this one's arrays."""
     mx.async_eval([entry.cache if type(entry) is ArraysCache else (entry.keys, entry.values) for entry in entries], *arrays)
 
 
@@ -391,27 +392,27 @@ def _row(anchor: int | mx.array) -> mx.array:
 
 
 def keep_rows(run: Run, kept: Kept) -> mx.array:
-    """`Run.commit` without handing anything to the device. Returns: the kept rows' features, [1, n, n_taps * H]."""
+    """`Run.commit` without evaluating anything. Returns: the kept rows' features, [1, n, n_taps * H]."""
     output, n = kept.output, kept.result.accepted + 1
     features, rows = output.features[:, :n], run.rows + n
     if output.draft.by_drafter:
         run.rows, run.drafter.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
     else:
-        # The drafter was not asked: these rows wait for it with those before them.
+        # The drafter did not run: these rows are pending too.
         run.drafter.context.pending.append(features)
         run.rows = rows
     return features
 
 
 def make_run(options: RunOptions, pair: DFlashPair, cache: PairCache) -> Run:
-    """A run that has not begun. Everything that can be refused was (`RunOptions`)."""
+    """A run that has not started. `RunOptions` has already refused what cannot be honoured."""
     proposers = [*([PromptLookupProposer()] if options.uses_prompt_lookup else []), *(options.proposers or ())]
     sampler, proposers = make_sampler(options, proposers)
     block_size = options.block_size or pair.drafter.config.block_size
     if options.block_size is None and options.acceptance == "match":
         policy: DraftLengthPolicy | FixedDraftLength = pair.draft_length_policy(options.stream)
     else:
-        # Drafts that are drawn give the same text for a seed only at the same widths: none is chosen by time.
+        # Where drafts are sampled, a seed gives the same text only with the same widths, so timing must not choose them.
         policy = FixedDraftLength(block_size - 1)
     stats = GenerationStats(block_size, options.keep_rounds, rule=policy)
     return (pair.run_class or Run)(options, pair, cache, sampler, proposers, policy, stats)

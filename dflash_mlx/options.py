@@ -1,4 +1,4 @@
-"""What is asked of a run before it begins: options and prompts that cannot be honoured are refused, doubtful ones warned of."""
+"""Checks the arguments of a run before it starts: refuses what cannot be honoured, and warns of what is doubtful."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .text import TextStream, encode
 
 @dataclass
 class RunOptions:
-    """The arguments of `stream_generate`, by their names; what is wrong with them for any run is refused when this is made."""
+    """The arguments of `stream_generate`, by name. Making one refuses what is wrong in any run, with a drafter or without."""
 
     model: nn.Module
     tokenizer: Any
@@ -93,13 +93,13 @@ class RunOptions:
 
     @property
     def uses_prompt_lookup(self) -> bool:
-        """By default where the policy weighs it against the drafter and plain decoding."""
+        """On by default when a draft-length policy can weigh it against the drafter and plain decoding."""
         default = self.block_size is None and self.acceptance == "match"
         return default if self.prompt_lookup is None else self.prompt_lookup
 
     @functools.cached_property
     def quantization(self) -> KVQuantization | None:
-        """What `kv_bits` and the options beside it ask for, tried on three rows.
+        """How to quantize the KV cache (`kv_bits` and the options beside it), tried on three rows.
 
         Raises:
           GenerationError: mlx-lm cannot run this target with it.
@@ -112,7 +112,7 @@ class RunOptions:
         return quantization
 
     def check_plain(self) -> None:
-        """Refuse what needs a DFlash drafter, and what mlx-lm's own loop would drop.
+        """Refuse options that need a DFlash drafter, and options that mlx-lm's own loop would ignore.
 
         Raises:
           GenerationError, CacheError: names the option.
@@ -139,7 +139,7 @@ class RunOptions:
         check_window(self.model, self.max_kv_size)
 
     def check_drafter(self) -> Drafter:
-        """The DFlash drafter. Refuses what cannot run with it, and settles `block_size`.
+        """The DFlash drafter. Refuses options that cannot run with it, and sets `block_size`.
 
         Raises:
           GenerationError, PairError: names the option.
@@ -167,13 +167,13 @@ class RunOptions:
         return self.draft_model
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
-        """Refuse a prompt that the target cannot run after what the cache holds; warn of one beyond the drafter."""
+        """Refuse a prompt that is too long for the target, after what the cache holds; warn if it is too long for the drafter."""
         check_ids(self.prompt_ids, target.vocabulary)
         check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
         check_template(self.draft_model, self.tokenizer, self.prompt_ids)
 
     def warn_of_unused_kv_bits(self, rows: int) -> None:
-        """Say at the end of a run of so many rows that `kv_bits` came to nothing."""
+        """Warn at the end of a run of `rows` tokens if `kv_bits` had no effect."""
         if self.quantization and rows <= self.quantization.start:
             warnings.warn(
                 f"kv_bits={self.kv_bits} had no effect: a cache is quantized from row {self.quantization.start} on and this run "
@@ -193,7 +193,7 @@ def check_ids(ids: list[int], rows: int) -> None:
 
 
 def check_draft_model(draft_model: Any) -> None:
-    """Refuse what is no model, such as a path or, in mlx-lm's order of arguments, a size."""
+    """Refuse what is not a model, such as a path."""
     if draft_model is not None and not isinstance(draft_model, nn.Module):
         raise GenerationError(
             f"draft_model is {draft_model!r}; it must be what load_drafter or load returns",
@@ -202,7 +202,7 @@ def check_draft_model(draft_model: Any) -> None:
 
 
 def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: int | None) -> int | None:
-    """The block size that was asked for, checked; None: any."""
+    """The block size that the user gave, checked; None: the policy chooses."""
     if num_draft_tokens is not None:
         if block_size is not None and block_size != num_draft_tokens + 1:
             raise GenerationError(

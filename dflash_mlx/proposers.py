@@ -1,4 +1,4 @@
-"""Where drafts come from: the drafter's blocks, the text itself, or a source of the user's own.
+"""Where drafts come from: the drafter, prompt lookup, or a draft source of the user's own.
 
 Knows the drafter and its context cache. Knows nothing of the target's passes, of acceptance, or of when to draft.
 
@@ -35,8 +35,8 @@ class Draft:
     ids: list[int] | mx.array
     confidence: mx.array | None = None
     source: str = "plain"
-    # The loop sets these. width: how many ids are verified; confidence_cut: the confidences chose it. seconds: spent so far;
-    # draft_s: those until the host had read the draft, None if it did not wait; drafted_ids: what it read, ids and confidences.
+    # The loop sets these. width: how many ids are verified; confidence_cut: whether their confidence chose it; seconds: spent so
+    # far; draft_s: seconds until the host had read the draft, None if it did not wait; drafted_ids: the ids and confidences.
     width: int = 0
     seconds: float = 0.0
     draft_s: float | None = None
@@ -57,44 +57,44 @@ class Draft:
 
 
 def check_draft(draft: Draft, vocabulary: int) -> None:
-    """Refuse ids without a row in the target's embedding of so many rows."""
+    """Refuse ids that are not below `vocabulary`, the rows of the target's embedding."""
     wrong = [i for i in draft.ids if not 0 <= i < vocabulary] if isinstance(draft.ids, list) else []
     if wrong:
         raise GenerationError(
             f"the draft source {draft.source!r} drafted token {wrong[0]}; the target's tokens are 0 to {vocabulary - 1}",
-            "Mend its propose",
+            "Correct its propose method",
         )
 
 
 class Proposer(Protocol):
-    """A draft source that needs no pass of a model. It is asked before each round; the best offer is verified.
+    """A draft source that runs no model. It is asked before each round, and the most promising one drafts.
 
-    source: its name.
+    source: its name in `rounds` and `stats.sources`.
     """
 
     source: str
 
     def rates(self, ids: Sequence[int], n: int) -> Sequence[float]:
-        """What the next n drafts are worth: how likely each is accepted if those before it are; [] where there are none.
+        """How likely each of the next n drafts is accepted if those before it are; [] if it has no drafts.
 
-        ids: every committed token, the prompt's too, the anchor last. It is the same list each time, and only grows.
+        ids: all committed tokens with the prompt, the anchor last. The same list at each call; it only grows.
         """
 
     def propose(self, anchor: mx.array, n: int) -> Draft:
-        """At most n tokens to follow those that `rates` was given last, at least as many as it gave rates for.
+        """At most n tokens to follow the ids that `rates` saw last, and at least as many as it returned rates for.
 
         anchor: [1], the last committed token.
         """
 
 
 def best_offer(proposers: Sequence[Proposer], ids: list[int], n: int) -> tuple[Proposer | None, list[float]]:
-    """Whose n drafts promise most after these ids, and its rates; [] where there are none."""
+    """The proposer with the most expected tokens in n drafts, and its rates; (None, []) if none has drafts."""
     offers = [(proposer, list(proposer.rates(ids, n))) for proposer in proposers]
     return max(offers, key=lambda offer: expected_tokens(offer[1])[-1], default=(None, []))
 
 
 class PromptLookupProposer:
-    """Drafts what followed the last tokens where they stood before."""
+    """Drafts by copying: what followed the last tokens earlier in the text."""
 
     source = "prompt_lookup"
 
@@ -109,10 +109,10 @@ class PromptLookupProposer:
 
 
 class Context(NamedTuple):
-    """How far the drafter's cache is. Replaced as a whole, so that an interruption falls before or after.
+    """What the drafter's cache holds. Replaced as a whole, so that an interruption falls before or after a change.
 
-    rows: context rows that the cache holds; pending: the target's features of the rows behind them; sliding: what puts the
-    cache's sliding entries back to `rows` (see `DrafterProposer.sliding`).
+    rows: context rows in the cache; pending: the target's features of the rows that follow, not in it yet; sliding: the arrays
+    that put sliding-window entries back to `rows` (see `DrafterProposer.sliding`).
     """
 
     rows: int
@@ -121,12 +121,12 @@ class Context(NamedTuple):
 
 
 class DrafterProposer:
-    """Drafts by a pass of the drafter over a block, and keeps up its context.
+    """Drafts by a pass of the drafter over a block, and keeps its context cache up to date.
 
         target's rows     p0 ... pm  ... pn        n + 1 rows
-        drafter's rows    p0 ... pm                m + 1 rows; those behind are pending, as features
+        drafter's rows    p0 ... pm                m + 1 rows; the others are pending: their features are kept
 
-    cache: the drafter's entries; features: those pending, [1, S, n_taps * H] or None; rows: the target's.
+    cache: the drafter's cache entries; features: pending ones, [1, S, n_taps * H] or None; rows: in the target's cache.
     """
 
     source = "drafter"
@@ -142,38 +142,38 @@ class DrafterProposer:
     ):
         self.model, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
         self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
-        self.skipped = self.context.rows - cache[0].offset  # rows in front that no drafter saw: `PairCache.adopt`
+        self.skipped = self.context.rows - cache[0].offset  # first rows, read before there was a drafter: `PairCache.adopt`
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """Enqueue n drafts after the anchor [1], or as many of them as the policy needs for a width. Nothing is pending then."""
+        """Enqueue a drafter pass for n drafts after the anchor [1], or fewer if the policy wants fewer. Then no rows are pending."""
         features, rows = self.context.pending.joined(), self.context.rows
         args = (anchor, features, self.cache, rows - self.skipped, n + 1), self.policy.drafts_needed(width)
         drafted, confidence = self._sampler.draft(self.model, *args, position=rows + features.shape[1] + 1)
         draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
-        # Begun before the host builds the target's pass: for a large model that takes as long as the draft takes on the device.
+        # Started before the host builds the target's pass, which for a large model takes as long as the draft on the device.
         mx.async_eval(draft.row, draft.confidence)
         return draft
 
     def inject(self, *features: mx.array) -> None:
-        """Put what is pending into the cache, and these rows [1, S, n_taps * H] behind it. `context` follows by `injected`."""
+        """Put the pending rows and these [1, S, n_taps * H] into the cache. The caller then sets `context` (see `injected`)."""
         self.model.inject(self.context.pending.joined(*features), self.cache, self.context.rows - self.skipped)
 
     def injected(self, rows: int) -> Context:
-        """The context once the cache holds so many rows and nothing is pending."""
+        """The context of a cache that holds `rows` rows, with none pending."""
         return Context(rows, FeatureRows(), self.sliding())
 
     def mark_injected(self, rows: int) -> None:
-        """What was pending is in the cache, which holds so many rows now."""
+        """Record that the pending rows are in the cache, which now holds `rows`."""
         mx.async_eval([entry.state for entry in self.cache])
         self.context = self.injected(rows)
 
     def sliding(self) -> list[Any]:
-        """The arrays that undo a pass in the sliding entries. Of the others, None, rows are cut, and their arrays are not held:
-        MLX would copy what it writes in place."""
+        """Per cache entry, the arrays that undo a pass in a sliding-window entry. None for the others: they are cut instead, and
+        holding their arrays would make MLX copy what it now writes in place."""
         return [None if isinstance(entry, KVCache) else entry.state for entry in self.cache]
 
     def settle(self, rows: int) -> mx.array | None:
-        """Undo what an interrupted pass did to the cache. Returns: the features that are pending at so many target rows."""
+        """Undo an interrupted pass in the cache. Returns: the features that are pending when the target has `rows` rows."""
         for entry, state in zip(self.cache, self.context.sliding, strict=True):
             # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
             if state is None:

@@ -1,9 +1,9 @@
-"""Rolling caches back: what each kind of cache entry needs to keep any number of rows of one target pass.
+"""Rollback: keep the first rows of a target pass in every kind of mlx-lm cache, and remove the others.
 
-Knows mlx-lm's cache classes. Knows nothing of models, tokens' meaning or the loop.
+Knows mlx-lm's cache classes. Knows nothing of models, tokens or the loop.
 
 A target pass over a block is undone in two calls: `rollback_point(entries, length)` before it, `rollback(entries, point, keep)`
-after it. What an entry can do decides how (`_CUT` and the two kinds beside it):
+after it. The kind of entry decides how (`_CUT` and the two kinds beside it):
 
     entry                                       before the pass          to keep the first n rows of it
     KV, quantized, chunked, concatenated, MLA   its offset               cut the rows behind
@@ -55,7 +55,7 @@ def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.
 
 
 def _cut_concatenated(entry: ConcatenateKVCache, n: int) -> None:
-    """Drop the last n rows; mlx-lm's own trim moves the offset and leaves the rows, which the next update brings back."""
+    """Drop the last n rows. mlx-lm's own trim only moves the offset, and the next update would bring the rows back."""
     length = entry.offset - n
     entry.keys, entry.values, entry.offset = entry.keys[..., :length, :], entry.values[..., :length, :], length
 
@@ -68,7 +68,7 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
         ring      r8 r9 r4 r5 r6 r7     after a pass of one row: it took the place of r(offset - 1 - M), which no later
                                         row may see; move the mark back and the next row is written there
 
-    With kept rows (`keep`) all of this goes on behind them.
+    With `keep` first rows that always stay, all of this happens after them.
     """
     length, mark, held = entry.offset - n, entry._idx - n, entry.keys.shape[2]
     if entry._idx < held:
@@ -78,7 +78,7 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
         return
     k, v = entry.keys, entry.values
     if mark < min(length, entry.max_size):
-        # The whole pass goes: one row short of a full ring. Any row may fill the oldest place, which nobody sees.
+        # The whole pass is dropped: one row is then missing to a full ring. Any row may fill the oldest place: it is never seen.
         at = entry.keep
         k, v = (mx.concatenate([a[..., :at, :], a[..., mark : mark + 1, :], a[..., at:mark, :]], axis=2) for a in (k, v))
         mark += 1
@@ -86,7 +86,7 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
     entry.offset, entry._idx = length, mark
 
 
-# How an entry that holds one row a token drops its last n rows.
+# How an entry with one row per token drops its last n rows.
 _CUT: dict[type, Callable[[Any, int], Any]] = {
     KVCache: KVCache.trim,
     QuantizedKVCache: QuantizedKVCache.trim,
@@ -131,10 +131,10 @@ class RollbackPoint:
 
     length: rows committed before the pass.
     saved: per entry its offset, its arrays, or a list of these. Nothing is copied.
-    rows: rows of the pass once it has ended; 0 before, and for ever if it was interrupted.
+    rows: rows of the pass after it has ended; 0 before that, and if it was interrupted.
     replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the one module that changed the
-      entry's arrays. Who ran the pass puts them here; they hold that module's inputs, a block's rows and no more.
-    whole: id(entry) -> its attributes, until the pass has ended: an interruption may come between an entry's keys and values.
+      entry's arrays. The pass puts them here; they hold that module's inputs for the block.
+    whole: id(entry) -> its attributes until the pass has ended, because an interruption may fall between keys and values.
     """
 
     length: int
@@ -144,13 +144,13 @@ class RollbackPoint:
     whole: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def ended(self, rows: int) -> None:
-        """The pass is enqueued, and so many of its rows may be kept. Lets go of arrays that it has replaced."""
+        """The pass is enqueued, and `rows` of its rows can be kept. Releases the arrays that it replaced."""
         self.rows = rows
         self.whole.clear()
 
 
 def rollback_point(entries: Sequence[Any], length: int) -> RollbackPoint:
-    """Remember the entries as they are, holding `length` tokens. Cheap: references and numbers."""
+    """Remember the state of the entries, which hold `length` tokens. Cheap: references and numbers only."""
     whole = {id(entry): dict(vars(entry)) for entry in leaves(entries) if type(entry) is not ArraysCache}
     return RollbackPoint(length, [_save(entry) for entry in entries], whole=whole)
 
@@ -164,8 +164,8 @@ def _save(entry: Any) -> Any:
 def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
     """Put every entry where plain decoding would have it after `length` tokens: `point` and some rows of the pass after it.
 
-    May be called again with a smaller length, until the next pass. An interrupted pass, which may have reached some entries
-    only, can be undone as a whole.
+    May be called again with a smaller length until the next pass. An interrupted pass, which may have changed only some
+    entries, can be undone as a whole.
 
     Raises:
       CacheError: if the pass did not have so many rows, or an entry does not cut as asked.
@@ -183,12 +183,12 @@ def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
 def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
     replays = point.replays.get(id(entry), [])
     if type(entry) is CacheList:
-        # A module that is given the whole list appends to all of it when it is replayed.
+        # A module that gets the whole list appends to all of it when it is replayed.
         for inner, inner_saved in zip(entry.caches, saved, strict=True):
             _undo(inner, inner_saved, point, 0 if replays and keep < point.rows else keep)
     elif type(entry) is not ArraysCache:
         if not point.rows and (attributes := point.whole.get(id(entry))):
-            # What a pass writes into these arrays stands where no later row looks.
+            # The interrupted pass wrote only where no kept row reads.
             vars(entry).update(attributes)
         else:
             _cut_to(entry, saved, keep)
@@ -202,7 +202,7 @@ def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
 
 
 def _cut_to(entry: Any, offset: int, keep: int) -> None:
-    """Cut an entry that held `offset` rows before the pass. One that the model does not use stays where it was."""
+    """Cut an entry that held `offset` rows before the pass to `offset + keep`. One that the model does not use is left alone."""
     length = offset + keep
     if entry.offset > length:
         _CUT.get(type(entry), KVCache.trim)(entry, entry.offset - length)
@@ -214,10 +214,10 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
 
 
 class _ExactWindow(RotatingKVCache):
-    """A rotating cache whose mask for several rows is the one that single rows see: what its ring would hold for each.
+    """A rotating cache whose mask for several rows shows each row what it would see alone.
 
-    mlx-lm's lets row j of a cache with kept rows lose the j oldest rows of the buffer, which are the kept ones; and a window
-    beyond the cache's own lets it see rows that its ring has dropped.
+    mlx-lm's own mask hides the j oldest rows of the buffer from row j, also those that `keep` should keep; and with a window
+    larger than the cache it shows rows that the ring has dropped.
     """
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
@@ -243,7 +243,7 @@ class _ExactWindow(RotatingKVCache):
 
 @contextmanager
 def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
-    """For one pass over a block: its rows see through rotating caches what they would see one at a time."""
+    """During one pass over a block, let each row see in rotating caches what it would see alone."""
     try:
         for entry in leaves(entries):
             if type(entry) is RotatingKVCache:
@@ -254,14 +254,14 @@ def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
 
 
 def plain_windows(entries: Sequence[Any]) -> None:
-    """Give rotating caches mlx-lm's own class back, also where an interruption kept `exact_windows` from it."""
+    """Give rotating caches mlx-lm's own class back, also after an interruption of `exact_windows`."""
     for entry in leaves(entries):
         if type(entry) is _ExactWindow:
             entry.__class__ = RotatingKVCache
 
 
 def cut_entries(entries: Sequence[Any], length: int) -> bool:
-    """Cut entries that mlx-lm calls trimmable to `length` rows; False, and nothing is cut, where rows in front are gone."""
+    """Cut trimmable entries to `length` rows. False, and nothing is cut, if a chunked entry has lost rows that it would need."""
     every = list(leaves(entries))
     for entry in every:
         # Attention starts at a chunk's first row: that must still be there.

@@ -1,6 +1,6 @@
-"""Which token a row of a block chooses: greedy, sampled, with processors; and which drafts that keeps.
+"""The target's own token for each row of a block (greedy, sampled, with logits processors), and which drafts equal it.
 
-Knows the target's rows and the drafter's; knows nothing of caches being cut or of the loop. Rules are `accept`'s.
+Knows the outputs of target and drafter. Knows nothing of rollback or the loop. `accept` has the acceptance rules.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def pack_drafts(drafted: mx.array, confidence: mx.array | None) -> mx.array:
 
 
 def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | None]:
-    """What `pack_drafts` made of n ids, read: ids and probabilities."""
+    """The reverse of `pack_drafts`, for n ids: ids and probabilities."""
     return values[:n], [value / _ONE for value in values[n:]] or None
 
 
 @dataclass
 class RoundResult:
-    """What a pass has shown.
+    """The outcome of a verified block.
 
-    drafted: the ids, of which the first `accepted` are kept; bonus: the target's own token behind them.
-    row_logprobs: from a row of the block to its log-probabilities [V]; confidence: the drafter's, where they were asked for.
+    drafted: the ids, of which the first `accepted` are kept; bonus: the target's own token after them.
+    row_logprobs: row of the block -> its log-probabilities [V]; confidence: the drafter's, if the policy wants it.
     """
 
     drafted: list[int]
@@ -50,9 +50,9 @@ class RoundResult:
 class TargetSampler:
     """Draws the target's token at each row of a block and matches the drafts with it.
 
-    processors: logits processors; with any, tokens are chosen row by row on the host, one wait a row.
-    history: what processors are shown, without the tokens that are not committed yet.
-    needs_rows: whether a greedy choice needs the rows too, not their argmax alone.
+    processors: logits processors; if there are any, the host samples row by row, with one wait per row.
+    history: the committed tokens, for the processors.
+    needs_rows: whether greedy sampling needs the log-probabilities, not only their argmax.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TargetSampler:
         self, drafter: Drafter, block: tuple[mx.array, mx.array, list[Any], int, int], n: int | None, position: int
     ) -> tuple[mx.array, mx.array | None]:
         """`Drafter.draft_with_confidence` of (anchor, features, cache, start, block_size); position: the first draft's, absolute.
-        A `Distribution` has them drawn under the noise that its own draws there will have: they match more often."""
+        With a `Distribution`, drafts are drawn with the same noise as the target's tokens, so that they match more often."""
         noise = ()
         if isinstance(self.sampler, Distribution):
             rows = self.noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
@@ -87,14 +87,14 @@ class TargetSampler:
         position: int,
         confidence: mx.array | None = None,
     ) -> tuple[Callable[[], mx.array] | None, Callable[[], RoundResult], bool]:
-        """Enqueue a pass and the accepting of its drafts while they equal the target's own choice.
+        """Enqueue the sampling of a pass's tokens and their comparison with the drafts.
 
         Shapes:
           - output: of N + 1 rows; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
-        Returns: what gives, at N = 0, the token [1] on the device (None with processors); what waits for the outcome, the round's
-          one wait, and raises NotFiniteError if one of our kernels or a compiled pass was at fault; whether one ran at all.
+        Returns: a function for the token [1] on the device at N = 0 (None with processors); a function that waits for the result,
+          the round's one wait, and raises NotFiniteError if a kernel or compiled pass failed; whether any of those ran.
         """
-        # What waits holds the states alone: logits that nobody asked for would keep the caches that they are made from.
+        # The closures below hold hidden states only: logits would keep the caches alive that they depend on.
         hidden, features, compiled = output.hidden, output.features, output.compiled
         if self.processors:
             flag = target.finite_flag(hidden, compiled=compiled)
@@ -104,7 +104,7 @@ class TargetSampler:
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, compiled), bool(flag)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if block.shape[1] and mx.default_device() != mx.cpu:
-            # The device runs the last layers while what is read of the pass is put together. A single row has the next behind it.
+            # The device starts on the last layers while the host builds the rest. After a single row the next pass does that.
             mx.async_eval(hidden, features, context)
         if self.sampler is None and not self.needs_rows and (found := target.greedy_ids(hidden)):
             choices, margin = found
@@ -133,13 +133,13 @@ class TargetSampler:
             return RoundResult(ids, n, last, row_logprobs, confidence)
 
         def row_logprobs(i: int) -> mx.array:
-            # Made again from the evaluated hidden row: the block's logits and the caches are not kept alive.
+            # Computed again from the hidden row, so that neither the block's logits nor the caches stay alive.
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
         return lambda: token, read, bool(flag)
 
     def set_width(self, draft: Any, n: int) -> int:
-        """Set the width of a `Draft` of which n are wanted: all that it has of them. Returns: the width."""
+        """Set a `Draft`'s width to n, or to the number of its ids if that is smaller. Returns: the width."""
         draft.width = min(n, draft.row.shape[1])
         return draft.width
 
@@ -150,8 +150,8 @@ class TargetSampler:
     def _match_rows(
         self, target: Target, hidden: mx.array, drafts: mx.array, count: int, position: int, flag: list[mx.array], compiled: bool
     ) -> RoundResult:
-        """With processors: row by row and only as far as drafts are accepted, so a processor with memory sees what it would
-        see in plain decoding."""
+        """With processors: sample row by row, and stop at the first rejected draft, so that a processor with a memory sees the
+        same calls as in plain decoding."""
         target.check([bits.item() for bits in flag], compiled)
         ids, confidence = unpack_drafts(drafts.tolist(), count)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)
@@ -167,7 +167,7 @@ class TargetSampler:
 
     @staticmethod
     def _logits(target: Target, hidden: mx.array) -> mx.array:
-        """`head` of sound states, before a processor sees it: again, without kernels, if one of them was at fault there."""
+        """Logits for the processors. If a kernel gave a value that is not finite, they are computed again without kernels."""
         logits = target.head(hidden)
         try:
             target.check([bits.item() for bits in target.finite_flag(hidden, logits=logits)])

@@ -18,16 +18,16 @@ def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Seq
       - anchor: [B] int32; drafted: [B, N] int32, N = width of this round
     Args:
       point: `rollback_point(cache)`
-    Returns: N + 1 rows, row i of `hidden` chooses the token after block slot i.
-    The cache then holds N + 1 rows more; the caller rolls back to `point` and keeps those it commits.
+    Returns: N + 1 rows; row i of `hidden` predicts the token after block slot i.
+    The cache then holds N + 1 more rows; the caller rolls back those that it does not commit.
     """
-    # eager: begun at its taps, so that the device works while the host builds the layers behind them. For a small model the host
-    # takes as long as the device: a plain pass of `tiny` takes 0.89 of mlx-lm's time on a CPU (2 cores, other work beside it).
+    # eager: the device starts at the taps while the host builds the later layers. For a small model the host takes as long as
+    # the device: a plain pass of `tiny` takes 0.89 of mlx-lm's time on a CPU (2 cores, loaded).
     block = mx.concatenate([anchor[:, None], drafted], axis=1) if drafted.shape[1] else anchor[:, None]
     if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)) is not None:
         return out
     if not drafted.shape[1]:
-        # Plain decoding: one row is kept or undone as a whole, which needs no inputs of stateful modules.
+        # Plain decoding: one row is kept or undone as a whole, so inputs of recurrent modules need not be kept.
         out = target(block, cache, kernels=True, eager=True)
         point.ended(1)
         return out
@@ -38,7 +38,7 @@ def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Seq
 def logprobs(target: Target, hidden: mx.array, logits: mx.array | None = None) -> mx.array:
     """[B, L, H] final normed states to log-probabilities [B, L, V], normalised as mlx-lm's loop does.
 
-    logits: [B, L, V], where the pass has made them.
+    logits: [B, L, V], if the pass has computed them already.
     """
     logits = target.head(hidden) if logits is None else logits
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

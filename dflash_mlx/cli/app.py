@@ -35,7 +35,7 @@ app = typer.Typer(
 _COMMANDS = (
     (generate.generate, 'dflash-mlx generate -p "Write a haiku about tides." --temp 0.7'),
     (tools.convert, "dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q"),
-    (serving.chat, "dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
+    (serving.chat, "dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking"),
     (serving.serve, "dflash-mlx serve --model mlx-community/Qwen3-8B-4bit --draft-model auto --port 8080"),
     (tools.doctor, "dflash-mlx doctor --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
     (tools.bench, "dflash-mlx bench --kinds code,chat --max-tokens 64"),

@@ -29,7 +29,7 @@ Noised = Callable[..., mx.array]
 
 
 class Attention(nn.Module):
-    """Block attention with KV injection: keys and values of the context come from the target's features."""
+    """Block attention with KV injection: keys and values of the context are computed from the target's features."""
 
     def __init__(self, config: DrafterConfig, layer: int):
         super().__init__()
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
         self.rope = make_rope(config.ropes[layer], config.max_position_embeddings)
-        # These two rotate by the whole length, block included: cached keys stay unrotated, whatever chunks they came in.
+        # These two kinds of RoPE depend on the whole length, block included, so cached keys stay unrotated until they are used.
         self.rotates_late = config.ropes[layer].kind in ("dynamic", "longrope")
 
     def queries(self, x: mx.array, offset: int) -> mx.array:
@@ -58,11 +58,11 @@ class Attention(nn.Module):
         return (self.rope(k, offset=offset) if self.rotates_late else k), v
 
     def cached_kv(self, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """`keys_values` as the cache holds them: keys not rotated yet where the rotation depends on the whole length."""
+        """`keys_values` as the cache stores them: keys are not rotated yet if the rotation depends on the whole length."""
         return self.normed_kv(self.k_proj(x), self.v_proj(x), offset)
 
     def normed_kv(self, k: mx.array, v: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """`cached_kv` of projected rows [B, L, n_kv_heads * D]."""
+        """`cached_kv` of rows that k_proj and v_proj have projected, [B, L, n_kv_heads * D] each."""
         B, L, _ = k.shape
         k = self.k_norm(k.reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
         v = v.reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         Returns: [B, K, H]. The cache then holds context rows only: block keys and values serve this pass alone.
         """
         B, K, _ = x.shape
-        # An accelerator's place is an array, and its keys are a buffer, of which not all is seen.
+        # In a compiled pass the offset is an array, and the cache a buffer that is only partly filled.
         buffered = hasattr(cache, "attend")
         end = cache.block_offset if buffered else start + context.shape[1]
         q = self.queries(x, end)
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return self.o_proj(self.gate_output(out.transpose(0, 2, 1, 3), x).reshape(B, K, -1))
 
     def fetch(self, k: mx.array, v: mx.array, cache: Any, K: int) -> tuple[mx.array, mx.array]:
-        """New context rows and the block's K rows, [B, n_kv_heads, S + K, D], behind those held; the cache keeps the context."""
+        """The cached rows and these new ones [B, n_kv_heads, S + K, D]: context, then K block rows. Only context stays cached."""
         if self.window is None or hasattr(cache, "attend"):
             k, v = cache.update_and_fetch(k, v)
             cache.trim(K)
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return attention(q, k, v, self.scale, mask)
 
     def gate_output(self, out: mx.array, x: mx.array) -> mx.array:
-        """What attention gave [B, K, n_heads, D], as it is; a variant weighs it by the block's rows x [B, K, H]."""
+        """The attention output [B, K, n_heads, D] unchanged; a gated variant multiplies it by a gate made of x [B, K, H]."""
         return out
 
 
@@ -169,11 +169,11 @@ class DecoderLayer(nn.Module):
         return self.sublayers(h, lambda x: self.self_attn(x, self.own_context(context), cache, start))
 
     def own_context(self, context: mx.array) -> mx.array:
-        """The context rows [B, S, H] that this layer attends to: those that all layers are given."""
+        """The context rows [B, S, H] that this layer attends to; a variant may compute its own."""
         return context
 
     def sublayers(self, h: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
-        """Both sublayers and what is round them, whatever the context is: `attend` takes normed rows [B, K, H] to [B, K, H]."""
+        """Attention and MLP with norms and residuals; `attend` maps normed rows [B, K, H] to [B, K, H]."""
         h = h + attend(self.input_layernorm(h))
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -192,11 +192,11 @@ class Drafter(nn.Module):
         self.layers = [self.layer_class(config, layer) for layer in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._embed = self._head = self._target = None
-        # The `DFlashPair` of this drafter and the target that it is bound to, set once: what changes in a run is kept there.
+        # The `DFlashPair` of this drafter and its target, set once. It keeps what changes during runs.
         self.pair: Any = None
-        # The template's enable_thinking that it was trained with and where that is stated, if it is; set by whoever loads it.
+        # (enable_thinking in training, where that is stated), if stated at all; set by the loader.
         self.stated_thinking: tuple[bool, str] | None = None
-        # Says which weights these are (`Checkpoint.digest`), of those from files; set by whoever loads it.
+        # Identifies the weights of a drafter from files (`Checkpoint.digest`); set by the loader.
         self.digest: Callable[[], str | None] = lambda: None
 
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
@@ -209,7 +209,7 @@ class Drafter(nn.Module):
         self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
         own = finish_head(self.config, self.lm_head, self.lm_head, "the drafter's own head") if "lm_head" in self else None
         self._head = own or head
-        # Not one of its modules: quantizing the drafter is nothing to the target.
+        # Not a submodule, so that quantizing the drafter leaves the target alone.
         vars(self)["_target"] = target
         return self
 
@@ -269,10 +269,10 @@ class Drafter(nn.Module):
         *noise: Any,
         n: int | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """`draft`, and how sure the drafter is at each slot: its greatest probability there, [B, block_size - 1] float32.
+        """`draft`, and the drafter's confidence at each slot: its greatest probability there, [B, block_size - 1] float32.
 
-        None where the head writes no logits: widths then go by what was accepted alone.
-        noise: `noised` and noise, as in `choose`; n: the head runs for the first n slots only; None: for all.
+        The confidence is None if the head computes no logits; widths then depend on past acceptance alone.
+        noise: `noised` and `noise` of `choose`; n: run the head for the first n slots only; None: for all.
         """
         return self.choose(self.slots(anchor, features, cache, start, block_size)[:, :n], anchor, *noise)
 
@@ -286,13 +286,13 @@ class Drafter(nn.Module):
         return self.mask_rows(ids, features, cache, start)
 
     def mask_rows(self, ids: mx.array, features: mx.array, cache: list[Any], start: int) -> mx.array:
-        """`slots` of a block that is given as its ids [B, K]."""
+        """As `slots`, for a block given as ids [B, K], by the modules themselves."""
         hidden = self(self.embed_block(ids), features, cache, start)
         # Slot 0 is the anchor itself: its row predicts nothing.
         return hidden[:, 1:]
 
     def embed_block(self, ids: mx.array) -> mx.array:
-        """[B, K] ids to [B, K, H]; every slot that is a mask gets the drafter's own vector, where it has one."""
+        """[B, K] ids to [B, K, H]; mask slots get the drafter's own mask embedding, if it has one."""
         block = self._embed(ids)
         if "mask_embedding" not in self:
             return block
@@ -301,7 +301,7 @@ class Drafter(nn.Module):
     def draw(
         self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array]:
-        """Draw the slots' tokens instead of taking the likeliest, and tell with which probabilities.
+        """Sample the slots' tokens instead of taking the likeliest, and return the probabilities they were drawn with.
 
         Shapes:
           - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
@@ -334,22 +334,22 @@ class Drafter(nn.Module):
     def choose(
         self, hidden: mx.array, anchor: mx.array, noised: Noised | None = None, noise: mx.array | None = None
     ) -> tuple[mx.array, mx.array | None]:
-        """[B, N, H] normed rows of the mask slots to token ids [B, N] int32, the likeliest of each, and the greatest probability
-        there [B, N] float32, which nobody has to evaluate.
+        """[B, N, H] normed rows of the mask slots to the likeliest token ids [B, N] int32, and the greatest probabilities [B, N]
+        float32, which are lazy.
 
-        noised, noise: how the target draws, and its noise [B, N, V] at the slots; then what it would draw from the head's rows.
+        noised, noise: how the target adds noise, and its noise [B, N, V] at these slots: then ids are what it would draw.
         """
         logits = self._head(hidden)
         scores = logits if noised is None else self._noised(logits.astype(mx.float32), noise, noised)
         return self.target_ids(mx.argmax(scores, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
 
     def _noised(self, logits: mx.array, noise: mx.array, noised: Noised) -> mx.array:
-        """[..., R] logits of the head's tokens and the noise of the target's, [..., V], to scores of the head's tokens."""
+        """Add the target's noise [..., V] to the head's logits [..., R]: scores of the head's tokens, whose argmax is drawn."""
         if "d2t" in self:
             noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
         both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
         return noised(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
 
     def target_ids(self, ids: mx.array) -> mx.array:
-        """The head's ids as the target's: a head over a reduced vocabulary comes with the map d2t, target id - its id."""
+        """Map the head's ids to the target's. A head with a reduced vocabulary has a table d2t: target id minus head id."""
         return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)

@@ -1,7 +1,7 @@
-"""The outputs of chosen layers of any mlx-lm model during one target pass, and the two ends a drafter borrows.
+"""A target pass of any mlx-lm model that also returns the outputs of some layers (taps); its embedding and head for the drafter.
 
-Knows how to find a model's layers and the module that owns them (its backbone). Knows no family by name and no drafter.
-How calls are caught is `intercept`'s, recurrent states are `recurrent`'s, other ways for a layer's call `kernels.layer_routes`'.
+Finds a model's layers and the module that owns them (the backbone). Knows no family by name, and no drafter. `intercept` catches
+calls of layers, `recurrent` keeps recurrent states, `kernels.layer_routes` sends calls to kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _array(value: Any) -> mx.array:
 
 
 def _keep(outputs: list[mx.array], eager: bool = False, given: bool = False) -> Handler:
-    """A handler that only notes what the call returns, or is `given`, and with `eager` hands it to the device."""
+    """A handler that notes what a call returns (`given`: its input), and with `eager` starts evaluating that."""
 
     def handler(inner, args, kwargs):
         out = inner(*args, **kwargs)
@@ -49,7 +49,7 @@ def _keep(outputs: list[mx.array], eager: bool = False, given: bool = False) -> 
 
 
 def family(model: nn.Module) -> str:
-    """What messages call a model: its config's model_type."""
+    """The name of a model in messages: its config's model_type."""
     return getattr(model, "model_type", None) or type(model).__name__
 
 
@@ -99,21 +99,20 @@ class Target:
                 f"taps at layers {out} are outside of {self.family}'s layers 0..{len(self.layers) - 1}",
                 "Use the drafter that was trained for this target",
             )
-        # As they are now: a walk over them takes 0.6 ms of a model of 30 layers.
+        # Kept, because named_modules takes 0.6 ms for a model of 30 layers.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.backbone = _find_backbone(self.modules, self.layers[0], self.family)
-        # Rows of a learned table of positions, as GPT-2 has one: what stands behind it in memory may be no number, and a block
-        # that reaches there is spoilt whole.
+        # Rows of a learned position embedding, as in GPT-2. Memory behind it may hold NaN, which would spoil a whole block.
         self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
-        # Which layers a kernel serves in passes of few rows.
+        # Sends layers to kernels in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
         # Modules that change an ArraysCache.
         self.states = StatefulModules(model, self.family, self.routes)
-        # More calls of layers to replace in such passes, put here by what compiles a pass.
+        # More layer calls to replace in such passes, set while a pass is compiled.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
-        # Runs a pass in place of this target's own where it can; the pair gives it.
+        # Runs a pass faster than the model's own code, where it can; set by the pair.
         self.accelerator: Any = None
-        # Where the head is, once it was looked for: see `_find_head`.
+        # The head's place, once `_find_head` has looked: () if there is none.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
     @property
@@ -123,7 +122,7 @@ class Target:
 
     @cached_property
     def embedding(self) -> nn.Module:
-        """The token embedding itself, without the scale that the model may give it: the table with the most rows."""
+        """The token embedding without any scale that the model applies: the embedding with the most rows."""
         modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
         tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
         if not tables:
@@ -132,7 +131,7 @@ class Target:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the token embedding as it lies in memory: ids from here on would read garbage."""
+        """Rows of the token embedding in memory. Larger ids would read garbage."""
         return self.embedding.weight.shape[0]
 
     def __call__(
@@ -151,8 +150,8 @@ class Target:
           point: made by `rollback_point(cache)` just now; then `rollback` takes back rows of this pass. For blocks only:
             inputs of stateful modules are kept, for every row.
           kernels: let our kernels serve the layers of a pass of few rows. The caller must then read `finite_flag`.
-          eager: hand each tap to the device as it comes, so that it works while the host puts the layers behind it together. Not
-            inside a compiled function.
+          eager: start evaluating each tap at once, so that the device works while the host builds the later layers. Not inside
+            a compiled function.
         Raises:
           TapError: if a tapped layer did not run exactly once (a model compiled beforehand never calls it).
         """
@@ -187,15 +186,15 @@ class Target:
         return TargetOutput(final[0], features, _array(out) if ids.size == 1 else None)
 
     def clone(self) -> Target:
-        """Another one like it."""
+        """A new target of the same model and taps."""
         return Target(self.model, self.layer_ids)
 
     def prefill_chunk(self, at: int, step: int | None, left: int) -> int:
-        """How many of the `left` rows of a prompt from row `at` on a pass reads."""
+        """How many tokens of a prompt to read in one pass, at row `at` with `left` tokens to go; step: the user's choice."""
         return min(step or 2048, left)
 
     def embed(self, ids: mx.array) -> mx.array:
-        """[B, L] ids to [B, L, H]: what the first layer is given, any embedding scale included."""
+        """[B, L] ids to [B, L, H]: the first layer's input, with the embedding scale if there is one."""
 
         def stop(inner, args, kwargs):
             raise _Stop(_first(args, kwargs))
@@ -208,7 +207,7 @@ class Target:
         raise TapError(f"{self.family} did not call its first layer", "Pass the uncompiled model")
 
     def greedy_ids(self, hidden: mx.array) -> tuple[mx.array, mx.array] | None:
-        """The argmax of each row's logits without the logits, where a route does that; None: take it from `head`.
+        """The argmax of each row's logits by a kernel that writes no logits; None if no kernel does: use `head`.
 
         Shapes:
           - hidden: [B, L, H] final normed states
@@ -224,24 +223,24 @@ class Target:
     def finite_flag(
         self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None, compiled: bool = False
     ) -> list[mx.array]:
-        """What a caller reads with its other numbers, to hand to `check`: nothing after a pass of MLX's own, else one [1] int32,
-        the bits of a float32.
+        """A flag to read with the round's other numbers and pass to `check`: [] if only MLX's own code ran, else one array [1]
+        int32, the bits of a float32.
 
         Args:
           hidden, compiled: the last pass's output; margin: from `greedy_ids`; logits: from `head`, normalised or not.
         """
-        # Routes that were switched off meanwhile, in another thread say, still served this pass.
+        # `served`, because another thread may have switched routes off since this pass.
         if margin is None and not (compiled or self.routes.served):
             return []
         return [finite_bits(hidden, margin, logits if self.routes.served else None)]
 
     def check(self, flag: list[int], compiled: bool = False) -> None:
-        """Switch off what may be at fault, with one line in the log: the accelerator's passes if it was one, else all routes.
+        """If a value is not finite, switch off what may have caused it, with one line in the log: the accelerator or all kernels.
 
         Args:
           flag: what `finite_flag` gave; compiled: the output's, False where its states are sound and only `head` is in doubt.
         Raises:
-          NotFiniteError: where one of them says so. The pass is to be run again.
+          NotFiniteError: a value is not finite. The pass must run again.
         """
         if not all(map(is_finite, flag)):
             if compiled:
@@ -251,9 +250,9 @@ class Target:
             raise autotune.NotFiniteError
 
     def _find_head(self, hidden: mx.array) -> tuple[nn.Module, str, str] | tuple[()]:
-        """The layer that is the whole head: given the hidden states as they are, and what it gives is what the model returns.
+        """Find the layer that is the whole head: it takes the hidden states, and the model returns its output unchanged.
 
-        Returns: its owner, its name there and the method, so that one put in its place later is found; () if there is none.
+        Returns: its owner, attribute name and method, so that a replacement is found too; () if there is no such layer.
         """
         modules, seen = self.modules, []
 
@@ -284,7 +283,7 @@ class Target:
             return self._logits(hidden, handlers)
         owner, name, method = self._head
         layer, call = owner[name], getattr(owner[name], method)
-        # By hand, because routing the hundreds of layers that kernels may serve takes as long as building a pass.
+        # Without `intercept`: intercepting hundreds of layers would take as long as building a pass.
         handler = next((h for module, h, way in handlers if module is layer and way == method), None)
         return handler(call, (hidden,), {}) if handler else call(hidden)
 
@@ -296,7 +295,7 @@ class Target:
             return _array(self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32)))
 
     def matrix(self, hidden: mx.array) -> mx.array:
-        """[B, L, H] to [B, L, V] by the bare matrix product of `head`: no scale, no soft-cap."""
+        """[B, L, H] to [B, L, V] by the head's matrix product alone: no scale, no soft-cap."""
         inside = {id(m) for _, m in self.backbone.named_modules()}
         found: list[nn.Module] = []
 
@@ -311,7 +310,7 @@ class Target:
 def _find_backbone(modules: dict[str, nn.Module], first: nn.Module, family: str) -> nn.Module:
     """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
 
-    The list of the layers may lie further inside, in a decoder that is never called or whose output is not normed yet.
+    The list of layers may be in an inner module that is never called, or whose output is not normed yet.
     """
     owners = [path for path, m in modules.items() if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())]
     if len(owners) != 1 or owners[0] == "":

@@ -46,7 +46,7 @@ _TOKENS = 32
 # Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
 # What the self-tests are called for people.
-_SELF_TESTS = {"taps": "reading layers", "rollback": "rollback", "rows": "many rows", "exact": "rows alone"}
+_SELF_TESTS = {"taps": "reading layers", "rollback": "undoing drafts", "rows": "many rows", "exact": "rows alone"}
 # Seconds after which no further turn begins.
 _ENOUGH_S = 10
 _FASTER = 1.05
@@ -295,7 +295,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     # Rounding of the type with room; a wrong row is of the order of 1.
     passed = math.isfinite(difference) and difference < (1e-3 if hidden.dtype == mx.float32 else 0.1)
     tests["rollback"] = (
-        f"{'passed' if passed else 'failed'}: after a rollback the logits differ from those of token-by-token decoding by "
+        f"{'passed' if passed else 'failed'}: after drafts were undone the logits differ from those of token-by-token decoding by "
         f"{difference:.1e} of the largest"
     )
     agree = mx.mean(mx.argmax(together, -1) == mx.argmax(alone[:, 1:], -1)).item()
@@ -303,7 +303,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
         "passed: a pass over many tokens gives the same logits, bit for bit, as one token at a time"
         if difference == 0
         else "passed: a pass over many tokens rounds differently from one token at a time; the likeliest token agrees in "
-        f" {100 * agree:.0f} %"
+        f"{100 * agree:.0f} %"
     )
     return tests
 

@@ -166,7 +166,7 @@ VALUES = {
         "--kernels": ["off"],
         "--hopeless": [],
     },
-    "doctor": {"--report": ["R.json"]},
+    "doctor": {"--report": ["R.json"], "--details": []},
     "convert": {
         "--hf-path": ["N"],
         "--mlx-path": ["OTHER"],

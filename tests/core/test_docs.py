@@ -29,7 +29,8 @@ DRAFTERS = ("z-lab/Qwen3-8B-DFlash-b16",)
 
 # Run here, with what is added so that they end soon.
 RUN = {
-    'dflash-mlx generate --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking -p "Write a haiku about tides."': "-m 8",
+    "dflash-mlx generate --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking "
+    '-p "Write a haiku about tides."': "-m 8",
     "dflash-mlx convert --hf-path Qwen/Qwen3-8B --mlx-path qwen3-8b-4bit -q": "",
     "dflash-mlx models": "",
 }

@@ -83,7 +83,7 @@ def test_the_text_says_what_the_report_holds(sound):
         "block 8, mask token 3, reads target layers [1, 2, 3]",
         "layer 2   bidirectional in the block, window none, RoPE default base 10000",
         "mask_token_id = 3 from dflash_config.mask_token_id",
-        "rollback: passed",
+        "undoing drafts: passed",
         "ids equal plain decoding's",
         "kernels     none: MLX sees no GPU",
         "compiled    none: used on a GPU only",
@@ -226,7 +226,7 @@ def test_a_rollback_that_is_wrong_fails_its_self_test(monkeypatch):
     )
     monkeypatch.setattr(doctor, "rollback", cache_module.rollback)
     report = diagnose("tiny", None, mx.float32)
-    assert any(text.startswith("failed: after a block was taken back") for text in report["faults"])
+    assert any(text.startswith("failed: after drafts were undone") for text in report["faults"])
 
 
 def test_memory_that_is_not_there_is_said_before_the_weights_are_read(monkeypatch):
