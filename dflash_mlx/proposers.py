@@ -145,7 +145,7 @@ class DrafterProposer:
         self.skipped = self.context.rows - cache[0].offset  # first rows, read before there was a drafter: `PairCache.adopt`
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """Enqueue a drafter pass for n drafts after the anchor [1], or fewer if the policy wants fewer. Then no rows are pending."""
+        """Enqueue a drafter pass for n drafts after the anchor [1], or as many as the policy needs. Then no rows are pending."""
         features, rows = self.context.pending.joined(), self.context.rows
         args = (anchor, features, self.cache, rows - self.skipped, n + 1), self.policy.drafts_needed(width)
         drafted, confidence = self._sampler.draft(self.model, *args, position=rows + features.shape[1] + 1)

@@ -94,7 +94,7 @@ ShowDrafts = Annotated[
 ]
 
 ShowStats = Annotated[
-    bool, option(OUTPUT, "--stats", help="Print statistics after the answer: passes, accepted drafts, memory, seconds.")
+    bool, option(OUTPUT, "--stats", help="Print statistics after the answer: passes, kept drafts, memory, seconds.")
 ]
 
 
@@ -173,7 +173,7 @@ def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any) -> 
     from ..pair import AFTER_S
 
     say(
-        f"Timing the model and its drafter once, {AFTER_S:.0f} s at most: the next answers then draft where it is faster. "
+        f"Timing the model and its drafter once, at most {AFTER_S:.0f} s: the next answers then draft where it is faster. "
         "Ctrl-C skips this."
     )
     with live("Measuring"):

@@ -194,7 +194,7 @@ def use_recommended(name: str, recommended: Mapping[str, Any], given: Mapping[st
     if found:
         cost = ""
         if drafter is not None and "temp" in found:
-            cost = " Sampling accepts fewer drafts: the built-in tiny pair gives 4.9 tokens a pass at --temp 0, 2.2 at 1."
+            cost = " Sampling keeps fewer drafts: the built-in tiny pair gives 4.9 tokens a pass at --temp 0, 2.2 at 1."
         say(f"{_RECOMMENDS} of {name} recommends {recommended_text(found)}: used. --temp 0 turns that off.{cost}")
     return found
 

@@ -41,7 +41,7 @@ def models(as_json: AsJson = False) -> None:
     print(*align(lines, columns_of(sys.stdout), below), sep="\n")
     text = limit_text()
     print(wrapped(f"{text[0].upper()}{text[1:]}. {_BELOW}", sys.stdout))
-    print(f"To run one, give its 4-bit conversion:\n  {_RUN_ONE}")
+    print(wrapped(f"To run one in 4 bits:\n{_RUN_ONE}", sys.stdout, indent=2))
 
 
 def _size(gb: float | None) -> str:

@@ -124,7 +124,7 @@ BlockSize = Annotated[
     option(
         DRAFTING,
         min=1,
-        help="Tokens per block, counting the last known one: N drafts N - 1 tokens each round, 1 drafts none. "
+        help="Tokens per block, counting the last known one: N drafts N - 1 tokens at a time, 1 none. "
         "Default: measured on this machine.",
     ),
 ]

@@ -295,7 +295,7 @@ def _self_tests(lm: Any, layers: Sequence[int]) -> dict[str, str]:
     # Rounding of the type with room; a wrong row is of the order of 1.
     passed = math.isfinite(difference) and difference < (1e-3 if hidden.dtype == mx.float32 else 0.1)
     tests["rollback"] = (
-        f"{'passed' if passed else 'failed'}: after drafts were undone the logits differ from those of token-by-token decoding by "
+        f"{'passed' if passed else 'failed'}: after drafts were undone the logits differ from one token at a time by "
         f"{difference:.1e} of the largest"
     )
     agree = mx.mean(mx.argmax(together, -1) == mx.argmax(alone[:, 1:], -1)).item()

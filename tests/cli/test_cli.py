@@ -95,9 +95,7 @@ def test_json_says_which_widths_were_taken_and_why():
 def test_where_cuts_left_nothing_to_verify_the_figures_do_not_deny_the_drafts():
     result = figures_of(generation_tokens=3, widths={0: 2}, confidence_cut={0: 2}, width_reason="2.1 of 7 drafts verified")
     said = output.figures(result, details=True)
-    assert (
-        "no draft was verified, so there is no tau; each token took a pass of its own." in said and "Drafting is off" not in said
-    )
+    assert "no drafts were checked, so there is no tau; each token took one pass." in said and "Drafting is off" not in said
 
 
 @pytest.mark.full
@@ -153,7 +151,7 @@ def test_auto_says_when_no_drafter_is_known():
 
 def test_a_target_without_a_drafter_decodes_plainly_and_says_so():
     done = run("generate", "--model", "tiny", "-p", "x", "-m", "2")
-    assert done.returncode == 0 and "plain decoding" in done.stderr
+    assert done.returncode == 0 and "decoding without drafts" in done.stderr
 
 
 def test_the_prompt_comes_from_standard_input_unchanged():
@@ -184,7 +182,7 @@ def test_top_k_beyond_the_vocabulary_is_refused_before_anything_is_generated():
 def test_a_target_that_is_not_there_is_not_said_to_decode_plainly():
     for command in (["generate", "-p", "x"], ["chat"]):
         done = run(*command, "--model", "./nope", stdin="")
-        assert done.returncode == 1 and "Error: " in done.stderr and "plain decoding" not in done.stderr, done.stderr
+        assert done.returncode == 1 and "Error: " in done.stderr and "decoding without drafts" not in done.stderr, done.stderr
 
 
 def test_ctrl_c_before_a_command_has_begun_ends_quietly(tmp_path):

@@ -120,7 +120,7 @@ def test_convert_takes_a_built_in_name(tmp_path):
 def test_draft_model_none_is_plain_decoding():
     plain, none = (run("generate", "--model", "tiny", "-p", "x", "-m", "4", *more) for more in ([], ["--draft-model", "none"]))
     assert none.returncode == 0 and none.stdout == plain.stdout
-    assert "plain decoding" in none.stderr and "tau" not in none.stderr
+    assert "decoding without drafts" in none.stderr and "tau" not in none.stderr
 
 
 def test_a_typo_is_answered_with_the_name_in_the_command_and_in_python():

@@ -367,14 +367,14 @@ def test_hub_errors_name_the_page_and_what_to_do(monkeypatch):
     cases = [
         (
             hub.GatedRepoError("no", response=response(403)),
-            "org/name is gated: .*huggingface.co/org/name and set HF_TOKEN",
+            "org/name is gated: .*huggingface.co/org/name, .*set HF_TOKEN",
         ),
         (hub.RepositoryNotFoundError("no", response=response(404)), "neither a directory here nor .*private.*HF_TOKEN"),
         (hub.RevisionNotFoundError("no", response=response(404)), "org/name has no revision v9"),
         (hub.HfHubHTTPError("no", response=response(401)), "no access to org/name .it answered 401.*HF_TOKEN"),
         (hub.LocalEntryNotFoundError("no"), "is not on this machine yet and Hugging Face cannot be reached"),
         (hub.OfflineModeIsEnabled("no"), "is not on this machine yet and HF_HUB_OFFLINE is set"),
-        (ConnectionError("unreachable"), "could not be had from the hub or its cache: unreachable"),
+        (ConnectionError("unreachable"), "could not be fetched from Hugging Face or its cache: unreachable"),
     ]
     for error, message in cases:
         hub_answers(monkeypatch, error)
