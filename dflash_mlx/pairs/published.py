@@ -18,9 +18,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """target: the base model; repo: its drafter on the hub; billions: the target's parameters in 1e9, as its name or card states
-    them; size_gb: of the drafter, 1e9 bytes, or None; note: what its card asks for; thinking: the template's setting that it was
-    trained with, where that is stated."""
+    """target: the base model; repo: its drafter on Hugging Face; billions: the target's parameters in 1e9, from its name or card;
+    size_gb: of the drafter, 1e9 bytes, if known; note: what its card asks for; thinking: enable_thinking in its training, if
+    stated."""
 
     target: str
     repo: str
@@ -31,12 +31,12 @@ class PublishedDrafter:
 
     @property
     def target_4_bit_gb(self) -> float:
-        """Of a target in 4 bits, with a scale and a bias for each 64 inputs."""
+        """Size of the target in 4 bits, with a scale and a bias per 64 inputs."""
         return self.billions * _BITS / 8
 
     @property
     def drafter_4_bit_gb(self) -> float | None:
-        """As a Mac holds the drafter; None where its size is not known."""
+        """Size of the drafter in 4 bits, as a Mac holds it; None if not known."""
         return None if self.size_gb is None else self.size_gb * _BITS / 16
 
 

@@ -1,7 +1,7 @@
-"""The thread that generates: requests wait in one queue and run one after the other, in the order in which they came.
+"""The generating thread: it takes requests from one queue, and runs them together (`together`) or one after the other.
 
-Knows models, prompts as token ids and the prefix cache. Knows no HTTP, no messages and no JSON. Its users know three calls, made
-in one event loop: `Engine.submit`, `Generation.tokens` and `Generation.cancel`.
+Knows models, prompts as token ids and the prefix cache. Knows no HTTP, no messages and no JSON. Others use three calls, all from
+one event loop: `Engine.submit`, `Generation.bursts` and `Generation.cancel`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
 from .together import Together
 
 _log = logging.getLogger(__name__)
-# Seconds after which a client that found the queue full may ask again.
+# Retry-After of a client that found the queue full.
 _RETRY_S = 5
 
 
@@ -45,12 +45,12 @@ _RETRY_S = 5
 class Options:
     """What the server was started with.
 
-    model_name, aliases: names of the target beside those that it has anyway; any_model_name: any other name is as good.
-    max_queue: requests that may wait. unload_after_s: without a request, until the models are given up; None keeps them.
-    recommended: sampling settings of the target's files, where neither the user nor a request gives one and a request's
-    temperature is not 0. prompt_cache_bytes: None is no limit, 0 keeps nothing.
-    log_prompts: write the text of each prompt in the log. max_batch: requests that are answered at once; None: `usual_rows()`
-    with a drafter, else 1, for only drafted rows run together. prefill_share: as in `BatchGenerator`.
+    model_name, aliases: further names of the target; any_model_name: accept any name.
+    max_queue: requests that may wait. unload_after_s: free the models after so long without a request; None: never.
+    recommended: sampling settings from the target's generation_config.json. They apply unless the user or the request sets
+    them, or the request's temperature is 0. prompt_cache_bytes: None: no limit; 0: keep nothing.
+    log_prompts: log the text of each prompt. max_batch: requests answered at the same time; None: `usual_rows()` with a
+    drafter, else 1, because only drafted requests run together. prefill_share: as in `BatchGenerator`.
     """
 
     model_name: str | None = None
@@ -80,10 +80,10 @@ class Options:
 
 @dataclass
 class LoadedPair:
-    """The one pair that is served, under the names that the user gave.
+    """The pair that is served.
 
-    names: what the target may be called. limit: positions the target was made for, if known. block, most_drafts: the drafter's
-    default block size and the most that it drafts, None without one. These stay while the models are given up.
+    names: the model names that requests may use. limit: the target's context length, if known. block, most_drafts: the drafter's
+    default block size and the largest number of drafts; None without a drafter. These stay while the models are unloaded.
     """
 
     name: str
@@ -100,12 +100,12 @@ class LoadedPair:
         self.names = {self.name, PurePath(self.name).name, "default_model"}
 
     def rename(self, options: Options) -> None:
-        """Give it the names of the options beside its own."""
+        """Add the names that the options give."""
         self.names |= {*options.aliases, options.model_name or self.name}
         self.name = options.model_name or self.name
 
     def check(self, options: Options) -> None:
-        """Raises: DFlashError for what would make every request fail."""
+        """Raises: DFlashError for options that would make every request fail."""
         options.sampling.check_vocabulary(self.vocabulary)
         if self.drafter is not None and (options.block_size or 1) > (largest := largest_block(self.drafter)):
             raise DFlashError(f"block_size is {options.block_size}; with this drafter it may be {largest} at most")
@@ -118,12 +118,12 @@ class LoadedPair:
         options.caches.check(self.model, self.drafter, options.block_size)
 
     def most_tokens(self, job: Job) -> int:
-        """How long an answer may be."""
+        """The maximum length of a job's answer, in tokens."""
         room = self.limit - len(job.prompt) if self.limit else job.max_tokens
         return room if job.max_tokens == -1 else min(job.max_tokens, room)
 
     def run_options(self, job: Job) -> dict[str, Any]:
-        """What `stream_generate` is told of a job."""
+        """A job's keywords for `stream_generate`."""
         sampler, processors = job.sampling.make(self.tokenizer, job.logit_bias)
         return {
             "logits_processors": [*processors, *job.processors],
@@ -140,9 +140,9 @@ class LoadedPair:
 class Job:
     """What to generate.
 
-    prompt, shared: as in `messages.Prompt`. after_template: whether a chat template ends it, as in `TextStream`.
-    top: how many of the likeliest tokens to name beside each; None: no log-probabilities.
-    processors: applied after the sampling's own. constraint: what the answer is held to.
+    prompt, shared: as in `messages.Prompt`. after_template: whether the prompt was rendered by a chat template.
+    top: how many of the likeliest tokens to report for each token; None: no log-probabilities.
+    processors: applied after those of the sampling settings. constraint: a grammar that the answer must follow.
     """
 
     prompt: list[int]
@@ -160,13 +160,13 @@ class Job:
 
 @dataclass
 class Token:
-    """One generated token on its way from the generating thread to its client's.
+    """One generated token, from the generating thread to the client's.
 
-    text: what is now surely before any stop string.
-    offset, logprob, top: only when log-probabilities are asked for: letters of the answer before this token's own; its
-      log-probability; (id, logprob), the likeliest first.
-    verified: drafted tokens that were verified in this run so far; rounds, tau: rounds of these, and their mean of accepted + 1.
-    stop: the stop string that ended it. kind: as in `draft_kinds`. tps, a_round: tokens a second and tokens a round so far.
+    text: new text that cannot be part of a stop string.
+    offset, logprob, top: only with log-probabilities: characters of the answer before this token; its log-probability;
+      (id, logprob) of the likeliest tokens, in order.
+    verified: drafts verified so far in this run; rounds, tau: rounds that verified drafts, and their mean of accepted + 1.
+    stop: the stop string that ended the answer. kind: as in `draft_kinds`. tps, a_round: tokens per second and per round so far.
     """
 
     text: str
@@ -186,9 +186,9 @@ class Token:
 
 
 class Generation:
-    """A submitted job. cached: tokens of its prompt that were held; done: those that have run, these included.
+    """A submitted job. cached: tokens of its prompt found in the prompt cache; done: prompt tokens read so far, with these.
 
-    Its events go from the generating thread to the event loop in which it was made.
+    Events go from the generating thread to the event loop in which the generation was made.
     """
 
     def __init__(self, job: Job):
@@ -196,15 +196,15 @@ class Generation:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
 
     def cancel(self) -> None:
-        """Nobody wants more of it: its tokens end now. It runs to the end of the pass under way, or never."""
+        """Stop: no more tokens come from now on. The pass that is running is finished."""
         self.cancelled = True
         self._events.put_nowait(ClientDisconnected())
 
     async def bursts(self, tick_s: float | None = None) -> AsyncIterator[list[Token]]:
-        """The tokens that have come since, all of a round together; an empty list each time that nothing came for tick_s seconds.
+        """Lists of new tokens, those of a round together; an empty list whenever none came for tick_s seconds.
 
         Raises:
-          RequestError: it could not be done. ClientDisconnected: it was cancelled.
+          RequestError: the job failed. ClientDisconnected: it was cancelled.
         """
         while True:
             try:
@@ -227,7 +227,7 @@ class Generation:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:
-            # The loop has ended, and with it whoever waits.
+            # The event loop has ended: nobody waits for this.
             self.cancelled = True
 
 
@@ -235,19 +235,19 @@ class Engine:
     """Owns the pair and the thread that runs it.
 
     Args:
-      open_pair: gives names of target and drafter, then target, tokenizer and drafter; runs in the generating thread, which
-        owns the arrays' stream.
+      open_pair: returns the names of target and drafter, then target, tokenizer and drafter. It runs in the generating
+        thread, which owns the arrays' stream.
     """
 
     def __init__(self, options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]]):
         self.options, self._open = options, open_pair
         self.ready, self.fault = threading.Event(), None
-        # What runs now, alone or together.
+        # What runs now: one generation alone, or several together.
         self._alone: Generation | None = None
         self._together: Together | None = None
         self.pair: LoadedPair | None = None
         self._cache = self._new_cache()
-        # Before anything is loaded: the directory may be one that cannot be used.
+        # First, before any model is loaded, because the directory may be unusable.
         kept = options.prompt_cache_dir
         self._files = PrefixFiles(kept, options.prompt_cache_dir_bytes) if kept is not None else None
         self._queue: queue.Queue[Generation] = queue.Queue()
@@ -264,12 +264,12 @@ class Engine:
 
     @property
     def current(self) -> Generation | None:
-        """What runs now: of several the first that came."""
+        """The generation that runs now; of several the oldest."""
         return next(iter(self.generations), None)
 
     @property
     def generations(self) -> list[Generation]:
-        """All that run now."""
+        """All generations that run now."""
         together = self._together
         return [self._alone] if self._alone is not None else together.generations if together is not None else []
 
@@ -279,7 +279,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue whose clients are there, without the one that runs."""
+        """Number of requests in the queue whose clients are still there."""
         return sum(not generation.cancelled for generation in [*self._queue.queue])
 
     @property
@@ -308,11 +308,11 @@ class Engine:
         return generation
 
     def close(self) -> None:
-        """End after the pass under way; what waits is told so."""
+        """End after the running pass; waiting requests fail."""
         self._closing.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; whether it has."""
+        """Wait for the thread to end. Returns: whether it has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -19,7 +19,7 @@ from dflash_mlx.models.target import Target
 
 PROMPT = "def fibonacci(n):"
 # Said before the first answer's wait; the figure is the limit.
-FIRST = "first run with this model on this GPU: kernels are tried first, at most 20 s"
+FIRST = "first run of this model on this GPU: testing kernels, at most 20 s"
 
 
 @pytest.fixture
