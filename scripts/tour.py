@@ -41,10 +41,10 @@ compares it with a fresh run, up to figures.
 COMMANDS = [
     (
         "Generate",
-        "The text is on stdout, all else on stderr. A first run on a machine also measures what drafting costs: it is slow.",
+        "The answer goes to stdout, everything else to stderr. The first run of a model also times it, so it is slow.",
         f'generate {PAIR} -p "def test_" -m 24',
     ),
-    ("", "`--stats` says all that was counted.", f'generate {PAIR} -p "def test_" -m 24 --block-size 4 --stats'),
+    ("", "`--stats` adds statistics.", f'generate {PAIR} -p "def test_" -m 24 --block-size 4 --stats'),
     ("Models", "", "models"),
     ("Doctor", "", f"doctor {PAIR}"),
     ("Convert", "", "convert --hf-path tiny --mlx-path tiny-4bit -q"),
@@ -55,7 +55,7 @@ COMMANDS = [
     ),
     (
         "Train",
-        "First the model writes text. (So little trains nothing: [training.md](training.md).)",
+        "First the model writes text. (This is far too little to learn from: [training.md](training.md).)",
         "train data --model tiny --out text --answer-tokens 20 --rows 2 --max-len 64 --held-out 1",
     ),
     (
