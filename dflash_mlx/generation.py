@@ -91,8 +91,7 @@ def stream_generate(
       seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
       acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too; the
         text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
-      prompt_lookup: also draft by copying what followed the last tokens earlier in the text. None: where that is faster, unless
-        block_size is given.
+      prompt_lookup: also draft by copying what followed the last tokens earlier. None: where faster, without a block_size.
       proposers: your own draft sources (`proposers.Proposer`), asked before each round.
       constraint: what the answer may say, such as `constraint.json_schema(schema)`. Tokens that it forces need no drafter pass.
       text_stream: the detokenizer; None: `TextStream(tokenizer, prompt)`.
