@@ -98,9 +98,9 @@ def _download(name: str, revision: str | None) -> Path:
             raise CheckpointError(*full) from None
         offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
         found = "HF_HUB_OFFLINE is set" if offline else "Hugging Face cannot be reached"
-        todo = "Unset HF_HUB_OFFLINE and connect" if offline else "Connect (behind a proxy, set HTTPS_PROXY)"
+        todo = "Unset HF_HUB_OFFLINE and connect once" if offline else "Connect once (behind a proxy, set HTTPS_PROXY)"
         raise CheckpointError(
-            f"{name}{at} is not on this machine yet and {found}", f"{todo} once, or give the path of a downloaded directory"
+            f"{name}{at} is not on this machine yet and {found}", f"{todo}, or give the path of a downloaded directory"
         ) from None
     except hub.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
