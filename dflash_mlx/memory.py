@@ -204,7 +204,7 @@ def check_weights(source: str, own: int, held: int = 0, smaller: int | None = No
     beside = f" beside the target's {held / 1e9:.1f} GB" if held else ""
     sizes = f"the weights of {source} take {own / 1e9:.1f} GB{beside} and {limit_text()}"
     if needed > limit:
-        remedy = "Use a smaller or a quantized one, or another dtype"
+        remedy = "Use a 4-bit conversion of it (such as mlx-community has), or a smaller model"
         if smaller is not None and smaller + held <= limit:
             remedy = f"Hold it in 4 bits (--draft-bits 4, bits=4): {smaller / 1e9:.1f} GB"
         raise CheckpointError(f"the model does not fit: {sizes}", remedy + _raise_the_limit(needed))

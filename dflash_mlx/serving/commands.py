@@ -219,7 +219,7 @@ def _model(chat: Chat, rest: str) -> None:
     chat.note(f"Target {pair.name}, " + (f"drafter {pair.draft_name}." if pair.draft_name else "no drafter."))
 
 
-@_command("set", "[NAME VALUE]", "show or change a setting, such as temp 0.7; NAME default takes it back", changes=True)
+@_command("set", "[NAME VALUE]", "show or change a setting, such as temp 0.7; NAME default resets it", changes=True)
 def _set(chat: Chat, rest: str) -> None:
     talk = chat.conversation
     if rest:
