@@ -1,11 +1,9 @@
 """gated_delta in a target's passes: whose recurrence it serves, what is kept of a call, and a rollback by one launch a layer."""
 
-import importlib
-
 import emulator
 import mlx.core as mx
 import pytest
-from families import BASE, FAMILIES, error, in_blocks, one_at_a_time, some_line, varied
+from families import error, in_blocks, model_of, one_at_a_time, some_line
 from kit import plant
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import gated_delta as mlx_lm_recurrence
@@ -20,17 +18,9 @@ from dflash_mlx.verify import verify_block
 PLAN = [(5, 2), (1, 1), (16, 11), (3, 3), (4, 1)]
 
 
-def model_of(name="qwen3_next", **changes):
-    """A family's random model; with keys of 32, which the kernel takes."""
-    module, args = FAMILIES[name]
-    module = importlib.import_module(f"mlx_lm.models.{module}")
-    mx.random.seed(3)
-    args = {**BASE, "model_type": module.__name__.rpartition(".")[2], **args, **changes}
-    return varied(module.Model(module.ModelArgs.from_dict(args)), 3.0)
-
-
 def wide():
-    return model_of(linear_key_head_dim=32, linear_value_head_dim=8)
+    """With keys of 32, which the kernel takes."""
+    return model_of("qwen3_next", linear_key_head_dim=32, linear_value_head_dim=8)
 
 
 @pytest.fixture
@@ -111,7 +101,7 @@ def test_a_fault_in_what_is_kept_of_a_call_changes_the_logits(fault, name, monke
 
 
 def test_a_call_that_is_not_of_this_form_is_run_again_as_a_whole(monkeypatch):
-    model, line = model_of(), some_line(34)
+    model, line = model_of("qwen3_next"), some_line(34)
     monkeypatch.setattr(recurrent, "_recorded", lambda *_: None)
     assert error(in_blocks(model, line, 21, PLAN), one_at_a_time(model, line, 21)) < 1e-4
 

@@ -3,11 +3,14 @@
 import math
 import os
 
+import cuda_device
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cuda_device import FORMS
 from families import FAMILIES, OTHERS, family, known_drafter, some_line
 from kit import greedy_ids, rounds_of, run, tiny_drafter, tiny_target
+from metal_device import MetalDevice
 from mlx_lm.models.cache import make_prompt_cache
 
 import dflash_mlx
@@ -20,36 +23,18 @@ from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.traced import prepare
 from dflash_mlx.verify import verify_block
 
-FORMS = {"matmul_as_gemv", "gqa_folded_attention"}
-
 
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
-    """As if the CPU were a CUDA GPU, on which both forms are faster; the names of those that ran, in their order."""
-    ran = []
+    return cuda_device.install(monkeypatch, tmp_path)
 
-    def noted(name):
-        form = getattr(small_batch, name)
-        return lambda *args, **kwargs: ran.append(name) or form(*args, **kwargs)
 
-    for name in FORMS:
-        monkeypatch.setattr(small_batch, name, noted(name))
-    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
-    monkeypatch.delenv("DFLASH_MLX_KERNELS", raising=False)
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    monkeypatch.setenv(small_batch.CUDNN, "0")
-    monkeypatch.setattr(autotune, "_known", {})
-    monkeypatch.setattr(autotune, "_off", {})
-    monkeypatch.setattr(autotune, "_plans", {})
-    monkeypatch.setattr(autotune, "_waiting", {})
-    monkeypatch.setattr(small_batch, "TRIAL_KEYS", 40)
-    monkeypatch.setattr(small_batch, "TRIAL_BYTES", 1)
-    times = iter(range(1, 10**6))
-    monkeypatch.setattr(
-        trials, "medians_s", lambda *calls, **_: [next(times) for _ in calls]
-    )  # stock is timed after ours: it takes longer
-    return ran
+@pytest.fixture(params=["cuda", "metal"])
+def gpu(request, monkeypatch, tmp_path):
+    """A made-up GPU of each kind: what ran on it."""
+    if request.param == "cuda":
+        return cuda_device.install(monkeypatch, tmp_path)
+    return MetalDevice().install(monkeypatch, tmp_path).launches
 
 
 def normal(*shape, seed=0, dtype=mx.float32):
@@ -191,11 +176,11 @@ QUICK = ("llama", "gemma3", "qwen3_moe", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in (*FAMILIES, *OTHERS)])
-def test_ids_are_plain_decodings(name, cuda):
+def test_ids_are_plain_decodings(name, gpu):
     model, prompt = family(name), some_line(21)
     want = greedy_ids(model, prompt, 40)
     assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 40)] == want
-    assert cuda or not any(type(m) is nn.Linear for _, m in model.named_modules())
+    assert gpu or not any(type(m) is nn.Linear for _, m in model.named_modules())
 
 
 @pytest.mark.full

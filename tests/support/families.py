@@ -588,6 +588,15 @@ RIGHT = {
 }
 
 
+def model_of(name, **changes):
+    """A family's random model with other arguments."""
+    module, args = FAMILIES[name]
+    module = importlib.import_module(f"mlx_lm.models.{module}")
+    mx.random.seed(3)
+    args = {**BASE, "model_type": module.__name__.rpartition(".")[2], **args, **changes}
+    return varied(module.Model(module.ModelArgs.from_dict(args)), 3.0)
+
+
 def known_drafter(model, line, quality="noisy", taps=(0, 2), **changes):
     """A random drafter for any target that drafts `line` as well as `quality` says."""
     token = mx.zeros((1, 1), dtype=mx.int32)

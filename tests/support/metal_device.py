@@ -5,10 +5,11 @@ is read by trials alone and moves only by what a launch, a compile and stock MLX
 """
 
 import math
+import struct
 
 import mlx.core as mx
 
-from dflash_mlx.kernels import accept, autotune, block_attention, block_gather_qmm, block_qmm, trials
+from dflash_mlx.kernels import accept, autotune, block_attention, block_gather_qmm, block_linear, block_qmm, gated_delta, trials
 from dflash_mlx.kernels.head_argmax import head_argmax_ops
 
 OPS = {
@@ -16,6 +17,8 @@ OPS = {
     "block_qmm": (block_qmm, block_qmm.block_qmm_ops),
     "block_attention": (block_attention, block_attention.block_attention_ops),
     "block_gather_qmm": (block_gather_qmm, block_gather_qmm.block_gather_qmm_ops),
+    "block_linear": (block_linear, block_linear.block_linear_ops),
+    "gated_delta": (gated_delta, gated_delta.gated_delta_ops),
 }
 
 
@@ -26,7 +29,7 @@ class MetalDevice:
     costs: (name, template) -> seconds of a launch; stock_costs: name -> seconds of MLX's call; compile_s: of each text's first
       launch; most_threads: (name, template) -> what a threadgroup may have; before: called with a name before each launch and
       stock call.
-    launches: (name, template, threads) of each.
+    launches: (name, template, threads) of each; the name of a text in several forms says which.
     """
 
     def __init__(self, architecture="applegpu_g15s", name="Apple M3 Pro"):
@@ -78,8 +81,9 @@ class MetalDevice:
 
         return stock
 
-    def metal_kernel(self, name, **_):
+    def metal_kernel(self, name, input_names, **_):
         name = name.removeprefix("dflash_")
+        computes = getattr(self, f"_{name.split('_EIGHTS')[0]}")
 
         def launch(*, inputs, template, threadgroup, grid, output_shapes, output_dtypes):
             self.before(name)
@@ -91,7 +95,7 @@ class MetalDevice:
             self.now += self.costs(name, given) + (0.0 if text in self._compiled else self.compile_s)
             self._compiled.add(text)
             self.launches.append((name, given, threads))
-            outs = getattr(self, f"_{name}")(inputs, given, output_shapes)
+            outs = computes(dict(zip(input_names, inputs, strict=True)), given, output_shapes)
             return [a.reshape(s).astype(t) for a, s, t in zip(outs, output_shapes, output_dtypes, strict=True)]
 
         return launch
@@ -100,19 +104,36 @@ class MetalDevice:
 
     @staticmethod
     def _block_qmm(inputs, given, shapes):
-        return [OPS["block_qmm"][1](*inputs, given["GROUP"], given["BITS"])]
+        return [OPS["block_qmm"][1](*inputs.values(), given["GROUP"], given["BITS"])]
+
+    _block_qmm_tiles = _block_qmm
+
+    @staticmethod
+    def _block_linear(inputs, given, shapes):
+        x, w, scales, biases, weight, residual = map(inputs.get, ("x", "w", "scales", "biases", "weight", "residual"))
+        weights = block_linear.Weights(w, scales, biases, given["GROUP"], given["BITS"])
+        norm = None if weight is None else (weight, struct.unpack("f", struct.pack("i", given["EPS"]))[0])
+        # Its form is in its text alone, but for what its output says.
+        residual = None if residual is None else residual.reshape(shapes[0])
+        return [OPS["block_linear"][1](x, weights, norm, residual, shapes[0][-1] < w.shape[0])]
+
+    @staticmethod
+    def _gated_delta(inputs, given, shapes):
+        *about, rows = inputs.values()
+        y, state = OPS["gated_delta"][1](*about, rows.item())
+        return [mx.pad(y, [(0, 0), (0, shapes[0][1] - y.shape[1]), (0, 0), (0, 0)]), state]
 
     @staticmethod
     def _block_gather_qmm(inputs, given, shapes):
-        return [OPS["block_gather_qmm"][1](*inputs, given["GROUP"], given["BITS"])]
+        return [OPS["block_gather_qmm"][1](*inputs.values(), given["GROUP"], given["BITS"])]
 
     @staticmethod
     def _accept(inputs, given, shapes):
-        return OPS["accept"][1](*inputs)
+        return OPS["accept"][1](*inputs.values())
 
     @staticmethod
     def _head_argmax(inputs, given, shapes):
-        x, w, scales, biases, bias, _ = inputs
+        x, w, scales, biases, bias, _ = inputs.values()
         weights = (w,) if given["DENSE"] else (w, scales, biases, given["GROUP"], given["BITS"])
         ids, margin = head_argmax_ops(x, *weights, logit_bias=bias if given["BIASED"] else None)
         # The answer in the first stripe, nothing in the others.
@@ -122,16 +143,16 @@ class MetalDevice:
 
     @staticmethod
     def _head_argmax_reduce(inputs, given, shapes):
-        best, second, ids = inputs
+        best, second, ids = inputs.values()
         return [ids[:, 0], best[:, 0] - second[:, 0]]
 
     @staticmethod
     def _block_attention(inputs, given, shapes):
-        q, k, v, scale, start, _, held = inputs
+        q, k, v, scale, start, _, held = inputs.values()
         out = OPS["block_attention"][1](q, k, v, scale.item(), bool(given["CAUSAL"]), given["WINDOW"], None, start.item())
         chunks = shapes[0][3]
         return [mx.repeat(out[:, :, :, None], chunks, axis=3), mx.zeros(shapes[1]), mx.ones(shapes[2])]
 
     @staticmethod
     def _block_attention_reduce(inputs, given, shapes):
-        return [inputs[0][:, :, :, 0]]
+        return [next(iter(inputs.values()))[:, :, :, 0]]
