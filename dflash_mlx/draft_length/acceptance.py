@@ -1,4 +1,4 @@
-"""How likely each slot of a block is accepted: from what was accepted lately, and from the drafter's own confidence.
+"""How likely each slot of a block is accepted: from recent rounds, and from the drafter's own confidence.
 
 Knows numbers only: no tokens, no arrays, no costs.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Committed tokens of a round by width 0, 1, ... len(rates): the accepted ones and the bonus."""
+    """Expected tokens of a round at width 0, 1, ... len(rates): the accepted drafts and the bonus."""
     total, reach, found = 1.0, 1.0, [1.0]
     for chance in rates:
         reach *= chance
@@ -20,7 +20,7 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
 
 
 class AcceptanceRate:
-    """How often each slot is accepted when those before it are: counts that fade, a slot leaning on the one before it."""
+    """How often each slot is accepted if the slots before it are: fading counts; a slot with few leans on the one before."""
 
     FADE, LEAN, START = 0.97, 2.0, 0.7
 
@@ -39,9 +39,9 @@ class AcceptanceRate:
         """One round.
 
         Args:
-          more: all that were verified were accepted, and the drafted token after them equals the target's own too.
-          guesses: by slot, the chance in this round; given where the width was chosen by these. Slots that would have been
-            reached and were not looked at count by them: else only promising rounds would tell of the last slots.
+          more: all verified drafts were accepted, and the next draft, which was not verified, equals the bonus.
+          guesses: the expected acceptance per slot in this round, if it chose the width. Slots that were not verified then count
+            by their guesses; otherwise only promising rounds would count for the last slots.
         """
         judged = min(accepted + 1, len(self.counts))
         for i in range(judged):
@@ -56,7 +56,7 @@ class AcceptanceRate:
         counts[0], counts[1] = counts[0] * fade + hit * weight, counts[1] * fade + weight
 
     def forget(self, most: float) -> None:
-        """Let old rounds count for no more than `most` new ones."""
+        """Let old rounds weigh no more than `most` new ones."""
         for counts in self.counts:
             if counts[1] > most:
                 counts[0], counts[1] = counts[0] * most / counts[1], most
@@ -67,10 +67,10 @@ class Calibration:
 
         chance = sigmoid(a * logit(confidence) + b * logit(slot's chance) + c)
 
-    Every slot that was judged moves a, b, c by one step of stochastic gradient on the log loss, so old rounds fade. Confidences
-    that say nothing drive a to 0 and b to 1, which is the slots' own rates; ones that are too high or upside down are bent
-    by c and the sign of a. On greedy answers of the built-in pairs the log loss a slot is 0.48 (smollm2) and 0.49 (tiny); the
-    slots' rates alone have 0.67 and 0.61, the bare confidences 0.48 and 0.52.
+    Each verified slot is one step of stochastic gradient descent on the log loss, so old rounds fade. If confidences carry no
+    information, a goes to 0 and b to 1, which leaves the slots' own rates; c and the sign of a correct confidences that are too
+    high or inverted. On greedy answers of the built-in pairs the log loss per slot is 0.48 (smollm2) and 0.49 (tiny); slot rates
+    alone give 0.67 and 0.61, confidences alone 0.48 and 0.52.
     """
 
     RATE, SHORTER, START = 0.05, 0.1, (0.5, 0.5, 0.0)
@@ -79,7 +79,7 @@ class Calibration:
         self.weights = list(self.START)
 
     def rates(self, confidence: Sequence[float], slots: Sequence[float]) -> list[float]:
-        """By slot. slots: what `AcceptanceRate.rates` says."""
+        """Chance of acceptance per slot. slots: `AcceptanceRate.rates()`."""
         a, b, c = self.weights
         return [_sigmoid(a * _logit(p) + b * _logit(q) + c) for p, q in zip(confidence, slots, strict=True)]
 
@@ -88,7 +88,7 @@ class Calibration:
         a, b, c = self.weights
         for i in range(min(accepted + 1, len(slots))):
             x, y = _logit(confidence[i]), _logit(slots[i])
-            # Logits far from 0 move the sum far: their steps are shorter.
+            # Large logits change the sum more, so their steps are shorter.
             step = self.RATE / (1 + self.SHORTER * (x * x + y * y)) * ((i < accepted or more) - _sigmoid(a * x + b * y + c))
             a, b, c = a + step * x, b + step * y, c + step
         self.weights = [a, b, c]

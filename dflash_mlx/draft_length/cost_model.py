@@ -1,4 +1,4 @@
-"""What a pass costs: the measured seconds of each kind, corrected by what rounds really take. Knows numbers only."""
+"""What passes cost: seconds as measured, corrected by the rounds that were run. Knows numbers only."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Widths that are measured first (2, 4, 8, ... rows); the others as far as time allows.
+# Widths that are measured first (2, 4, 8, ... rows); others as time allows.
 _FIRST = (1, 3, 7, 15, 31)
-# Usual rounds of one width after which the kept costs are corrected, if rounds cost so much more or less of plain decoding.
+# The costs on disk are corrected after _SETTLED rounds of a width, if its cost relative to plain decoding is off by _OFF.
 _SETTLED, _OFF = 8, 1.5
 
 
 class NotYet(Enum):
-    """Why there are no costs yet: MORE passes are to be measured between tokens, or LATER, behind the answer."""
+    """Why there are no costs yet: MORE passes follow between tokens, or LATER, after the answer."""
 
     MORE, LATER = "more", "later"
 
 
 @dataclass
 class CostModel:
-    """Seconds that passes take here.
+    """Seconds that passes take on this machine.
 
     plain_s: one token of plain decoding; draft_s: one drafter pass over its block; inject_s: the drafter's keys and values of
-    one pending row; verify_s: by width, one target pass over the anchor and so many drafted tokens, until its outcome is read;
-    cut_s: what waiting for the drafts in between, and reading how sure the drafter is of them, adds to a round.
-    All come from one measurement; `refine` then follows what rounds really take. What the caller does while a plain pass runs
-    hides that much of the pass, so plain decoding may come to cost less than its passes. keep: writes such a model where the
-    next process finds it, if anything does.
+    one pending row; verify_s: width -> one target pass over the anchor and that many drafts, until its result is read;
+    cut_s: extra time of a round that waits for the drafts and reads the drafter's confidence.
+    All come from one measurement; `refine` then follows the time of real rounds. The caller's own work can overlap with plain
+    passes, so plain decoding may cost less than its passes. keep: saves a model for later processes, or None.
     """
 
     plain_s: float
@@ -37,13 +36,13 @@ class CostModel:
     verify_s: dict[int, float]
     cut_s: float = 0.0
     measured_in_s: float = 0.0
-    # What rounds took over what was measured, by width; as (ratio, usual rounds). Rounds of copied drafts apart.
+    # width -> (time of rounds over measured time, number of usual rounds); rounds of prompt lookup apart.
     _seen: dict[int, tuple[float, int]] = field(default_factory=dict)
     _looked_up: dict[int, tuple[float, int]] = field(default_factory=dict)
     keep: Callable[[CostModel], object] | None = field(default=None, repr=False, compare=False)
-    # Rounds that told what a cut adds.
+    # Rounds that `reprice` has used.
     _priced: int = 0
-    # Rounds of drafting or copying since plain decoding was last looked at, of this run and those before it.
+    # Rounds with drafts since plain decoding was last timed, in this run and earlier ones.
     rounds_since_plain: int = 0
 
     @property
@@ -62,18 +61,18 @@ class CostModel:
         return bool(self._looked_up)
 
     def forget_prompt_lookup(self) -> None:
-        """Take copied drafts' rounds to be as far off as others are."""
+        """Forget the times of prompt lookup's rounds, so that those of the drafter's rounds count for them."""
         self._looked_up.clear()
 
     def doubt_plain(self) -> None:
-        """Let the next rounds outweigh what was seen of plain decoding."""
+        """Let the next plain rounds outweigh earlier ones."""
         self._seen[0] = (self._ratio(0), 0)
 
     def plain(self) -> float:
         return self.plain_s * self._ratio(0)
 
     def verify(self, width: int) -> float:
-        """The target's pass over width + 1 rows, as measured or on the line through the two nearest measured widths."""
+        """Seconds of the target's pass over width + 1 rows: measured, or interpolated from the two nearest measured widths."""
         if width in self.verify_s:
             return self.verify_s[width]
         known = sorted(self.verify_s)
@@ -85,53 +84,53 @@ class CostModel:
         return max(self.verify_s[a] + slope * (width - a), self.plain_s)
 
     def widths(self, most: int) -> list[int]:
-        """Those up to `most` whose cost is known: they were measured, or ran. What lies between may be dear.
+        """The widths up to `most` with a known cost: measured, or run. Others may cost far more than interpolation says.
 
-        Of products by tiles of rows, 5 rows cost what 8 do; a line between 4 and 8 would say half of that.
+        A matrix product in tiles of rows costs as much for 5 rows as for 8; interpolating between 4 and 8 would miss that.
         """
         return sorted(w for w in {*self.verify_s, *self._seen} if 0 < w <= most)
 
     def round(self, width: int, looked_up: bool = False) -> float:
-        """A round that verifies `width` tokens, the drafter's or copied ones."""
+        """Seconds of a round that verifies `width` drafts, of the drafter or (looked_up) of prompt lookup."""
         return self._passes(width, looked_up) * self._ratio(width, looked_up)
 
     def cut_round(self, width: int) -> float:
-        """A round that is cut by confidence and then verifies `width` of its drafts, 0 being a plain pass."""
+        """Seconds of a round that is cut by confidence to `width` drafts; 0: a plain pass after the draft."""
         if width:
             return self.round(width) + self.cut_s
         return (self.draft_s + max(self.verify(0), self.plain_s)) * self._ratio(1) + self.cut_s
 
     def _passes(self, width: int, looked_up: bool) -> float:
-        """What a round's passes were measured to take."""
+        """Seconds of a round's passes as measured."""
         return (self.verify(width) if looked_up else self.draft_s + self.verify(width)) if width else self.plain_s
 
     def _ratio(self, width: int, looked_up: bool = False) -> float:
         if looked_up:
-            # As the drafter's rounds until one ran.
+            # Until one ran, as the drafter's rounds.
             near = min(self._looked_up, key=lambda w: abs(w - width), default=None)
             return self._ratio(width) if near is None else self._looked_up[near][0]
         if width in self._seen:
             return self._seen[width][0]
         if width == 0:
             return 1.0
-        # A width that never ran is as far off as the nearest that did. Before any did, the cheaper of two guesses (as measured,
-        # as far off as plain decoding) is taken: rounds correct one that is too cheap, but one too dear might never be tried.
+        # A width that never ran gets the ratio of the nearest that did. Before any ran, the smaller of 1 and plain decoding's
+        # ratio: rounds correct a cost that is too low, but a cost that is too high might never be tried.
         drafting = [w for w in self._seen if w]
         return self._seen[min(drafting, key=lambda w: abs(w - width))][0] if drafting else min(self._ratio(0), 1.0)
 
     def reprice(self, width: int, seconds: float, waited: bool) -> None:
-        """Follow what a cut adds: by a round with the second wait among such without, or the other way round."""
+        """Update `cut_s` by a round that waited for its drafts while others do not, or the other way round."""
         if not width or self._seen.get(width, (1.0, 0))[1] < 3:
             return
         beyond = seconds - self.round(width) - self.cut_s if waited else self.round(width) - seconds
-        # No round moves it far: there are few, and an odd one counts for many.
+        # No single round moves it far: there are few such rounds.
         most, self._priced = seconds / 4, self._priced + 1
         self.cut_s = max(self.cut_s + max(1 / (self._priced + 2), 0.05) * min(max(beyond, -most), most), 0.0)
 
     def refine(self, width: int, seconds: float, usual: bool = True, looked_up: bool = False, waited: bool = False) -> None:
-        """Follow what a round took: a running mean in which one odd round counts for little.
+        """Update the cost of a width by a round: a running mean in which an outlier counts for little.
 
-        usual: as its width mostly does; waited: it was cut by confidence.
+        usual: it ran like most rounds of its width; waited: it was cut by confidence.
         """
         if waited:
             if not width:
@@ -140,9 +139,9 @@ class CostModel:
         table = self._looked_up if looked_up else self._seen
         known = width in table
         (ratio, n), seen = table.get(width, (self._ratio(width, looked_up), 0)), seconds / self._passes(width, looked_up)
-        # The first round after others takes longer, so it tells only that a cost is much lower than was thought. Then what was
-        # seen of the other widths is as old. Copied drafts come between other rounds: theirs count all the same, but for the
-        # first of a width, which may compile.
+        # A round after rounds of another width takes longer, so it can only show that a cost is much too high. Then the costs of
+        # all widths are outdated. Rounds of prompt lookup always come between others: they count, except the first of a width,
+        # which may compile.
         if width and seen < 0.8 * ratio and (looked_up or not usual):
             for w in [w for w in table if w]:
                 del table[w]
@@ -153,8 +152,8 @@ class CostModel:
             return
         if not usual and not looked_up:
             return
-        # The first real rounds outweigh the measurement, which may have been made beside other work; the fastest counts. Of those
-        # with drafts, one that took far longer, as where something is compiled, is believed by and by: there may be no next one.
+        # The first rounds outweigh the measurement, which other work may have disturbed; the fastest counts. A round with drafts
+        # that took far longer, perhaps because it compiled, is believed in part: there may be no other.
         if n < 3:
             slow = width and seen > 2 * ratio
             ratio = 2 * ratio if slow else min(ratio, seen) if n else seen

@@ -1,8 +1,8 @@
-"""Timing the passes of a pair once on this machine, on caches of their own, in pieces between tokens. Knows nothing of the loop.
+"""Times the passes of a pair once on this machine, with caches of their own, in pieces between tokens. Knows nothing of the loop.
 
-A pass cannot be cut, so a piece ends before a pass that would take longer than what is left of it. A pass that takes longer than
-a whole piece waits for the end of the answer, and all that follow. What it takes is known from its second run on: the first may
-compile. So of a kind of pass that tells nothing before, such as a draft, two runs may be longer than a piece.
+A pass cannot be interrupted, so a piece ends before a pass that would exceed its time. A pass longer than a whole piece, and all
+that follow, wait for the end of the answer. The time of a kind of pass is known from its second run on, because the first may
+compile; so two runs of a new kind, such as a draft, may take longer than a piece.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from ..verify import logprobs, verify_block
 from .cost_model import CostModel, NotYet, first_widths
 from .cost_store import load_cost_model, pair_key, save_cost_model
 
-# Time between two tokens of an answer that a piece of the measurement may take.
+# Time that a piece of the measurement may take between two tokens of an answer.
 PIECE_S = 0.2
-# Rows of text that the measured passes stand behind, and how many of them go through the target at once.
+# Tokens of text in the cache before the timed passes, and how many of them the target reads at once.
 _CONTEXT, _CHUNK = 32, 4
-# What yields says before each pass how long it should take; None: it is prepared, which is not timed and may take long.
+# Yields the expected seconds of the next pass before running it; None: a preparation, which is not timed and may take long.
 Times = Generator[float | None, None, CostModel]
 
 
 class Measurement:
-    """What passes of one pair cost on this machine: as kept from an earlier run, or measured now, by and by.
+    """What passes of one pair cost on this machine: read from disk, or measured now in pieces.
 
-    Each piece runs on the stream that is current: the next one may be another thread's, which has other streams.
-    clock: tests give their own.
+    Each piece runs on the current stream; the next may run in another thread, which has other streams. clock: for tests.
     """
 
     def __init__(self, target: Target, drafter: Drafter, clock: Callable[[], float] = time.perf_counter):
@@ -51,12 +50,12 @@ class Measurement:
         key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint(), *kind)
         self._key, self.costs = key, load_cost_model(key)
         self._passes: Times | None = None
-        # What the next pass should take, and how many were run.
+        # Expected seconds of the next pass, and the number of passes run.
         self._next: float | None = None
         self._n, self._is_prepared = 0, False
 
     def prepare(self) -> CostModel | NotYet:
-        """Let the accelerator put its passes together, where there is one: that may take long, so it comes before an answer."""
+        """Let the accelerator compile its passes, if there is one. That may take long, so it is done before an answer."""
         if self.costs is None and self.target.accelerator and self.target.accelerator.prepares:
             tell("First run on this machine: preparing")
             while self._step() and not (self._is_prepared and self._next is not None):
@@ -64,7 +63,7 @@ class Measurement:
         return self.costs or NotYet.MORE
 
     def piece(self, limit_s: float = PIECE_S) -> CostModel | NotYet:
-        """Run passes for at most `limit_s`. LATER: the next one takes longer than that, so it waits for the end of the answer."""
+        """Run passes for at most `limit_s`. LATER: the next one takes longer, so it must wait for the end of the answer."""
         began = self._clock()
         while self.costs is None:
             spent, expected = self._clock() - began, self._next or 0.0
@@ -76,10 +75,10 @@ class Measurement:
         return self.costs
 
     def finish(self, stop: Callable[[], bool] = lambda: False) -> CostModel | NotYet:
-        """Run all passes that are left. stop: asked before each, True ends this; what is left waits."""
+        """Run all remaining passes. stop: called before each; True ends this, and the rest stays for later."""
         most = len(first_widths(self._drafter().config.block_size - 1))
         while self.costs is None and not stop():
-            # At least so many: each kind of pass twice. What is left of the time goes to more turns.
+            # The minimum: each kind of pass twice. More turns follow while there is time.
             total = _CONTEXT // _CHUNK + 2 * most + 12
             tell("Timing", self._n, total if self._n < total else None, "passes")
             self._step()
@@ -89,7 +88,7 @@ class Measurement:
         """Run one pass; False: it was the last."""
         if (passes := self._passes) is None:
             passes, self._n = measuring(self.target, self._drafter, self._clock), 0
-        # What is interrupted inside of a pass begins anew.
+        # An interruption inside a pass starts the measurement again.
         self._passes = self._next = None
         try:
             expected = next(passes)
@@ -107,7 +106,7 @@ def measure_cost_model(target: Target, drafter: Drafter) -> CostModel:
 
 
 def drained(passes: Times) -> CostModel:
-    """What all of them give, run one after the other."""
+    """Run all passes of a measurement. Returns: its costs."""
     while True:
         try:
             next(passes)
@@ -123,26 +122,26 @@ def measuring(target: Target, drafter: Callable[[], Drafter], clock: Callable[[]
         began = clock()
         models.read(at)
         took.append(clock() - began)
-    # What is tried at first use is tried before anything is timed; on empty entries nothing is.
+    # First, on a filled cache, so that kernels are tried before anything is timed.
     yield None
     models.inject(1)
     if target.accelerator and target.accelerator.prepares:
-        for prepare in (models.draft, lambda: models.choose(1), models.plain):
+        for prepare in (models.draft, lambda: models.verify(1), models.plain):
             yield None
             prepare()
     for _ in range(2):
         yield min(took[1:])
         began = clock()
         models.plain()
-    # As many plain passes in a row as a piece has room for. Alone a pass takes longer than in a row.
+    # As many plain passes in a row as fit a piece: a single pass takes longer than one in a row.
     models.chain = max(1, min(4, int(PIECE_S / max(clock() - began, 1e-9))))
-    costs = yield from turns(models.plain, models.draft, models.inject, models.choose, models.both, models.K - 1)
+    costs = yield from turns(models.plain, models.draft, models.inject, models.verify, models.both, models.K - 1)
     costs.plain_s /= models.chain
     return costs
 
 
 class _Passes:
-    """The passes of a pair behind `_CONTEXT` rows of text, each run to its end. chain: how many plain ones in a row."""
+    """The passes of a pair after `_CONTEXT` tokens of text, each run to its end. chain: plain passes in a row."""
 
     def __init__(self, target: Target, drafter: Callable[[], Drafter]):
         self.target, self._drafter, self.K, self.chain = target, drafter, drafter().config.block_size, 1
@@ -151,15 +150,15 @@ class _Passes:
         self.start = mx.arange(1, _CONTEXT + 1, dtype=mx.int32)[None] * 37 % target.vocabulary
         self.text = mx.broadcast_to(self.start, (1 + self.K // _CONTEXT, _CONTEXT)).reshape(1, -1)
         self.token, self.rows, self.injected = self.start[0, :1], 0, 0
-        # Each piece may be asked for by another thread, which cannot evaluate what an earlier one left lazy.
+        # Evaluated now: another thread, which may run the next piece, could not.
         mx.eval(self.start, self.text, self.token)
 
     def read(self, at: int) -> None:
-        """Some rows of the text that the passes stand behind."""
+        """Read some tokens of the text."""
         self.features = self.target(self.start[:, at : at + _CHUNK], self.entries).features
         mx.eval(self.features, [entry.state for entry in self.entries])
 
-    def choose(self, width: int, drafted: mx.array | None = None) -> mx.array:
+    def verify(self, width: int, drafted: mx.array | None = None) -> mx.array:
         """The target's pass over the anchor and `width` tokens."""
         point = rollback_point(self.entries, self.rows)
         drafted = (self.text if drafted is None else drafted)[:, :width]
@@ -175,9 +174,9 @@ class _Passes:
 
     def plain(self) -> None:
         """Plain passes. As in the loop, the next one is enqueued before the last one is read."""
-        before = self.choose(0)
+        before = self.verify(0)
         for _ in range(self.chain - 1):
-            before, now = self.choose(0), before
+            before, now = self.verify(0), before
             now.tolist()
         before.tolist()
         mx.eval([entry.state for entry in self.entries])
@@ -202,7 +201,7 @@ class _Passes:
         drafted, confidence = Drafter.draft_with_confidence(self._drafter(), *args)
         if waits:
             pack_drafts(drafted, confidence).tolist()
-        self.choose(width, drafted)
+        self.verify(width, drafted)
         mx.eval([entry.state for entry in self.context])
         self.injected += 1
 
@@ -217,7 +216,7 @@ def turns(
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Time passes by turns, because a machine is now faster, now slower; each function runs one to its end. The fastest counts.
+    """Time passes in turns, because a machine's speed varies. Each function runs one pass to its end; the fastest run counts.
 
     Args:
       draft, verify: one block; inject: that many rows, of which plain decoding gathers many.
@@ -234,7 +233,7 @@ def turns(
 
     def once(name: object, expected_s: float = 0.0) -> Times:
         nonlocal spent, in_all
-        # A first run may compile, so two tell what the others will take.
+        # The first run may compile, so the time is known after two.
         yield min(times[name]) if len(times.get(name, ())) > 1 else expected_s
         start = clock()
         runs[name]()
@@ -279,7 +278,7 @@ def turns(
 
 
 def _beyond(width: int, known: dict[int, float]) -> float:
-    """What a pass over one row more than `width` should take, by the narrower ones that are known: on the line through two."""
+    """Expected seconds of a pass at `width`, extrapolated from the two nearest narrower widths."""
     narrower = sorted(w for w in known if w < width)
     if len(narrower) < 2:
         return known[narrower[0]] if narrower else 0.0
@@ -288,14 +287,13 @@ def _beyond(width: int, known: dict[int, float]) -> float:
 
 
 def _level(verify_s: dict[int, float]) -> dict[int, float]:
-    """Costs by width without what is noise in them: a wider pass that took up to a quarter less than narrower ones takes as long,
-    so what they were measured to take is shared out among them."""
+    """Remove noise from costs by width: where a wider pass took up to a quarter less than narrower ones, all get their mean."""
     pools: list[tuple[float, list[int]]] = []
     for width in sorted(verify_s):
         mean, pool = verify_s[width], [width]
         while pools and mean < pools[-1][0]:
             before, widths = pools[-1]
-            # Of what is shared out too: by small steps, one would come to be far less.
+            # Compared with the measured times, not the means: otherwise many small steps could add up.
             if min(verify_s[w] for w in pool) < 0.75 * max(verify_s[w] for w in widths):
                 break
             pools.pop()

@@ -87,13 +87,13 @@ def _locked(step: Callable) -> Callable:
 
 
 class DraftLengthPolicy:
-    """Chooses widths by value, and at width 0 tries drafting again now and then.
+    """Takes the width with the highest value, and at width 0 tries drafting again from time to time.
 
-    Tries are paid from a credit: a small share of the time spent at width 0. A try that gains pays for the next one, so a
-    drafter that has become good is taken up at once; one that stays bad costs less and less often.
+    Tries are paid from a credit, a small share of the time spent at width 0. A try that gains pays for the next one, so a
+    drafter that gets better is used at once, and a bad one is tried less and less often.
 
     Args:
-      most: the largest width; measure: called at each choice while there are no costs; it runs a piece of the measurement.
+      most: the largest width; measure: runs a piece of the measurement, called for each round until there are costs.
       lock: held during each step; the policies of one pair share it with their cost model.
     """
 
@@ -107,19 +107,19 @@ class DraftLengthPolicy:
     ):
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
-        # Whether what is left to measure waits for the end of the answer.
+        # Whether the rest of the measurement waits for the end of the answer.
         self._later = self._is_slowed = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
-        # last: the last round's width; _trying: which round of a try the next one is, 0 if of none.
+        # last: the last round's width; _trying: the next round's number in a try, 0 if it is not in one.
         self.last, self._trying, self._rest = 0, 0, 0
-        # Whether plain rounds save for tries.
+        # Whether plain rounds add to the credit.
         self._saves = True
-        # Rounds of width 0 since plain decoding was last looked at.
+        # Rounds of width 0 since plain decoding was last timed.
         self._plain = 0
-        # Offers of prompt lookup that were declined since one was taken; after how many what was seen of it is forgotten.
+        # Offers of prompt lookup declined since one was taken, and after how many its measured costs are forgotten.
         self._declined, self._patience = 0, _LOOK_AGAIN
-        # For how many more offers like the one declined last, or worse, the answer is the same.
+        # For how many more offers that are no better than the last declined one the answer stays no.
         self._lookup_rest, self._declined_at = 0, 0.0
         self.calibration = Calibration()
         # cuts_by_confidence: whether to cut the round that was chosen last; _cutting: such rounds in general. Of the drafter's
@@ -127,12 +127,12 @@ class DraftLengthPolicy:
         # widths that a cut would take, and as tokens by fixed width.
         self.cuts_by_confidence, self._cutting, self._drafted, self._asked = False, False, 0, 0
         self._cut_sums, self._fixed = (0.0, 0.0), [0.0] * (most + 1)
-        # Tokens a second of late.
+        # Recent tokens per second.
         self._rate = 0.0
 
     def take_up(self, other: DraftLengthPolicy) -> None:
-        """Go on with what another run of the same pair has learned of the drafter's confidences, has saved for tries, and has
-        counted: answers may be shorter than it takes to save for a try, or to come to a round that is not cut by confidence."""
+        """Continue with another run's credit, calibration and counts: a single answer may be too short to save for a try, or to
+        reach a round that is not cut by confidence."""
         self.credit, self.share = other.credit, other.share
         self.calibration.weights = list(other.calibration.weights)
         self._cut_sums, self._fixed, self._asked = other._cut_sums, list(other._fixed), other._asked
@@ -140,17 +140,17 @@ class DraftLengthPolicy:
 
     @property
     def ready(self) -> bool:
-        """Whether the next choice measures nothing."""
+        """Whether the next choice runs no measurement."""
         return self.cost_model is not None or self._later
 
     @property
     def plain_s(self) -> float | None:
-        """Seconds of one token of plain decoding; None: not measured yet, or within this run, whose own rate that lowered."""
+        """Seconds of one token of plain decoding; None: not measured yet, or measured during this run, which that slowed."""
         return None if self._is_slowed or self.cost_model is None else self.cost_model.plain()
 
     @_locked
     def next_length(self, pending: int = 0) -> int:
-        """The next round's width. `pending`: rows that the drafter must be given before it can draft."""
+        """The next round's width. pending: rows that the drafter has to inject before it can draft."""
         if self.cost_model is None:
             found = self._measure()
             if isinstance(found, NotYet):
@@ -160,13 +160,13 @@ class DraftLengthPolicy:
         costs, plain_s = self.cost_model, self.cost_model.plain()
         self.cuts_by_confidence = False
         if self.credit is None:
-            # A pair that never drafted gets one cheap try at once; one whose round is dear here saves for it.
+            # A pair that never drafted gets one cheap try at once, or saves for it if its round is expensive.
             self.credit = 0.0 if any(seen for _, seen in self.acceptance.counts) else _FIRST_TRY_TOKENS * plain_s
         if self._rest or self._looks:
             return 0
         edge = self._edge
         self._cutting = edge > 1
-        # Where the drafter's context is dear to keep up, whoever drafts again has to pay for what is pending.
+        # Where injection is expensive, drafting again must pay for the pending rows.
         inject_s = pending * costs.inject_s if costs.inject_s > _CONTEXT_SHARE * plain_s else 0.0
         rounds_s = {w: costs.round(w) for w in costs.widths(self.most)}
         tokens = expected_tokens(self.acceptance.rates())
@@ -181,17 +181,17 @@ class DraftLengthPolicy:
             self.cuts_by_confidence = self._cutting and self._drafted % _BLIND < _BLIND - 1
             return best
         if tried == 1 and not costs.has_seen_drafting:
-            # The first try is two rounds: the second shows what rounds cost.
+            # The first try has two rounds: the second shows the usual cost.
             self._trying = 2
             return self.last
-        # A try takes the width that loses least, of those with at least half of the best hope. Where nothing could gain, only a
-        # wrong cost is to be found out, which every width shows.
+        # A try takes the width that loses least, among those with half of the best possible gain or more. If no width could
+        # gain, a try can only show that a cost is wrong, and any width does that.
         hopes = expected_tokens([max(p, _HOPE) for p in self.acceptance.rates()])
         gains = {w: hopes[w] / rounds_s[w] * plain_s - 1 for w in rounds_s}
         least = max(gains.values()) / 2 if max(gains.values()) > _LEAVE - 1 else -1.0
         loss, best = min((rounds_s[w] + inject_s - tokens[w] * plain_s, w) for w in gains if gains[w] >= least)
         if self.credit < loss:
-            # Where rows that pend are too dear for a try, as in a long text, no more is saved: many would follow at once.
+            # If pending rows make a try too expensive, as in a long text, stop saving: many tries would follow at once.
             self._rest, self._saves = _REST, self.credit < loss - inject_s + _FIRST_TRY_TOKENS * plain_s
             return 0
         self._trying, self._saves = 1, True
@@ -199,12 +199,12 @@ class DraftLengthPolicy:
 
     @property
     def wants_confidence(self) -> bool:
-        """Whether the drafter's confidences in the next round are wanted."""
+        """Whether to ask for the drafter's confidences in the next round."""
         return self.cuts_by_confidence or self.last == 0 or self._asked < _ENOUGH or self._drafted % _ASK == 0
 
     def drafts_needed(self, width: int) -> int | None:
-        """How many drafts the drafter's head is run for where `width` are verified: one more, which says what a wider round would
-        have accepted. None, all, where their confidences are wanted."""
+        """How many drafts the drafter's head computes if `width` are verified: one more, which shows whether a wider round would
+        have accepted it. None: all, because their confidences are wanted."""
         return None if self.wants_confidence else width + 1
 
     @_locked
@@ -218,16 +218,16 @@ class DraftLengthPolicy:
 
     @property
     def _edge(self) -> float:
-        """Tokens a second of rounds that are cut by confidence over those of the best fixed width; 1 where that is too little."""
+        """Gain in tokens per second of rounds cut by confidence over the best fixed width; 1 if it is too small."""
         if self._asked < _ENOUGH:
             return 1.0
-        # At width 0 each round has one token: these are how many there were.
+        # A round of width 0 has one token, so this is the number of rounds.
         rounds, fixed = self._fixed[0], self.cost_model.widths(self.most)
         edge = self._cut_sums[0] / self._cut_sums[1] / max(self._fixed[w] / (rounds * self.cost_model.round(w)) for w in fixed)
         return edge if edge > _CUT_GAIN else 1.0
 
     def _judge(self, confidence: Sequence[float], accepted: int, more: bool, waited: bool) -> None:
-        """Learn from a round of the drafter's whose confidences were read."""
+        """Learn from a round of the drafter with known confidences."""
         slots, costs = self.acceptance.rates(), self.cost_model
         guesses = self.calibration.rates(confidence, slots)
         tokens = expected_tokens(guesses)
@@ -240,18 +240,18 @@ class DraftLengthPolicy:
 
     @_locked
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """How many ids of the text to verify in place of the round of `width` that was chosen; 0 where that promises no more.
+        """How many copied ids to verify instead of the chosen round of `width`; 0 if that is not better.
 
-        rates: by slot, what `PromptLookup.rates` says.
+        rates: per slot, from `PromptLookup.rates`.
         """
         costs = self.cost_model
         if costs is None or self._looks:
             return 0
         if self._lookup_rest and rates[0] <= self._declined_at:
-            # Plain decoding has no time to ask at every token; a longer match is looked at at once.
+            # Plain decoding has no time to weigh this at every token; a better offer is considered at once.
             self._lookup_rest -= 1
             return 0
-        # Other widths than these never ran, and a pass of a new shape may have to be compiled for.
+        # Only these widths: a pass of a new shape may have to be compiled.
         tokens, widths = expected_tokens(rates), {*costs.verify_s, *first_widths(len(rates))}
         gain, best = max((tokens[w] / costs.round(w, looked_up=True), w) for w in widths if w < len(tokens))
         plain_s = costs.plain()
@@ -262,21 +262,21 @@ class DraftLengthPolicy:
         self._lookup_rest, self._declined_at = _REST, rates[0]
         self._declined += costs.has_seen_prompt_lookup
         if self._declined == self._patience:
-            # What was seen may be from beside other work, and nothing else corrects it.
+            # The measured costs may be from a busy moment, and nothing else corrects them.
             self._declined, self._patience = 0, 2 * self._patience
             costs.forget_prompt_lookup()
         return 0
 
     @property
     def _looks(self) -> bool:
-        """Whether plain decoding is to be timed now.
+        """Whether plain decoding must be timed now, in real rounds.
 
-        What it costs is seen first: a measurement beside other work may be far off, and nothing else corrects it.
+        It comes first, because other work may have disturbed the measurement, and nothing else corrects that.
         """
         return not self.cost_model.has_seen_plain and self._plain < _LOOK
 
     def _looks_again(self, gain: float) -> bool:
-        """Whether it is time to look at plain decoding again, at so much tokens for one of it."""
+        """Whether to time plain decoding again. gain: tokens per token of plain decoding."""
         if self.cost_model.rounds_since_plain < _LOOK_AGAIN * (2 if gain > 2 else 1):
             return False
         self.cost_model.rounds_since_plain, self._plain = 0, 0
@@ -295,7 +295,7 @@ class DraftLengthPolicy:
         confidence: Sequence[float] | None = None,
         waited: bool = False,
     ) -> None:
-        """One round that has ended, what it took, and whether it ran as rounds of its width mostly do.
+        """Learn from a round: its time, and whether it ran like most rounds of its width (usual).
 
         accepted, more: as for `AcceptanceRate.add`; confidence: of a round of the drafter's, where they were asked for; waited:
         the host waited for its drafts, to cut them or to time them.
@@ -303,7 +303,7 @@ class DraftLengthPolicy:
         if self.cost_model is None:
             return
         drafted = bool(width) or waited
-        # A try is charged what it was allowed for: one round that took far longer, as the first ones may, is soon corrected.
+        # A try is charged at most its expected time: a first round may take far longer.
         expected_s = self.cost_model.round(width)
         if drafted and not looked_up and waited != self._cutting:
             self.cost_model.reprice(width, seconds, waited)
@@ -311,7 +311,7 @@ class DraftLengthPolicy:
             self.cost_model.refine(width, seconds, usual, looked_up, waited)
         self.cost_model.rounds_since_plain += drafted
         if looked_up:
-            # In place of a try, perhaps.
+            # This round may have taken the place of a try.
             self._trying = 0
             return
         if drafted:
@@ -323,7 +323,7 @@ class DraftLengthPolicy:
             else:
                 self._judge(confidence, accepted, more, waited)
             if self._trying:
-                # What the drafter was given late is not lost: that is its context.
+                # The time for pending rows is not lost: the drafter needs them as context.
                 lost = min(seconds, expected_s) - (accepted + 1) * self.cost_model.plain()
                 self.credit -= lost
                 if self.last == 0 or lost <= 0:
@@ -331,7 +331,7 @@ class DraftLengthPolicy:
         else:
             self.credit += self._saves * self.share * self.cost_model.plain()
             self._rest, self._plain = max(self._rest - 1, 0), self._plain + 1
-        # After a round that was cut by confidence and verified nothing, drafting goes on.
+        # A round that was cut to width 0 counts as drafting.
         self.last = width or int(drafted)
 
     @_locked
