@@ -1,4 +1,4 @@
-"""What is said of a run in which a drafter can do little; refused is only a prompt beyond the target's context."""
+"""Warnings for runs in which a drafter cannot help much. Only a prompt beyond the target's context is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .text import prompt_thinking
 
 
 def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
-    """Refuse a prompt beyond the target's positions; warn, once a text, where the drafter's end first.
+    """Refuse a prompt longer than the target's context; warn if the run may exceed the drafter's.
 
     Raises:
       GenerationError: the prompt alone is longer than the target's context.
@@ -33,7 +33,7 @@ def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_toke
 
 
 def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]) -> None:
-    """Warn, once a text, where the prompt has another setting of enable_thinking than the drafter was trained with."""
+    """Warn if the prompt's enable_thinking differs from the drafter's training."""
     if drafter.stated_thinking is None:
         return
     setting, where = drafter.stated_thinking
@@ -47,7 +47,7 @@ def check_template(drafter: Drafter, tokenizer: TokenizerWrapper, ids: list[int]
 
 
 def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
-    """Say so where these features overflow in the drafter: NaN rows draft token 0 and nothing else shows."""
+    """Warn if these features overflow in the drafter: NaN rows draft token 0, and nothing else shows it."""
     if features.dtype != mx.float16:
         return
     if fault := drafter.first_not_finite(features):
@@ -59,5 +59,5 @@ def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
 
 
 def largest_block(drafter: Drafter) -> int:
-    """The most slots that a round may draft, the anchor included: far beyond what pays, so that no request takes minutes."""
+    """The largest block that may be asked for: far larger than is useful, but no request then takes minutes."""
     return max(4 * drafter.config.block_size, 64)

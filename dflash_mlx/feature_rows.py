@@ -1,4 +1,4 @@
-"""Feature rows that wait for the drafter: what the target gave for tokens that the drafter's cache does not hold yet."""
+"""Feature rows that wait for the drafter: the target's features of tokens that are not in the drafter's cache yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 class FeatureRows:
-    """Feature rows [1, S, F] in order, joined when they are needed: a plain pass adds one row at a time."""
+    """Feature rows [1, S, F] in order. A plain pass adds one row at a time; they are joined when they are needed."""
 
     def __init__(self, features: mx.array | None = None):
         self._parts = [] if features is None else [features]
@@ -16,12 +16,12 @@ class FeatureRows:
         self._parts.append(rows)
         self.nbytes, self._single = self.nbytes + rows.nbytes, self._single + 1
         if self._single == 64:
-            # Few arrays, however long it takes.
+            # Keeps the number of arrays small.
             self._parts[-64:], self._single = [mx.concatenate(self._parts[-64:], axis=1)], 0
             mx.async_eval(self._parts[-1])
 
     def drop(self) -> None:
-        """Take the last row away."""
+        """Remove the last row."""
         last = self._parts.pop()[:, :-1]
         if last.shape[1]:
             self._parts.append(last)

@@ -1,6 +1,6 @@
-"""A target and its drafter, and what outlives a run of the two: the tapped target, faster passes, the draft-length history.
+"""A target and its drafter, with what outlives a run: the tapped target, compiled passes, the draft-length history.
 
-Nothing that changes while tokens are generated is an attribute of a model: it is here. Several runs may use a pair at once.
+What changes during runs is kept here, never on a model. Several runs may use a pair at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .prompt_cache import PairCache, is_pair_cache
 from .rollback import check_rollback
 from .traced import Accelerator, accelerate
 
-# What measuring goes on behind an answer, beside the last pass: a shell gets its prompt back.
+# Longest time for measuring after an answer, plus the last pass: a shell must get its prompt back.
 AFTER_S = 10.0
 
 
@@ -37,9 +37,9 @@ class DFlashPair:
     The drafter holds its pair as `drafter.pair`, set once. Bound to another model object it gets a new pair; the old one stays
     valid.
 
-    target: the tapped target. It is made once, and again only where modules were put in the place of others, as adapters are.
-    accelerator: what may run the passes of the two faster than their own code does, or None.
-    history: what its runs have learned of draft lengths. exact: the pair of the same two for exact runs, once there was one.
+    target: the tapped target. It is made once, and again only if modules of the model were replaced, as adapters do.
+    accelerator: runs passes of both models faster than their own code, or None.
+    history: what runs have learned about draft lengths. exact: the pair of the same models for exact runs, once one was made.
     """
 
     target_class = Target
@@ -53,7 +53,7 @@ class DFlashPair:
         self.target = self.target_class(model, drafter.config.taps(len(model.layers)))
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
-        # What rounds of several rows took (`batch.policy.RoundCosts`), from one batch to the next.
+        # Costs of rounds with several rows (`batch.policy.RoundCosts`), kept from one batch to the next.
         self.round_costs: Any = None
         # The target whose kernels were tried before its first answer.
         self._tried: Target | None = None
@@ -66,7 +66,7 @@ class DFlashPair:
         pair = drafter.pair
         if pair is None or pair.model is not drafter.target or pair.drafter is not drafter:
             pair = DFlashPair(drafter.target, drafter)
-            # Not an item of the module: neither a parameter nor seen by who walks through its items.
+            # Bypasses nn.Module's attributes, so that it is neither a parameter nor a submodule.
             object.__setattr__(drafter, "pair", pair)
         return pair
 
@@ -75,7 +75,7 @@ class DFlashPair:
         return self._drafter()
 
     def begin(self) -> Target:
-        """The target for one run, with the accelerator that holds for the models as they are now."""
+        """The target for one run, with an accelerator that fits the models as they are now."""
         with self._lock:
             self._renew()
             self.accelerator = self.target.accelerator = accelerate(self)
@@ -84,33 +84,33 @@ class DFlashPair:
             return self.target
 
     def _renew(self) -> None:
-        """Make the target again where modules were put in the place of others."""
+        """Make the target again if modules of the model were replaced."""
         now, known = dict(self.model.named_modules()), self.target.modules
         if now.keys() != known.keys() or any(now[path] is not known[path] for path in now):
             self.target = self.target_class(self.model, self.target.layer_ids)
 
     def prepare_cache(self, cache: PairCache, options: Any) -> PairCache:
-        """The cache as a run of these options goes on from it."""
+        """The cache in the form that a run with these options needs."""
         return cache
 
     def after_answer(self) -> None:
-        """What can wait until a stream of this pair has given its last token; nothing while another stream is open."""
+        """Measurements and kernel trials that wait for the end of an answer; none while another stream is open."""
         self.finish_measuring(stop=lambda: open_streams() > 1, limit_s=AFTER_S)
         try_after_answer(own_streams=1)
 
     def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:
-        """Measure what is left of what passes cost, if that has begun. stop: asked before each pass; what is left waits."""
+        """Finish measuring passes, if that has begun. stop: called before each pass; True leaves the rest for later."""
         until = time.monotonic() + limit_s
         if self.measures_later:
             self.history.take(lambda: self._measurement.finish(lambda: stop() or time.monotonic() > until))
 
     @property
     def measures_later(self) -> bool:
-        """Whether what passes cost here is being measured, and part of it is left."""
+        """Whether measuring has begun and is not finished."""
         return self._measurement is not None and self._measurement.costs is None
 
     def measure(self, stream: Any) -> CostModel | NotYet:
-        """A piece of what passes cost here, for between two tokens."""
+        """Run a piece of the measurement, between two tokens."""
         with mx.stream(stream):
             return self._measuring().piece()
 
@@ -120,9 +120,9 @@ class DFlashPair:
         return self._measurement
 
     def draft_length_policy(self, stream: Any) -> DraftLengthPolicy:
-        """The policy for one run. It knows what passes cost, and what earlier runs of this pair accepted."""
+        """The policy for one run. It knows the costs of passes and the acceptance of earlier runs."""
         most, this = self.drafter.config.block_size - 1, weakref.ref(self)
-        # What the policy holds must not hold the drafter, which holds this pair.
+        # A weak reference: the policy must not keep the drafter alive, which holds this pair.
         policy = self.history.next_policy(most, lambda: pair.measure(stream) if (pair := this()) else NotYet.LATER)
         if not policy.ready and self.target.accelerator and self.target.accelerator.prepares:
             with mx.stream(stream):
@@ -130,7 +130,7 @@ class DFlashPair:
         return policy
 
     def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
-        """The prompt cache that a caller gave, or a new one. An empty list of mlx-lm's own gets the drafter's part.
+        """The caller's prompt cache, or a new one. An empty cache of mlx-lm's gets the drafter's entries added.
 
         Raises:
           CacheError: it is not one for these two models.

@@ -1,4 +1,4 @@
-"""Counts the rounds of a run, and tells the draft-length policy what each took."""
+"""Counts the rounds of a run, and reports their times to the draft-length policy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from .drafter_checks import warn_of_overflow
 from .proposers import DrafterProposer
 from .stats import GenerationStats
 
-# The drafter's rounds in a row without an accepted draft after which one of float16 is looked at.
+# After this many drafter rounds in a row without an accepted draft, a float16 drafter is checked for overflow.
 _REFUSED = 4
 
 
 class RoundCounter:
-    """Counts rounds, and tells the policy what they took."""
+    """Counts rounds for `stats`, and reports them to the policy."""
 
     def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, drafter: DrafterProposer):
         self.stats, self.policy, self.drafter = stats, policy, drafter
-        # Which kind of round the last one was, and the drafter's rounds in a row that accepted nothing.
+        # The kind of the last round, and the number of drafter rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
 
     def add(self, kept: Any) -> None:
-        """One round (`loop.Kept`) that was read and committed."""
+        """Count a round (`loop.Kept`) that was read and committed."""
         output, draft, result = kept.output, kept.output.draft, kept.result
         width, by_drafter = draft.width, draft.by_drafter
         self.stats.add_passes(output.seconds, draft.draft_s, by_drafter)
@@ -32,7 +32,7 @@ class RoundCounter:
             if self._refused == _REFUSED:
                 warn_of_overflow(self.drafter.model, self.drafter.context.pending.joined())
         kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
-        # What the caller's work hides of a pass ahead counts for nothing: to this caller, plain decoding is that much cheaper.
+        # If the caller's own work overlaps with a pass ahead, that time is not counted: plain decoding is cheaper for it.
         usual, self._kind = kind == self._kind, kind
         ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
         more = result.accepted == width < len(ids) and ids[width] == result.bonus

@@ -328,7 +328,7 @@ class Engine:
             stream, answered, since = mx.default_stream(mx.default_device()), False, time.monotonic()
             while self.fault is None and not self._closing.is_set():
                 if self._together:
-                    self._go_on()
+                    self._step_batch()
                     answered, since = True, time.monotonic()
                     continue
                 try:
@@ -344,7 +344,7 @@ class Engine:
                     if self.is_loaded and time.monotonic() - since > (self.options.unload_after_s or float("inf")):
                         self._unload()
                     continue
-                self._serve(generation, stream)
+                self._start(generation, stream)
                 answered, since = True, time.monotonic()
         finally:
             self._closing.set()
@@ -354,7 +354,7 @@ class Engine:
                 self._queue.get().put(_stopping())
             while self._cache.write_next(quiet_s=0):
                 pass
-            # Arrays end in the thread that made them. A stream of MLX's that is left behind ends the process with an abort.
+            # Arrays must be freed in the thread that made them, and an MLX stream that is left behind aborts the process.
             del self._cache
             self._together = None
             if self.pair is not None:
@@ -374,16 +374,16 @@ class Engine:
         self.pair = pair
 
     def _unload(self) -> None:
-        """Give the models and all prompts up; the next job loads them again."""
+        """Free the models and all prompt caches; the next job loads the models again."""
         while self._cache.write_next(quiet_s=0):
             pass
         self._cache, self._together = self._new_cache(), None
         self.pair.model = self.pair.drafter = None
         gc.collect()
         mx.clear_cache()
-        _log.info("the models were given up: nobody asked for %g s", self.options.unload_after_s)
+        _log.info("models unloaded: no request for %g s", self.options.unload_after_s)
 
-    def _serve(self, generation: Generation, stream: Any) -> None:
+    def _start(self, generation: Generation, stream: Any) -> None:
         if generation.cancelled:
             return
         self._alone = generation
@@ -391,17 +391,17 @@ class Engine:
             if not self.is_loaded:
                 self._load()
             if self._can_run_together(stream):
-                self._begin(generation)
+                self._start_in_batch(generation)
                 return
-            finished = self._run(generation, stream)
+            finished = self._run_alone(generation, stream)
             generation.put(None if finished else _stopping())
         except Exception as error:
-            generation.put(_told(error))
+            generation.put(_request_error(error))
         finally:
             self._alone = None
 
     def _can_run_together(self, stream: Any) -> bool:
-        """Whether requests are answered together here; then there is what does it."""
+        """Whether requests run together here. If so, `_together` is made."""
         pair, options, most = self.pair, self.options, self.options.max_batch or usual_rows()
         if pair.drafter is None or most == 1 or options.caches.exact:
             return False
@@ -411,15 +411,15 @@ class Engine:
                 "max_batch": most,
                 "prefill_share": options.prefill_share,
                 "most_tokens": pair.most_tokens,
-                "told": _told,
+                "told": _request_error,
             }
             models = pair.model, pair.tokenizer, pair.drafter
             self._together = Together(*models, self._cache, key, held, stream=stream, **how)
         return True
 
-    def _begin(self, generation: Generation) -> None:
-        """Add a request to those that run."""
-        text, options = _Text(self.pair.tokenizer, generation.job), self.pair.run_options(generation.job)
+    def _start_in_batch(self, generation: Generation) -> None:
+        """Add a request to the batch."""
+        text, options = _AnswerText(self.pair.tokenizer, generation.job), self.pair.run_options(generation.job)
 
         def say(response: Any) -> bool:
             token = text.token(response)
@@ -430,8 +430,8 @@ class Engine:
 
         self._together.start(generation, say, options)
 
-    def _go_on(self) -> None:
-        """A round of the requests that run, and those that may begin."""
+    def _step_batch(self) -> None:
+        """Start the waiting requests that fit, and run one round of the batch."""
         try:
             while not self._queue.empty():
                 generation = self._queue.queue[0]
@@ -440,15 +440,15 @@ class Engine:
                 self._queue.get()
                 try:
                     if not generation.cancelled:
-                        self._begin(generation)
+                        self._start_in_batch(generation)
                 except Exception as error:
-                    generation.put(_told(error))
+                    generation.put(_request_error(error))
             self._together.step()
         except Exception as error:
-            self._together.end_all(_told(error))
+            self._together.end_all(_request_error(error))
 
-    def _run(self, generation: Generation, stream: Any) -> bool:
-        """Whether the answer came to its end."""
+    def _run_alone(self, generation: Generation, stream: Any) -> bool:
+        """Run a request by itself. Returns: whether its answer is complete."""
         pair, job = self.pair, generation.job
 
         def progress(done: int, total: int) -> None:
@@ -469,7 +469,7 @@ class Engine:
             **self.pair.run_options(job),
         )
         generation.cached = generation.done = run.held
-        text, reason = _Text(pair.tokenizer, job), None
+        text, reason = _AnswerText(pair.tokenizer, job), None
         with closing(run.responses) as responses:
             for response in responses:
                 token = text.token(response)
@@ -479,11 +479,11 @@ class Engine:
         return reason is not None
 
 
-def _told(error: Exception) -> RequestError:
-    """An error as a client is told it."""
+def _request_error(error: Exception) -> RequestError:
+    """An error in the form that clients get."""
     if isinstance(error, RequestError):
         return error
-    # Requests were checked before: whatever is raised here is a fault of this program.
+    # Requests were checked before, so any other error is a fault of this program.
     _log.error("a request failed", exc_info=error)
     told = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
     return RequestError(told, status=500)
@@ -493,15 +493,15 @@ def _stopping() -> RequestError:
     return RequestError("the server is stopping", "Ask again later", 503)
 
 
-class _Text:
-    """Makes a run's responses tokens with their text, which ends at a stop string."""
+class _AnswerText:
+    """Turns responses into `Token`s; their text ends at a stop string."""
 
     def __init__(self, tokenizer: Any, job: Job):
         self.tokenizer, self.top = tokenizer, job.top
-        # From the whole prompt: a run sees only what no cache held.
+        # With the whole prompt: the run gets only the part that was not cached.
         self.stream, self.stop = TextStream(tokenizer, job.prompt, job.after_template), StopText(job.stop)
         self.kinds = DraftKinds()
-        # Letters given out so far, and the bytes of tokens whose letters were not.
+        # Characters given out so far, and bytes of tokens whose characters were not.
         self.letters, self.held = 0, b""
 
     def token(self, response: Any) -> Token:
@@ -528,7 +528,7 @@ class _Text:
         )
 
     def _place(self, token: int | None, piece: str) -> int:
-        """Where a token's text begins, also while letters of tokens before it are held back."""
+        """The offset of a token's text, also while characters of earlier tokens are held back."""
         start = self.letters + len(self.held.decode(errors="ignore"))
         self.held += (token_bytes(self.tokenizer, token) or b"") if token is not None else b""
         self.letters += len(piece)
@@ -537,7 +537,7 @@ class _Text:
         elif piece:
             known = self.held.decode(errors="ignore")
             rest = self.held[len(known[: len(piece)].encode()) :]
-            # What is no character by itself cannot stay for long.
+            # Bytes that are no character by themselves cannot stay for long.
             self.held = rest if len(rest) < 4 or known[len(piece) :] else b""
         return start
 
