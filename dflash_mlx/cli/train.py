@@ -354,9 +354,8 @@ def train_eval(
             lines.append([r["kind"], f"{r['temp']:g}", f"{r['block_size']}", loops, f"{r['answers']}", *taus])
         print("Tokens a round:", *align(lines, columns_of(stdout)), sep="\n", file=stdout)
     say(
-        "Drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. zeroed: the "
-        "drafter without the target's hidden states. lookup: copies from the text. bigram: the most frequent next token. "
-        "Answers that fell into a loop stand apart."
+        "Kept drafts and the model's own token, per check of drafts. zeroed: the drafter without the model's hidden states. "
+        "lookup: copies from the text. bigram: the most frequent next token. loops: answers that repeat themselves."
     )
 
 

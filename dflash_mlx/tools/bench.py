@@ -145,7 +145,7 @@ class Bench:
         pairs = self.plan.trials * len(self.cells)
         try:
             self._warm_up()
-            self.say(f"Warm after {record['warm_up_s']:.0f} s; pairs of answers to time: {pairs}.")
+            self.say(f"Warmed up in {record['warm_up_s']:.0f} s. Pairs of answers to time: {pairs}.")
             warm = time.perf_counter()
             for trial in range(self.plan.trials):
                 for i, cell in enumerate(self.cells):
@@ -441,12 +441,11 @@ def _same_cell(run: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 _MEANINGS = (
-    "Tokens/s of decoding, first token to last; pairs run by turns; medians (least-largest); all: the geometric mean of the "
+    "Tokens/s from the first token to the last; the sides take turns; medians (smallest-largest); all: the geometric mean of the "
     "kinds.",
-    "tokens a round: drafts kept, and the model's own token, for each check of drafts; before any cut at an answer's end. "
-    "same: answers with mlx-lm's text.",
-    "In pairs, mlx-lm before DFlash. copied: checks of drafts that were copied from the text. drafts verified: in a pass, plain "
-    "ones included.",
+    "tokens a round: kept drafts and the model's own token, per check of drafts. same: answers with exactly mlx-lm's text.",
+    "Of two numbers the first is mlx-lm's. copied: share of checks whose drafts were copied from the text. drafts verified: mean "
+    "of all passes.",
 )
 
 
@@ -458,7 +457,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     cold = record["cold"]
     if all(side in cold for side in SIDES):
         lines.append(
-            f"Cold (first run in the process, not counted above): first token after {cold['mlx_lm']['ttft_s']:.2f} s by mlx-lm, "
+            f"First run in the process (not counted above): first token after {cold['mlx_lm']['ttft_s']:.2f} s by mlx-lm, "
             f"{cold['dflash']['ttft_s']:.2f} s by DFlash; decoding {cold['mlx_lm']['decode_s']:.2f} and "
             f"{cold['dflash']['decode_s']:.2f} s."
             + (f" Warm-up in all: {record['warm_up_s']:.1f} s." if record["warm_up_s"] else "")
@@ -469,8 +468,8 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     timed = [run for run in record["runs"] if run["speedup"] and run["dflash"].get("rounds")]
     costs = [(run["dflash"]["tokens"] - 1) / run["dflash"]["rounds"] / run["speedup"] for run in timed]
     if costs:
-        took = _median_of(costs, " of mlx-lm's steps")
-        lines.append(f"A pass and its drafts, plain ones included, took {took}.")
+        took = _median_of(costs, " steps of mlx-lm")
+        lines.append(f"On average a pass with its drafts took as long as {took}.")
     if record["ended"] != "complete":
         s = record["settings"]
         planned = s["trials"] * len(s.get("batch") or s["kinds"]) * len(s["temps"]) * len(s["contexts"])
