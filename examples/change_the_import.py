@@ -1,4 +1,4 @@
-"""An mlx-lm script, sped up: the import is another one, and a drafter is passed along.
+"""An mlx-lm script with a drafter: the import changes, and `draft_model` is new.
 
 python examples/change_the_import.py
 """
@@ -21,5 +21,6 @@ for response in stream_generate(
 ):
     print(response.text, end="", flush=True)
 
-# tau: mean of accepted + 1 over the rounds that drafted; None where drafting does not pay on this machine.
-print(f"\n\n{response.generation_tokens} tokens, tau {response.stats.tau}; {response.stats.width_reason}")
+# stats also holds the rounds, tau, and why drafting was on or off.
+why = response.stats.width_reason or "the first run on this machine times both models"
+print(f"\n\n{response.generation_tokens} tokens, {response.generation_tps:.1f} tokens/s; {why}")

@@ -177,7 +177,7 @@ def doctor(
         given |= {"exact": exact or None, "details": details or None}
         _report(report, as_json, **given, draft_bits=draft_bits, last_tap=last_tap, revision=revision)
         return
-    with only_ours_on_stdout() as stdout, live("Looking") as line:
+    with only_ours_on_stdout() as stdout, live("Starting") as line:
         with insistent():
             from ..pairs.builtin import DEFAULT_PAIR
             from ..tools.doctor import diagnose, render

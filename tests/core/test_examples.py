@@ -17,7 +17,7 @@ def run(name, *args):
 
 
 def test_the_script_with_its_import_changed_runs():
-    assert re.search(r"\n48 tokens, tau (None|\d\.\d+); .+\n$", run("change_the_import.py"))
+    assert re.search(r"\n48 tokens, \d+\.\d tokens/s; .+\n$", run("change_the_import.py"))
 
 
 @pytest.mark.full
