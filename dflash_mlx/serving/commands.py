@@ -78,7 +78,7 @@ def run_command(chat: Chat, text: str) -> bool:
     name, rest = _OTHER_NAMES.get(name, name), rest.strip()
     command = COMMANDS.get(name)
     if command is None:
-        near = get_close_matches(name.lower(), COMMANDS, 1, 0.5)
+        near = get_close_matches(name.lower(), COMMANDS, 1)
         remedy = f"Did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
         raise DFlashError(f"there is no command /{short(name)}", remedy)
     if rest and not command.takes:

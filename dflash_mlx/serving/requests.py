@@ -403,6 +403,13 @@ def _tools(body: Mapping[str, Any], pair: LoadedPair, api: str, ignored: list[st
         return []
     hosted = [str(tool["type"])[:40] for tool in tools if tool.get("type", "function") != "function"]
     tools = [tool for tool in tools if tool.get("type", "function") == "function"]
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name.strip():
+            raise RequestError(f"tools has {shown(tool)}; every function must have a name", "Name it, or leave it out")
+        schema = function.get("parameters")
+        if not isinstance(schema, (dict, type(None))):
+            raise RequestError(f"parameters of the tool {shown(name)} are {shown(schema)}; they must be a JSON schema")
     _ignore(ignored, api, *(f"tools: {name}" for name in dict.fromkeys(hosted)))
     if tools and not has_tool_calls(pair.tokenizer):
         problem = f"tools are offered; how the chat template of {pair.name} writes calls is not known"

@@ -27,6 +27,8 @@ def room(tmp_path, monkeypatch):
     [
         ("/hepl", "there is no command /hepl. Did you mean /help?"),
         ("/Session", "Did you mean /sessions?"),
+        *((f"/{word}", f"there is no command /{word}. /help lists them") for word in ("nope", "note", "stop", "info")),
+        *((typed, f"Did you mean /{meant}?") for typed, meant in (("/udno", "undo"), ("/retyr", "retry"), ("/statss", "stats"))),
         ("/xyzzy", "there is no command /xyzzy. /help lists them"),
         ("/edit", "/edit needs a terminal"),
         ("/copy", "there is no answer to copy"),

@@ -399,3 +399,19 @@ def test_an_unknown_role_is_refused_with_the_roles_that_are_known(served):
     status, body = served.post("/v1/chat/completions", {"messages": [{"role": "assistantassistant", "content": "x"}]})
     message = json.loads(body)["error"]["message"]
     assert status == 400 and message.startswith('a message has the role "assistantassistant"; this server knows system, user')
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("function", [{}, {"name": ""}, {"name": " "}, {"name": 5}, {"name": None}])
+def test_a_tool_without_a_name_is_refused(served, api, function):
+    tool = {"chat/completions": {"type": "function", "function": function}, "responses": {"type": "function", **function}}
+    body = {"responses": {"input": "x"}}.get(api, {"messages": MESSAGES, "max_tokens": 4})
+    status, said = served.post(f"/v1/{api}", {**body, "tools": [tool.get(api, {**function, "input_schema": {}})]})
+    assert status == 400 and "name" in json.loads(said)["error"]["message"], said
+
+
+@pytest.mark.parametrize("parameters", ["x", [], 5, True])
+def test_parameters_of_a_tool_that_are_no_schema_are_refused(served, parameters):
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": parameters}}]
+    status, said = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "tools": tools})
+    assert status == 400 and 'parameters of the tool "ls" are' in json.loads(said)["error"]["message"], said
