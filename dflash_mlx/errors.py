@@ -6,6 +6,7 @@ Each is also the built-in exception that `mlx-lm` or Python would raise in its p
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 
 
 class DFlashError(Exception):
@@ -65,3 +66,10 @@ class CacheError(DFlashError, ValueError):
 
 class GenerationError(DFlashError, ValueError):
     """An option of the generation loop that cannot be honoured as asked."""
+
+
+def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """For a message: settings that are not what they were, sorted, with both values where these are short."""
+    names = (name for name in sorted(now) if then.get(name) != now[name])
+    short = {name: not isinstance(then.get(name), (dict, list)) and not isinstance(now[name], (dict, list)) for name in now}
+    return [f"{name} {then.get(name)}, now {now[name]}" if short[name] else name for name in names]

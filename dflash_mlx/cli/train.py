@@ -110,7 +110,11 @@ def train_data(
         target, tokenizer = _load_for_training(model, dtype, dense, adapter_path)
         config = DataConfig(rows=rows, max_len=max_len, greedy=greedy, held_out_per_kind=held_out, seed=seed)
         seconds = minutes * 60 if minutes else None
-        done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, say)
+        try:
+            done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, say)
+        except KeyboardInterrupt:
+            say(f"Stopped; {out} keeps its whole parts, and the same command goes on behind them.")
+            raise SystemExit(130) from None
     say(f"{done['conversations']} conversations, {done['answer_tokens']} answer tokens ({done['answer_tps']:.0f}/s) in {out}")
 
 

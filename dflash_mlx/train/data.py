@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, differences
 from ..machine import write_atomically
 from ..progress import tell
 from .docs import Docs, load_docs
@@ -417,10 +417,9 @@ def _vocab_size(model, tokenizer) -> int:
 
 def _check_meta(path: Path, meta: dict) -> None:
     if path.exists():
-        old = json.loads(path.read_text())
-        differ = sorted(k for k in meta if old.get(k) != meta[k])
-        if differ:
-            raise ConfigError(f"{path.parent} was made with other settings: {', '.join(differ)} differ", "Use another folder")
+        old, new = (one | one.get("config", {}) | {"config": None} for one in (json.loads(path.read_text()), meta))
+        if differ := differences(old, new):
+            raise ConfigError(f"{path.parent} was made with other settings: {'; '.join(differ)}", "Use another folder")
         return
     write_atomically(path, json.dumps(meta, indent=1))
 

@@ -27,7 +27,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from ..config import DrafterConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, differences
 from ..machine import write_atomically
 from ..models.drafter import Drafter
 from ..models.target import Target
@@ -313,14 +313,15 @@ class Trainer:
         flat, meta = mx.load(str(path), return_metadata=True)
         about = json.loads(meta["about"])
         mine = json.loads(json.dumps(asdict(self.config)))
-        differ = sorted(k for k in mine if about["train"].get(k) != mine[k] and not k.startswith(("log_", "save_", "eval_")))
+        mine = {name: value for name, value in mine.items() if not name.startswith(("log_", "save_", "eval_"))}
+        differ = differences(about["train"], mine)
         if json.loads(json.dumps(self.raw)) != about["drafter"]:
-            differ.append("the drafter's config")
+            differ.append("another drafter")
         if any(f"params.{row}" not in flat for row in self.packing.rows):
-            differ.append("version of this package")
+            differ.append("another version of this package")
         if differ:
             raise CheckpointError(
-                f"{path} is the state of a run with another {', '.join(differ)}",
+                f"{path} is the state of another run: {'; '.join(differ)}",
                 "Give the same settings, or another folder with init to start from these weights",
             )
         # Read now: MLX loads lazily, and the next save replaces this file.
@@ -375,15 +376,26 @@ def train(
     trainer.ranks.check(config.batch, conversations=len(docs), ids=len(docs.ids))
     if trainer.ranks.leads:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").touch()
         if (out / STATE).exists():
             trainer.restore(out)
             report(f"Going on at step {trainer.step}.")
+        _cut_metrics(out / "metrics.jsonl", trainer.step)
     else:
         report = _silent
         tell(f"Training as rank {trainer.ranks.rank}; rank 0 says how far")
     trainer.follow()
     return _Run(trainer, docs, held_out, out, report, source).go(pause_s)
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Keep the lines up to a step: a run that was killed goes on from before its last ones, one of which may be half written."""
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            kept += [text] if json.loads(text)["step"] <= step else []
+        except ValueError:
+            continue
+    write_atomically(path, "".join(text + "\n" for text in kept))
 
 
 class _Run:

@@ -324,12 +324,12 @@ def outcome(monkeypatch, tmp_path, pair):
             calls.append(("pick", told([*which])))
             return self
 
-    stand_in("train.data.load_docs", Docs())
+    stand_in("train.docs.load_docs", Docs())
     stand_in("train.data.make_data", {"conversations": 1, "answer_tokens": 1, "answer_tps": 1.0})
     stand_in("train.trainer.train")
     stand_in("train.curves.write_curves")
     stand_in("train.start.mask_token", 3)
-    stand_in("cli.train._digest", "0123")
+    stand_in("cli.train._source", "0123")
     stand_in("conversion.load_drafter_weights", (json.loads((TINY / "drafter" / "config.json").read_text()), {}))
     row = {"temp": 0.0, "block_size": 4, "looped": False, "kind": "k", "answers": 1}
     stand_in("train.offline_tau.evaluate", [{**row, "drafter": 1.0, "zeroed": 1.0, "lookup": 1.0, "bigram": 1.0}])

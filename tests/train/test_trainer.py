@@ -140,9 +140,20 @@ def test_weights_and_steps_follow_from_the_seed_whatever_the_order_of_names(mode
     assert [n for n in a if not mx.array_equal(a[n], b[n])] == []
 
 
+def test_a_killed_run_does_not_log_its_last_steps_twice(model, docs, raw, tmp_path):
+    train(model, docs, tmp_path, raw, config(steps=4, log_every=1), pause_s=0.0)
+    done = mx.load(str(tmp_path / STATE), return_metadata=True)[1]
+    at = json.loads(done["about"])["step"]
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"step": at + 1, "loss": 9.0}) + '\n{"step": ')
+    train(model, docs, tmp_path, raw, config(steps=4, log_every=1))
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4] and all(line.get("loss") != 9.0 for line in lines)
+
+
 def test_a_state_of_other_settings_is_refused(model, docs, raw, tmp_path):
     train(model, docs, tmp_path, raw, config(steps=2))
-    with pytest.raises(CheckpointError, match="another lr, steps"):
+    with pytest.raises(CheckpointError, match="another run: lr [0-9.e-]+, now [0-9.e-]+; steps [0-9]+, now [0-9]+"):
         train(model, docs, tmp_path, raw, config(steps=3, lr=1e-3))
     with pytest.raises(ConfigError, match="neither steps nor seconds"):
         train(model, docs, tmp_path, raw, config())
