@@ -37,6 +37,7 @@ from .progress import tell
 from .prompt_cache import UNKNOWN, PairCache, is_pair_cache, trim_prompt_cache
 from .rollback import exact_windows, leaves
 from .row_differences import ROWS, first_difference
+from .traced import accelerate
 
 # Rows of a whole chunk. Those behind the last border, this many at most, take passes of 16 rows.
 STEP = 512
@@ -76,10 +77,12 @@ class ExactTarget(Target):
         return step if to_border == step <= left else min(to_border, left, MAX_ROWS)
 
     def check(self, flag: list[int], compiled: bool = False) -> None:
-        """Raises: GenerationError where a value is not finite. The pass is not run again by other operations."""
+        """Raises: GenerationError where a value is not finite. Only a traced pass is run again, by the same operations."""
         try:
             super().check(flag, compiled)
         except autotune.NotFiniteError:
+            if compiled:
+                raise
             raise GenerationError(
                 f"a pass of {self.family} gave a value that is not finite, and exact has one way to compute it",
                 "Run without exact",
@@ -119,6 +122,7 @@ class ExactPair(DFlashPair):
             if self._proved is not self.target:
                 self.target = prove(self.target)
                 self._proved = self.target
+            self.accelerator = self.target.accelerator = accelerate(self) if self.target.routed else None
             return self.target
 
     def prepare_cache(self, cache: PairCache, options: RunOptions) -> PairCache:

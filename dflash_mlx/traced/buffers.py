@@ -229,7 +229,8 @@ def distance(
     expected: Sequence[mx.array], found: Sequence[mx.array], plain: Sequence[Any], ours: Sequence[Any], length: int
 ) -> float:
     """The largest distance between what two passes gave, each as a share of its norm: states, taps, and the rows of the caches,
-    those of the passes by themselves (among many others they would not count); what recurrences left."""
+    those of the passes by themselves (among many others they would not count); what recurrences left. 0: every value is the same.
+    """
     pairs = [*zip(expected, found, strict=True)]
     for a, b in zip(states_of(plain), states_of(ours), strict=True):
         pairs += zip(a.cache, b.cache, strict=True)
@@ -239,6 +240,8 @@ def distance(
     shares = []
     for a, b in pairs:
         a, b = a.astype(mx.float32), b[:, : a.shape[1]].astype(mx.float32)
-        shares.append(mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30))
+        share = mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30)
+        # The square of a small difference may be none.
+        shares.append(mx.where(mx.array_equal(a, b), 0.0, mx.maximum(share, 1e-30)))
     # One that is not a number is largest.
     return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))

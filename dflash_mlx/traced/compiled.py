@@ -51,11 +51,12 @@ from mlx_lm.models.cache import ArraysCache
 
 from ..errors import DFlashError
 from ..kernels import autotune, block_linear
+from ..kernels.exact_routes import ExactRoutes
 from ..kernels.routing import Dense, kernel_calls
 from ..models.drafter import Drafter
 from ..models.intercept import intercept
 from ..models.recurrent import Form, recorded
-from ..models.target import Target, TargetOutput, family
+from ..models.target import Target, TargetOutput
 from ..rollback import RollbackPoint
 from .buffers import (
     Pass,
@@ -104,7 +105,8 @@ class CompiledPair:
     """
 
     def __init__(self, target: Target, drafter: Drafter, always: bool, prepares: bool = True):
-        verify = CompiledVerify(target.model, target.layer_ids, _parts(target.model), always)
+        kind = ExactVerify if isinstance(target.routes, ExactRoutes) else CompiledVerify
+        verify = kind(target, _parts(target.model), always)
         self.always, self.passes = always, (verify, CompiledDraft(drafter, _parts(drafter), always))
         self.verify, self.draft = verify.verify, self.passes[1].draft
         self.prepares = prepares
@@ -159,11 +161,13 @@ class CompiledPass:
     always: whether a pass is used that is right, faster or not.
     refused: why this model cannot be compiled, if so.
     passes: compiled passes so far.
-    kernels, fused: what may serve a fused linear, as `kernel_calls`, and whether kernels may take what stands around one.
-    windows: whether entries with a window may be traced while they hold all rows.
+    joins, kernels, fused: whether layers are put together, what may serve a fused linear, as `kernel_calls`, and whether kernels
+      may take what stands around one.
+    windows: whether entries with a window may be traced while they hold all rows. roundings: what a pass may differ by, as
+      `_ROUNDINGS`.
     """
 
-    kernels, fused, windows = staticmethod(kernel_calls), True, False
+    joins, kernels, fused, windows, roundings = True, staticmethod(kernel_calls), True, False, _ROUNDINGS
     prepares = True
 
     def __init__(
@@ -305,18 +309,14 @@ class CompiledPass:
         try:
             expected = eager()
             if self._pass is None:
-                spare, columns = [copied(entry) for entry in cache], TILE if mx.cuda.is_available() else 1
-                fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
-                noted = fused_linears(
-                    self._model(), lambda calls: self._traced(calls)(arrays, spare, length), self.kernels, columns, fused
-                )
+                noted = self._noted(arrays, [copied(entry) for entry in cache], length) if self.joins else []
                 self._pass, self.held = self._traced(noted), fused_bytes(noted)
             run = self._compiled(key, cache)
             off = distance(expected, compiled(), plain, ours, length)
         except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for fused weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return None
-        allowed = _ROUNDINGS.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
+        allowed = self.roundings.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
         if not off <= allowed:
             self._failed[key] += 1
             if self._failed[key] == _COMPARISONS:
@@ -331,6 +331,13 @@ class CompiledPass:
         self._right[1].add(place.capacity)
         return run if self._faster.get(rows, True) else None
 
+    def _noted(self, arrays: Sequence[mx.array], spare: Sequence[Any], length: int) -> list[Call]:
+        """The calls of layers that a trace puts together."""
+        columns = TILE if mx.cuda.is_available() else 1
+        fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
+        run = lambda calls: self._traced(calls)(arrays, spare, length)  # noqa: E731
+        return fused_linears(self._model(), run, self.kernels, columns, fused)
+
 
 @dataclass
 class _States:
@@ -342,16 +349,22 @@ class _States:
 
 
 class CompiledVerify(CompiledPass):
-    """A target's passes over blocks, single rows included: `Accelerator.verify`."""
+    """A target's passes over blocks, single rows included: `Accelerator.verify`.
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int], parts: list[Any], always: bool):
+    alone: whether single rows are compiled where no block has been.
+    """
+
+    alone = False
+
+    def __init__(self, target: Target, parts: list[Any], always: bool):
+        clone, name = target.clone, target.family
         known = self._states_known = _States()
         # (rows of a pass, rows that are kept) -> what makes the states behind these.
         self._first: dict[tuple[int, int], Callable[[list[mx.array]], list[list[mx.array]]]] = {}
 
         def passes(fused: list[Call]) -> Pass:
             # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
-            target = Target(model, layer_ids)
+            target = clone()
             target.fused = fused
 
             def run(arrays: Sequence[mx.array], entries: Sequence[Any], _: int | mx.array) -> tuple[mx.array, ...]:
@@ -360,13 +373,13 @@ class CompiledVerify(CompiledPass):
                 output = target(*arrays, entries, point, kernels=True)
                 kept = recorded(entries, point) if point else []
                 if kept is None:
-                    raise TraceError(f"{family(model)} has recurrent layers that are no gated delta rule")
+                    raise TraceError(f"{name} has recurrent layers that are no gated delta rule")
                 known.forms = [of.form for of in kept] or known.forms
                 return output.hidden, output.features, *(a for of in kept for a in of.given)
 
             return run
 
-        super().__init__(family(model), passes([]), passes, model, parts, always)
+        super().__init__(name, passes([]), passes, target.model, parts, always)
 
     def _forget(self) -> None:
         super()._forget()
@@ -380,7 +393,7 @@ class CompiledVerify(CompiledPass):
         """
         w, states = ids.shape[1], states_of(cache)
         self._states_known.modules = target.states.found
-        if w == 1 and not self._right[0] or states and target.states.found is None:
+        if w == 1 and not (self.alone or self._right[0]) or states and target.states.found is None:
             # The first token does not wait for a trial, nor does who never drafts.
             return None
         # A token that the device chose is of another type, for which there would be another trace.
@@ -422,6 +435,18 @@ class CompiledVerify(CompiledPass):
             while len(self._first) > _STATES_KEPT:
                 del self._first[next(iter(self._first))]
         return run
+
+
+class ExactVerify(CompiledVerify):
+    """The passes of a target whose rows are exact: each layer by its exact route, and none that differs in a value from the
+    ordinary pass. So which of the two runs is nobody's concern. A run without a drafter has blocks of one row alone.
+    """
+
+    joins, alone, roundings = False, True, {}
+
+    def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
+        # A trial looks at no states behind some of a pass's rows.
+        return None if states_of(cache) else super().verify(target, ids, cache, point)
 
 
 def _draft_calls(model: nn.Module) -> list[tuple]:

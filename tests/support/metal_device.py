@@ -149,10 +149,37 @@ class MetalDevice:
     @staticmethod
     def _block_attention(inputs, given, shapes):
         q, k, v, scale, start, _, held = inputs.values()
-        out = OPS["block_attention"][1](q, k, v, scale.item(), bool(given["CAUSAL"]), given["WINDOW"], None, start.item())
+        if given["CAUSAL"] and not given["WINDOW"]:
+            # Of an array that is no number yet where a pass is traced: how many keys there are.
+            out = attention_in_chunks(q, k, v, scale, mx.where(held > 0, held, k.shape[2]))
+        else:
+            out = OPS["block_attention"][1](q, k, v, scale.item(), bool(given["CAUSAL"]), given["WINDOW"], None, start.item())
         chunks = shapes[0][3]
         return [mx.repeat(out[:, :, :, None], chunks, axis=3), mx.zeros(shapes[1]), mx.ones(shapes[2])]
 
     @staticmethod
     def _block_attention_reduce(inputs, given, shapes):
         return [next(iter(inputs.values()))[:, :, :, 0]]
+
+
+def attention_in_chunks(q, k, v, scale, end):
+    """Attention of the last rows before `end` [1] to the keys up to their own: a row and 256 keys at a time, as the text does it.
+    What stands behind, in a buffer or of another row, has no part in a bit."""
+    m, share = q.shape[2], q.shape[1] // k.shape[1]
+    spare = -k.shape[2] % block_attention.CHUNK
+    k, v = (mx.repeat(mx.pad(a, [(0, 0), (0, 0), (0, spare), (0, 0)]), share, axis=1).astype(mx.float32) for a in (k, v))
+    rows = []
+    for i in range(m):
+        seen = end - m + i
+        top, total, out = mx.array(-math.inf), mx.array(0.0), mx.zeros((*q.shape[:2], 1, v.shape[3]))
+        for at in range(0, k.shape[2], block_attention.CHUNK):
+            some = slice(at, at + block_attention.CHUNK)
+            row = mx.contiguous(q[:, :, i : i + 1]).astype(mx.float32)
+            scores = mx.sum(row * mx.contiguous(k[:, :, some]), axis=-1)[:, :, None] * scale
+            scores = mx.where(mx.arange(at, at + block_attention.CHUNK) <= seen, scores, -math.inf)
+            best = mx.maximum(top, mx.max(scores, axis=-1, keepdims=True))
+            weights, shrink = mx.exp(scores - best), mx.exp(top - best)
+            total = total * shrink + mx.sum(weights, axis=-1, keepdims=True)
+            out, top = out * shrink + weights @ mx.contiguous(v[:, :, some]), best
+        rows.append(out / total)
+    return mx.concatenate(rows, axis=2)

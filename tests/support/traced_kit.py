@@ -17,7 +17,7 @@ BLOCK = [20, 41, 3, 17, 8]
 
 def blocks_of(model, layer_ids=(0, 2), always=True):
     target = Target(model, layer_ids)
-    target.accelerator = CompiledVerify(model, layer_ids, compiled._parts(model), always)
+    target.accelerator = CompiledVerify(target, compiled._parts(model), always)
     return target
 
 

@@ -1,0 +1,96 @@
+"""Traced exact passes on a made-up Metal GPU: the bits of the ordinary ones, or none is used."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from exact_kit import wide
+from kit import ids_of, run, tiny_drafter
+from metal_device import MetalDevice
+from traced_kit import PROMPT
+
+from dflash_mlx import traced
+from dflash_mlx.traced import compiled
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    monkeypatch.delenv(traced.VARIABLE, raising=False)
+    monkeypatch.setattr(compiled, "_least_s", lambda *_: [1.0, 2.0])
+    return MetalDevice().install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def pair():
+    """A target in 4 bit with heads of 32, and a drafter."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = wide("llama", **sizes, num_hidden_layers=2, vocab_size=61)
+    drafter = tiny_drafter(model, dflash_config={"mask_token_id": 60, "target_layer_ids": [0, 1]})
+    nn.quantize(model, 32, 4)
+    return model, drafter
+
+
+def answer(model, drafter, **options):
+    responses = run(model, drafter, PROMPT, 16, exact=True, **options)
+    return ids_of(responses), mx.stack([r.logprobs for r in responses])
+
+
+def same(a, b):
+    return a[0] == b[0] and mx.array_equal(a[1], b[1]).item()
+
+
+def test_traced_passes_give_the_bits_of_the_ordinary_ones_with_drafts_and_without(device, pair, monkeypatch):
+    model, drafter = pair
+    monkeypatch.setenv(traced.VARIABLE, "off")
+    untraced = answer(model, None)
+    monkeypatch.delenv(traced.VARIABLE)
+    for draft, options in ((None, {}), (drafter, {"block_size": 3}), (drafter, {"block_size": 8})):
+        for turn in range(2):
+            assert same(untraced, answer(model, draft, **options)), (options, turn)
+    alone, drafted = vars(model)["_exact_alone"].accelerator, drafter.pair.exact.accelerator
+    # On Metal from the second answer on, single rows too.
+    assert alone.passes[0].passes == 16 and drafted.passes[0].passes > 4
+    assert set(drafted.passes[0].findings()["faster"]) == {"1", "4", "8"}, drafted.findings()
+
+
+def test_a_trace_that_differs_in_a_last_place_is_not_used(device, pair, monkeypatch):
+    model, _ = pair
+    monkeypatch.setenv(traced.VARIABLE, "off")
+    untraced = answer(model, None)
+    monkeypatch.delenv(traced.VARIABLE)
+    attend = device._block_attention
+
+    def buffers_round_otherwise(inputs, given, shapes):
+        out, *rest = attend(inputs, given, shapes)
+        return [out * mx.where(list(inputs.values())[-1] > 0, 1 + 2.0**-23, 1.0), *rest]
+
+    monkeypatch.setattr(device, "_block_attention", buffers_round_otherwise)
+    for _ in range(2):
+        assert same(untraced, answer(model, None))
+    (verify, _) = vars(model)["_exact_alone"].accelerator.passes
+    assert verify.passes == 0 and sum(verify._failed.values()) == compiled._COMPARISONS
+
+
+def test_a_traced_pass_that_is_not_finite_is_run_again_as_an_ordinary_one(device, pair, monkeypatch):
+    model, drafter = pair
+    usual, calls = answer(model, drafter, block_size=5), []
+    run_traced = compiled.run_traced
+
+    def spoilt(*given):
+        calls.append(given)
+        out = run_traced(*given)
+        return [a * float("nan") for a in out] if len(calls) == 6 else out
+
+    monkeypatch.setattr(compiled, "run_traced", spoilt)
+    assert same(usual, answer(model, drafter, block_size=5))
+    (verify, _) = drafter.pair.exact.accelerator.passes
+    assert verify.refused == "a pass gave a value that is not finite" and len(calls) >= 6
+
+
+def test_attention_that_no_kernel_takes_leaves_a_target_untraced(device, monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = wide("llama", **sizes, num_hidden_layers=1, vocab_size=61)
+    nn.quantize(model, 32, 4)
+    first = answer(model, None)
+    assert same(first, answer(model, None))
+    (verify, _) = vars(model)["_exact_alone"].accelerator.passes
+    assert "it does not take these heads" in verify.refused and verify.passes == 0
