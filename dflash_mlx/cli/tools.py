@@ -228,6 +228,7 @@ BatchRows = Annotated[
         PLAN, help="Time several requests at once: their numbers, comma-separated, such as 1,4,8. --temp is then 0 by default."
     ),
 ]
+BenchExact = Annotated[bool, option(DRAFTING, "--exact", help="Draft with exact, and compare with its text without a drafter.")]
 
 
 @sampling_options(leave_out=("temp", "seed"))
@@ -255,9 +256,7 @@ def bench(
     ] = None,
     batch: BatchRows = None,
     block_size: BlockSize = None,
-    exact: Annotated[
-        bool, option(DRAFTING, "--exact", help="Draft with exact, and compare with its text without a drafter.")
-    ] = False,
+    exact: BenchExact = False,
     seed: Annotated[int | None, option(PLAN, help="Seed of sampling and of the text of long contexts. Default: 0.")] = None,
     out: Annotated[str | None, option(OUTPUT, help="Write the results to this JSON file as they come.")] = None,
     plot: Annotated[str | None, option(OUTPUT, help="Plot the speed-up by kind to this PNG (needs matplotlib).")] = None,

@@ -213,7 +213,8 @@ class Rotation(KernelRoute):
             return inner(x, *rest, **kwargs)
         # In the layout of a projection's output, whatever the model made of it: a kernel may differ by layout.
         turned, t = mx.swapaxes(x, 1, 2), x.shape[2]
-        turned = mx.concatenate([turned, turned], axis=1) if t == 1 else mx.contiguous(turned)
+        # A view of the row twice, written out: one launch.
+        turned = mx.contiguous(mx.broadcast_to(turned, (turned.shape[0], max(t, 2), *turned.shape[2:])))
         return inner(mx.swapaxes(turned, 1, 2), *rest, **kwargs)[:, :, :t]
 
 

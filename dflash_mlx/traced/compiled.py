@@ -357,7 +357,8 @@ class CompiledVerify(CompiledPass):
     alone = False
 
     def __init__(self, target: Target, parts: list[Any], always: bool):
-        clone, name = target.clone, target.family
+        # Of a copy: the target holds this.
+        clone, name = target.clone().clone, target.family
         known = self._states_known = _States()
         # (rows of a pass, rows that are kept) -> what makes the states behind these.
         self._first: dict[tuple[int, int], Callable[[list[mx.array]], list[list[mx.array]]]] = {}
