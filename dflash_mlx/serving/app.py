@@ -157,7 +157,7 @@ def _check_client(request: Request, options: Options) -> None:
     if request.method == "OPTIONS":
         return
     # The page at / has the host that it asks, which was found to be a name of this server.
-    own = urlsplit(origin or "").netloc == request.headers.get("Host")
+    own = (origin or "").rpartition("//")[2] == request.headers.get("Host")
     if origin and not own and origin not in allowed and "*" not in allowed:
         problem = f"the request comes from the web page {origin[:80]}, which is not admitted"
         raise RequestError(problem, "Admit it with --allowed-origins", 403)
@@ -175,7 +175,12 @@ def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
 
     A page of a foreign name that its owner has pointed at this machine would otherwise read answers as its own.
     """
-    name = (urlsplit(f"//{host}").hostname or "") if host.isascii() and not set(host) & set("/?#@\\ ") else host
+    name = host
+    if host.isascii() and not set(host) & set("/?#@\\ "):
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
     name = name.rstrip(".").lower()
     if not name or name == bound.lower() or "." not in name and ":" not in name or name.endswith(_PRIVATE):
         return True
@@ -183,7 +188,7 @@ def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
         ip_address(name)
         return True
     except ValueError:
-        return name in (urlsplit(origin).hostname for origin in allowed_origins)
+        return name in (origin.rpartition("//")[2].partition(":")[0].lower() for origin in allowed_origins)
 
 
 # GET

@@ -311,6 +311,8 @@ def test_a_drafter_that_cannot_be_loaded_ends_the_command_with_one_line():
             (name, False)
             for name in ("x@evil.example", "evil.example/localhost", "mylocal.example", "127.0.0.1.nip.io", "évil.example")
         ),
+        # No address, but half of one.
+        *((name, False) for name in ("[::1", "::1]", "[evil.example]")),
     ],
 )
 def test_a_name_that_a_stranger_can_register_is_no_name_of_this_server(host, own):
@@ -328,6 +330,13 @@ def test_a_foreign_host_is_refused_everywhere(served, chatty):
             assert status == 403 and "served" not in body and str(served.port) not in body
     for hosts in (b"Host: 127.0.0.1\r\nHost: evil.example", b"Host: evil.example\r\nHost: 127.0.0.1"):
         assert served.raw(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n\r\n")[0] == 400
+    for odd in (
+        "Host: [::1",
+        "Host: localhost\r\nOrigin: http://[::1",
+        "Host: localhost\r\nOrigin: [",
+        "Host: localhost\r\nOrigin: //",
+    ):
+        assert served.raw(f"GET /v1/models HTTP/1.1\r\n{odd}\r\n\r\n".encode())[0] == 403, odd
     with running(*chatty, allowed_origins=["*"]) as server:
         assert server.raw(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
 
