@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# accepted: drafted by the drafter and right. looked_up: copied from the text before, and right. bonus: the target's own token
-# behind drafts. plain: nothing was drafted.
+# accepted: drafted by the drafter and right. looked_up: copied from earlier text, and right. bonus: the target's own token
+# after drafts. plain: nothing was drafted.
 KINDS = ("accepted", "looked_up", "bonus", "plain")
 
 

@@ -20,7 +20,7 @@ KINDS = {
 MEANINGS = {
     "accepted": "drafted and right",
     "rejected": "drafted and wrong, not part of the text",
-    "bonus": "the model's own token behind drafts",
+    "bonus": "the model's own token after drafts",
     "plain": "not drafted",
 }
 
