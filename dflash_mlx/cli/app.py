@@ -36,7 +36,7 @@ _COMMANDS = (
     (generate.generate, 'dflash-mlx generate -p "Write a haiku about tides." --temp 0.7'),
     (tools.convert, "dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q"),
     (serving.chat, "dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking"),
-    (serving.serve, "dflash-mlx serve --model mlx-community/Qwen3-8B-4bit --draft-model auto --port 8080"),
+    (serving.serve, "dflash-mlx serve --model mlx-community/Qwen3-8B-4bit --draft-model auto --no-thinking"),
     (tools.doctor, "dflash-mlx doctor --model mlx-community/Qwen3-8B-4bit --draft-model auto"),
     (tools.bench, "dflash-mlx bench --kinds code,chat --max-tokens 64"),
     (lists.models, "dflash-mlx models"),

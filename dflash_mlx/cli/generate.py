@@ -52,6 +52,7 @@ from .options import (
     refuse_without_effect,
     sampling_options,
     template_args,
+    thinking_args,
 )
 from .output import only_ours_on_stdout, say
 from .prompt_file import encode_query, read_prompt_file
@@ -202,9 +203,8 @@ def _check_usage(asked: SimpleNamespace) -> None:
     for name in ("system", "thinking", "chat_template_args", "prefill_response"):
         if getattr(asked, name) is not None and asked.raw:
             raise refuse(flag(name), "--raw uses no chat template, so there is no place for it")
+    thinking_args(asked.thinking, asked.chat_template_args)
     asked.template_args = template_args(asked.chat_template_args)
-    if asked.thinking is not None and "enable_thinking" in asked.template_args:
-        raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
     refuse_lonely_kv_options(asked.caches)
     for name, value in (("system", asked.system), ("max_kv_size", asked.caches["max_kv_size"])):
         if asked.prompt_cache_file is not None and value is not None:

@@ -329,6 +329,14 @@ def template_args(text: str | None) -> dict[str, Any]:
     return value
 
 
+def thinking_args(thinking: bool | None, text: str | None) -> dict[str, Any]:
+    """The template's variables of --thinking and --chat-template-args; a usage error if both set enable_thinking."""
+    arguments = template_args(text)
+    if thinking is not None and "enable_thinking" in arguments:
+        raise refuse("--chat-template-args", "it sets enable_thinking, as --thinking does; give one of the two")
+    return arguments if thinking is None else {**arguments, "enable_thinking": thinking}
+
+
 def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
     """Usage errors of options that say how --kv-bits works, where it is not given."""
     for name in ("max_kv_size", "kv_bits"):

@@ -36,7 +36,7 @@ from .options import (
     refuse_lonely_drafter,
     refuse_lonely_kv_options,
     sampling_options,
-    template_args,
+    thinking_args,
 )
 from .output import only_ours_on_stdout, say
 from .server_options import API_KEY, SERVER, server_options
@@ -243,6 +243,7 @@ def serve(
     dtype: DtypeOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    thinking: Thinking = None,
     chat_template_args: ChatTemplateArgs = None,
     sampling: Any = None,
     draft_model: DraftModel = None,
@@ -265,7 +266,7 @@ def serve(
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
-    variables = template_args(chat_template_args)
+    variables = thinking_args(thinking, chat_template_args)
     with live("Starting"), insistent():
         held, size = _cache_options(caches)
         from ..sampling_settings import SamplingSettings
