@@ -287,11 +287,12 @@ def train_run(
     with only_ours_on_stdout(), live(f"Loading {model}"):
         from ..train.docs import load_docs
         from ..train.ranks import Ranks
+        from ..train.start import check_text
         from ..train.trainer import TrainConfig, train
 
         target, tokenizer = _load_for_training(model, dtype, dense, adapter_path)
-        docs = load_docs(*data)
-        held_out = _held_out(data)
+        docs, held_out = load_docs(*data), _held_out(data)
+        check_text(target, docs, model)
         init, raw = _drafter_to_train(target, tokenizer, docs, asked, chosen)
         config = TrainConfig(**_settings(asked))
         pause_s = pause_minutes * 60 if pause_minutes else None
@@ -339,10 +340,12 @@ def train_eval(
         from ..tools.columns import align
         from ..train.docs import load_docs
         from ..train.offline_tau import evaluate
+        from ..train.start import check_text
 
         target, _ = _load_for_training(model, dtype, dense, adapter_path)
         drafter = load_drafter(draft_model, target, bits=draft_bits, last_tap=last_tap)
         held_out = load_docs(*data, names="heldout.npz")
+        check_text(target, held_out, model)
         if limit is not None and limit < len(held_out):
             held_out = held_out.pick(np.linspace(0, len(held_out) - 1, limit).astype(int))
         taps = Target(target, drafter.config.taps(len(target.layers)))

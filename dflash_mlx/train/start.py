@@ -20,6 +20,7 @@ from ..models.dflash2 import DFlash2Drafter
 from ..models.drafter import Drafter
 from ..models.dspark import DSparkDrafter
 from ..models.target import Target
+from .docs import Docs
 
 # Architecture as config.json names it: what is trained. The training pass computes the layers of these alone.
 TRAINED = {"": Drafter, "DFlashDraftModel": Drafter, "DFlash2DraftModel": DFlash2Drafter, "DSparkDraftModel": DSparkDrafter}
@@ -89,6 +90,34 @@ def drafter_config(
     raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     DrafterConfig.from_dict(raw)
     return {k: v for k, v in raw.items() if v is not None or k == "rope_scaling"}
+
+
+def own_share(model: nn.Module, docs: Docs, conversations: int = 8, max_len: int = 256) -> float | None:
+    """Which share of greedy answers' tokens the target itself holds likeliest there; None where no answer is greedy."""
+    greedy = np.flatnonzero(docs.temp == 0)
+    same = many = 0
+    for i in greedy[np.linspace(0, len(greedy) - 1, min(conversations, len(greedy))).astype(int)] if len(greedy) else []:
+        ids, answer = (part[:max_len] for part in docs.doc(i))
+        if ids.max() >= (target_shape(model).get("vocab_size") or np.inf):
+            return 0.0
+        best = np.array(mx.argmax(model(mx.array(ids[None].astype(np.int32)))[0, :-1], axis=-1))
+        same, many = same + int(((best == ids[1:]) & answer[1:]).sum()), many + int(answer[1:].sum())
+    return same / many if many else None
+
+
+def check_text(model: nn.Module, docs: Docs, name: str) -> None:
+    """Refuse text that another target wrote. The same target in other number types still says nine tokens of ten.
+
+    Raises:
+      ConfigError: less than 0.7 of the greedy answers is what this target, called so, would say.
+    """
+    share = own_share(model, docs)
+    if share is not None and share < 0.7:
+        raise ConfigError(
+            f"another model wrote this text: {share:.0%} of its greedy answers' tokens are what {name} says there, "
+            "and a drafter learns what its own target says",
+            f"Write text with it: dflash-mlx train data --model {name}",
+        )
 
 
 def mask_token(tokenizer, vocab_size: int, used: set[int]) -> int:

@@ -329,6 +329,7 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("train.trainer.train")
     stand_in("train.curves.write_curves")
     stand_in("train.start.mask_token", 3)
+    stand_in("train.start.check_text")
     stand_in("cli.train._source", "0123")
     stand_in("conversion.load_drafter_weights", (json.loads((TINY / "drafter" / "config.json").read_text()), {}))
     row = {"temp": 0.0, "block_size": 4, "looped": False, "kind": "k", "answers": 1}

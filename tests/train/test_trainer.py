@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from kit import run
+from kit import run, tiny_target
 from train_kit import V, make_docs
 
 from dflash_mlx import convert
@@ -18,7 +18,7 @@ from dflash_mlx.models.target import Target
 from dflash_mlx.train import trainer as loop
 from dflash_mlx.train.docs import batches, choose_anchors
 from dflash_mlx.train.offline_tau import mean_tau, replay_docs
-from dflash_mlx.train.start import default_taps, drafter_config
+from dflash_mlx.train.start import check_text, default_taps, drafter_config, own_share
 from dflash_mlx.train.trainer import STATE, TrainConfig, learning_rate, train
 
 BLOCK = 6
@@ -249,3 +249,13 @@ def test_batches_follow_from_seed_and_number_alone(docs):
     for a, b in zip(seen[3:], [next(late) for _ in range(2)], strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert [b[5] for b in seen] == [0, 0, 1, 1, 2]
+
+
+def test_text_of_another_target_is_refused(model, docs):
+    check_text(model, docs, "M")
+    assert own_share(model, docs) == 1.0 and own_share(model, make_docs(model, (1,) * 8)) is None
+    other = tiny_target(seed=6, layers=6, hidden=32, vocab=V)
+    with pytest.raises(ConfigError, match=r"another model wrote this text: \d+% of its greedy answers' tokens are what N says"):
+        check_text(other, docs, "N")
+    with pytest.raises(ConfigError, match="text: 0% of"):
+        check_text(tiny_target(seed=5, layers=6, hidden=32, vocab=V // 2), docs, "N")
