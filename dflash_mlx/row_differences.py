@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from .models.target import Target
-from .rollback import rollback, rollback_point
+from .rollback import leaves, rollback, rollback_point
 from .verify import logprobs, verify_block
 
 ROWS = (2, 4, 8, 16)
@@ -68,7 +69,30 @@ def first_difference(
         text.keep(kept)
         for name, values in text.run(kept, 1).items():
             if by := _apart(values, alone[kept][name]):
-                return Difference(name, count - kept, by, True)
+                return Difference(_state(text, count, kept) or name, count - kept, by, True)
+    return None
+
+
+def _state(text: _Text, rows: int, kept: int) -> str | None:
+    """The first layer's state that is another one behind `kept` of a pass's rows than behind these alone."""
+
+    def states() -> list[tuple[str, list[mx.array]]]:
+        every = [(i, type(entry).__name__, entry) for i, layer in enumerate(text.cache) for entry in leaves([layer])]
+        return [
+            (f"layer {i}'s {kind}, its state", [a for _, a in tree_flatten(entry.state) if isinstance(a, mx.array)])
+            for i, kind, entry in every
+        ]
+
+    text.begin()
+    for i in range(kept):
+        text.run(i, 1)
+    alone = states()
+    text.begin()
+    text.run(0, rows)
+    text.keep(kept)
+    for (name, arrays), (_, others) in zip(states(), alone, strict=True):
+        if any(_apart(a, b) for a, b in zip(arrays, others, strict=True)):
+            return name
     return None
 
 

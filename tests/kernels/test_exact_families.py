@@ -19,7 +19,7 @@ from dflash_mlx.row_differences import first_difference
 
 EVERY = {**FAMILIES, **OTHERS}
 LATENT = r"no kernel for the attention of \w*(MLA|Attention) with a (KVCache|CacheList) and a mask of"
-STATE = "the layers: a row behind a rollback"
+STATE = r"layer [01]'s ArraysCache, its state: a row behind a rollback"
 # family: what its refusal says.
 REFUSED = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k25", "kimi_vl", "kimi_linear", "kimi_k3"), LATENT),
