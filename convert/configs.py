@@ -113,7 +113,7 @@ def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
     own = special(text.get(_ORIGINAL_TYPE), text["model_type"], family)
     if own.differs and reference is not None and text["model_type"] == family:
         raise ConfigError(
-            f"mlx-lm computes {family}, of {where}, otherwise than transformers: it {own.differs}",
+            f"mlx-lm computes {family}, of {where}, differently from transformers: it {own.differs}",
             "This checkpoint needs another implementation",
         )
     layer_types = _layer_types(text, reference)

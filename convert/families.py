@@ -31,7 +31,7 @@ class Family:
     - activation: the one in mlx-lm's code, where that is not transformers' default
     - copied_head: its class scales the logits only with a head of its own: a tied one gets a copy of the embedding
     - two_head_sizes: its full-attention layers have a head size and a number of key heads of their own
-    - differs: what mlx-lm computes otherwise than transformers, found with reference outputs; such a checkpoint is refused
+    - differs: what mlx-lm computes differently from transformers, found with reference outputs; such a checkpoint is refused
     """
 
     same_as: str | None = None

@@ -483,7 +483,7 @@ class _Reader(RopeReader):
                 self.faults.append(f"{where['mask_token_id']} = {mask!r} must be a token id, 0 or more")
             elif got["vocab_size"] and mask >= got["vocab_size"]:
                 self.faults.append(
-                    f"{where['mask_token_id']} = {mask} lies outside the embedding (vocab_size = {got['vocab_size']})"
+                    f"{where['mask_token_id']} = {mask} is outside the embedding (vocab_size = {got['vocab_size']})"
                 )
         if taps is None:
             return

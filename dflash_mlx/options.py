@@ -78,7 +78,7 @@ class RunOptions:
             warnings.warn(f"num_draft_tokens={self.num_draft_tokens} has no effect without a draft_model", stacklevel=4)
         if self.max_kv_size is not None and self.prompt_cache is not None:
             raise GenerationError(
-                f"max_kv_size is {self.max_kv_size} and there is a prompt_cache; a cache has its size from when it was made",
+                f"max_kv_size is {self.max_kv_size} and there is a prompt_cache, whose size was set when it was made",
                 f"Give max_kv_size={self.max_kv_size} to make_prompt_cache instead",
             )
         self.progress: Callable[[int, int], None] = self.prompt_progress_callback or (lambda *_: None)
@@ -125,9 +125,7 @@ class RunOptions:
         }
         for name, value in needs_drafter.items():
             if value is not None:
-                raise GenerationError(
-                    f"{name} is {value!r} and there is no DFlash drafter; it works with one only", "Leave it out"
-                )
+                raise GenerationError(f"{name} is {value!r} and there is no DFlash drafter, which it needs", "Leave it out")
         if self.draft_model is not None:
             if self.seed is not None:
                 raise GenerationError(
@@ -197,7 +195,7 @@ def check_draft_model(draft_model: Any) -> None:
     if draft_model is not None and not isinstance(draft_model, nn.Module):
         raise GenerationError(
             f"draft_model is {draft_model!r}; it must be what load_drafter or load returns",
-            "Load it first; other arguments go by name",
+            "Load it first, and pass other arguments by keyword",
         )
 
 

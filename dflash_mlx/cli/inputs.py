@@ -65,7 +65,7 @@ def check_revision(revision: str | None, *names: str | None) -> None:
     local = [n for n in names if n and (n in builtin.BUILTIN_PAIRS or os.path.exists(os.path.expanduser(n)))]
     if revision and len(local) == sum(n is not None for n in names):
         what = " and ".join(dict.fromkeys(local))
-        raise DFlashError(f"--revision {revision} needs a hub repo; {what} is none", "Leave --revision out")
+        raise DFlashError(f"--revision {revision} needs a Hugging Face repo; {what} is not one", "Leave --revision out")
 
 
 def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:

@@ -132,7 +132,7 @@ def _delete(chosen: list[Any], yes: bool) -> None:
         say(f"{one.name}: {size_text(one.size_bytes)} in {one.path}")
     if not yes:
         if not sys.stdin or not sys.stdin.isatty():
-            raise DFlashError("deleting needs a yes, and nobody can be asked here, so it stays", "Give --yes")
+            raise DFlashError("deleting must be confirmed, which needs a terminal, so nothing was deleted", "Give --yes")
         sys.stderr.write(f"Delete {'this' if len(chosen) == 1 else f'these {len(chosen)}'}? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

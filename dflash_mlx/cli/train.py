@@ -229,7 +229,7 @@ LearnFromOption = Annotated[
 ]
 PredecessorOption = Annotated[
     Predecessor | None,
-    option(TRAINING, help="dflash2: learn behind all of the text (default), or while the selector's own picks are right."),
+    option(TRAINING, help="dflash2: train the selector on the text (default), or on its own picks while they are right."),
 ]
 
 
@@ -268,7 +268,7 @@ def train_run(
     ] = None,
     predecessor: PredecessorOption = None,
     patience: Annotated[
-        int, option(TRAINING, min=0, help="Stop after so many evaluations without a better drafter; 0: never.")
+        int, option(TRAINING, min=0, help="Stop after this many evaluations without a better drafter; 0: never.")
     ] = 5,
     pause_minutes: Annotated[float | None, option(TRAINING, min=0, help="Save and stop after this long, to go on later.")] = None,
     seed: Annotated[int, option(TRAINING, min=0, help="Another seed gives another order and start.")] = 0,

@@ -113,7 +113,7 @@ def _refuse_typo(name: str) -> None:
     near = difflib.get_close_matches(name.lower(), BUILTIN_PAIRS, n=1, cutoff=0.75)
     if near and "/" not in name and os.sep not in name:
         raise CheckpointError(
-            f"there is no model {name}: no directory, no hub repo and no built-in pair", f"Did you mean {near[0]}?"
+            f"there is no model {name}: no directory, no Hugging Face repo and no built-in pair", f"Did you mean {near[0]}?"
         )
 
 

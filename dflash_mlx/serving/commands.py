@@ -83,7 +83,7 @@ def run_command(chat: Chat, text: str) -> bool:
         raise DFlashError(f"there is no command /{short(name)}", remedy)
     if rest and not command.takes:
         # Words that would be dropped were meant for something.
-        raise DFlashError(f"/{name} takes nothing behind it; found {short(rest)!r}", "Leave it out")
+        raise DFlashError(f"/{name} takes no argument; found {short(rest)!r}", "Leave it out")
     ends = command.run(chat, rest)
     if chat.session and command.changes:
         write_session(chat.session, chat.conversation.state())

@@ -40,7 +40,7 @@ class Metrics:
         self.rounds = Counter("rounds", "Rounds that verified drafts", **made)
         self.width = Histogram("width", "Drafts a round, the mean of an answer", buckets=(0, 1, 2, 4, 8, 12, 16, 32), **made)
         self.first = Histogram("first_token_seconds", "From the request to its first token", buckets=_SECONDS, **made)
-        self.speed = Histogram("tokens_per_second", "Of an answer, behind its first token", buckets=_RATES, **made)
+        self.speed = Histogram("tokens_per_second", "Of an answer, after its first token", buckets=_RATES, **made)
         for name, about, read in (
             ("queue", "Requests that wait", lambda: engine.waiting),
             ("running", "Requests that run", lambda: len(engine.generations)),

@@ -106,7 +106,7 @@ def _fault(state: Any) -> str | None:
         ids = texts.pop("ids", [])
         known = texts.keys() <= {"role", "content", "reasoning_content"} and {"role", "content"} <= texts.keys()
         if not known or not all(isinstance(text, str) for text in texts.values()) or texts["role"] not in ("user", "assistant"):
-            return f"message {n} is none of a user's or an assistant's"
+            return f"message {n} is neither a user's nor an assistant's"
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
             return f"message {n} has ids that are no tokens"
     return None

@@ -487,7 +487,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     if faults(record):
         lines.append(f"{'With --exact' if exact else 'In float32 on a CPU'} that is a fault of this program: please report it.")
     elif _differing(record):
-        lines.append("A pass over many rows may round otherwise than a pass over one row and flip a near tie.")
+        lines.append("A pass over many rows may round differently from a pass over one row and flip a near tie.")
     return lines
 
 

@@ -259,7 +259,7 @@ REFUSED = {
     "block as text": ({"block_size": "16"}, "block_size = '16' must be a whole number"),
     "block as a fraction": ({"block_size": 16.5}, "block_size = 16.5 must be a whole number"),
     "negative mask": ({"dflash_config__mask_token_id": -1}, "dflash_config.mask_token_id = -1 must be a token id, 0 or more"),
-    "mask outside": ({"dflash_config__mask_token_id": 61}, "mask_token_id = 61 lies outside the embedding (vocab_size = 61)"),
+    "mask outside": ({"dflash_config__mask_token_id": 61}, "mask_token_id = 61 is outside the embedding (vocab_size = 61)"),
     "mask as a flag": ({"dflash_config__mask_token_id": True}, "dflash_config.mask_token_id = True must be a token id"),
     "negative tap": (
         {"dflash_config__target_layer_ids": [1, -2]},

@@ -79,7 +79,7 @@ def test_a_failing_line_of_a_pipe_does_not_stop_the_others_but_the_exit_status_t
     lines = ["/nonsense", "/set temp hot", "//x", "def f", "/retry in French", "/set max_tokens 1", "/set thinking off"]
     done = piped(lines, home, *PAIR, "-m", "4")
     assert done.returncode == 1
-    assert "/retry takes nothing behind it; found 'in French'" in done.stderr
+    assert "/retry takes no argument; found 'in French'" in done.stderr
     assert "max_tokens 1, block_size default, thinking default" in done.stderr
     assert "max_tokens 1, block_size default, thinking off" in done.stderr
     assert "there is no command /nonsense" in done.stderr and "temp is 'hot'; it must be a number" in done.stderr
