@@ -45,16 +45,16 @@ class MessageWriter(Writer):
             self._arguments += text
             return [self._delta("input_json_delta", partial_json=text)]
         name = "thinking" if kind == "reasoning" else "text"
-        told = []
+        events = []
         if self._block is None or self._block["type"] != name:
-            told = [*self._close(), *self._open({"type": name, name: "", **({"signature": ""} if name == "thinking" else {})})]
+            events = [*self._close(), *self._open({"type": name, name: "", **({"signature": ""} if name == "thinking" else {})})]
         self._block[name] += text
-        return [*told, self._delta(f"{name}_delta", **{name: text})]
+        return [*events, self._delta(f"{name}_delta", **{name: text})]
 
     def _add_call(self, call: Call) -> list[str]:
-        told = [*self._close(), *self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})]
+        events = [*self._close(), *self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})]
         self.n_calls, self._arguments = self.n_calls + 1, ""
-        return [*told, *self._add_text("arguments", call.arguments)] if call.arguments else told
+        return [*events, *self._add_text("arguments", call.arguments)] if call.arguments else events
 
     def _delta(self, kind: str, **body: Any) -> str:
         return self._event("content_block_delta", index=len(self.blocks) - 1, delta={"type": kind, **body})
@@ -65,23 +65,23 @@ class MessageWriter(Writer):
         return [self._event("content_block_start", index=len(self.blocks) - 1, content_block=block)]
 
     def _close(self) -> list[str]:
-        block, told = self._block, []
+        block, events = self._block, []
         if block is None:
             return []
         if block["type"] == "thinking":
             # Clients want one to send thinking back; nobody checks it.
             block["signature"] = self.id
-            told.append(self._delta("signature_delta", signature=self.id))
+            events.append(self._delta("signature_delta", signature=self.id))
         elif block["type"] == "tool_use":
             block["input"] = _read(self._arguments)
         self._block = None
-        return [*told, self._event("content_block_stop", index=len(self.blocks) - 1)]
+        return [*events, self._event("content_block_stop", index=len(self.blocks) - 1)]
 
     def end(self) -> list[str]:
-        told = self._close()
+        events = self._close()
         reason, stop = self._reasons()
         last = self._event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=self.usage())
-        return [*told, last, self._event("message_stop")]
+        return [*events, last, self._event("message_stop")]
 
     def error(self, error: RequestError) -> str:
         return event(anthropic_error(error)[0], "error")

@@ -74,16 +74,16 @@ class ResponseWriter(Writer):
             self._item["arguments"] += text
             return [self._event("response.function_call_arguments.delta", **self._place(), delta=text)]
         wanted = "reasoning" if kind == "reasoning" else "message"
-        told = [] if self._item and self._item["type"] == wanted else [*self._close(), *self._open_text(wanted)]
+        events = [] if self._item and self._item["type"] == wanted else [*self._close(), *self._open_text(wanted)]
         self._item["content"][0]["text"] += text
         more = {"logprobs": []} if wanted == "message" else {}
-        return [*told, self._event(f"response.{self._part()}.delta", **self._place(), content_index=0, delta=text, **more)]
+        return [*events, self._event(f"response.{self._part()}.delta", **self._place(), content_index=0, delta=text, **more)]
 
     def _add_call(self, call: Call) -> list[str]:
         item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-        told = [*self._close(), *self._open("fc", item)]
+        events = [*self._close(), *self._open("fc", item)]
         self.n_calls += 1
-        return [*told, *self._add_text("arguments", call.arguments)] if call.arguments else told
+        return [*events, *self._add_text("arguments", call.arguments)] if call.arguments else events
 
     def _open(self, prefix: str, item: dict[str, Any]) -> list[str]:
         self._item = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
@@ -92,14 +92,14 @@ class ResponseWriter(Writer):
 
     def _open_text(self, kind: str) -> list[str]:
         if kind == "reasoning":
-            told = self._open("rs", {"type": "reasoning", "summary": [], "content": []})
+            events = self._open("rs", {"type": "reasoning", "summary": [], "content": []})
             part = {"type": "reasoning_text", "text": ""}
         else:
-            told = self._open("msg", {"type": "message", "role": "assistant", "content": []})
+            events = self._open("msg", {"type": "message", "role": "assistant", "content": []})
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        told.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
+        events.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
         self._item["content"].append(part)
-        return told
+        return events
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": len(self.items) - 1}
@@ -108,29 +108,31 @@ class ResponseWriter(Writer):
         return self._item["content"][0]["type"]
 
     def _close(self, status: str = "completed") -> list[str]:
-        item, told = self._item, []
+        item, events = self._item, []
         if item is None:
             return []
         if item["type"] == "function_call":
             whole = {"name": item["name"], "arguments": item["arguments"]}
-            told.append(self._event("response.function_call_arguments.done", **self._place(), **whole))
+            events.append(self._event("response.function_call_arguments.done", **self._place(), **whole))
         else:
             part, more = item["content"][0], {"logprobs": []} if item["type"] == "message" else {}
-            told.append(self._event(f"response.{self._part()}.done", **self._place(), content_index=0, text=part["text"], **more))
-            told.append(self._event("response.content_part.done", **self._place(), content_index=0, part=part))
+            events.append(
+                self._event(f"response.{self._part()}.done", **self._place(), content_index=0, text=part["text"], **more)
+            )
+            events.append(self._event("response.content_part.done", **self._place(), content_index=0, part=part))
         item["status"] = status
-        told.append(self._event("response.output_item.done", output_index=len(self.items) - 1, item=item))
+        events.append(self._event("response.output_item.done", output_index=len(self.items) - 1, item=item))
         self._item = None
-        return told
+        return events
 
     @property
     def _status(self) -> str:
         return "incomplete" if self.reason == "length" else "completed"
 
     def end(self) -> list[str]:
-        told = self._close(self._status)
+        events = self._close(self._status)
         body = self.body()
-        return [*told, self._event(f"response.{body['status']}", response=body)]
+        return [*events, self._event(f"response.{body['status']}", response=body)]
 
     def error(self, error: RequestError) -> str:
         about = error_body(error)["error"]

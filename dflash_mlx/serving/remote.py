@@ -87,10 +87,10 @@ class Remote:
           DFlashError: the server cannot be reached, refuses, or breaks off.
         """
         with asyncio.Runner() as runner:
-            told: asyncio.Queue[Any] = asyncio.Queue()
-            pump = runner.get_loop().create_task(self._pump(body, told))
+            events: asyncio.Queue[Any] = asyncio.Queue()
+            pump = runner.get_loop().create_task(self._pump(body, events))
             try:
-                while (event := runner.run(_next(told, should_stop))) is not None:
+                while (event := runner.run(_next(events, should_stop))) is not None:
                     if isinstance(event, Exception):
                         raise event
                     yield event
@@ -98,7 +98,7 @@ class Remote:
                 pump.cancel()
                 runner.run(asyncio.wait([pump]))
 
-    async def _pump(self, body: dict[str, Any], told: asyncio.Queue[Any]) -> None:
+    async def _pump(self, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
         try:
             async with (
                 httpx.AsyncClient(**self.client) as client,
@@ -108,27 +108,27 @@ class Remote:
                     raise _refused(answer.status_code, await answer.aread())
                 if "json" in answer.headers.get("content-type", ""):
                     # A server that does not stream.
-                    told.put_nowait(_chunk(await answer.aread()))
+                    events.put_nowait(_chunk(await answer.aread()))
                 else:
                     async for line in answer.aiter_lines():
                         if progress := _PROGRESS.match(line):
-                            told.put_nowait((int(progress[1]), int(progress[2])))
+                            events.put_nowait((int(progress[1]), int(progress[2])))
                         elif line.startswith("data:") and line[5:].strip() != "[DONE]":
-                            told.put_nowait(_chunk(line[5:]))
-            told.put_nowait(None)
+                            events.put_nowait(_chunk(line[5:]))
+            events.put_nowait(None)
         except httpx.ConnectError as error:
-            told.put_nowait(self._unreached(error))
+            events.put_nowait(self._unreached(error))
         except httpx.HTTPError as error:
-            told.put_nowait(DFlashError(f"{self.url} broke off: {str(error) or type(error).__name__}", "/retry asks again"))
+            events.put_nowait(DFlashError(f"{self.url} broke off: {str(error) or type(error).__name__}", "/retry asks again"))
         except Exception as error:
-            told.put_nowait(error)
+            events.put_nowait(error)
 
 
-async def _next(told: asyncio.Queue[Any], should_stop: Callable[[], bool]) -> Any:
+async def _next(events: asyncio.Queue[Any], should_stop: Callable[[], bool]) -> Any:
     """The next event; None where it shall stop."""
     while not should_stop():
         try:
-            return await asyncio.wait_for(told.get(), _POLL_S)
+            return await asyncio.wait_for(events.get(), _POLL_S)
         except TimeoutError:
             continue
     return None
@@ -216,8 +216,8 @@ class RemoteConversation(Conversation):
         sent = {name: values[own] for own, name in names.items() if own in self.given and values[own] is not None}
         if self.settings.thinking is not None:
             sent["chat_template_kwargs"] = {"enable_thinking": self.settings.thinking}
-        told = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"model": self.pair.name, "messages": messages, **told, **sent}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": self.pair.name, "messages": messages, **options, **sent}
 
     def answer(
         self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]

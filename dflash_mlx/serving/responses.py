@@ -64,7 +64,7 @@ class Writer:
         self.channels = Channels(pair.tokenizer, prompt.before, request.tools, **live) if request.chat else None
         # n_calls: of the whole answer, each has its place in it.
         self.n_calls, self.count, self.thought, self.accepted = 0, 0, 0, 0
-        # Seconds of the clock, for what operators are told.
+        # Seconds of the clock, for logs and metrics.
         self.began, self.first_token_at, self.last_token_at = time.monotonic(), None, None
         # The last token so far: it holds the counts of its run.
         self.last = Token("", 0, 0, None, False)
@@ -78,13 +78,13 @@ class Writer:
         return []
 
     def add(self, token: Token) -> list[str]:
-        told = []
+        events = []
         for piece in self.take(token):
             if piece.text:
-                told += self._add_text(piece.kind, piece.text)
+                events += self._add_text(piece.kind, piece.text)
             for call in piece.calls:
-                told += self._add_call(call)
-        return told
+                events += self._add_call(call)
+        return events
 
     def _add_text(self, kind: str, text: str) -> list[str]:
         raise NotImplementedError
@@ -168,8 +168,8 @@ class Completion(Writer):
 
     def end_of_all(self, usage: dict[str, Any]) -> list[str]:
         """What follows the last events of all answers."""
-        told = [event({**self.head, "choices": [], "usage": usage})] if self.request.include_usage else []
-        return [*told, "data: [DONE]\n\n"]
+        events = [event({**self.head, "choices": [], "usage": usage})] if self.request.include_usage else []
+        return [*events, "data: [DONE]\n\n"]
 
     def body(self) -> dict[str, Any]:
         return {**self.head, "choices": [self._choice(self._reason(), "message")], "usage": self.usage()}
@@ -178,10 +178,10 @@ class Completion(Writer):
         return "tool_calls" if self.reason == "stop" and self.n_calls else self.reason
 
     def _event(self, reason: str | None) -> str:
-        told = event({**self.head, "choices": [self._choice(reason, "delta")]})
+        line = event({**self.head, "choices": [self._choice(reason, "delta")]})
         self.text, self.reasoning, self.calls, self.tokens = "", "", [], []
         self.drafts = {"content": [], "reasoning": []}
-        return told
+        return line
 
     def _choice(self, reason: str | None, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": reason}
@@ -189,7 +189,7 @@ class Completion(Writer):
             choice["logprobs"] = self._chat_logprobs() if self.request.chat else self._text_logprobs()
         if self.request.show_drafts:
             figures = {"tokens_per_second": self.last.tps, "tokens_per_round": self.last.a_round}
-            choice["drafts"] = {name: told for name, told in self.drafts.items() if told} | figures
+            choice["drafts"] = {name: parts for name, parts in self.drafts.items() if parts} | figures
         if not self.request.chat:
             return {**choice, "text": self.text}
         # Clients join the texts of deltas, the role's too: it stands in the first alone.
