@@ -14,7 +14,7 @@ _BELOW = (
     "Sizes are for 4-bit weights; the text's KV cache comes on top. ?: the drafter's size is not known, so 'perhaps' fits "
     "without it. The line under a model names its drafter; where it has several, auto takes the first."
 )
-_RUN_ONE = 'dflash-mlx generate --model mlx-community/Qwen3-4B-4bit --draft-model auto -p "Hello"'
+_RUN_ONE = 'dflash-mlx generate --model mlx-community/Qwen3-4B-4bit --draft-model auto --no-thinking -p "Hello"'
 
 
 def models(as_json: AsJson = False) -> None:
