@@ -43,8 +43,8 @@ class PublishedDrafter:
 _BITS = 4.5
 
 PUBLISHED = (
-    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 4, 1.07, "use with --no-thinking", False),
-    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 8.2, 2.10, "use with --no-thinking", False),
+    PublishedDrafter("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 4, 1.07, "for --no-thinking", False),
+    PublishedDrafter("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 8.2, 2.10, "for --no-thinking", False),
     PublishedDrafter("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", 30.5),
     PublishedDrafter("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash", 80),
     PublishedDrafter("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", 4, 1.07),
@@ -62,9 +62,9 @@ PUBLISHED = (
     PublishedDrafter("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 8),
     PublishedDrafter("google/gemma-4-26B-A4B-it", "z-lab/gemma-4-26B-A4B-it-DFlash", 26),
     PublishedDrafter("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash", 1000, 6.96),
-    PublishedDrafter("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", 4, None, "DSpark, use with --no-thinking", False),
-    PublishedDrafter("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 8.2, None, "DSpark, use with --no-thinking", False),
-    PublishedDrafter("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 14.8, None, "DSpark, use with --no-thinking", False),
+    PublishedDrafter("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", 4, None, "DSpark, for --no-thinking", False),
+    PublishedDrafter("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", 8.2, None, "DSpark, for --no-thinking", False),
+    PublishedDrafter("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", 14.8, None, "DSpark, for --no-thinking", False),
     PublishedDrafter("google/gemma-4-12B-it", "deepseek-ai/dspark_gemma4_12b_block7", 12, None, "DSpark"),
     PublishedDrafter("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B-DFly-Block8", 8.2, None, "DFly"),
     PublishedDrafter("Qwen/Qwen3.8-27B", "RadixArk/Qwen3.8-27B-DSpark", 27, None, "DSpark"),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx import stream_generate
 from dflash_mlx.serving import engine
-from dflash_mlx.serving.engine import Job, _Text
+from dflash_mlx.serving.engine import Job, _AnswerText
 from dflash_mlx.serving.responses import by_text
 from dflash_mlx.text import StopText, token_bytes
 
@@ -206,7 +206,7 @@ def test_text_offset_is_right_where_a_token_by_itself_has_another_text():
     vocab = {"a": 0, "##b": 1, "s": 2, ".": 3}
     core = Tokenizer(models.WordPiece(vocab, unk_token="a"))
     core.decoder = decoders.WordPiece(cleanup=True)
-    text = _Text(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0], top=0))
+    text = _AnswerText(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core)), Job([0], top=0))
     plain = {"finish_reason": None, "from_draft": False, "stats": None, "generation_tps": 0.0}
     told = [text.token(SimpleNamespace(token=i, logprobs=mx.zeros(4), **plain)) for i in (1, 1, 0, 1, 3, 2)]
     assert ([token.text for token in told], [token.offset for token in told]) == (
