@@ -8,10 +8,12 @@ Knows numbers only. A row that runs alone is chosen for by its own policy (`draf
 The width with the largest value is taken; 0 is plain batching. A row whose own drafts bring less than half of what the batch
 would give in the time that they add to the round drafts nothing in it. Seconds that were never seen are taken from the nearest
 number of rows. A width that never ran is tried once, if it would pay at what it costs one row: many rows share less of it.
+Drafting is judged by plain rounds: a few come first, and one now and then while rows draft.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 
 # Rounds until the next best width is timed again, if it is worth so much of the best; until a row that drafts nothing is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
+# Plain rounds of so many rows before they may draft; drafting rounds from one plain one to the next.
+_PLAIN_FIRST, _PLAIN_AGAIN = 3, 48
 # Ids of the text must promise so much more than the drafter, or than none: what is promised is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
 # How far a round moves what is known; how many times what is known an odd round counts for at most; what a pass takes beside its
@@ -29,24 +33,32 @@ _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
 
 
 class RoundCosts:
-    """Seconds of a round by (rows, width): a mean that follows late rounds, in which an odd one counts for little."""
+    """Seconds of a round by (rows, width): a mean that follows late rounds, in which an odd one counts for little.
+
+    Of the first few the fastest counts: other work on the machine only adds.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], float] = {}
+        self.rounds: Counter[tuple[int, int]] = Counter()
 
     def add(self, rows: int, width: int, seconds: float) -> None:
-        known = self.seen.get((rows, width))
+        key = rows, width
+        known, self.rounds[key] = self.seen.get(key), self.rounds[key] + 1
         if known is None or seconds < known / _ODD:
-            self.seen[rows, width] = seconds
+            self.seen[key] = seconds
+        elif self.rounds[key] <= _PLAIN_FIRST:
+            self.seen[key] = min(known, seconds)
         else:
-            self.seen[rows, width] = known + _FOLLOW * (min(seconds, _ODD * known) - known)
+            self.seen[key] = known + _FOLLOW * (min(seconds, _ODD * known) - known)
 
     def seconds(self, rows: int, width: int) -> float | None:
-        """None: no round of this width was ever seen."""
-        if (rows, width) in self.seen:
-            return self.seen[rows, width]
-        near = min((b for b, w in self.seen if w == width), key=lambda b: abs(b - rows), default=None)
-        return None if near is None else self.seen[near, width] * (_FIXED + rows) / (_FIXED + near)
+        """None: no round of this width was ever seen. Never more than what a round of more rows took."""
+        same = {b: s for (b, w), s in self.seen.items() if w == width}
+        if rows not in same and same:
+            near = min(same, key=lambda b: abs(b - rows))
+            same[rows] = same[near] * (_FIXED + rows) / (_FIXED + near)
+        return min((s for b, s in same.items() if b >= rows), default=None)
 
 
 class BatchPolicy:
@@ -73,6 +85,8 @@ class BatchPolicy:
         width, second = best[0], best[1] if len(best) > 1 else best[0]
         if self._rounds % _LOOK_AGAIN == 0 and value[second] > _NEAR * value[width]:
             width = second
+        elif self._rounds % _PLAIN_AGAIN == 0:
+            width = 0
         if len(value) > 1:
             free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / B)
         for row in rows:
@@ -82,9 +96,9 @@ class BatchPolicy:
         return width
 
     def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
-        """What a round of B rows takes by width, 0 alone where no plain round was seen. alone: what passes of one row cost."""
+        """What a round of B rows takes by width, 0 alone while few plain rounds were seen. alone: what passes of one row cost."""
         plain = self.costs.seconds(B, 0)
-        if plain is None:
+        if plain is None or self.costs.rounds[B, 0] < _PLAIN_FIRST:
             return {0: 1.0}
         found = {}
         for w in widths:
