@@ -23,8 +23,8 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 
 # Rounds until the next best width is timed again, if it is worth so much of the best; until a row that drafts nothing is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
-# Plain rounds of so many rows before they may draft; drafting rounds from one plain one to the next.
-_PLAIN_FIRST, _PLAIN_AGAIN = 3, 48
+# First rounds of a kind, plain ones before rows may draft; drafting rounds from one plain one to the next.
+_FEW, _PLAIN_AGAIN = 3, 48
 # Ids of the text must promise so much more than the drafter, or than none: what is promised is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
 # How far a round moves what is known; how many times what is known an odd round counts for at most; what a pass takes beside its
@@ -33,28 +33,35 @@ _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
 
 
 class RoundCosts:
-    """Seconds of a round by (rows, width): a mean that follows late rounds, in which an odd one counts for little.
+    """Seconds of a round by (rows, width): what such a round takes beside others, times how fast the machine is of late.
 
-    Of the first few the fastest counts: other work on the machine only adds.
+    Rounds of one kind, many in a row, say how fast the machine is: what is known of other kinds goes with it, or those would look
+    cheap that ran before the machine had other work. The first ones of a kind, and those after another, say what that kind takes.
+    An odd round counts for little; of the first few of a kind the fastest counts, for other work only adds.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[int, int], float] = {}
         self.rounds: Counter[tuple[int, int]] = Counter()
+        self._pace, self._shares = 1.0, {}
+        # The kind of the last rounds, and how many they are.
+        self._kind, self._in_a_row = None, 0
 
     def add(self, rows: int, width: int, seconds: float) -> None:
-        key = rows, width
-        known, self.rounds[key] = self.seen.get(key), self.rounds[key] + 1
-        if known is None or seconds < known / _ODD:
-            self.seen[key] = seconds
-        elif self.rounds[key] <= _PLAIN_FIRST:
-            self.seen[key] = min(known, seconds)
+        kind = rows, width
+        self._in_a_row = self._in_a_row + 1 if kind == self._kind else 1
+        self._kind, self.rounds[kind] = kind, self.rounds[kind] + 1
+        off = seconds / (self._pace * self._shares.setdefault(kind, seconds / self._pace))
+        moved = off if off < 1 / _ODD else 1 + _FOLLOW * (min(off, _ODD) - 1)
+        if self.rounds[kind] <= _FEW:
+            self._shares[kind] *= min(off, 1.0)
+        elif self._in_a_row <= _FEW:
+            self._shares[kind] *= moved
         else:
-            self.seen[key] = known + _FOLLOW * (min(seconds, _ODD * known) - known)
+            self._pace *= moved
 
     def seconds(self, rows: int, width: int) -> float | None:
-        """None: no round of this width was ever seen. Never more than what a round of more rows took."""
-        same = {b: s for (b, w), s in self.seen.items() if w == width}
+        """None: no round of this width was ever seen. Never more than what a round of more rows takes."""
+        same = {b: share * self._pace for (b, w), share in self._shares.items() if w == width}
         if rows not in same and same:
             near = min(same, key=lambda b: abs(b - rows))
             same[rows] = same[near] * (_FIXED + rows) / (_FIXED + near)
@@ -98,7 +105,7 @@ class BatchPolicy:
     def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
         """What a round of B rows takes by width, 0 alone while few plain rounds were seen. alone: what passes of one row cost."""
         plain = self.costs.seconds(B, 0)
-        if plain is None or self.costs.rounds[B, 0] < _PLAIN_FIRST:
+        if plain is None or self.costs.rounds[B, 0] < _FEW:
             return {0: 1.0}
         found = {}
         for w in widths:

@@ -1,5 +1,7 @@
 """How many drafts the rows of a batch verify: by what rounds took and what each row accepted."""
 
+import random
+
 import pytest
 
 from dflash_mlx.batch.policy import BatchPolicy, RoundCosts, RowPolicy
@@ -109,6 +111,25 @@ def test_plain_rounds_that_other_work_has_made_slow_do_not_leave_rows_drafting_f
 
     seen = play([row(0.6) for _ in range(4)], seconds, rounds=300)
     assert sum(any(drafts) for drafts in seen[150:]) <= 2 and sum(any(drafts) for drafts in seen) <= 60
+
+
+def by_block(B, tokens, drafts):
+    """A CPU: a draft costs as much as a plain round or two. Milliseconds of `tiny`."""
+    return 10 + 0.8 * B + (20 + 1.5 * tokens) * drafts
+
+
+@pytest.mark.parametrize(("seconds", "gains"), [(by_block, False), (by_pass, True)])
+def test_what_is_chosen_stays_while_other_work_makes_rounds_slower_and_faster_again(seconds, gains):
+    rounds, chance = iter(range(10_000)), random.Random(1)
+
+    def loaded(B, tokens, drafts):
+        i = next(rounds)
+        # Up to 6 times as slow for a while, and a fifth of rounds once more twice.
+        slow = 1 + 5 * min(max(i % 400 - 100, 0) / 40, 1) * (i % 400 < 300)
+        return seconds(B, tokens, drafts) * slow * (2 if chance.random() < 0.2 else 1)
+
+    seen = [any(drafts) for drafts in play([row(0.7) for _ in range(4)], loaded, rounds=1200)]
+    assert (sum(seen) > 1000) if gains else (sum(seen) <= 10), sum(seen)
 
 
 def test_rows_that_gain_by_drafts_run_a_plain_round_now_and_then():
