@@ -170,7 +170,7 @@ class BatchGenerator:
             self._spent = [0.0, 0.0]
         if reading and self._spent[0] * (1 - self.prefill_share) <= self._spent[1] * self.prefill_share:
             began = time.perf_counter()
-            if failed := self._read(reading[0], _CHUNK if answering else None):
+            if failed := self._read(reading, _CHUNK if answering else None):
                 return [failed]
             self._spent[0] += time.perf_counter() - began
             if not answering:
@@ -188,12 +188,19 @@ class BatchGenerator:
             self._target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
         return self._target.reason is None
 
-    def _read(self, row: Row, most: int | None) -> RowResponse | None:
-        self._has_read = True
-        try:
-            row.read(most)
-        except Exception as error:  # noqa: BLE001 - a fault of this request, such as a prompt that memory does not hold
-            return row.fail(error)
+    def _read(self, rows: Sequence[Row], most: int | None) -> RowResponse | None:
+        """A piece of the first prompt, of `most` tokens at most, and of those behind it while they are short: requests that come
+        together then answer together. Returns: the failure of one."""
+        self._has_read, left = True, most or _CHUNK
+        for row in rows:
+            before = row.run.rows
+            try:
+                row.read(left if most else None)
+            except Exception as error:  # noqa: BLE001 - a fault of this request, such as a prompt that memory does not hold
+                return row.fail(error)
+            left -= row.run.rows - before
+            if row.is_reading or left < _CHUNK // 2:
+                break
         return None
 
     def _answer(self, rows: list[Row]) -> list[RowResponse]:

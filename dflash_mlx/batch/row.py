@@ -75,7 +75,8 @@ class Row:
         before, old = run.rows, len(run.cache.ids) - run.cache.rows
 
         def progress(done: int, total: int) -> None:
-            if done:
+            # With one token left there is nothing more to read.
+            if done and (done < total - 1 or run.rows in self.keep_at):
                 raise _Paused
 
         run.options.progress = progress

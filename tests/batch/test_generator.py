@@ -1,5 +1,6 @@
 """Many requests at once: each gets what it gets alone, whatever the others do."""
 
+import mlx.core as mx
 import pytest
 import schedules
 from families import family, greedy_line, known_drafter
@@ -7,8 +8,11 @@ from kit import ids_of, letters, offsets, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from dflash_mlx import BatchGenerator, batch_generate, make_prompt_cache, stream_generate
+from dflash_mlx.batch import generator
+from dflash_mlx.batch.groups import MOST, MOST_TOKENS, SlotKV
 from dflash_mlx.batch.passes import BatchTarget
 from dflash_mlx.errors import GenerationError
+from dflash_mlx.memory import entries_after_rows
 from dflash_mlx.models.target import Target
 from dflash_mlx.prompt_cache import PairCache
 
@@ -212,3 +216,59 @@ def test_what_rounds_took_is_known_to_the_next_batch(pairs):
     first.policy.costs.add(2, 3, 0.5)
     assert BatchGenerator(model, letters(), drafter).policy.costs.seconds(2, 3) == 0.5
     assert other.policy.costs.seconds(2, 3) is None
+
+
+def test_prompts_that_come_together_are_read_together_a_chunk_at_most(pairs):
+    model, drafter = pairs
+    batch, chunk = BatchGenerator(model, letters(), drafter, prefill_share=0.9), generator._CHUNK
+    for n in (chunk // 4, chunk // 8, 3 * chunk, 7):
+        batch.insert([i % 50 for i in range(n)], max_tokens=30, block_size=5)
+    batch.next()
+    # The third is long: with nobody waiting for a token, all of it.
+    assert [row.run.rows for row in batch.rows] == [chunk // 4 - 1, chunk // 8 - 1, 3 * chunk - 1, 0]
+    late = [batch.insert([i % 50 for i in range(n)], max_tokens=30, block_size=5) for n in (2 * chunk, 9)]
+    read, answers = [0] * 2, 0
+    while len(batch) == 6 and batch.row(late[1]).is_reading:
+        answers += len(batch.next())
+        rows = [batch.row(uid).run.rows for uid in late]
+        assert sum(rows) - sum(read) <= chunk
+        read = rows
+    assert answers and read == [2 * chunk - 1, 8]
+    batch.close()
+
+
+def filled(model, drafter, n):
+    """A prompt cache of n made-up tokens."""
+    entries = make_prompt_cache(model, drafter)
+    cache, shapes = PairCache.read(entries), entries_after_rows(model, drafter)
+    for entry, like in zip(entries[:-1], shapes, strict=True):
+        entry.update_and_fetch(*(mx.ones((*a.shape[:2], n, a.shape[3])) for a in (like.keys, like.values)))
+    cache.ids, cache.rows = [i % 60 for i in range(n)], n
+    cache.write()
+    return entries
+
+
+def test_a_long_row_beside_seven_short_ones_takes_little_more_than_their_tokens_do(pairs):
+    """Entries of both models, while all eight answer and as they leave one by one."""
+    model = pairs[0]
+    drafter = tiny_drafter(model, layer_types=["full_attention"] * 2, sliding_window=None, max_position_embeddings=20_000)
+    held, a_token = [16_384] + [200] * 7, sum(e.nbytes / e.keys.shape[2] for e in entries_after_rows(model, drafter))
+    batch = BatchGenerator(model, letters(), drafter)
+    for i, n in enumerate(held):
+        batch.insert([5], max_tokens=40 - 4 * i, block_size=5, prompt_cache=filled(model, drafter, n))
+    together, before = [], 0
+    while len(batch):
+        batch.next()
+        going = [row for row in batch.rows if row.seat and row.seat.group]
+        entries = [e for row in going for e in row.run.cache.entries[:-1]]
+        if len(going) < 2:
+            continue
+        assert {type(entry) for entry in entries} == {SlotKV}
+        groups = {id(entry.group): entry.group for entry in entries}.values()
+        taken, tokens = sum(group.nbytes for group in groups), sum(row.run.rows for row in going)
+        # Slots of rows that have just left are given up with the next round.
+        assert len(going) != before or taken <= (MOST * tokens + MOST_TOKENS) * a_token
+        before = len(going)
+        if len(going) == 8:
+            together.append(taken / (tokens * a_token))
+    assert len(together) > 5 and max(together) <= 1.5, together
