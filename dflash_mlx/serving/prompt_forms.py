@@ -42,16 +42,20 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
     late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
     front = late and _names_late_systems_alone(write)
     stand_ins, words = _stand_ins(messages)
-    ranked = []
+    fault, ranked = None, []
     for place, (form, tried) in enumerate(zip(_forms(messages, front, spell), _forms(stand_ins, front, spell), strict=True)):
-        ranked.append((_lost(tried, words, write), place, form))
-        if not ranked[-1][0]:
-            break
-    fault = None
-    for _, _, form in sorted(ranked, key=lambda one: one[:2]):
+        lost = _lost(tried, words, write)
+        if lost:
+            ranked.append((lost, place, form))
+            continue
         try:
             return form, write(form)
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            fault = fault or error
+    for _, _, form in sorted(ranked, key=lambda one: one[:2]):
+        try:
+            return form, write(form)
+        except Exception as error:  # noqa: BLE001 - as above
             fault = fault or error
     raise DFlashError(f"the chat template refused these messages: {fault}", "Send messages that it takes") from fault
 
@@ -122,6 +126,7 @@ def _forms(messages: Messages, front: bool, spell: Spelling) -> Iterator[Message
         yield [_changed(message, thought_only=True) for message in order]
         yield [part for message in order for part in _calls_apart(message)]
         yield [_changed(part, text=True, null=True) for message in order for part in _calls_apart(message)]
+        yield [_changed(message, whole=True) for message in order]
     for order in orders if calls else ():
         single = _one_at_a_time([part for message in order for part in _calls_apart(message)])
         yield single
@@ -188,17 +193,19 @@ def _alternating(messages: Messages) -> list[dict[str, Any]]:
     return joined
 
 
-def _changed(message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False) -> dict[str, Any]:
+def _changed(
+    message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False, whole: bool = False
+) -> dict[str, Any]:
     """A message with calls in another form.
 
-    text: arguments as text alone; null: no content as null;
-    thought_only: reasoning without content, for gpt-oss's template.
+    text: arguments as the text that they came in; whole: as the text of an object, also where that was cut off;
+    null: no content as null; thought_only: reasoning without content, for gpt-oss's template.
     """
     if "tool_calls" not in message:
         return message
     changed = {**message}
-    if text:
-        changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+    if text or whole:
+        changed["tool_calls"] = [_with_text(call, whole) for call in message["tool_calls"]]
     if null and not message["content"]:
         changed["content"] = None
     if thought_only and any(name in message for name in REASONING):
@@ -213,10 +220,11 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    if "function" not in call:
-        return {**call, "arguments": call["arguments"].text}
-    return {**call, "function": {**call["function"], "arguments": call["function"]["arguments"].text}}
+def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:
+    function = call.get("function", call)
+    given = function["arguments"]
+    changed = {**function, "arguments": json.dumps(dict(given), ensure_ascii=False) if whole else given.text}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import re
 import mlx.core as mx
 import pytest
 from kit import scripted, with_template
+from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, TOOLS, WEATHER, ask, running
 
@@ -215,6 +216,28 @@ def test_arguments_of_earlier_calls_reach_every_kind_of_template(written, templa
     elif template in (DUMPS, EITHER) and walked.startswith("arguments="):
         text = json.dumps({"arguments": text})
     assert prompt == f"[user]x[assistant]<f:{text}>[tool]4"
+
+
+# As mlx-lm's renderer for DeepSeek 3.2, which is no template: it takes text and parses it.
+class Parses:
+    has_chat_template, has_thinking, has_tool_calling, chat_template = True, False, False, None
+
+    def apply_chat_template(self, messages, **_):
+        return deepseek_v32.apply_chat_template(messages, enable_thinking=False)
+
+    def encode(self, text, **_):
+        return [*map(ord, text)]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "b', "[1]", "3", "", None, '{"a": 1}', '"x"'])
+def test_odd_arguments_of_earlier_calls_reach_a_renderer_that_parses_them(arguments):
+    messages = read_messages([*called(arguments), *said(("user", "go on"))], Parses())
+    prompt = Parses().decode(render_chat(Parses(), messages).ids)
+    assert 'invoke name="f"' in prompt and "go on" in prompt
+    assert not arguments or '"' in arguments or arguments in prompt
 
 
 @pytest.mark.parametrize("template", [JOINS, DUMPS, EITHER, WALKS, LISTS])
