@@ -89,7 +89,7 @@ def tried(model):
 
 def said(caplog):
     """What the log says besides that trials are run."""
-    return [line for line in caplog.messages if not line.startswith("first run with this model")]
+    return [line for line in caplog.messages if not line.startswith("first run of this model")]
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.full)])
