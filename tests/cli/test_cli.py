@@ -17,6 +17,7 @@ from kit import figures_of, with_template
 
 import dflash_mlx
 from dflash_mlx.cli import output
+from dflash_mlx.pairs.published import published_drafter
 from dflash_mlx.version import __version__
 
 DATA = Path(__file__).parents[1] / "data"
@@ -142,6 +143,12 @@ def test_models_lists_built_in_and_published_pairs_with_whole_names():
     assert {"tiny", "Qwen/Qwen3-8B"} <= {row["target"] for row in rows}
     text = run("models").stdout
     assert all(row["target"] in text and (row["draft_model"] or "") in text for row in rows)
+    # What a small Mac can run stands on top, and of several drafters the one that `auto` takes.
+    sizes = [row["target_gb"] for row in rows if not row["built_in"]]
+    first = [row["draft_model"] for row in rows if row["target"] == "Qwen/Qwen3-8B"][0]
+    assert sizes == sorted(sizes) and first == published_drafter("Qwen/Qwen3-8B").repo
+    (command,) = re.findall(r"generate --model (\S+) --draft-model auto --no-thinking", text)
+    assert published_drafter(command).thinking is False
 
 
 def test_auto_says_when_no_drafter_is_known():
@@ -292,6 +299,7 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
         (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
         (["generate", *TINY, "--thinking", "-p", "hi"], 1, "--thinking needs a chat template"),
+        (["serve", *TINY, "--thinking", "--chat-template-args", '{"enable_thinking": false}'], 2, "give one of the two"),
         (["generate", *TINY, "--stop", "x", "--show-drafts"], 2, "--stop"),
         (["generate", *TINY, "--stop", ""], 2, "needs a text"),
         (["generate", *TINY, "--prompt-file", "absent.txt", "-p", "x"], 2, "one of --prompt"),
