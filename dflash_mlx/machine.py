@@ -60,7 +60,7 @@ ENVIRONMENT: dict[str, Switch] = {
         Switch(
             CACHE,
             "a directory",
-            "Keeps what is fetched, converted or measured. Default: dflash-mlx in the user's cache directory.",
+            "Where downloads, conversions and measurements are kept. Default: dflash-mlx in the user's cache directory.",
             speed=False,
         ),
         Switch(
@@ -72,12 +72,11 @@ ENVIRONMENT: dict[str, Switch] = {
         Switch(
             "DFLASH_MLX_COMPILE",
             "auto, on, off",
-            "Whether passes over few rows are put together once and run again. auto (default): on a GPU, at the widths where a "
-            "trial on this machine found it faster; on a Mac from the second answer on. on: wherever it can be done. off: "
-            "nowhere.",
+            "Whether short passes are compiled once and reused. auto (default): on a GPU, where a trial on this machine found it "
+            "faster; on a Mac from the second answer on. on: wherever possible. off: never.",
         ),
-        Switch("DFLASH_TRACEBACK", "1", "The command line shows Python's traceback with an error's sentence.", speed=False),
-        Switch("DFLASH_API_KEY", "text", "The key that clients of `serve` must send; `--api-key` goes before it.", speed=False),
+        Switch("DFLASH_TRACEBACK", "1", "The command line shows Python's traceback with each error.", speed=False),
+        Switch("DFLASH_API_KEY", "text", "The key that clients of `serve` must send; `--api-key` overrides it.", speed=False),
         Switch(
             "MLX_CUDA_USE_CUDNN_SDPA",
             "0, 1",
