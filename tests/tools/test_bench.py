@@ -133,6 +133,30 @@ def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, 
     assert bench.faults(record) == 0
 
 
+def test_exact_is_compared_with_its_own_text_without_a_drafter(pair, monkeypatch):
+    real, asked = bench.stream_generate, []
+
+    def noted(*args, **options):
+        asked.append((options["exact"], options.get("draft_model") is not None))
+        for n, response in enumerate(real(*args, **options)):
+            # Other than mlx-lm's text, with a drafter and without: no fault.
+            response.token += n == 5
+            yield response
+
+    monkeypatch.setattr(bench, "stream_generate", noted)
+    plan = Plan(kinds=("function",), temps=(0.0,), contexts=(0,), max_tokens=8, trials=1, block_size=4, exact=True)
+    record = Bench(*pair, plan, names=("tiny", "tiny")).go()
+    assert set(asked) == {(True, True), (True, False)} and record["settings"]["exact"]
+    (run,) = record["runs"]
+    assert run["differs_at"] is None and not bench.faults(record) and run[bench.ALONE]["tokens"] == 8
+    assert "Without a drafter an exact pass took" in bench.table(record)
+    # What differs from it is one, on any device and in any type.
+    run["differs_at"], record["weights"]["dtype"], record["machine"]["device"] = 3, "bfloat16", "gpu"
+    shown = bench.table(record)
+    assert bench.faults(record) == 1 and "Text differs from exact's without a drafter at token 3" in shown
+    assert "With --exact that is a fault of this program: please report it." in shown
+
+
 @pytest.mark.full
 def test_ctrl_c_keeps_what_is_measured(pair, monkeypatch):
     real, pairs, kept = Bench._pair, [], []
