@@ -43,7 +43,7 @@ from .traced import accelerate
 STEP = 512
 # Rows that are compared before the first answer where nothing is routed; rows of text before those that doctor compares: more
 # than a chunk of attention.
-_FEW_ROWS, _LONG = (4,), 272
+_FEW_ROWS, _LONG = (4, 16), 272
 
 
 class ExactTarget(Target):

@@ -136,6 +136,15 @@ def test_kernels_off_caches_that_mlx_lm_filled_and_batches_are_refused(pair, mon
         options_of(model, None, PROMPT, exact=True)
 
 
+def test_where_nothing_is_routed_the_widest_pass_is_compared_too(monkeypatch):
+    norm = mx.fast.rms_norm
+    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *about: norm(x, *about) * (1 + 2.0**-20 * (x.shape[-2] == 16)))
+    with pytest.raises(
+        GenerationError, match=r"cannot be served exactly: model.layers.0.input_layernorm \(RMSNorm\): a row among 16"
+    ):
+        run(tiny_target(seed=3), None, PROMPT, 4, exact=True)
+
+
 def test_a_row_dependent_norm_is_refused_by_the_modules_name(pair, monkeypatch):
     model, drafter = tiny_target(seed=3), None
     model.set_dtype(mx.bfloat16)
