@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -284,6 +285,17 @@ class Trainer:
         step, self.elapsed = self.ranks.first(mx.array([self.step, self.elapsed])).tolist()
         self.step = int(step)
 
+    def check_disk(self, out: Path) -> None:
+        """Raises ConfigError if what `save` writes would not fit beside what is there: the first save may be minutes away."""
+        # Weights, moving average, two moments and the best, each float32; the drafter in bfloat16. What is replaced goes last.
+        numbers = sum(row.size for row in self.params.values())
+        wanted, free = (4 * 5 + 2) * numbers, shutil.disk_usage(out).free
+        if free < wanted:
+            raise ConfigError(
+                f"{out} has {free / 1e6:.1f} MB free; a save of this run takes up to {wanted / 1e6:.1f}",
+                "Free some space, or write elsewhere",
+            )
+
     def save(self, out: Path) -> None:
         """State for an exact resume, and the drafter as it stands."""
         state = {"params": self.params, "ema": self.ema, "optimizer": self.optimizer.state}
@@ -376,6 +388,7 @@ def train(
     trainer.ranks.check(config.batch, conversations=len(docs), ids=len(docs.ids))
     if trainer.ranks.leads:
         out.mkdir(parents=True, exist_ok=True)
+        trainer.check_disk(out)
         if (out / STATE).exists():
             trainer.restore(out)
             report(f"Going on at step {trainer.step}.")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -149,6 +150,19 @@ def test_a_killed_run_does_not_log_its_last_steps_twice(model, docs, raw, tmp_pa
     train(model, docs, tmp_path, raw, config(steps=4, log_every=1))
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4] and all(line.get("loss") != 9.0 for line in lines)
+
+
+def test_a_disk_too_small_for_a_save_is_told_before_the_first_step(model, docs, raw, tmp_path, monkeypatch):
+    train(model, docs, tmp_path / "one", raw, config(steps=1))
+    written = sum((tmp_path / "one" / name).stat().st_size for name in (STATE, "model.safetensors"))
+    for free, fits in ((written // 2, False), (2 * written, True)):
+        monkeypatch.setattr(loop.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if fits:
+            train(model, docs, tmp_path / "three", raw, config(steps=1))
+            continue
+        with pytest.raises(ConfigError, match="MB free; a save of this run takes up to"):
+            train(model, docs, tmp_path / "two", raw, config(steps=1))
+        assert not (tmp_path / "two/metrics.jsonl").exists()
 
 
 def test_a_state_of_other_settings_is_refused(model, docs, raw, tmp_path):
