@@ -45,6 +45,7 @@ class DFlashPair:
     target_class = Target
     # What a run of it is, where that is not `loop.Run`.
     run_class: type | None = None
+    clock = staticmethod(time.perf_counter)
 
     def __init__(self, model: nn.Module, drafter: Drafter):
         # The drafter holds this pair.
@@ -73,6 +74,18 @@ class DFlashPair:
     @property
     def drafter(self) -> Drafter:
         return self._drafter()
+
+    def told(self, value: Any, what: str) -> Any:
+        """What this machine has read, as all that run the target with it know it (`rank_run`)."""
+        return value
+
+    def first(self, ids: mx.array) -> mx.array:
+        """Integers on the device, likewise."""
+        return ids
+
+    def told_result(self, result: Any) -> Any:
+        """A `RoundResult`, likewise."""
+        return result
 
     def begin(self) -> Target:
         """The target for one run, with an accelerator that fits the models as they are now."""

@@ -70,19 +70,28 @@ class RankRun(Run):
     def read(self, output: PendingPass) -> Kept:
         """What rank 0 has read, and how long its round took: the message of a round."""
         try:
-            kept, message = super().read(output), None
-            result = kept.result
-            message = [output.seconds, result.drafted, result.accepted, result.bonus, result.confidence]
+            result = super().read(output).result
         except NotFiniteError:
-            kept, result = None, None
-        if (message := self.ranks.told(message, "a round")) is None:
-            if kept is not None:
+            result = None
+        told = self.ranks.told(None if result is None else [output.seconds, *_fields(result)], "a round")
+        if told is None:
+            if result is not None:
                 autotune.disable_all("a pass gave a value that is not finite on rank 0")
             raise NotFiniteError
-        output.seconds, drafted, accepted, bonus, confidence = message
+        output.seconds, *fields = told
         # Where a kernel was at fault on this rank alone nobody looks at its rows.
         rows = result.row_logprobs if result is not None else lambda i: mx.zeros((self.target.vocabulary,))
-        return Kept(output, RoundResult(drafted, accepted, bonus, rows, confidence))
+        return Kept(output, _result(fields, rows))
+
+
+def _fields(result: RoundResult) -> list[Any]:
+    """What of a result is told; rows of log-probabilities stay where they are."""
+    return [result.drafted, result.accepted, result.bonus, result.confidence]
+
+
+def _result(fields: list[Any], rows: Callable[[int], mx.array]) -> RoundResult:
+    drafted, accepted, bonus, confidence = fields
+    return RoundResult(drafted, accepted, bonus, rows, confidence)
 
 
 class _Headed:
@@ -114,6 +123,18 @@ class RankPair(DFlashPair):
         self.ranks = ranks
         # Set once, as by `DFlashPair.of`.
         object.__setattr__(drafter, "pair", self)
+
+    def clock(self) -> float:
+        return self.ranks.clock()
+
+    def told(self, value: Any, what: str) -> Any:
+        return self.ranks.told(value, what)
+
+    def first(self, ids: mx.array) -> mx.array:
+        return self.ranks.first(ids)
+
+    def told_result(self, result: RoundResult) -> RoundResult:
+        return _result(self.ranks.told(_fields(result), "a row"), result.row_logprobs)
 
     def begin(self) -> Target:
         """The target for one run. No pass is put together once: a collective operation has no place in one that is replayed."""

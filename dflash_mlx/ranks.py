@@ -99,10 +99,9 @@ class Ranks:
             return value
         named, value = self._heard.get()
         if named != what:
-            raise RanksError(
-                f"rank {self.rank} asks for {what} where rank 0 tells {named}",
-                "Give all ranks the same command and files",
-            )
+            # Nobody may catch this and go on.
+            parted = f"Error: rank {self.rank} asks for {what} where rank 0 tells {named}"
+            _end(f"{parted}. Give all ranks the same command and files.", 1)
         return value
 
     def told_of(self, make: Callable[[], Any], what: str) -> Any:

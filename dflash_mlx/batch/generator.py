@@ -169,15 +169,15 @@ class BatchGenerator:
         if not (reading and answering):
             self._spent = [0.0, 0.0]
         if reading and self._spent[0] * (1 - self.prefill_share) <= self._spent[1] * self.prefill_share:
-            began = time.perf_counter()
+            began = self.pair.clock()
             if failed := self._read(reading, _CHUNK if answering else None):
                 return [failed]
-            self._spent[0] += time.perf_counter() - began
+            self._spent[0] += self.pair.clock() - began
             if not answering:
                 return []
-        began = time.perf_counter()
+        began = self.pair.clock()
         found = self._answer(answering)
-        self._spent[1] += time.perf_counter() - began
+        self._spent[1] += self.pair.clock() - began
         return found
 
     def _can_batch(self, count: int) -> bool:
@@ -207,7 +207,7 @@ class BatchGenerator:
         """Run a round of these rows, or finish the one that has begun; the next may begin before this one is read."""
         if not rows:
             return []
-        began, width = time.perf_counter(), 0
+        began, width = self.pair.clock(), 0
         (current, self._ahead), (has_read, self._has_read) = (self._ahead, None), (self._has_read, False)
         if not any(row.round for row in rows):
             if len(rows) == 1 and len(self.rows) == 1:
@@ -223,7 +223,7 @@ class BatchGenerator:
         is_alike = all(row.policy.width == width for row in done)
         if current is not None:
             following = current.read(self._look_ahead(current, rows))
-            current.commit(seconds := time.perf_counter() - began)
+            current.commit(seconds := self.pair.clock() - began)
             self._ahead = following
             # A prompt that was read, or the time until nothing follows, hides what a round that began ahead took.
             is_alike = is_alike and not (current.is_ahead and (has_read or following is None))

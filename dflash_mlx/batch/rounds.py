@@ -75,6 +75,7 @@ class Round:
 
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
         self.target, self.rows, self.is_ahead, self._is_committed = target, rows, ids is not None, False
+        self.pair = rows[0].run.drafter.model.pair
         self._passes = [_begin_pass(row) for row in rows]
         self._output = target(_ids(rows) if ids is None else ids, self._passes, eager=not self.is_ahead)
         self._spans, start = [], 0
@@ -101,7 +102,9 @@ class Round:
         self._logits = target.head(self._hidden)
         self._normed = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
         self._flag = target.finite_flag(self._hidden, logits=self._normed)
-        self._chosen = _choices(self.rows, [row.point.length + 1 for row in self._passes], self._spans, self._normed[0])
+        self._chosen = self.pair.first(
+            _choices(self.rows, [row.point.length + 1 for row in self._passes], self._spans, self._normed[0])
+        )
         drafts, self._starts = _drafts(self.rows)
         parts = [self._chosen, *drafts, *self._flag]
         self._packed = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -134,7 +137,7 @@ class Round:
         target = self.target.target
         while True:
             # The round's one wait.
-            values = self._packed.tolist()
+            values = self.pair.told(self._packed.tolist(), "a round of several")
             try:
                 target.check([values.pop() for _ in self._flag])
                 break
@@ -186,7 +189,8 @@ class Round:
             else:
                 logits = self._logits[:, span]
                 part, one = TargetOutput(hidden, features, logits), _OneRow(target, hidden, logits)
-                result = run.target_sampler.enqueue(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]()
+                read = run.target_sampler.enqueue(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]
+                result = self.pair.told_result(read())
             sliding = run.drafter.sliding() if draft.by_drafter else run.drafter.context.sliding
             anchor = mx.array([row.anchor], dtype=mx.int32)
             args = anchor, draft, self.is_ahead, run.point, features, None, lambda: result, sliding, False
@@ -231,7 +235,9 @@ def _draft(rows: Sequence[RowRound]) -> None:
         asked = [_row_draft(row, size) for row in alike]
         needed = [row.run.policy.drafts_needed(row.n) for row in alike]
         n = None if None in needed else max(needed)
-        drafted, confidences = draft_rows(alike[0].run.drafter.model, asked, size, n)
+        drafter = alike[0].run.drafter.model
+        drafted, confidences = draft_rows(drafter, asked, size, n)
+        drafted = drafter.pair.first(drafted)
         mx.async_eval(drafted, confidences)
         for i, row in enumerate(alike):
             is_wanted = confidences is not None and row.run.policy.wants_confidence

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import DFlashError
 from .options import flag, refuse
+from .output import say
 
 COMMANDS = ("generate", "serve")
 # What a rank that does not lead would say, goes here; its errors do not.
@@ -45,6 +47,19 @@ def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: 
             if value not in (None, False):
                 raise DFlashError(f"{flag(name)} does not work over several machines yet", "Leave it out, or run on one")
     return ranks
+
+
+def serve(run: Callable[..., None], options: Any, open_pair: Callable[[], tuple], ranks: Any) -> None:
+    """`serving.server.serve`, on one machine or on rank 0 of several; on another rank, what follows it."""
+    if ranks is None:
+        run(options, open_pair, say)
+        return
+    from ..serving.rank_engine import RankEngine, follow
+
+    if ranks.leads:
+        run(options, open_pair, say, lambda *given: RankEngine(*given, ranks))
+    else:
+        follow(options, open_pair, ranks)
 
 
 def failed(sentence: str) -> str | None:

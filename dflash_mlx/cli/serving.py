@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from ..serving.interrupt import insistent
-from . import inputs
+from . import inputs, over_ranks
 from .live import live
 from .options import (
     MEMORY,
@@ -23,6 +23,7 @@ from .options import (
     LastTap,
     MaxTokens,
     Model,
+    Pipeline,
     Revision,
     System,
     Thinking,
@@ -247,6 +248,7 @@ def serve(
     chat_template_args: ChatTemplateArgs = None,
     sampling: Any = None,
     draft_model: DraftModel = None,
+    pipeline: Pipeline = False,
     draft_bits: DraftBitsOption = None,
     last_tap: LastTap = None,
     block_size: BlockSize = None,
@@ -266,6 +268,8 @@ def serve(
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
+    names = {"adapter_path": adapter_path, "prompt_cache_dir": prompt_cache_dir, "exact": caches["exact"]}
+    ranks = over_ranks.begin(pipeline, draft_model, model, **names, unload_after=server["unload_after_s"])
     variables = thinking_args(thinking, chat_template_args)
     with live("Starting"), insistent():
         held, size = _cache_options(caches)
@@ -287,7 +291,7 @@ def serve(
     )
 
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
-        how = (dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap)
+        how = (dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap, pipeline)
         pair = inputs.load_pair(model, draft_model, *how)
         inputs.say_unread_template_args(pair[3], variables)
         name, _, lm, _, drafter = pair
@@ -295,4 +299,4 @@ def serve(
         return pair
 
     with only_ours_on_stdout():
-        run(options, open_pair, say)
+        over_ranks.serve(run, options, open_pair, ranks)

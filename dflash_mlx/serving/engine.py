@@ -326,13 +326,13 @@ class Engine:
             finally:
                 self.ready.set()
             stream, answered, since = mx.default_stream(mx.default_device()), False, time.monotonic()
-            while self.fault is None and not self._closing.is_set():
+            while self.fault is None and not self._read(self._closing.is_set()):
                 if self._together:
                     self._step_batch()
                     answered, since = True, time.monotonic()
                     continue
                 try:
-                    generation = self._queue.get(timeout=0.1)
+                    generation = self._next_job()
                 except queue.Empty:
                     if answered:
                         answered = False
@@ -383,8 +383,21 @@ class Engine:
         mx.clear_cache()
         _log.info("models unloaded: no request for %g s", self.options.unload_after_s)
 
+    def _read(self, value: bool) -> bool:
+        """What other threads have said. By this and the next three the generating thread of `RankEngine` hears of rank 0's."""
+        return value
+
+    def _next_job(self) -> Generation:
+        return self._queue.get(timeout=0.1)
+
+    def _first_waiting(self) -> Generation | None:
+        return None if self._queue.empty() else self._queue.queue[0]
+
+    def _take_first(self) -> None:
+        self._queue.get()
+
     def _start(self, generation: Generation, stream: Any) -> None:
-        if generation.cancelled:
+        if self._read(generation.cancelled):
             return
         self._alone = generation
         try:
@@ -412,6 +425,7 @@ class Engine:
                 "prefill_share": options.prefill_share,
                 "most_tokens": pair.most_tokens,
                 "told": _request_error,
+                "is_cancelled": lambda generation: self._read(generation.cancelled),
             }
             models = pair.model, pair.tokenizer, pair.drafter
             self._together = Together(*models, self._cache, key, held, stream=stream, **how)
@@ -433,13 +447,13 @@ class Engine:
     def _step_batch(self) -> None:
         """Start the waiting requests that fit, and run one round of the batch."""
         try:
-            while not self._queue.empty():
-                generation = self._queue.queue[0]
-                if not generation.cancelled and not self._together.may_start(generation):
+            while (generation := self._first_waiting()) is not None:
+                is_gone = self._read(generation.cancelled)
+                if not is_gone and not self._together.may_start(generation):
                     break
-                self._queue.get()
+                self._take_first()
                 try:
-                    if not generation.cancelled:
+                    if not is_gone:
                         self._start_in_batch(generation)
                 except Exception as error:
                     generation.put(_request_error(error))
@@ -462,7 +476,7 @@ class Engine:
             (pair.name, pair.draft_name),
             draft_model=pair.drafter,
             shared=job.shared,
-            should_stop=lambda: generation.cancelled or self._closing.is_set(),
+            should_stop=lambda: self._read(generation.cancelled or self._closing.is_set()),
             prompt_progress_callback=progress,
             caches=self.options.caches,
             stream=stream,

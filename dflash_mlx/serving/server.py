@@ -154,12 +154,17 @@ class Server:
         self._socket.close()
 
 
-def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]], say: Callable[[str], None]) -> None:
+def serve(
+    options: Options,
+    open_pair: Callable[[], tuple[str, str | None, Any, Any, Any]],
+    say: Callable[[str], None],
+    engine_class: Callable[..., Engine] = Engine,
+) -> None:
     """Bind the address, load the pair and serve it until SIGINT, SIGTERM, or SIGHUP of a terminal that is closed.
 
     Args:
       open_pair: as for `Engine`.
-      say: told in a sentence when the server listens, and when it ends.
+      say: told in a sentence when the server listens, and when it ends. engine_class: makes the engine of the first two.
     Raises:
       DFlashError: the address cannot be bound; nothing was loaded. What `open_pair` raises.
     """
@@ -168,7 +173,7 @@ def serve(options: Options, open_pair: Callable[[], tuple[str, str | None, Any, 
     before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         server = Server(options)
-        engine = Engine(options, open_pair)
+        engine = engine_class(options, open_pair)
         try:
             engine.start()
             while not engine.ready.wait(0.2):

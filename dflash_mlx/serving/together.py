@@ -44,6 +44,7 @@ class Together:
 
     Args:
       key: names models that may share caches in `store`. most_tokens: of a job's answer. told: an error as clients are told it.
+      is_cancelled: whether nobody waits for a generation any more.
     """
 
     def __init__(
@@ -59,16 +60,17 @@ class Together:
         prefill_share: float,
         most_tokens: Callable[[Any], int],
         told: Callable[[Exception], Exception],
+        is_cancelled: Callable[[Any], bool],
         stream: Any,
     ):
         self.store, self.key, self.caches, self.drafter, self._most = store, key, caches, drafter, most_tokens
-        self._told = told
+        self._told, self._is_cancelled = told, is_cancelled
         self._batch = BatchGenerator(model, tokenizer, drafter, max_batch=max_batch, prefill_share=prefill_share, stream=stream)
         self._served: dict[int, _Served] = {}
         self._open = ExitStack()
         # What a few rows take says what many will.
         self._entries = entries_after_rows(model, drafter, caches.max_kv_size)
-        self._room = limit_bytes() - model_bytes(model) - model_bytes(drafter)
+        self._room = self._batch.pair.told(limit_bytes(), "room") - model_bytes(model) - model_bytes(drafter)
         if self._batch.max_batch > 1:
             # Rows in company share arrays, which are longer than they are.
             self._room = (self._room - self._needs_of(MOST_TOKENS)) / MOST
@@ -160,7 +162,7 @@ class Together:
     def step(self) -> None:
         """A round of all that run, and a piece of a prompt. Those that nobody waits for any more end."""
         for uid, served in list(self._served.items()):
-            if served.generation.cancelled:
+            if self._is_cancelled(served.generation):
                 self._end(uid, self._batch.remove(uid))
         if not self._served:
             return

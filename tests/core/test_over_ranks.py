@@ -41,9 +41,9 @@ def check(found, exact=True):
 def test_two_ranks_write_one_text(tmp_path):
     cases = [
         {"family": "llama", "sampled": True, "processors": True, "lm": True},
-        {"family": "qwen3_5", "sampled": True, "processors": True},
+        {"family": "qwen3_5", "sampled": True, "processors": True, "batch": True},
         {"family": "gpt_oss"},
-        {"name": "astray", "family": "qwen3", "astray": True, "policy": True},
+        {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "batch": True},
     ]
     found = found_by(tmp_path, 2, cases)
     check(found)
@@ -55,6 +55,8 @@ def test_two_ranks_write_one_text(tmp_path):
     assert first["llama"]["mlx-lm's loop"]["ids"] == first["llama"]["plain"]["ids"]
     for name in ("llama", "qwen3_5"):
         assert first[name]["processed"]["ids"] == first[name]["processed plain"]["ids"] != first[name]["plain"]["ids"]
+    # In company a row writes what it writes alone.
+    assert first["qwen3_5"]["batch"][0]["ids"] == first["qwen3_5"]["plain"]["ids"]
     # A rank of other logits, other drafts and another clock (`check`) has rank 0's drafts and its widths too.
     assert {r[3] for r in first["astray"]["chosen"]["rounds"]} > {0}
 

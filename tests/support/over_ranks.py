@@ -3,6 +3,7 @@
 A case: the keywords of `answers`.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -13,11 +14,12 @@ import mlx.core as mx
 mx.set_default_device(mx.cpu)
 
 from families import known_drafter, some_line  # noqa: E402
-from kit import run  # noqa: E402
+from kit import letters, run  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from sharded import sharded_family  # noqa: E402
 
 from dflash_mlx import rank_run, ranks  # noqa: E402
+from dflash_mlx.batch.generator import BatchGenerator  # noqa: E402
 from dflash_mlx.distribution import Distribution  # noqa: E402
 from dflash_mlx.draft_length import measure  # noqa: E402
 from dflash_mlx.draft_length.cost_model import CostModel  # noqa: E402
@@ -44,7 +46,7 @@ def margins(model, prompt, n):
 
 def go_astray(rank):
     """Make this rank's logits and its clock other than rank 0's."""
-    head, call, clock = Target.head, Target.__call__, time.perf_counter
+    head, call, ticks = Target.head, Target.__call__, itertools.count()
 
     def other_head(self, hidden):
         logits = head(self, hidden)
@@ -55,13 +57,27 @@ def go_astray(rank):
         return TargetOutput(output.hidden, output.features, None, output.compiled)
 
     Target.head, Target.__call__ = other_head, without_logits
-    time.perf_counter = lambda: clock() * (1 + 5 * rank)
+    # Not the time: beside other work drafts may never pay.
+    time.perf_counter = lambda: next(ticks) * 1e-4 * (1 + 5 * rank)
 
 
 def kept_costs(rank, block):
     """Costs that each rank has on its disk, every rank others: drafting pays on rank 0 alone."""
     widths = {w: 1e-3 * (1.1 + 9 * rank) for w in range(1, block)}
     measure.load_cost_model = lambda key: CostModel(1e-3, 1e-5, 1e-6, widths)
+
+
+def together(model, drafter, prompts, n):
+    """Runs of several prompts in one batch, one of them sampled, one with a logits processor."""
+    batch, found = BatchGenerator(model, letters(), drafter, max_batch=len(prompts)), {}
+    own = [{}, {"sampler": Distribution(0.8), "seed": 5}, {"logits_processors": [lambda tokens, logits: logits * 0.9]}]
+    with batch.open():
+        uids = [batch.insert(p, max_tokens=n, **given) for p, given in zip(prompts, own, strict=True)]
+        while len(batch):
+            for response in batch.next():
+                assert response.error is None, response.error
+                found.setdefault(response.uid, []).append(response)
+    return [of(found[uid]) for uid in uids]
 
 
 def answers(group, family, n=16, block=5, seed=3, layers=None, whole=True, astray=False, policy=False, quality="noisy", **more):
@@ -93,6 +109,8 @@ def answers(group, family, n=16, block=5, seed=3, layers=None, whole=True, astra
         given = {"logits_processors": [lambda tokens, logits: logits - 0.1 * mx.arange(logits.shape[-1]) / len(tokens)]}
         found["processed plain"] = of(run(model, drafter, prompt, n, block_size=1, **given))
         found["processed"] = of(run(model, drafter, prompt, n, block_size=block, **given))
+    if more.get("batch"):
+        found["batch"] = together(model, drafter, [prompt, prompt[:4], prompt[2:]], n)
     if policy:
         kept_costs(group.rank, block)
         found["chosen"] = of(run(model, drafter, prompt, 4 * n, block_size=None))

@@ -1,0 +1,147 @@
+"""`mlx.launch ... dflash-mlx generate | serve`: what is refused, who speaks, and what happens when a rank dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+
+import pytest
+from launching import SUPPORT, free_port, launched, output_of
+
+CLI = SUPPORT / "over_ranks_cli.py"
+TINY = ("--model", "tiny", "--draft-model", "tiny")
+
+
+def ends(process, within_s):
+    """What a launcher printed, once it has ended by itself."""
+    try:
+        return process.communicate(timeout=within_s)[0]
+    finally:
+        process.kill()
+
+
+def test_rank_0_alone_speaks_and_a_prompt_comes_from_its_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("def test_")
+    words = ("generate", *TINY, "--prompt-file", tmp_path / "prompt.txt", "-m", "8", "--block-size", "4", "--json")
+    said = output_of(2, CLI, tmp_path, *words)
+    assert said.count('"token_ids"') == 1, said
+    result = json.loads(next(line for line in said.splitlines() if '"token_ids"' in line))
+    alone = output_of(1, CLI, tmp_path, *words)
+    assert result["token_ids"] == json.loads(next(line for line in alone.splitlines() if '"token_ids"' in line))["token_ids"]
+    assert {r["width"] for r in result["rounds"]} >= {3} and "WARN" not in said
+
+
+def test_heads_that_do_not_divide_get_one_sentence(tmp_path):
+    # The tiny pair has 6 heads, and 2 of keys: three ranks cannot have equal shares of these.
+    said = output_of(3, CLI, tmp_path, "generate", *TINY, "-p", "a", "-m", "4")
+    assert said.count("tiny does not divide by 3 ranks: n_kv_heads is 2. Use another number of machines, or one.") == 1, said
+    assert "Loading tiny" not in said and "On rank" not in said
+
+
+def test_what_ranks_cannot_do_is_refused(monkeypatch):
+    from typer.testing import CliRunner
+
+    from dflash_mlx.cli.app import app
+
+    monkeypatch.setenv("MLX_RANK", "0")
+    for words, sentence in (
+        (("generate", *TINY, "-p", "a", "--pipeline"), "it needs --draft-model none"),
+        (("serve", *TINY, "--pipeline"), "it needs --draft-model none"),
+        (("generate", *TINY, "-p", "-"), "never ends standard input"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2 and sentence in " ".join(result.output.split()).replace("│ ", ""), result.output
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_within_5_s(tmp_path, dies):
+    process = launched(2, CLI, tmp_path, "generate", *TINY, "-p", "def", "-m", "3000", "--block-size", "4")
+    shown = []
+    reader = threading.Thread(target=lambda: [shown.append(line) for line in process.stdout], daemon=True)
+    reader.start()
+    pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (all(path.exists() for path in pids) and len(shown) > 3):
+        time.sleep(0.2)
+    try:
+        os.kill(int(pids[dies].read_text()), signal.SIGKILL)
+        began = time.monotonic()
+        while time.monotonic() < began + 5 and _is_alive(int(pids[1 - dies].read_text())):
+            time.sleep(0.05)
+        took = time.monotonic() - began
+        process.wait(20)
+        reader.join(5)
+    finally:
+        process.kill()
+    said = "".join(shown)
+    assert took < 5, said
+    sentence = f"Error: rank {dies} has ended, and rank {1 - dies} cannot go on without it. Start all ranks again."
+    assert said.count(sentence) == 1, said
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+def ask(port, **body):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps({"max_tokens": 10, "temperature": 0, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
+
+
+def leave_in_the_middle(port):
+    """A client that reads the beginning of a long answer and goes."""
+    body = json.dumps({"prompt": "def f", "max_tokens": 3000, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), 60) as client:
+        client.sendall(head.encode() + body)
+        assert b"200" in client.recv(400)
+        client.recv(400)
+
+
+@pytest.mark.parametrize("rows", ["1", "3"])
+def test_a_server_on_two_ranks_answers_as_one_rank_does(tmp_path, rows):
+    prompts = ["import os\n", "def test_", "class A:\n    def"]
+    bodies = [{"prompt": p} for p in prompts] + [{"prompt": prompts[0], "temperature": 0.8, "seed": 3}]
+    answers = {}
+    for count in (1, 2):
+        port = free_port()
+        process = launched(count, CLI, tmp_path, "serve", *TINY, "--port", port, "--max-batch", rows, "--block-size", "4")
+        shown = []
+        threading.Thread(target=lambda p=process, s=shown: [s.append(line) for line in p.stdout], daemon=True).start()
+        try:
+            until = time.monotonic() + 120
+            while time.monotonic() < until and not any("Serving" in line for line in shown):
+                time.sleep(0.2)
+            found = [None] * len(bodies)
+
+            def one(i, found=found, port=port):
+                found[i] = ask(port, **bodies[i])
+
+            threads = [threading.Thread(target=one, args=(i,)) for i in range(len(bodies))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            leave_in_the_middle(port)
+            # The first one again, from what the server has kept, beside what is left of the one that was given up.
+            answers[count] = [*found, ask(port, **bodies[0])]
+            os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGINT)
+            process.wait(30)
+        finally:
+            process.kill()
+        assert "Error" not in "".join(shown), shown
+    assert answers[2] == answers[1] and answers[2][0] == answers[2][-1]
