@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,8 @@ def failed(sentence: str) -> str | None:
     ranks = joined()
     if not _muted:
         if ranks is not None:
+            # An error of MLX's may be that of a rank that is lost, which another thread is about to say.
+            time.sleep(0.5)
             ranks.leave()
         return sentence
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
