@@ -157,6 +157,10 @@ class ExactPair(DFlashPair):
         if not rows or not trim_prompt_cache(entries, len(ids) - rows):
             rows, entries[:] = 0, PairCache.make(make_target_cache(self.model), self.drafter.make_cache())
         found = PairCache.read(entries)
+        for entry in leaves(found.target):
+            if type(entry) is KVCache and entry.keys is not None:
+                # Without the room behind: a chunk then finds the buffers of a fresh reading, and MLX the same strides.
+                entry.keys, entry.values = entry.keys[:, :, :rows], entry.values[:, :, :rows]
         found.ids = ids
         found.write()
         return found

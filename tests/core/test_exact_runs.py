@@ -89,6 +89,26 @@ def test_a_cache_that_was_cut_gives_the_bits_of_the_whole_prompt(pair, rounds_ot
     assert same(fresh, bits_of(run(model, drafter, rest, 4, exact=True, prefill_step_size=step, prompt_cache=cache)))
 
 
+def test_whole_chunks_find_the_buffers_that_a_fresh_reading_finds(pair, monkeypatch):
+    """A kernel of MLX's may be chosen by an array's strides."""
+    model, seen, call = pair[0], [], exact.ExactTarget.__call__
+
+    def noting(self, ids, cache=None, *about, **more):
+        output = call(self, ids, cache, *about, **more)
+        seen.append([entry.keys.shape for entry in cache]) if ids.size > 16 else None
+        return output
+
+    monkeypatch.setattr(exact.ExactTarget, "__call__", noting)
+    text, cache = [i * 7 % 61 for i in range(500)], make_prompt_cache(model)
+    said = ids_of(run(model, None, text, 20, exact=True, prefill_step_size=256, prompt_cache=cache))
+    seen.clear()
+    run(model, None, [*text, *said, 7], 1, exact=True, prefill_step_size=256)
+    fresh = list(seen)
+    seen.clear()
+    run(model, None, [7], 1, exact=True, prefill_step_size=256, prompt_cache=cache)
+    assert len(fresh) == 2 and seen == fresh[1:]
+
+
 def test_a_cache_that_was_not_exact_is_read_again(pair, rounds_otherwise):
     model, drafter = pair
     text = [i * 7 % 61 for i in range(30)]
