@@ -328,7 +328,7 @@ def test_the_table_has_a_line_a_cell_and_says_what_the_figures_are(record):
     assert len(lines) == 10 and sum("2/2" in line or "4/4" in line for line in lines) == 6
     assert max(map(len, lines)) <= 80 and not private_words(shown)
     row = record["summary"][0]
-    assert f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})" in shown and "tokens a round: drafts kept" in shown
+    assert f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})" in shown and "tokens a round: kept drafts" in shown
     assert f"mlx {mx.__version__}" in shown and "First run in the process" in shown
     assert row["speedup"] == statistics.median(
         r["speedup"] for r in record["runs"] if (r["kind"], r["temp"]) == ("function", 0.0)
