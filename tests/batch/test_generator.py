@@ -11,6 +11,7 @@ from dflash_mlx import BatchGenerator, batch_generate, make_prompt_cache, stream
 from dflash_mlx.batch import generator
 from dflash_mlx.batch.groups import MOST, MOST_TOKENS, SlotKV
 from dflash_mlx.batch.passes import BatchTarget
+from dflash_mlx.batch.row import Row
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.memory import entries_after_rows
 from dflash_mlx.models.target import Target
@@ -216,6 +217,14 @@ def test_what_rounds_took_is_known_to_the_next_batch(pairs):
     first.policy.costs.add(2, 3, 0.5)
     assert BatchGenerator(model, letters(), drafter).policy.costs.seconds(2, 3) == 0.5
     assert other.policy.costs.seconds(2, 3) is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_batch_that_requests_join_and_leave_holds_no_more_as_it_goes_on(monkeypatch, leaks):
+    kept, end = [], Row.end
+    monkeypatch.setattr(Row, "end", lambda self: (leaks and kept.append(self.run.cache.entries), end(self))[1])
+    assert schedules.is_flat(schedules.soak(320, 5, told=lambda *about, **named: None)) != leaks
 
 
 def test_prompts_that_come_together_are_read_together_a_chunk_at_most(pairs):
