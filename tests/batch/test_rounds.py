@@ -92,7 +92,7 @@ def test_a_round_that_began_behind_a_faulty_kernel_counts_for_nothing(pair, monk
         enqueue(self)
         if self not in rounds:
             rounds.append(self)
-            if len(rounds) in (20, 30):
+            if len(rounds) in (10, 20):
                 spoilt.append(self)
                 self._chosen = self._packed = (self._chosen + 1) % 61
 
