@@ -168,17 +168,22 @@ class BatchGenerator:
         answering = [row for row in self.rows if not row.is_reading]
         if not (reading and answering):
             self._spent = [0.0, 0.0]
-        if reading and self._spent[0] * (1 - self.prefill_share) <= self._spent[1] * self.prefill_share:
+        if reading and self._is_time_to_read():
             began = self.pair.clock()
             if failed := self._read(reading, _CHUNK if answering else None):
                 return [failed]
             self._spent[0] += self.pair.clock() - began
-            if not answering:
-                return []
+        if not answering:
+            return []
         began = self.pair.clock()
         found = self._answer(answering)
         self._spent[1] += self.pair.clock() - began
         return found
+
+    def _is_time_to_read(self) -> bool:
+        """Whether prompts had no more than their share of the time."""
+        reading, answering = self._spent
+        return reading * (1 - self.prefill_share) <= answering * self.prefill_share
 
     def _can_batch(self, count: int) -> bool:
         """Whether `count` rows can run together; tested when there are two, once per target."""
@@ -207,38 +212,50 @@ class BatchGenerator:
         """Run a round of these rows, or finish the one that has begun; the next may begin before this one is read."""
         if not rows:
             return []
-        began, width = self.pair.clock(), 0
-        (current, self._ahead), (has_read, self._has_read) = (self._ahead, None), (self._has_read, False)
+        began, has_read, self._has_read = self.pair.clock(), self._has_read, False
+        current, self._ahead, width = self._ahead, None, 0
         if not any(row.round for row in rows):
-            if len(rows) == 1 and len(self.rows) == 1:
-                try:
-                    return rows[0].alone()
-                except Exception as error:  # noqa: BLE001 - of the only request there is
-                    return [rows[0].fail(error)]
-            width = self._plan(rows)
-            for row in rows:
-                row.round = RowRound(row.run, row.anchor, row.seat)
-            current = begin_round(self._target, [row.round for row in rows])
+            if len(rows) == len(self.rows) == 1:
+                return self._alone(rows[0])
+            current, width = self._begin(rows)
         done = [row for row in rows if row.round]
-        is_alike = all(row.policy.width == width for row in done)
+        is_alike, seconds = current is not None and all(row.policy.width == width for row in done), 0.0
         if current is not None:
-            following = current.read(self._look_ahead(current, rows))
+            self._ahead = current.read(self._look_ahead(current, rows))
             current.commit(seconds := self.pair.clock() - began)
-            self._ahead = following
             # A prompt that was read, or the time until nothing follows, hides what a round that began ahead took.
-            is_alike = is_alike and not (current.is_ahead and (has_read or following is None))
+            is_alike = is_alike and not (current.is_ahead and (has_read or self._ahead is None))
+        found = self._hand_out(done)
+        if is_alike and all(response.error is None for response in found):
+            self.policy.observe(len(done), width, seconds)
+        return found
+
+    @staticmethod
+    def _alone(row: Row) -> list[RowResponse]:
+        """A round of the only request there is."""
+        try:
+            return row.alone()
+        except Exception as error:  # noqa: BLE001 - its own
+            return [row.fail(error)]
+
+    def _begin(self, rows: list[Row]) -> tuple[Round | None, int]:
+        """Begin a round of these rows. Returns: it, as `begin_round`, and the width of most of them."""
+        width = self._plan(rows)
+        for row in rows:
+            row.round = RowRound(row.run, row.anchor, row.seat)
+        return begin_round(self._target, [row.round for row in rows]), width
+
+    def _hand_out(self, rows: list[Row]) -> list[RowResponse]:
+        """What each of these rows got in its round, which is over; a row whose next one has begun is in that."""
         found = []
-        for row in done:
+        for row in rows:
             this, row.round = row.round, self._ahead and self._ahead.of(row.run)
             try:
                 if this.error is not None:
                     raise this.error
                 found += row.emit(this.kept)
             except Exception as error:  # noqa: BLE001 - one request's own
-                is_alike = False
                 found.append(row.fail(error))
-        if is_alike:
-            self.policy.observe(len(done), width, seconds)
         return found
 
     def _plan(self, rows: list[Row]) -> int:
