@@ -221,13 +221,13 @@ def _faults(case, request, chance):
 
 
 def same_caches(a, b):
-    """Whether two pair caches hold the same rows. A recurrence replays another number of rows where a request was alone for a
-    while: so much may its states, and what follows from them, be off."""
+    """Whether two pair caches hold the same rows, and the same wait for the drafter. A recurrence replays another number of rows
+    where a request was alone for a while: so much may its states, and what follows from them, be off."""
     a, b = PairCache.read(a), PairCache.read(b)
-    if (a.ids, a.rows) != (b.ids, b.rows):
+    if (a.ids, a.rows, a.pending) != (b.ids, b.rows, b.pending):
         return False
-    pairs = zip(leaves(a.target), leaves(b.target), strict=True)
-    return all(_near(_held(x), _held(y)) for x, y in pairs)
+    pairs = zip(leaves([*a.target, *a.drafter]), leaves([*b.target, *b.drafter]), strict=True)
+    return all(_near(_held(x), _held(y)) for x, y in pairs) and _near([a.features], [b.features])
 
 
 def _held(entry):
