@@ -1,10 +1,11 @@
 """DFlash 2 beside DFlash on `tiny`'s target: both go on from its built-in drafter with the same text for as many steps, on a CPU.
 
-    python bench/dflash2_tiny.py --out FOLDER [--steps 200]        text, both drafters, record.json; some ten minutes of a core
+    python bench/dflash2_tiny.py --out FOLDER [--steps 200] [--seed 0] [--backbone 0.5]     some ten minutes of a core
 
-The text is of one sort: how functions that begin by refusing a wrong type go on, half greedy and half drawn at temperature 0.7 or
-1. Words of the 100 held-out questions are not in the training text's. tau: offline rounds over the target's own answers, of at
-most 32 tokens; at temperature 1 drafts are drawn under the noise of the target's own draws. The gain is paired by text.
+It leaves text, both drafters and record.json. The text is of one sort: how functions that begin by refusing a wrong type go on,
+half greedy and half drawn at temperature 0.7 or 1. Words of the 200 held-out questions are not in the training text's. tau:
+offline rounds over the target's own answers, of at most 32 tokens; at temperature 1 drafts are drawn under the noise of the
+target's own draws. The gain is paired by text.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WORDS = (
     "cache lock thread process signal socket server client request response header body json html csv zip tar url host port "
     "user group mode flag option config default empty zero long short left right first last next parent child root leaf"
 ).split()
-TOKENS, TEXTS = 32, 100
+TOKENS, TEXTS = 32, 200
 
 
 def questions(words: list[str], n: int) -> list[str]:
@@ -106,6 +107,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--seed", type=int, default=0, help="of the order of the text, and of what is drawn at the start")
+    p.add_argument("--backbone", type=float, default=0.5, help="weight of DFlash 2's loss without its selector")
     args = p.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begun = time.process_time()
@@ -120,7 +123,7 @@ def main() -> None:
     first = json.loads((start / "config.json").read_text())
     settings = TrainConfig(
         steps=args.steps, batch=1, anchors=16, max_len=80, lr=5e-4, ema=0.98, noise=0.0, log_every=20, eval_every_s=1e9,
-        learn_from="target", tv=0.5,
+        seed=args.seed, backbone=args.backbone,
     )  # fmt: skip
     folders = [args.out / "dflash", args.out / "dflash2"]
     for folder, raw in zip(folders, (first, as_dflash2(first, rank=32)), strict=True):
@@ -133,7 +136,7 @@ def main() -> None:
         row = {"temp": temp, "texts": len(written), "dflash": tau(one), "dflash2": tau(two), "bigram": tau(table)}
         rows.append(row | {"gain": paired(two, one), "over_bigram": paired(two, table)})
     record = {
-        "steps": args.steps,
+        "settings": {"steps": args.steps, "seed": args.seed, "backbone": args.backbone},
         "answer_tokens": int(docs.answer.sum()),
         "conversations": len(docs),
         "cpu_seconds": round(time.process_time() - begun),
