@@ -29,7 +29,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "StopGradient": ("0", "gpu/primitives.cpp"),
     "Depends": ("0", "gpu/primitives.cpp"),
     "View": ("0", "gpu/primitives.cpp"),
-    "AsType": ("1 copy", "gpu/primitives.cpp"),
+    "AsType": ("1 copy; 0 to its own type where the input has no other user", "gpu/primitives.cpp, gpu/copy.cpp"),
     "contiguous": ("1 copy, or 0 where the array is dense and its buffer holds no more", "gpu/primitives.cpp"),
     "Concatenate": ("1 copy a part", "metal/slicing.cpp"),
     "Full": ("1", "gpu/primitives.cpp"),
@@ -62,6 +62,8 @@ SOURCES: dict[str, tuple[str, str]] = {
         "above 8 rows at head sizes 192 and 256",
         "metal/scaled_dot_product_attention.cpp, fast.cpp",
     ),
+    "ScatterAxis": ("1; 1 copy of the whole where the input has another user", "metal/indexing.cpp"),
+    "own text": ("1; 1 copy an input that is not dense", "metal/custom_kernel.cpp; dflash_mlx/kernels"),
     "gated_delta": ("1; 1 copy an input that is not dense", "metal/custom_kernel.cpp; mlx-lm models/gated_delta.py"),
 }
 VIEWS = {"Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze", "StopGradient", "Depends", "View"}
@@ -282,8 +284,11 @@ class Ledger:
     # --- copies and small kernels
 
     def _astype(self, p: Primitive, ins: list[Layout]) -> None:
-        a = ins[0]
-        self._launch("copy", [a], self._fresh(p.outputs[0], a.strides if a.dense else None))
+        a, same = ins[0], p.outputs[0][2] == ins[0].dtype
+        if same and a.dense and self._users[p.inputs[0][0]] == 1:
+            self._over(p.outputs[0], a, a.strides)
+        else:
+            self._launch("copy", [a], self._fresh(p.outputs[0], a.strides if a.dense else None))
 
     def _contiguous(self, p: Primitive, ins: list[Layout]) -> None:
         a = ins[0]
@@ -325,6 +330,22 @@ class Ledger:
         self._launch("gather", ins, out, 2 * out.nbytes + sum(a.nbytes for a in ins[1:]))
 
     _gatheraxis = _gather
+
+    def _scatteraxis(self, p: Primitive, ins: list[Layout]) -> None:
+        a, indices, update = ins
+        if self._users[p.inputs[0][0]] > 1 or not a.row_contiguous:
+            out = self._fresh(p.outputs[0])
+            self._launch("copy of a whole cache", [a], out)
+        else:
+            self._over(p.outputs[0], a, a.strides)
+            out = self._layouts[p.outputs[0][0]]
+        self._launch("scatter into a cache", [update, indices], out, 2 * update.size * update.dtype.size)
+
+    def _own_text(self, p: Primitive, ins: list[Layout]) -> None:
+        ins = [self._row(a) for a in ins]
+        out, *others = (self._fresh(out) for out in p.outputs)
+        self._launch("own text", ins, out, sum(a.nbytes for a in [*ins, out, *others]))
+        self._written |= {other.buffer for other in others}
 
     def _elementwise(self, p: Primitive, ins: list[Layout]) -> None:
         full = [a for a in ins if a.shape == tuple(p.outputs[0][1])]

@@ -86,7 +86,8 @@ class _Tags:
 
 
 ATTENTION = ["attention" + c + m + s for c in ("", " causal") for m in ("", " mask") for s in ("", " sinks")]
-FAST = ["rms_norm", "rope", "rope part", "gated_delta", "dequantize", "contiguous", *ATTENTION]
+OWN = "own text"
+FAST = [OWN, "rms_norm", "rope", "rope part", "gated_delta", "dequantize", "contiguous", *ATTENTION]
 
 
 def compiled_functions() -> dict[str, list[tuple[Any, str, Any]]]:
@@ -101,8 +102,11 @@ def compiled_functions() -> dict[str, list[tuple[Any, str, Any]]]:
 
 
 @contextlib.contextmanager
-def as_on_metal(handed: Callable[..., None]) -> Iterator[None]:
-    """MLX says that the default device is a Metal GPU; what would be handed to it goes to `handed`. No kernel of ours runs."""
+def as_on_metal(handed: Callable[..., None], kernels: bool = False) -> Iterator[None]:
+    """MLX says that the default device is a Metal GPU; what would be handed to it goes to `handed`.
+
+    kernels: whether ours may run; else none does.
+    """
     stream = mx.default_stream(mx.cpu)
     with contextlib.ExitStack() as stack:
         for where, name, value in (
@@ -110,7 +114,7 @@ def as_on_metal(handed: Callable[..., None]) -> Iterator[None]:
             (mx, "default_stream", lambda *_: stream),
             (mx, "default_device", lambda: mx.gpu),
             (mx.metal, "is_available", lambda: True),
-            (autotune, "may_run", lambda: False),
+            (autotune, "may_run", lambda: kernels),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
         yield
@@ -137,6 +141,13 @@ def stand_ins(tags: _Tags, functions: dict[str, list[tuple[Any, str, Any]]]) -> 
     def dequantize(w, scales, biases=None, **more):
         return tags.call("dequantize", [w, scales, biases], [real["dequantize"](w, scales, biases, **more)])[0]
 
+    def own_text(**_):
+        def launch(*, inputs, output_shapes, output_dtypes, **_):
+            like = [SimpleNamespace(shape=shape, dtype=dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+            return tags.call(OWN, inputs, like)
+
+        return launch
+
     def contiguous(a, *_, **__):
         return tags.call("contiguous", [a], [a])[0]
 
@@ -157,17 +168,25 @@ def stand_ins(tags: _Tags, functions: dict[str, list[tuple[Any, str, Any]]]) -> 
             out = tags.call(name, given, list(like) if isinstance(like, (list, tuple)) else [like])
             return type(like)(out) if isinstance(like, (list, tuple)) else out[0]
 
+        call.__name__ = name.removeprefix("compiled ")
         return call
 
     with contextlib.ExitStack() as stack:
-        for name, function in (("rms_norm", rms_norm), ("rope", rope), ("scaled_dot_product_attention", attention)):
+        for name, function in (
+            ("rms_norm", rms_norm),
+            ("rope", rope),
+            ("scaled_dot_product_attention", attention),
+            ("metal_kernel", own_text),
+        ):
             stack.enter_context(mock.patch.object(mx.fast, name, function))
         for name, function in (("dequantize", dequantize), ("contiguous", contiguous)):
             stack.enter_context(mock.patch.object(mx, name, function))
         stack.enter_context(mock.patch.object(gated_delta, "gated_delta_kernel", recurrence))
         for name, places in functions.items():
+            # One for all places, for those who ask which function it is.
+            made = {id(function): compiled(name, function) for _, _, function in places}
             for module, attribute, function in places:
-                stack.enter_context(mock.patch.object(module, attribute, compiled(name, function)))
+                stack.enter_context(mock.patch.object(module, attribute, made[id(function)]))
         yield
 
 
@@ -176,9 +195,11 @@ class Walk:
 
     Args:
       context: tokens that both models have read.
+      kernels: whether ours serve what they may serve, each by one launch.
     """
 
-    def __init__(self, drafter: Drafter, context: int):
+    def __init__(self, drafter: Drafter, context: int, kernels: bool = False):
+        self.kernels = kernels
         self.pair, self.drafter, self.context = DFlashPair.of(drafter), drafter, context
         self.functions = compiled_functions()
         self.tags = _Tags([*FAST, *self.functions])
@@ -304,7 +325,7 @@ class Walk:
                 module.update(tree_unflatten(list(zip(of, rest[: len(of)], strict=True))))
                 del rest[: len(of)]
             scalars, rest = rest[: len(self.tags.keys)], rest[len(self.tags.keys) :]
-            with as_on_metal(note), self._stood_in(scalars):
+            with as_on_metal(note, self.kernels), self._stood_in(scalars):
                 drafted = self._round(rest, rows, accepted, pending, stage.append)
             # The draft first, so that what it needs counts as its own, whenever it is handed over.
             handed.insert(0, HandOver("draft", drafted, False))

@@ -163,11 +163,11 @@ class CompiledPass:
     passes: compiled passes so far.
     joins, kernels, fused: whether layers are put together, what may serve a fused linear, as `kernel_calls`, and whether kernels
       may take what stands around one.
-    windows: whether entries with a window may be traced while they hold all rows. roundings: what a pass may differ by, as
-      `_ROUNDINGS`.
+    windows: whether entries with a window may be traced while they hold all rows. own: whether the model is ours, so that its
+      layers may hold views of fused weights. roundings: what a pass may differ by, as `_ROUNDINGS`.
     """
 
-    joins, kernels, fused, windows, roundings = True, staticmethod(kernel_calls), True, False, _ROUNDINGS
+    joins, kernels, fused, windows, own, roundings = True, staticmethod(kernel_calls), True, False, False, _ROUNDINGS
     prepares = True
 
     def __init__(
@@ -336,7 +336,11 @@ class CompiledPass:
         columns = TILE if mx.cuda.is_available() else 1
         fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
         run = lambda calls: self._traced(calls)(arrays, spare, length)  # noqa: E731
-        return fused_linears(self._model(), run, self.kernels, columns, fused)
+        # What is held here of a model that is joined in place would be there twice.
+        self.parts = [] if self.own else self.parts
+        noted = fused_linears(self._model(), run, self.kernels, columns, fused, self.own)
+        self.parts = _parts(self._model()) if self.own else self.parts
+        return noted
 
 
 @dataclass
@@ -461,7 +465,15 @@ def _draft_calls(model: nn.Module) -> list[tuple]:
 class CompiledDraft(CompiledPass):
     """A drafter's passes: `Accelerator.draft`."""
 
-    kernels, fused, windows = staticmethod(_draft_calls), False, True
+    kernels, windows = staticmethod(_draft_calls), True
+
+    @property
+    def fused(self) -> bool:
+        """But on CUDA, where the texts for its products are compiled anew in each process."""
+        return not mx.cuda.is_available()
+
+    # A drafter is loaded by us; on CUDA its fused weights are filled up, and copies.
+    own = fused
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
         # The drafter holds this.

@@ -4,8 +4,9 @@
     rope(q), rope(k)                one rotation of the product's columns, all as heads, of which each call takes its heads
     W rms(x);  x + W y;  silu(Wg x) * Wu x      one launch of `block_linear`, where that kernel runs
 
-Which layers these are is seen in a pass: no family's names are known. fused weights are copies, so only those of small layers are
-joined. Quantized ones may be filled up with rows of zeros, to a number of columns that a kernel takes.
+Which layers these are is seen in a pass: no family's names are known. Fused weights of a target are copies, so only those of its
+small layers are joined; a drafter's layers hold views of them. Quantized ones may be filled up with rows of zeros, to a number of
+columns that a kernel takes.
 
 Knows MLX's `Linear`, `QuantizedLinear`, `RMSNorm` and `RoPE`, and mlx-lm's rotations and `swiglu`; knows nothing of caches or of
 tracing.
@@ -46,6 +47,7 @@ def fused_linears(
     kernels: Callable[[nn.Module], Sequence[tuple]] = kernel_calls,
     columns: int = 1,
     fused: bool = False,
+    own: bool = False,
 ) -> list[Call]:
     """What serves a model's layers in traces: those that one pass gives the same array, and where it rotates what these give, its
     rotations too; each other product; and if `fused`, norms and gates, of which launches of products are told. Nothing of the
@@ -56,6 +58,7 @@ def fused_linears(
       kernels: what may serve a fused linear, as `kernel_calls` gives it.
       columns: quantized products have a multiple of so many, those of one layer too.
       fused: whether `block_linear` may take what stands around a product.
+      own: whether the model is ours: then layers of any size are joined, and hold views of the fused weights from now on.
     """
     every = [module for _, module in model.named_modules()]
     linears = [module for module in every if own_class(module) in (nn.Linear, nn.QuantizedLinear)]
@@ -70,9 +73,9 @@ def fused_linears(
         for module in modules:
             if seen.calls[id(module)] == 1:
                 groups.setdefault((key, *_form(module)), []).append(module)
-    small = [group for group in groups.values() if _bytes(group) <= MOST_BYTES]
+    small = [group for group in groups.values() if own or _bytes(group) <= MOST_BYTES]
     filled = [(group, _missing(group, columns)) for group in small]
-    found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, seen, fused)]
+    found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, seen, fused, own)]
     taken = {id(module) for module, _ in found}
     rotations = rotating if any(seen.rotated(module) for module, _ in found) else []
     alone = [_alone(module, kernels, seen, fused) for module in linears if id(module) not in taken and seen.calls[id(module)]]
@@ -82,7 +85,7 @@ def fused_linears(
 
 def fused_bytes(calls: Sequence[Call]) -> int:
     """Bytes of the copies of weights that handlers of `fused_linears` hold."""
-    wholes = {id(whole): whole for _, handler in calls if (whole := getattr(handler, "whole", None)) is not None}
+    wholes = {id(whole): whole for _, handler in calls if (whole := getattr(handler, "copy", None)) is not None}
     return sum(_bytes([whole]) for whole in wholes.values())
 
 
@@ -151,7 +154,12 @@ def _missing(layers: Sequence[nn.Module], columns: int) -> int:
 
 
 def _joined(
-    layers: Sequence[nn.Module], kernels: Callable[[nn.Module], Sequence[tuple]], missing: int, seen: _Seen, fused: bool
+    layers: Sequence[nn.Module],
+    kernels: Callable[[nn.Module], Sequence[tuple]],
+    missing: int,
+    seen: _Seen,
+    fused: bool,
+    own: bool,
 ) -> list[Call]:
     """A handler for each of some layers: the first that is called makes the product of all, held until all have been called."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
@@ -165,6 +173,10 @@ def _joined(
         whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
     mx.eval(whole.parameters())
     ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
+    if own:
+        for layer, begin, end in zip(layers, [0, *ends], ends, strict=False):
+            layer.update({name: whole[name][begin:end] for name in names})
+            mx.eval(layer.parameters())
     make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, ends, whole)
     last: list[Any] = []  # an x, its product, the ends of those that have not been called with it
 
@@ -181,7 +193,7 @@ def _joined(
                 last.clear()
             return product.part(end, rotates) if followed else product.columns(end)
 
-        handler.whole = whole
+        handler.copy = None if own else whole
         return handler
 
     return [(layer, part(layer, end)) for layer, end in zip(layers, ends, strict=True)]

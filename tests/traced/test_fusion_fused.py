@@ -214,9 +214,14 @@ def test_where_the_kernel_is_refused_or_off_all_is_mlxs(launched, monkeypatch):
 
 # 128 columns: on CUDA.
 @pytest.mark.parametrize("bits, columns", [(None, 1), (4, 1), (4, 128)])
-def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_nothing(bits, columns, launched, monkeypatch):
+def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_too_but_on_cuda(
+    bits, columns, launched, monkeypatch
+):
+    metal = columns == 1
+    for name in ("fused", "own"):
+        monkeypatch.setattr(compiled.CompiledDraft, name, metal)
     monkeypatch.setattr(
-        compiled, "fused_linears", lambda m, run, kernels, _, fused: fused_linears(m, run, kernels, columns, fused)
+        compiled, "fused_linears", lambda m, run, kernels, _, *more: fused_linears(m, run, kernels, columns, *more)
     )
     model, tokenizer = load("tiny", dtype=mx.float32)
     if bits:
@@ -228,7 +233,12 @@ def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_not
     blocks, drafts = drafter.pair.accelerator.passes
     assert blocks.passes > 10 and drafts.passes > 10 and not blocks.refused
     # One trace of the target; queries, keys and values are one product, the gate another, which is made once for nothing.
-    assert Counter(launched) == {"norm": 2 * layers, "gated norm": layers, "": 2 * layers, "sum": 2 * layers}
+    expected = Counter({"norm": 2 * layers, "gated norm": layers, "": 2 * layers, "sum": 2 * layers})
+    if metal:
+        # One trace of the drafter: its keys and values are of other rows than its queries, and there is fc.
+        n = len(drafter.layers)
+        expected += Counter({"norm": 2 * n, "gated norm": n, "": 3 * n + 1, "sum": 2 * n})
+    assert Counter(launched) == expected
     monkeypatch.setenv(autotune.VARIABLE, "off")
     monkeypatch.setenv("DFLASH_MLX_COMPILE", "off")
     assert [r.token for r in out] == greedy_ids(model, prompt, 50)

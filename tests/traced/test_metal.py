@@ -2,15 +2,17 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from kit import ids_of, rounds_of, run, tiny_drafter, tiny_target
 from metal_device import MetalDevice
+from mlx.utils import tree_flatten
 from traced_kit import PROMPT
 
 from dflash_mlx import traced
 from dflash_mlx.kernels import autotune
 from dflash_mlx.pair import DFlashPair
-from dflash_mlx.traced import buffers, compiled
+from dflash_mlx.traced import buffers, compiled, fusion
 
 
 @pytest.fixture
@@ -92,9 +94,31 @@ def test_what_traces_hold_is_told_and_without_room_for_a_trial_nothing_is_compil
     monkeypatch.setattr(buffers, "limit_bytes", lambda: 1 << 40)
     for _ in range(2):
         answer(model, drafter)
-    # q, k and v of one array, and gate and up: copies of four bits and of what comes with them.
-    held = drafter.pair.accelerator.passes[1].held
-    layer = drafter.layers[0]
+    # The target's q, k and v, gate and up: copies. The drafter's own layers hold views of theirs.
+    layer = model.layers[0]
     joined = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj]
-    most = sum(a.nbytes for linear in joined for a in linear.parameters().values()) * len(drafter.layers)
-    assert 0 < held <= most
+    most = sum(a.nbytes for linear in joined for a in linear.parameters().values()) * len(model.layers)
+    held = [passes.held for passes in drafter.pair.accelerator.passes]
+    assert 0 < held[0] <= most and held[1] == 0
+
+
+def address(array):
+    return np.asarray(memoryview(array)).ctypes.data
+
+
+def test_a_drafters_layers_hold_views_of_their_fused_weights_and_its_trace_stays(device, pair, monkeypatch):
+    model, drafter = pair
+    monkeypatch.setattr(compiled, "_least_s", lambda *_: [1.0, 2.0])
+    monkeypatch.setattr(fusion, "MOST_BYTES", 0)
+    before = {name: np.asarray(a) for name, a in tree_flatten(drafter.parameters())}
+    for _ in range(2):
+        answer(model, drafter)
+    accelerator = drafter.pair.accelerator
+    for gate, up in ((layer.mlp.gate_proj, layer.mlp.up_proj) for layer in drafter.layers):
+        for name in ("weight", "scales", "biases"):
+            assert address(up[name]) == address(gate[name]) + gate[name].nbytes
+    assert all(np.array_equal(before[name], np.asarray(a)) for name, a in tree_flatten(drafter.parameters()))
+    passes = accelerator.passes[1].passes
+    answer(model, drafter)
+    # Views are what the trace was made of, not another's weights.
+    assert drafter.pair.accelerator is accelerator and accelerator.passes[1].passes > passes > 0
