@@ -16,6 +16,7 @@ import mlx.core as mx
 from .draft_length.cost_model import CostModel
 from .draft_length.measure import Measurement
 from .errors import GenerationError
+from .first_use import try_before_answers
 from .kernels import autotune
 from .kernels.autotune import NotFiniteError
 from .loop import Kept, PendingPass, Run
@@ -140,6 +141,10 @@ class RankPair(DFlashPair):
         """The target for one run. No pass is put together once: a collective operation has no place in one that is replayed."""
         with self._lock:
             self._renew()
+            if self._tried is not self.target:
+                try_before_answers(self.target, drafter=self.drafter)
+                autotune.share_results(self.ranks.told)
+                self._tried = self.target
             return self.target
 
     def _measuring(self) -> Measurement:

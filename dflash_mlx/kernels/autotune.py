@@ -59,6 +59,8 @@ _off: dict[str, str] = {}
 # once.
 _waiting: dict[tuple[str, ...], tuple[Question, int]] = {}
 _slow: set[str] = set()
+# Whether another machine's results hold here (`share_results`).
+_is_told = False
 _survey: _Survey | None = None
 _trying = threading.Lock()
 
@@ -218,7 +220,7 @@ def choose(question: Question, rows: int) -> Candidate | None:
     table = _table(question)
     # None is off, or forced ones are and that is told below.
     trying = len(_on(question)) == len(asked) if forced else bool(_on(question))
-    if trying and (missing := [count for count in question.rows if count not in table]):
+    if trying and not _is_told and (missing := [count for count in question.rows if count not in table]):
         if forced or mx.cuda.is_available():
             _try(question, missing)
         else:
@@ -351,6 +353,24 @@ def disable_all(reason: str) -> None:
         _log.warning("all kernels are off: %s", reason)
 
 
+def share_results(told: Callable[[Any, str], Any]) -> None:
+    """Over several machines: go by what the first one knows. From here on nothing is tried, and nothing read of this machine's.
+
+    told: gives the first machine's value, as `Ranks.told`.
+    """
+    global _is_told
+    mine = [[list(about), rows, dataclasses.asdict(found)] for about, of in _known.items() for rows, found in of.items()]
+    known, off = told([mine, _off], "results of kernels")
+    _is_told = True
+    _waiting.clear()
+    _known.clear()
+    for about, rows, found in known:
+        _known.setdefault(tuple(about), {})[rows] = Measured(**found)
+    _off.clear()
+    _off.update(off)
+    _forget()
+
+
 def results() -> list[TuningResult]:
     """All results kept for this machine, for `doctor`; those of this process included."""
     tables: dict[tuple[str, ...], dict[int, Measured]] = {}
@@ -401,7 +421,7 @@ def _key(about: tuple[str, ...], rows: int) -> str:
 def _table(question: Question) -> dict[int, Measured]:
     """What this process or an earlier one on this machine knows, by row count."""
     known = _known.setdefault(question.about, {})
-    if any(rows not in known for rows in question.rows):
+    if not _is_told and any(rows not in known for rows in question.rows):
         kept = _results.read()
         for rows in question.rows:
             if rows not in known and (entry := kept.get(_key(question.about, rows))):

@@ -40,15 +40,14 @@ def check(found, exact=True):
 
 def test_two_ranks_write_one_text(tmp_path):
     cases = [
-        {"family": "llama", "sampled": True, "processors": True, "lm": True},
-        {"family": "qwen3_5", "sampled": True, "processors": True, "batch": True},
-        {"family": "gpt_oss"},
-        {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "batch": True},
+        {"family": "llama", "sampled": True, "processors": True, "lm": True, "n": 12},
+        {"family": "qwen3_5", "sampled": True, "processors": True, "batch": True, "n": 10},
+        {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "batch": True, "n": 10},
     ]
     found = found_by(tmp_path, 2, cases)
     check(found)
     first = found[0]
-    for name in ("llama", "qwen3_5", "gpt_oss"):
+    for name in ("llama", "qwen3_5"):
         # Drafts of all depths were kept, and some were not.
         kept = [r[1] for r in first[name]["drafted"]["rounds"]]
         assert 0 < sum(kept) < 4 * len(kept), name

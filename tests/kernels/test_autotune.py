@@ -734,3 +734,23 @@ def test_a_form_may_be_asked_for_by_its_old_name_with_a_note(old, new, gpu, monk
 def test_an_error_names_where_the_names_were_given():
     with pytest.raises(KernelError, match="^--kernels names qmm; it must be .*block_qmm, .*[.] Correct --kernels[.]$"):
         autotune.parse_setting("qmm", "--kernels")
+
+
+def test_another_machine_goes_by_what_the_first_one_found(gpu, monkeypatch):
+    monkeypatch.setattr(autotune, "_is_told", False)
+    other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0];")
+    assert should_use(KERNEL, "s", trial())
+    messages = []
+    autotune.share_results(lambda value, what: messages.append(json.dumps(value)) or value)
+    assert should_use(KERNEL, "s", lambda rows: pytest.fail("tried"))
+    # There another kernel was at fault.
+    monkeypatch.setattr(autotune, "_is_told", False)
+    autotune._known.clear()
+    gpu["kernel"] = 9.0
+    assert not should_use(KERNEL, "t", trial())
+    autotune.switch_off("block_qmm", "at fault here")
+    autotune.share_results(lambda value, what: json.loads(messages[0]))
+    assert should_use(KERNEL, "s", lambda rows: pytest.fail("tried"))
+    # What nobody has tried stays untried, and what was off here is on again.
+    assert not should_use(other, "u", lambda rows: pytest.fail("tried")) and "block_qmm" not in autotune._off
+    assert autotune.waiting() == 0
