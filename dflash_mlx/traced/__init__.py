@@ -46,7 +46,8 @@ class Pair(Protocol):
 
 
 class Accelerator(Protocol):
-    """Runs a pair's passes faster than the models' own code does, with the same values up to rounding.
+    """Runs a pair's passes faster than the models' own code does, with the same values up to rounding; of an exact pair the
+    target's with every value the same.
 
     prepares: whether passes are put together before the first answer, which may take long.
     """

@@ -43,7 +43,8 @@ def test_traced_passes_give_the_bits_of_the_ordinary_ones_with_drafts_and_withou
     monkeypatch.setenv(traced.VARIABLE, "off")
     untraced = answer(model, None)
     monkeypatch.delenv(traced.VARIABLE)
-    for draft, options in ((None, {}), (drafter, {"block_size": 3}), (drafter, {"block_size": 8})):
+    runs = [(None, {}), *((drafter, {"block_size": size}) for size in (3, 8)), (drafter, {"prompt_lookup": True})]
+    for draft, options in runs:
         for turn in range(2):
             assert same(untraced, answer(model, draft, **options)), (options, turn)
     alone, drafted = vars(model)["_exact_alone"].accelerator, drafter.pair.exact.accelerator
