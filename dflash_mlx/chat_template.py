@@ -6,6 +6,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+# What transformers' function takes beside a template's variables, and what templates are always given. Of another template nobody
+# knows that it ends; without a prompt for an answer, or as tensors, there is nothing to go on from.
+NO_VARIABLES = frozenset(
+    "self conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens".split()
+)
+
 
 def template_variables(tokenizer: Any) -> set[str] | None:
     """Names that a tokenizer's chat template reads; None where it is a program of mlx-lm's and nobody can tell.

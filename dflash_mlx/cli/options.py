@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import sampling_settings
+from ..chat_template import NO_VARIABLES
 from ..errors import GenerationError
 from ..sampling_settings import check
 from .narrow_help import HelpfulCommand
@@ -326,6 +327,8 @@ def template_args(text: str | None) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise refuse("--chat-template-args", "give a JSON object")
+    if own := sorted(value.keys() & NO_VARIABLES):
+        raise refuse("--chat-template-args", f"it has {own[0]}; give variables of the chat template only")
     return value
 
 

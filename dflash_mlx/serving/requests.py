@@ -7,7 +7,6 @@ generation.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -15,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from ..chat_template import template_variables
+from ..chat_template import NO_VARIABLES, template_variables
 from ..constraint import ConstraintError, Grammar, UnsupportedError
 from ..errors import DFlashError, GenerationError
 from ..sampling import SamplingSettings
@@ -94,8 +91,6 @@ class CompletionRequest:
         return grammar_of(self.demand, pair.tokenizer, pair.name, prompt.before if self.chat else None)
 
 
-# What transformers' function takes beside a template's variables.
-_TEMPLATES_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 # Larger numbers have no further effect, and MLX cannot read all of them.
 _LARGEST_BIAS = 1_000_000
@@ -388,8 +383,7 @@ def _template_args(body: Mapping[str, Any], pair: LoadedPair) -> dict[str, Any]:
         raise RequestError(f"chat_template_kwargs is given; {pair.name} has no chat template", "Leave it out")
     if not isinstance(given, dict):
         raise RequestError(f"chat_template_kwargs is {shown(given)}; it must be an object")
-    if own := sorted(given.keys() & _TEMPLATES_OWN):
-        # Another template may run for ever, and others wait; the rest would be no prompt.
+    if own := sorted(given.keys() & NO_VARIABLES):
         raise RequestError(f"chat_template_kwargs has {own[0]!r}; it may hold variables of the chat template only")
     return given
 

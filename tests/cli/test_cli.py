@@ -296,6 +296,10 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["doctor", "--draft-model", "NONE", "--draft-bits", "4"], 2, "needs a drafter"),
         (["generate", "--model", "no-such/model", "--draft-model", "AUTO", "-p", "x"], 1, "auto finds none"),
         (["generate", *TINY, "-m", "0"], 2, "-1 for no limit"),
+        *(
+            ([command, "--model", "tiny", "--chat-template-args", '{"tokenize": true}'], 2, "it has tokenize; give variables")
+            for command in ("generate", "serve")
+        ),
         (["generate", *TINY, "--raw", "--system", "x"], 2, "chat template"),
         (["generate", *TINY, "--raw", "--no-thinking"], 2, "chat template"),
         (["generate", *TINY, "--thinking", "-p", "hi"], 1, "--thinking needs a chat template"),

@@ -1,5 +1,6 @@
 """What is asked for: every field, and the sentence for what cannot be done."""
 
+import inspect
 import json
 from http.client import HTTPResponse
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from kit import scripted, with_template
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, WEATHER, ask, running
+from transformers import PreTrainedTokenizerBase
 
+from dflash_mlx.chat_template import NO_VARIABLES
 from dflash_mlx.sampling import SamplingSettings
 from dflash_mlx.serving.engine import LoadedPair, Options
 from dflash_mlx.serving.fields import table
@@ -90,7 +93,10 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"seed": -(2**63) - 1, "temperature": 1}, 400, "a whole number of at most 64 bits, or -1"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "hi"}}, 400, "it may hold variables of the chat template only"),
-        ({"chat_template_kwargs": {"return_tensors": "np"}}, 400, "chat_template_kwargs has 'return_tensors'"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, 400, f"chat_template_kwargs has {name!r}; it may hold variables")
+            for name in ("return_tensors", "messages", "tools", "tokenize", "add_generation_prompt")
+        ),
         ({"messages": []}, 400, "at least one message"),
         ({"messages": ["hi"]}, 400, "an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "content is 3; it must be a text"),
@@ -415,3 +421,8 @@ def test_parameters_of_a_tool_that_are_no_schema_are_refused(served, parameters)
     tools = [{"type": "function", "function": {"name": "ls", "parameters": parameters}}]
     status, said = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "tools": tools})
     assert status == 400 and 'parameters of the tool "ls" are' in json.loads(said)["error"]["message"], said
+
+
+def test_what_transformers_takes_for_itself_is_no_variable_of_a_template():
+    taken = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    assert taken - {"documents", "kwargs"} <= NO_VARIABLES
