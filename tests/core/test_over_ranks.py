@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from kit import TINY
 from launching import SUPPORT, output_of
 from sharded import sharded_families
 
@@ -58,6 +59,14 @@ def test_two_ranks_write_one_text(tmp_path):
     assert first["qwen3_5"]["batch"][0]["ids"] == first["qwen3_5"]["plain"]["ids"]
     # A rank of other logits, other drafts and another clock (`check`) has rank 0's drafts and its widths too.
     assert {r[3] for r in first["astray"]["chosen"]["rounds"]} > {0}
+
+
+def test_loading_holds_the_share_and_one_tensor(tmp_path):
+    for one in found_by(tmp_path, 2, [{"load": str(TINY / "target")}]):
+        sizes = one["load"]
+        assert sizes["share"] < 0.8 * sizes["whole"]
+        # What MLX rounds up to is not counted.
+        assert sizes["peak"] < sizes["share"] + 1.1 * sizes["largest"]
 
 
 @pytest.mark.full

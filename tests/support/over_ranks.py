@@ -15,11 +15,13 @@ mx.set_default_device(mx.cpu)
 
 from families import known_drafter, some_line  # noqa: E402
 from kit import letters, run  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from sharded import sharded_family  # noqa: E402
 
-from dflash_mlx import rank_run, ranks  # noqa: E402
+from dflash_mlx import loading, rank_run, ranks  # noqa: E402
 from dflash_mlx.batch.generator import BatchGenerator  # noqa: E402
+from dflash_mlx.checkpoint import inspect_checkpoint  # noqa: E402
 from dflash_mlx.distribution import Distribution  # noqa: E402
 from dflash_mlx.draft_length import measure  # noqa: E402
 from dflash_mlx.draft_length.cost_model import CostModel  # noqa: E402
@@ -117,11 +119,26 @@ def answers(group, family, n=16, block=5, seed=3, layers=None, whole=True, astra
     return found
 
 
+def loaded(group, name):
+    """Bytes that loading this rank's share took at most, of the share, of the largest whole tensor and of all of them."""
+    sizes = [tensor.nbytes for tensor in inspect_checkpoint(name).tensors.values()]
+    model, _ = loading.load(name, lazy=True, dtype="auto", ranks=group)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loading.read_weights(model, name)
+    share = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return {"peak": mx.get_peak_memory() - before, "share": share, "largest": max(sizes), "whole": sum(sizes)}
+
+
 if __name__ == "__main__":
     group = ranks.join()
     out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found = {}
     for case in cases:
+        if "load" in case:
+            found["load"] = loaded(group, case["load"])
+            continue
         found[case.get("name", case["family"])] = answers(group, **{k: v for k, v in case.items() if k != "name"})
         mx.clear_cache()
     (out / f"rank-{group.rank}.json").write_text(json.dumps(found))
