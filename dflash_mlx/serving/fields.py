@@ -24,44 +24,46 @@ ADDRESSES = {
 SAMPLING = {{"temp": "temperature"}.get(one.name, one.name): one.name for one in fields(SamplingSettings)}
 _OURS = {
     **{name: "as `--" + own.replace("_", "-") + "`" for name, own in SAMPLING.items()},
-    "seed": "64 bits; those of 2^32 or more are folded; -1: one is drawn. `x-seed` tells it",
-    "model": "a name of the served model",
-    "draft_model": "the served drafter's name",
+    "seed": "at most 64 bits, folded into 32 from 2^32 on; -1 draws one; the header `x-seed` returns it",
+    "model": "one of the names of the served model",
+    "draft_model": "the name of the served drafter",
     "stream": "",
     "logit_bias": "",
-    "num_draft_tokens": "drafts of a round; 0: none",
+    "num_draft_tokens": "drafts per round; 0 turns drafting off",
 }
 _OF_OPENAI = {
-    "n": "answers to each prompt, up to 16; of a seed each has the next one",
+    "n": "number of answers to each prompt, at most 16; with a seed, each answer takes the next seed",
     "stream_options": "`include_usage`",
-    "stop": "a text or a list; empty ones count for nothing",
-    "max_tokens": "-1: no limit",
-    "max_completion_tokens": "as `max_tokens`; of two the smaller holds",
+    "stop": "a text or a list of texts; empty texts are ignored",
+    "max_tokens": "-1 means no limit",
+    "max_completion_tokens": "as `max_tokens`; if both are given, the smaller one counts",
     "logprobs": "",
     "top_logprobs": "up to 20",
 }
 _OF_TEMPLATES = {
     "chat_template_kwargs": "variables of the chat template",
-    "reasoning_effort": "to the template, or it switches thinking",
+    "reasoning_effort": "passed to the chat template, or it turns thinking on and off",
 }
-_TOOLS = "functions; hosted tools are left out and named in `x-ignored-fields`; arguments are held to a `strict` schema"
-_CHOICE = '"auto", "none", "required", a function, or `allowed_tools`: some of those that are offered'
-_MANY_CALLS = "false: at most one call"
-# What an answer is held to: one of these may be given.
+_TOOLS = (
+    "functions; hosted tools are left out and named in `x-ignored-fields`; with `strict`, arguments are constrained to the schema"
+)
+_CHOICE = '"auto", "none", "required", a function, or `allowed_tools` (a part of the tools offered)'
+_MANY_CALLS = "false allows at most one call"
+# Rules for the form of an answer: one of these may be given.
 _HELD = {
-    "structured_outputs": "as vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`",
-    "guided_json": "a schema",
+    "structured_outputs": "as in vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`",
+    "guided_json": "a JSON schema",
     "guided_regex": "a regular expression",
     "guided_choice": "a list of texts",
     "guided_grammar": "a grammar in Lark or GBNF",
     "json_schema": "as `guided_json`",
     "grammar": "as `guided_grammar`",
 }
-_FORMAT = "text, json_object or json_schema: [the answer is held to it](server.md#answers-held-to-a-schema)"
-_DRAFTS = "[`drafts` of a choice](server.md#where-tokens-come-from) tells where its tokens came from"
+_FORMAT = "text, json_object or json_schema; [the answer is constrained to it](server.md#answers-held-to-a-schema)"
+_DRAFTS = "[`drafts` of a choice](server.md#where-tokens-come-from) says where each token came from"
 HONOURED: dict[str, dict[str, str]] = {
     CHAT: {
-        "messages": "texts",
+        "messages": "texts only",
         "tools": _TOOLS,
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _MANY_CALLS,
@@ -82,39 +84,39 @@ HONOURED: dict[str, dict[str, str]] = {
         **_OURS,
     },
     RESPONSES: {
-        "input": "a text, or items: messages, calls and their outputs, reasoning",
-        "instructions": "a system message in front",
+        "input": "a text, or a list of items: messages, tool calls and their outputs, reasoning",
+        "instructions": "put before the input as a system message",
         "max_output_tokens": "",
-        "previous_response_id": "of the last 256 stored answers, until the server ends",
-        "store": "false: not kept for `previous_response_id`",
+        "previous_response_id": "one of the last 256 stored answers, until the server ends",
+        "store": "false: the answer is not kept for `previous_response_id`",
         "reasoning": "`effort` as `reasoning_effort`",
         "tools": _TOOLS,
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _MANY_CALLS,
         "text": "`format` as `response_format`; `verbosity` has no effect",
         **_HELD,
-        "metadata": "sent back",
+        "metadata": "returned with the answer",
         "truncation": '"disabled"; "auto" is refused',
         **_OF_TEMPLATES,
         **_OURS,
     },
     MESSAGES: {
-        "messages": "texts, calls and their results, thinking; a last one of the assistant is continued",
+        "messages": "texts, tool calls and their results, thinking; if the last message is the assistant's, it is continued",
         "system": "a text or text blocks",
         "max_tokens": "",
         "stop_sequences": "",
         "tools": _TOOLS,
         "tool_choice": '"auto", "none", "any" or a tool; `disable_parallel_tool_use`: at most one call',
-        "output_config": "`effort` as `reasoning_effort`; `format`: a schema that the answer is held to",
+        "output_config": "`effort` as `reasoning_effort`; `format`: a schema that the answer is constrained to",
         **_HELD,
-        "thinking": "switches the template's thinking; `budget_tokens` ends it",
+        "thinking": "turns the template's thinking on and off; `budget_tokens` ends it",
         **_OF_TEMPLATES,
         **_OURS,
     },
 }
-# Fields that nobody's answer depends on.
+# Fields that change no answer.
 _SILENT = ("metadata", "service_tier", "user", "cache_prompt", "keep_alive")
-# Of samplers that are refused where they are on.
+# Options of samplers that are refused when they are turned on.
 _SILENT_ALONE = ("dry_base", "dry_allowed_length", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta")
 _SILENT_OPENAI = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store", "verbosity")
 _SILENT_RESPONSES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "include")
@@ -133,7 +135,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *("cache_control", "context_management", "diagnostics", "inference_geo", "speed"),
     ),
 }
-# Fields that ask for what this server does not do, unless they hold one of these values; null is always as if left out.
+# Fields that ask for something this server cannot do, and the values that ask for nothing. A null always counts as left out.
 _OFF = {"mirostat": (0,), "dry_multiplier": (0,), "typical_p": (1,), "tfs_z": (1,), "min_tokens": (0,), "ignore_eos": (False,)}
 _NEVER = {name: () for name in ("adapters", "lora", "num_ctx")}
 _MANY = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
