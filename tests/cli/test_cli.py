@@ -75,8 +75,9 @@ def test_generate_without_arguments_runs_the_built_in_pair_and_shows_acceptance(
     done = subprocess.run([*COMMAND, "generate", *TINY, "-m", "24", "--stats"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    # Whether it pays to draft, and how wide, is this machine's to say.
-    assert "Acceptance: " in done.stderr and "tau" in done.stderr and "Draft lengths: " in done.stderr
+    # Whether it pays to draft, and how wide, is this machine's to say; a busy one is timed after the answer.
+    assert "Acceptance: " in done.stderr and "tau" in done.stderr
+    assert "Draft lengths: " in done.stderr or "the next answers then draft where it is faster" in done.stderr
     assert "tau" not in done.stdout
     forced = run("generate", *TINY, "-m", "24", "--block-size", "8", "--stats")
     assert forced.stdout == done.stdout
