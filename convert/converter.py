@@ -341,7 +341,7 @@ def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig
     except ValueError as error:
         raise ConversionError(
             f"the tensors in {checkpoint.source} are not those that config.json describes: {' '.join(str(error).split())}",
-            "Use the config.json that came with the weights",
+            "Use the config that came with the weights, or download both again",
         ) from error
     written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, fill)
     return report.compare_drafters(source, written) | {"reference": "the source, loaded by this package"}

@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_drafter
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.packagings import QWEN35_DSPARK
 
 from .config_values import drop_empty_quantization
@@ -97,7 +97,7 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     else:
         weights, raw, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint)
         drop_empty_quantization(raw)
-    config = DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
+    config = _config(raw, checkpoint)
     bare: Weights = {}
     dropped: dict[str, str] = {}
     for name, value in _spread(weights, config).items():
@@ -124,6 +124,16 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
         bare["mask_embedding"] = vector
         notes.append("the mask's embedding is that of a file beside the weights")
     return LoadedDrafter(raw, config, bare, dropped, notes)
+
+
+def _config(raw: dict, checkpoint: Checkpoint) -> DrafterConfig:
+    """Raises: ConfigError, which names the file that says so: a GGUF file has no config.json."""
+    if checkpoint.gguf is None:
+        return DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
+    try:
+        return DrafterConfig.from_dict(raw, checkpoint.source)
+    except ConfigError as error:
+        raise ConfigError(error.problem, "Give the safetensors that the GGUF file was made from") from None
 
 
 def _spread(weights: Weights, config: DrafterConfig) -> Weights:

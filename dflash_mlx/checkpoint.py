@@ -489,8 +489,9 @@ def require_drafter(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError when a checkpoint is not a DFlash drafter."""
     role = checkpoint.role
     if role == "target":
+        kind = checkpoint.config.get("model_type") or (checkpoint.gguf.architecture if checkpoint.gguf else checkpoint.kind)
         raise CheckpointError(
-            f"{checkpoint.source} is an ordinary model (model type {checkpoint.config.get('model_type') or checkpoint.kind}, "
+            f"{checkpoint.source} is an ordinary model (model type {kind}, "
             "no fc.weight and no dflash_config); a DFlash drafter belongs here",
             "Give a drafter that was trained for this target",
         )

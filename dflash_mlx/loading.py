@@ -428,7 +428,7 @@ def make_drafter(config: DrafterConfig, weights: dict[str, mx.array], model: nn.
     if faults:
         raise CheckpointError(
             f"the drafter's tensors are not those that its config describes: {'; '.join(faults)}",
-            "Use the config.json that came with the weights",
+            "Use the config that came with the weights, or download both again",
         )
     if "d2t" in drafter:
         weights["d2t"] = weights["d2t"].astype(mx.int32)

@@ -73,6 +73,7 @@ _KEYS = {
 }
 _REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "block_size")
 _NESTED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_LISTS = ("target_layers", "target_layer_ids", "attention.sliding_window_pattern")
 # what llama.cpp takes where a drafter's file says nothing
 _DEFAULTS = {"rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": 1e-6}
 # Tensors that no class here computes with, and what they are.
@@ -121,6 +122,10 @@ def _found(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     found = {first.sub("", key): value for key, value in metadata.items() if first.match(key)}
     if (mask := metadata.get("tokenizer.ggml.mask_token_id")) is not None:
         found.setdefault("mask_token_id", mask)
+    # a value for each layer, all alike
+    found |= {key: of[0] for key, of in found.items() if isinstance(of, list) and len(set(of)) == 1 and key not in _LISTS}
+    if not found.get("attention.sliding_window"):
+        found.pop("attention.sliding_window", None)  # 0 is no window
     return _DEFAULTS | found
 
 
@@ -151,6 +156,9 @@ def _config(opened: GGUFFile, found: dict[str, Any], shapes: Mapping[str, list[i
     if not isinstance(taps, list) or not taps:
         faults.append(f"no key {arch}.target_layers")
         taps = []
+    elif not all(type(tap) is int for tap in taps):
+        faults.append(f"{arch}.target_layers = {taps}, which are no layers")
+        taps = []
     if found.get("mask_token_id") is None:
         faults.append("no key tokenizer.ggml.mask_token_id")
     # By whose input is tapped, where llama.cpp's own converter wrote the file.
@@ -178,8 +186,12 @@ def _config(opened: GGUFFile, found: dict[str, Any], shapes: Mapping[str, list[i
         config["rope_scaling"] = scaling
     window, pattern = found.get("attention.sliding_window"), found.get("attention.sliding_window_pattern")
     if window:
-        slides = pattern if isinstance(pattern, list) else [True] * (found.get("block_count") or 0)
-        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        if pattern is None or isinstance(pattern, bool):
+            pattern = [pattern is not False] * found["block_count"] if type(found.get("block_count")) is int else []
+        elif not isinstance(pattern, list):
+            faults.append(f"{arch}.attention.sliding_window_pattern = {pattern!r}; which layers slide is read from a list")
+            pattern = []
+        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in pattern]
         config["use_sliding_window"] = True
     if second or found.get("attention.causal"):
         # DFlash 2's files are all bidirectional; of others one flag for all layers says less than the authors' rule does

@@ -13,7 +13,7 @@ from kit import DATA, TINY, flat, grow, meets, raw_config, references, rounds_of
 
 from dflash_mlx import convert, load_drafter
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.errors import ConversionError
+from dflash_mlx.errors import ConfigError, ConversionError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.architectures import build_drafter
 
@@ -152,6 +152,9 @@ def test_a_gguf_drafter_is_converted_and_drafts_the_same(tmp_path, model, kind):
     "change,message",
     [
         ({"keys": {"dflash.target_layers": None}}, "no key dflash.target_layers"),
+        ({"keys": {"dflash.target_layers": ["a", "b"]}}, r"dflash.target_layers = \['a', 'b'\], which are no layers"),
+        ({"keys": {"dflash.target_layers": [1.5, 3.0]}}, r"dflash.target_layers = \[1.5, 3.0\], which are no layers"),
+        ({"keys": {"dflash.attention.sliding_window_pattern": 6}}, "sliding_window_pattern = 6; which layers slide is read"),
         ({"keys": {"dflash.block_size": None}}, "no key dflash.block_size"),
         ({"keys": {"tokenizer.ggml.mask_token_id": None}}, "no key tokenizer.ggml.mask_token_id"),
         ({"extra": "blk.0.attn_sinks.weight"}, r"blk.0.attn_sinks.weight \(attention sinks\) has no place"),
@@ -166,6 +169,32 @@ def test_what_a_file_lacks_or_has_too_much_is_named(tmp_path, model, monkeypatch
     write_drafter(tmp_path / "d.gguf", raw, weights, keys=change.get("keys", {}))
     with pytest.raises(ConversionError, match=f"d.gguf is a DFlash drafter in a GGUF file that cannot be read: .*{message}"):
         load_drafter(str(tmp_path / "d.gguf"), model)
+
+
+@pytest.mark.parametrize("key, value", [("block_size", 0), ("attention.head_count_kv", [2, 1]), ("embedding_length", "x")])
+def test_a_value_of_no_use_is_told_of_the_file_and_not_of_a_config_json(tmp_path, model, key, value):
+    write_drafter(tmp_path / "d.gguf", *small(), keys={f"dflash.{key}": value})
+    with pytest.raises(ConfigError, match="d.gguf is not a DFlash drafter's.*Give the safetensors that the GGUF file was made"):
+        load_drafter(str(tmp_path / "d.gguf"), model)
+
+
+@pytest.mark.parametrize(
+    "pattern, window, slides",
+    [(None, 12, [1, 1]), (False, 12, [0, 0]), (True, 12, [1, 1]), ([0, 1], 12, [0, 1]), ([1, 1], 0, [0, 0])],
+)
+def test_the_layers_that_slide_are_those_that_the_file_means(tmp_path, model, pattern, window, slides):
+    """llama.cpp takes one value for all layers; a window of 0 is none."""
+    keys = {"dflash.attention.sliding_window_pattern": pattern, "dflash.attention.sliding_window": window}
+    write_drafter(tmp_path / "d.gguf", *small(), keys=keys)
+    assert load_drafter(str(tmp_path / "d.gguf"), model).config.windows == tuple(12 if slide else None for slide in slides)
+
+
+def test_a_value_for_each_layer_is_one_where_they_are_alike(tmp_path, model):
+    lists = {"attention.head_count_kv": [2, 2], "attention.head_count": [4, 4], "feed_forward_length": [96, 96]}
+    write_drafter(tmp_path / "d.gguf", *small())
+    expected = drafts(load_drafter(str(tmp_path / "d.gguf"), model), model)
+    write_drafter(tmp_path / "e.gguf", *small(), keys={f"dflash.{key}": value for key, value in lists.items()})
+    assert drafts(load_drafter(str(tmp_path / "e.gguf"), model), model) == expected
 
 
 def published(folder, raw, weights):
