@@ -86,6 +86,9 @@ class Record:
             if self.method in ("gptq", "awq"):
                 stated["num_bits"] = self.settings.get("bits")
             formats = [self.settings.get(key) for key in ("checkpoint_format", "format", "packing_format")]
+            if isinstance(zeros := self.settings.get("zero_point"), bool):
+                stated["symmetric"] = not zeros
+            stated["act_order"] = self.settings.get("desc_act")
             stated["zeros_minus_one"] = not any(form in _ZEROS_AS_MEANT for form in formats)
             # GPTQModel's own bits for some layers: "+:" and a pattern, or the pattern alone
             rules = self.settings.get("dynamic")
@@ -118,7 +121,10 @@ class Record:
         by_class = [group for target, group in targets if target.isidentifier() and target[0].isupper()]
         found = named or by_class or (groups if len(groups) == 1 else [])
         weights = found[0].get("weights") if found else None
-        return _numbers(weights) if isinstance(weights, Mapping) else {}
+        if not isinstance(weights, Mapping):
+            return {}
+        stated = _numbers(weights) | {"act_order": weights.get("actorder") in ("group", True)}
+        return stated | ({"in_blocks": weights["strategy"] == "block"} if weights.get("strategy") else {})
 
 
 def _numbers(stated: Mapping) -> dict:

@@ -32,7 +32,8 @@ class Packed:
 
     - name: the module, "model.layers.0.mlp.up_proj"; source: the checkpoint, for messages
     - tensors, types: last part of the name ("weight_packed") -> array, and its type in the file's header ("I32")
-    - stated: what the config's record says of this matrix: num_bits, symmetric, group_size, zeros_minus_one; may be empty
+    - stated: what the config's record says of this matrix: num_bits, symmetric, group_size, zeros_minus_one, in_blocks (whether
+      several rows share a scale), act_order; may be empty
     """
 
     name: str
@@ -132,6 +133,9 @@ class _Integers:
     values: mx.array | None = None
 
     def to_mlx(self, parts: Packed, packing: str) -> Matrix:
+        if self.zeros.shape != self.scales.shape:
+            has = f"has zero points for {list(self.zeros.shape)} rows and groups, and scales for {list(self.scales.shape)}"
+            raise parts.refuse(has, "Download the checkpoint again")
         group = _group(parts, self.columns, self.scales.shape[-1])
         size = next((size for size in sorted(GROUP_SIZES, reverse=True) if group % size == 0), None)
         if size is None or self.columns % group:
@@ -181,16 +185,17 @@ def _row_scales(parts: Packed, name: str, rows: int) -> mx.array:
     """A scale or zero point per tensor, row, group or block of rows, as [rows, groups]."""
     value = parts.need(name)
     value = value.reshape(1, 1) if value.size == 1 else value[:, None] if value.ndim == 1 else value
-    if value.ndim != 2 or rows % value.shape[0]:
+    shared = value.ndim == 2 and value.shape[0] not in (1, rows)
+    if value.ndim != 2 or rows % value.shape[0] or (shared and parts.stated.get("in_blocks") is False):
         raise parts.refuse(f"has {name} of shape {list(value.shape)} for {rows} rows")
     return mx.repeat(value, rows // value.shape[0], axis=0)
 
 
 def _check_order(parts: Packed, name: str, columns: int, groups: int) -> None:
     """Raises unless each group is a run of neighbouring inputs. -1 everywhere is how tools write "not used"."""
-    if name not in parts.tensors:
+    if name not in parts.tensors and not parts.stated.get("act_order"):
         return
-    index = parts.tensors[name].astype(mx.int32)
+    index = parts.need(name).astype(mx.int32)
     run = mx.arange(columns, dtype=mx.int32) // max(columns // groups, 1)
     if index.shape == run.shape and (mx.array_equal(index, run).item() or mx.all(index == -1).item()):
         return
@@ -226,7 +231,7 @@ def _compressed_integers(parts: Packed) -> Matrix:
             down = mx.contiguous(parts.tensors["weight_zero_point"].T).view(mx.uint32)
             zeros = unpack(down, bits, rows).T.astype(mx.int32)
         else:
-            zeros = zeros + _row_scales(parts, "weight_zero_point", rows).astype(mx.int32)
+            zeros = (1 << (bits - 1)) + _row_scales(parts, "weight_zero_point", rows).astype(mx.int32)
     elif parts.stated.get("symmetric") is False:
         parts.need("weight_zero_point")
     words = words.view(mx.uint32)
@@ -247,7 +252,7 @@ def _int8(parts: Packed) -> Matrix:
         )
     zeros = mx.full(scales.shape, half, dtype=mx.int32)
     if "weight_zero_point" in parts.tensors:
-        zeros = zeros + _row_scales(parts, "weight_zero_point", rows).astype(mx.int32)
+        zeros = half + _row_scales(parts, "weight_zero_point", rows).astype(mx.int32)
     elif parts.stated.get("symmetric") is False:
         parts.need("weight_zero_point")
     values = (weight.astype(mx.int16) + half).astype(mx.uint8)
@@ -287,6 +292,8 @@ def _awq(parts: Packed) -> Matrix:
         values = (words.view(mx.uint32)[..., None] >> mx.array(_AWQ_SHIFTS, dtype=mx.uint32)) & 15
         return values.reshape(words.shape[0], -1).T
 
+    if parts.stated.get("symmetric") is False:
+        parts.need("qzeros")
     zeros = outputs(parts.tensors["qzeros"]) if "qzeros" in parts.tensors else mx.full((rows, scales.shape[0]), 8)
     values = mx.contiguous(outputs(qweight).astype(mx.uint8))
     return _Integers(4, columns, mx.contiguous(scales.T), zeros.astype(mx.int32), values=values).to_mlx(parts, "AWQ")
@@ -313,8 +320,9 @@ def _fp4(parts: Packed) -> Matrix:
     exact = mx.from_fp8(scales, dtype=mx.float32)
     if "weight_global_scale" in parts.tensors:
         exact = exact / parts.tensors["weight_global_scale"].astype(mx.float32).reshape(1, -1)
-    elif "weight_scale_2" in parts.tensors:
-        exact = exact * parts.tensors["weight_scale_2"].astype(mx.float32).reshape(1, -1)
+    else:
+        own = "weight_scale_2" if "weight_scale_2" in parts.tensors else "weight_global_scale"
+        exact = exact * parts.need(own).astype(mx.float32).reshape(1, -1)
     if not mx.all(mx.isfinite(exact)).item():
         raise parts.refuse("has scales that are no numbers, or are divided by a global scale of 0", "Download it again")
     folded = mx.to_fp8(exact)

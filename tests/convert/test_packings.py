@@ -11,7 +11,8 @@ import numpy as np
 import packers
 import pytest
 from dflash_mlx.conversion import load_target
-from dflash_mlx.conversion.packings import Packed, _fp4
+from dflash_mlx.conversion.dequantize import Record
+from dflash_mlx.conversion.packings import Packed, _fp4, read_matrix
 from kit import TINY, greedy_ids, ids_of, rounds_of, run
 from mlx.utils import tree_flatten
 from mlx_lm.models import falcon_h1, qwen3_moe
@@ -544,6 +545,45 @@ def test_nvfp4_scales_that_are_no_numbers_are_refused(part, value):
     packed = Packed("m.up_proj", "DIR", tensors, {name: kind for name, (kind, _) in stored.items()}, {})
     with pytest.raises(ConversionError, match="m.up_proj in DIR has scales that are no numbers, or are divided"):
         _fp4(packed)
+
+
+ACT_ORDER = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
+LACKING = {
+    "weight_global_scale": CASES["NVFP4 that folds"][:2],
+    "weight_scale_2": CASES["NVFP4 of ModelOpt, no record"][:2],
+    "qzeros": CASES[AWQ_ZEROS][:2],
+    "g_idx": (gptq, ACT_ORDER),
+    "weight_g_idx": (INT4, compressed(group_of(4, group_size=64, actorder="group"))),
+}
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("part", LACKING)
+def test_a_part_without_which_the_values_are_others_is_missed_by_name(tmp_path, part, role):
+    packer, record = LACKING[part]
+    path, values = write(tmp_path / "packed", lambda module: packer, record, role=role)
+    tensors = read_safetensors(path / "model.safetensors")
+    for module in values:
+        tensors.pop(f"{module}.{part}", None)
+    write_safetensors(path / "model.safetensors", tensors)
+    named = part.replace("scale_2", "global_scale")
+    with pytest.raises(ConversionError, match=f"_proj.{named} is missing in .*Download the checkpoint again"):
+        load(str(path)) if role == "target" else load_drafter(str(path), load("tiny")[0])
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_zero_point"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "groups"])
+@pytest.mark.parametrize("packed_zeros", [True, False])
+def test_scales_and_zero_points_that_are_cut_are_refused(part, axis, packed_zeros):
+    """Half of them would be spread over all rows, or over all groups."""
+    values = np.random.default_rng(1).normal(size=(64, 128)).astype(np.float32)
+    stored, _ = INT4(values, symmetric=False, packed_zeros=packed_zeros, dtype="F16")
+    tensors = {name: mx.array(array) for name, (_, array) in stored.items()}
+    tensors[part] = mx.split(tensors[part], 2, axis=axis)[0]
+    stated = Record(compressed(group_of(4, strategy="group"))).of_module("m.up_proj")
+    packed = Packed("m.up_proj", "DIR", tensors, {name: kind for name, (kind, _) in stored.items()}, stated)
+    with pytest.raises(ConversionError, match="m.up_proj in DIR has (zero points for .* rows and groups|weight_)"):
+        read_matrix(packed)
 
 
 def stack_experts(path, names):
