@@ -1,1 +1,1 @@
-"""Many requests at once: rows of one batch, each a run with caches of its own, whose blocks one target pass verifies."""
+"""Many requests at once: each is a row of the batch with its own caches, and one target pass verifies the blocks of all rows."""

@@ -1,7 +1,7 @@
 """One drafter pass over the blocks of several rows, each with its own context.
 
-Knows the drafter's layers; knows no target pass, no acceptance and no loop. All blocks are equally long. As in `passes`, rows
-of a group attend in one call, and any other row with its own entries; sliding layers row by row.
+All blocks have the same length. As in `passes`, rows of a group attend in one call; any other row attends with its own entries.
+Sliding-window layers run row by row. Knows the drafter's layers; knows no target pass, no acceptance and no loop.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..models.dspark import DSparkDrafter
 from .group_pass import GroupPass
 from .groups import Places, Seat, SlotKV, group_spans
 
-# What a kind of drafter, its layers and their attention may not do in their own way, to draft for several rows; DSpark's slots
-# are known.
+# Methods that a drafter class, its layers and their attention must not override, if it is to draft for several rows. DSpark's
+# slots are an exception: they are handled here.
 _OWN = {"draft_with_confidence": (Drafter,), "__call__": (Drafter,)}
 _OWN |= dict.fromkeys(("slots", "mask_rows"), (Drafter, DSparkDrafter))
 _OF_LAYERS = {"__call__": (DecoderLayer,), "own_context": (DecoderLayer,)}
@@ -33,7 +33,7 @@ class RowDraft:
 
     Shapes:
       - features: [1, S, n_taps * H_target], new context rows, the first at position `start`, which is what `cache` holds
-    draw: the target's distribution, where drafts are drawn as it draws, and its noise [N, V] at the slots.
+    draw: the target's distribution and its noise [N, V] at the slots, if drafts are sampled with the target's random numbers.
     seat: where the row's keys are, if it shares a group.
     """
 
@@ -47,7 +47,7 @@ class RowDraft:
 
 
 def can_draft_rows(drafter: Drafter) -> bool:
-    """Whether `draft_rows` does what the drafter does for one row."""
+    """Whether `draft_rows` gives each row what the drafter would give it alone."""
     layer = drafter.layer_class
     parts = ((type(drafter), _OWN), (layer, _OF_LAYERS), (layer.attention_class, _OF_ATTENTION))
     return all(
@@ -58,7 +58,7 @@ def can_draft_rows(drafter: Drafter) -> bool:
 def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: int | None) -> tuple[mx.array, mx.array | None]:
     """What `Drafter.draft_with_confidence` gives each row: ids [B, N] int32 and confidences [B, N]. n: as there.
 
-    Each row's cache then holds its new context rows.
+    Afterwards each row's cache holds its new context rows.
     """
     from_anchor = isinstance(drafter, DSparkDrafter) and drafter.config.sample_from_anchor
     block_size -= from_anchor
@@ -74,11 +74,11 @@ def draft_rows(drafter: Drafter, rows: Sequence[RowDraft], block_size: int, n: i
 
 
 class _Layout:
-    """Where the rows' new context rows and their blocks stand, in the order in which keys are made of them:
+    """Where the new context rows and the blocks of all rows are, in the order in which their keys are computed:
 
         context a | context b | ... | block a | block b | ...        [C + B * K]
 
-    spans: each row's context rows in the joined context; ends: the anchors' positions.
+    spans: each row's part of the joined context; ends: the positions of the anchors.
     """
 
     def __init__(self, rows: Sequence[RowDraft], K: int):
@@ -93,7 +93,7 @@ class _Layout:
         self._groups = [self._of_group(*span) for span in group_spans(rows)]
 
     def _of_group(self, first: int, last: int) -> tuple[int, int, GroupPass, Places] | None:
-        """Rows first to last - 1 share a group."""
+        """Rows first to last - 1, which share a group: (first, last, their pass, where their keys are written)."""
         some, ends = self.rows[first:last], [end + self.K for end in self.ends[first:last]]
         group, slots = some[0].seat.group, [row.seat.slot for row in some]
         at = [(row.seat.slot, row.start + i) for row in some for i in range(row.features.shape[1])]
@@ -103,10 +103,10 @@ class _Layout:
     def attend(self, attn: Attention, layer: int, x: mx.array, context: mx.array) -> mx.array:
         """`Attention.__call__` of each row: [B, K, H] normed block rows and [1, C, H] context rows to [B, K, H]."""
         B, K, H = x.shape
-        # Each row of context and blocks is a row of the batch, with a position of its own.
+        # To the rotation each context row and each block row is a batch row with its own position.
         k, v = attn.cached_kv(mx.concatenate([context.reshape(-1, 1, H), x.reshape(-1, 1, H)]), self._positions)
         if attn.rotates_late:
-            # The whole length of a row says how it is rotated.
+            # How a row is rotated depends on its whole length.
             q = mx.concatenate([attn.queries(x[r : r + 1], end) for r, end in enumerate(self.ends)])
         else:
             q = attn.queries(x, self._anchors)
@@ -120,7 +120,7 @@ class _Layout:
         return attn.o_proj(_joined(outs, 0).transpose(0, 2, 1, 3).reshape(B, K, -1))
 
     def _of_rows(self, first: int, last: int, a: mx.array) -> mx.array:
-        """[C + B * K, heads, 1, D] to what rows first to last - 1 have of it."""
+        """The part of rows first to last - 1 in [C + B * K, heads, 1, D]."""
         if last - first == len(self.rows):
             return a
         block = self._context + first * self.K
@@ -133,7 +133,7 @@ class _Layout:
     def _together(
         self, attn: Attention, layer: int, some: range, group: GroupPass, places: Places, q: mx.array, k: mx.array, v: mx.array
     ) -> mx.array:
-        """[len(some), n_heads, K, D] of rows of a group. What a layer holds already is written once more, the same."""
+        """Attention of rows of a group: [len(some), n_heads, K, D]. Keys that a layer already holds are written again."""
         k, v = (self._of_rows(some.start, some.stop, a).squeeze(2) for a in (k, v))
         entries = [self.rows[r].cache[layer] for r in some]
         places.write(entries[0].index, k, v)
@@ -163,7 +163,7 @@ def _attend_row(attn: Attention, cache: Any, start: int, q: mx.array, k: mx.arra
 
 
 def _choose(drafter: Drafter, rows: Sequence[RowDraft], hidden: mx.array, anchors: mx.array) -> tuple[mx.array, mx.array | None]:
-    """`Drafter.choose` of all rows, those that draw alike together."""
+    """`Drafter.choose` for all rows; rows with the same sampling settings go together."""
     alike: dict[tuple, list[int]] = {}
     for r, row in enumerate(rows):
         alike.setdefault(() if row.draw is None else row.draw.settings, []).append(r)

@@ -1,4 +1,4 @@
-"""Many requests at once: `batch_generate`, as in mlx-lm, and `BatchGenerator`, which requests join and leave between rounds.
+"""Many requests at once: `batch_generate`, as in mlx-lm, and `BatchGenerator`. Requests join and leave it between rounds.
 
 Read `BatchGenerator.next` first. A request alone in the batch goes through `loop.generate_steps`, as `stream_generate` does.
 """
@@ -31,7 +31,7 @@ from .policy import BatchPolicy, RoundCosts
 from .rounds import Round, RowRound, begin_round
 from .row import Row, RowResponse, make_row
 
-# The share of time that prompts are read in while answers run, and the tokens that are read at once then.
+# The share of time for reading prompts while answers run, and how many tokens are then read at once.
 PREFILL_SHARE, _CHUNK = 0.5, 512
 _DEFAULTS = {
     name: parameter.default
@@ -43,8 +43,8 @@ _DEFAULTS = {
 def usual_rows() -> int:
     """The default of `max_batch`: requests answered at the same time.
 
-    On CUDA one: one row's passes are traced there, those of several are not, and an H200 wrote 282 tokens/s one by one, 208 by
-    four at once, 231 by eight, 366 by sixteen (SmolLM2-135M, bfloat16; mlx-lm 94, 204, 454, 701).
+    On CUDA it is one: there passes over one row are traced, and passes over several are not. An H200 wrote 282 tokens/s one by
+    one, 208 with four at once, 231 with eight, 366 with sixteen (SmolLM2-135M, bfloat16; mlx-lm: 94, 204, 454, 701).
     """
     return 1 if mx.default_device() == mx.gpu and mx.cuda.is_available() else 8
 
@@ -53,7 +53,7 @@ def options_of(model: nn.Module, tokenizer: Any, prompt: Any, **given: Any) -> R
     """The options of one request, by `stream_generate`'s names and defaults.
 
     Raises:
-      GenerationError: a name that it has not got, or what `RunOptions` refuses.
+      GenerationError: `stream_generate` has no such option, or `RunOptions` refuses the value.
     """
     if unknown := sorted({*given} - {*_DEFAULTS}):
         raise GenerationError(f"there is no option {', '.join(unknown)}", "Use the keywords of stream_generate")
@@ -63,14 +63,14 @@ def options_of(model: nn.Module, tokenizer: Any, prompt: Any, **given: Any) -> R
 
 
 class BatchGenerator:
-    """Runs requests together that join and leave between rounds.
+    """Runs requests together. They join and leave between rounds.
 
-    Each request's tokens are those that `stream_generate` gives it alone (on a CPU in float32 bit by bit; on a GPU a pass of more
-    rows may round otherwise). Not safe for two threads.
+    Each request gets the tokens that `stream_generate` would give it alone: bit by bit on a CPU in float32; on a GPU a pass over
+    more rows may round differently. Not safe for two threads.
 
     Args:
       draft_model: what `load_drafter` returned for `model`.
-      max_batch: requests answered at the same time, None: `usual_rows()`; others wait in order.
+      max_batch: most requests answered at the same time (None: `usual_rows()`); the others wait in order.
       prefill_share: share of the time for reading prompts while answers run, above 0 and below 1.
     Raises:
       GenerationError: an argument that cannot be honoured.
@@ -103,15 +103,15 @@ class BatchGenerator:
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self._groups = Groups()
-        # A round that has begun before the one in front of it was read.
+        # A round that was started before the previous one was read.
         self._ahead: Round | None = None
         self._has_read = False
         self._uid, self._target = 0, None
-        # Seconds that went to prompts and to answers since both were last asked for.
+        # Seconds spent on prompts and on answers, counted while there is work of both kinds.
         self._spent = [0.0, 0.0]
 
     def insert(self, prompt: Any, **options: Any) -> int:
-        """Add a request, with the keywords of `stream_generate`. Returns: its name in `next` and `remove`.
+        """Add a request, with the keywords of `stream_generate`. Returns: its number, which `next` and `remove` use.
 
         Raises: as `stream_generate`, before anything runs.
         """
@@ -124,15 +124,15 @@ class BatchGenerator:
         return row.uid
 
     def row(self, uid: int) -> Row | None:
-        """The row of a request; None: not here."""
+        """The row of a request; None if it is not here."""
         return next((row for row in [*self.rows, *self.waiting] if row.uid == uid), None)
 
     def can_add(self) -> bool:
-        """Whether a further request would run beside those that are here."""
+        """Whether one more request would run together with those that are here."""
         return len(self) < self.max_batch and self._can_batch(len(self) + 1)
 
     def remove(self, uid: int) -> list[Any] | None:
-        """Take a request out, whatever it is at. Returns: its prompt cache, at the tokens that it was given; None: not here."""
+        """Take a request out at any time. Returns: its prompt cache with the tokens handed out, or None if it is not here."""
         if (row := self.row(uid)) is None:
             return None
         (self.rows if row in self.rows else self.waiting).remove(row)
@@ -141,11 +141,11 @@ class BatchGenerator:
 
     @property
     def reason(self) -> str | None:
-        """Why requests are answered one after the other; None: they run together, or that is not known yet."""
+        """Why requests are answered one by one; None if they run together, or if that is not known yet."""
         return self._target and self._target.reason
 
     def __len__(self) -> int:
-        """Requests that are not finished."""
+        """The number of requests that are not finished."""
         return len(self.rows) + len(self.waiting)
 
     def next(self) -> list[RowResponse]:
@@ -181,7 +181,7 @@ class BatchGenerator:
         return found
 
     def _is_time_to_read(self) -> bool:
-        """Whether prompts had no more than their share of the time."""
+        """Whether prompts have used no more than their share of the time."""
         reading, answering = self._spent
         return reading * (1 - self.prefill_share) <= answering * self.prefill_share
 
@@ -194,8 +194,8 @@ class BatchGenerator:
         return self._target.reason is None
 
     def _read(self, rows: Sequence[Row], most: int | None) -> RowResponse | None:
-        """A piece of the first prompt, of `most` tokens at most, and of those behind it while they are short: requests that come
-        together then answer together. Returns: the failure of one."""
+        """Read at most `most` tokens: of the first prompt, and of the next ones while they are short, so that requests which come
+        together answer together. Returns: the response of a request that failed, or None."""
         self._has_read, left = True, most or _CHUNK
         for row in rows:
             before = row.run.rows
@@ -209,7 +209,7 @@ class BatchGenerator:
         return None
 
     def _answer(self, rows: list[Row]) -> list[RowResponse]:
-        """Run a round of these rows, or finish the one that has begun; the next may begin before this one is read."""
+        """Run a round of these rows, or finish the one that was started; the next may start before this one is read."""
         if not rows:
             return []
         began, has_read, self._has_read = self.pair.clock(), self._has_read, False
@@ -223,7 +223,7 @@ class BatchGenerator:
         if current is not None:
             self._ahead = current.read(self._look_ahead(current, rows))
             current.commit(seconds := self.pair.clock() - began)
-            # A prompt that was read, or the time until nothing follows, hides what a round that began ahead took.
+            # The time of a round that started ahead cannot be told if a prompt was read meanwhile, or if no round follows.
             is_alike = is_alike and not (current.is_ahead and (has_read or self._ahead is None))
         found = self._hand_out(done)
         if is_alike and all(response.error is None for response in found):
@@ -232,21 +232,21 @@ class BatchGenerator:
 
     @staticmethod
     def _alone(row: Row) -> list[RowResponse]:
-        """A round of the only request there is."""
+        """A round of the only request."""
         try:
             return row.alone()
         except Exception as error:  # noqa: BLE001 - its own
             return [row.fail(error)]
 
     def _begin(self, rows: list[Row]) -> tuple[Round | None, int]:
-        """Begin a round of these rows. Returns: it, as `begin_round`, and the width of most of them."""
+        """Start a round of these rows. Returns: the round, as `begin_round` does, and the width that most rows have."""
         width = self._plan(rows)
         for row in rows:
             row.round = RowRound(row.run, row.anchor, row.seat)
         return begin_round(self._target, [row.round for row in rows]), width
 
     def _hand_out(self, rows: list[Row]) -> list[RowResponse]:
-        """What each of these rows got in its round, which is over; a row whose next one has begun is in that."""
+        """The responses of these rows for the finished round. A row whose next round has started moves to that one."""
         found = []
         for row in rows:
             this, row.round = row.round, self._ahead and self._ahead.of(row.run)
@@ -259,16 +259,16 @@ class BatchGenerator:
         return found
 
     def _plan(self, rows: list[Row]) -> int:
-        """Make the rows ready for a round. Returns: the width of most of them."""
+        """Prepare the rows for a round. Returns: the width that most rows have."""
         for row in rows:
             row.join()
         self._groups.arrange([(row.seat, row.room) for row in rows if row.seat])
         return self.policy.plan([row.policy for row in rows])
 
     def _look_ahead(self, current: Round, rows: list[Row]) -> Round | None:
-        """Begin the round after a plain one before that is read, if it is certain to be plain too; without rows that end.
+        """Start the round after a plain one before that one is read, if it is sure to be plain too. Rows that end are left out.
 
-        None for a row's first token: it may draft after that.
+        None if a row has yet to give its first token: it may draft after that.
         """
         if not current.is_plain or any(row.round is None or row.round.error or not row.run.emitted for row in rows):
             return None
@@ -288,7 +288,7 @@ class BatchGenerator:
 
     @contextmanager
     def open(self) -> Iterator[BatchGenerator]:
-        """For as long as requests run: their memory is held as `stream_generate` holds it, and nothing is left behind."""
+        """Use while requests run: memory is wired as in `stream_generate`, and everything is released at the end."""
         with open_stream(), wired_limit([self.model, self.draft_model], self.stream), ExitStack() as at_end:
             at_end.callback(self.close)
             yield self
@@ -298,7 +298,7 @@ class BatchGenerator:
 class BatchResponse:
     """What `batch_generate` returns, in the order of the prompts: mlx-lm's fields, and what drafting did for each row.
 
-    stats: of each row; seconds: of all, prompts included.
+    stats: one per row; seconds: of the whole call, prompts included.
     """
 
     texts: list[str]
@@ -332,10 +332,10 @@ def batch_generate(
     Each row's tokens are those of `stream_generate` with the same options; EOS is not among them, as in mlx-lm's.
 
     Args beyond mlx-lm's:
-      seeds: one a prompt, as `seed` of `stream_generate`. options: `stream_generate`'s keywords, the same for every prompt.
+      seeds: one per prompt, as `seed` of `stream_generate`. options: `stream_generate`'s keywords, the same for every prompt.
       max_batch, prefill_share: as `BatchGenerator`.
     Raises:
-      as `stream_generate`; the first error that a row met, once the others were taken out.
+      as `stream_generate`; or the first error of a row, after the other rows were taken out.
     """
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
         raise GenerationError(f"prompts is of type {type(prompts).__name__}; it must be a list of prompts", "Put one into a list")

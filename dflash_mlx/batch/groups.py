@@ -1,14 +1,14 @@
-"""Rows of like length in shared arrays, so that one launch writes the keys of many rows and one attends for them.
+"""Rows of similar length in shared arrays: one launch writes the keys of many rows, and one computes their attention.
 
     a group of capacity 640       slot 0: row b, 470 tokens    slot 1: row d, 590    slot 2: row a, 512    slot 3: free
     keys of one of its entries    [4 slots, kv_heads, 640, D]  values: the same
 
-A row's KVCache is a `SlotKV` for as long as it has a slot: the same object with the same offset and the same methods, whose keys
-lie in its group. A row that prefills, runs alone or leaves has ordinary ones. Rows are copied when they come, when they outgrow
-their group and, one row, when another leaves; never in a round.
+While a row has a slot, its KVCache is a `SlotKV`: the same object with the same offset and methods, but its keys are in the
+arrays of the group. A row that prefills, runs alone or leaves has ordinary entries. A row is copied when it joins and when it
+outgrows its group, and one row is copied when another leaves; never during a round.
 
-Capacities grow by a quarter, and rows share a group while that takes little more than groups of their own (`partition`). Knows
-mlx-lm's KVCache; knows no models, no rounds and no tokens' meaning.
+Capacities grow by a quarter. Rows share a group as long as that takes little more memory than separate groups (`partition`).
+Knows mlx-lm's KVCache; knows no models, no rounds and no text.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-# The smallest capacity, how capacities grow, and how much more shared groups may take than a group for each row.
+# The smallest capacity; the factor by which capacities grow; how much more memory sharing may take, as a share.
 _LEAST, _GROWTH, _SHARED = 256, 1.25, 0.2
-# What groups take at most: so many times what their rows do, and so many tokens more.
+# The most that groups may take: this factor times the tokens of their rows, plus this many tokens.
 MOST, MOST_TOKENS = _GROWTH * (1 + _SHARED), 1024
 
 
 def capacity_for(tokens: int) -> int:
-    """The least capacity that holds so many tokens."""
+    """The smallest capacity that holds this many tokens."""
     size = float(_LEAST)
     while -(-size // 64) * 64 < tokens:
         size *= _GROWTH
@@ -34,7 +34,7 @@ def capacity_for(tokens: int) -> int:
 
 
 def partition(needs: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Rows that need room for so many tokens, in few groups: the capacity of each and its rows, the longest first."""
+    """Divide rows into few groups by the tokens they need room for. Returns: each group's capacity and rows, longest first."""
     spare, found = max(_SHARED * sum(map(capacity_for, needs)), MOST_TOKENS), []
     for row in sorted(range(len(needs)), key=needs.__getitem__, reverse=True):
         own = capacity_for(needs[row])
@@ -47,9 +47,9 @@ def partition(needs: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 class SlotKV(KVCache):
-    """A KVCache whose keys and values are those of `slot` in the group's entry number `index`.
+    """A KVCache whose keys and values are in slot `slot` of the group's entry number `index`.
 
-    Made of a KVCache, and made one again, by its class: whoever holds the entry need not know.
+    A KVCache becomes one, and becomes a KVCache again, by a change of its class. So whoever holds the entry need not know.
     """
 
     group: Group
@@ -66,7 +66,7 @@ class SlotKV(KVCache):
         return self.group.held(self.index, [self.slot], self.offset)[1]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Of this row alone, as KVCache does. The group has room: `Groups.arrange`."""
+        """Append the keys of this row alone, as KVCache does. `Groups.arrange` has made room."""
         places = Places(self.group, [(self.slot, self.offset + i) for i in range(keys.shape[2])])
         places.write(self.index, keys[0].swapaxes(0, 1), values[0].swapaxes(0, 1))
         self.offset += keys.shape[2]
@@ -80,12 +80,12 @@ class SlotKV(KVCache):
 
 
 class Seat:
-    """A row's place: its KVCache entries that hold something, and its group, if it has one."""
+    """A row's place: its KVCache entries that are not empty, and its group, if it has one."""
 
     def __init__(self, entries: Sequence[KVCache]):
         self.entries, self.group = list(entries), None
         shapes = [(e.keys.shape[1], e.keys.shape[3], e.values.shape[3], e.keys.dtype, e.values.dtype) for e in self.entries]
-        # Rows of one kind may share a group.
+        # Only rows of the same kind may share a group.
         self.kind: tuple = tuple(shapes)
 
     @property
@@ -93,7 +93,7 @@ class Seat:
         return self.entries[0].slot
 
     def leave(self) -> None:
-        """Make ordinary entries of the row's, with arrays of their own."""
+        """Turn the row's entries into ordinary ones, with arrays of their own."""
         if (group := self.group) is None:
             return
         for entry in self.entries:
@@ -109,13 +109,13 @@ class Seat:
 
 
 def seat_of(entries: Sequence[Any]) -> Seat | None:
-    """The seat of a row with these entries; None: none of them is a KVCache that holds something."""
+    """The seat of a row with these entries; None if none of them is a KVCache that is not empty."""
     found = [entry for entry in entries if type(entry) is KVCache and not entry.empty()]
     return Seat(found) if found else None
 
 
 def in_slots(rows: Sequence[Any]) -> list[Any]:
-    """Rows with a `seat` in the order of a pass: those of a group side by side, by their slots, and the others behind."""
+    """Rows with a `seat` in the order of a pass: rows of a group side by side, by slot, then the others."""
     groups: dict[int, int] = {}
     keyed = []
     for row in rows:
@@ -125,7 +125,7 @@ def in_slots(rows: Sequence[Any]) -> list[Any]:
 
 
 def group_spans(rows: Sequence[Any]) -> list[tuple[int, int]]:
-    """The groups of rows that stand as `in_slots` has put them: (first row, last row + 1) of each."""
+    """The groups in rows that are ordered by `in_slots`: (first row, last row + 1) of each."""
     found: list[tuple[int, int]] = []
     for i, row in enumerate(rows):
         group = row.seat and row.seat.group
@@ -137,12 +137,12 @@ def group_spans(rows: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 class Group:
-    """Slots of one capacity. seats: the rows in the first slots, in their order; `slots` counts free ones too."""
+    """Slots of one capacity. seats: the rows in the first slots, in this order; slots: their number, free ones included."""
 
     def __init__(self, capacity: int, kind: tuple):
         self.capacity, self.kind, self.slots = capacity, kind, 0
         self.seats: list[Seat] = []
-        # One of each entry, all slots' heads' tokens as rows: [slots * kv_heads * capacity, D]. A write is then one scatter.
+        # One array per entry, [slots * kv_heads * capacity, D]: a row for each slot, head and token. A write is one scatter.
         self.keys = [mx.zeros((0, k), dtype) for _, k, _, dtype, _ in kind]
         self.values = [mx.zeros((0, v), dtype) for _, _, v, _, dtype in kind]
 
@@ -153,13 +153,13 @@ class Group:
     def held(self, index: int, slots: Sequence[int], tokens: int) -> tuple[mx.array, mx.array]:
         """Views of an entry's keys and values in neighbouring slots, [len(slots), kv_heads, tokens, D] each.
 
-        They must be gone when the group is written to next: MLX would copy the arrays.
+        Drop them before the group is written to again, or MLX copies the arrays.
         """
         shape, at = (self.slots, self.kind[index][0], self.capacity, -1), slice(slots[0], slots[-1] + 1)
         return tuple(a[index].reshape(shape)[at, :, :tokens] for a in (self.keys, self.values))
 
     def take(self, seats: Sequence[Seat]) -> None:
-        """Give rows the next slots, with what their entries hold."""
+        """Give these rows the next slots and copy their entries into them."""
         first, left = len(self.seats), [(seat.group, seat) for seat in seats if seat.group is not None]
         self._resize(max(self.slots, first + len(seats)))
         for index, (heads, *_) in enumerate(self.kind):
@@ -167,11 +167,11 @@ class Group:
             for slot, seat in enumerate(seats, first):
                 entry = seat.entries[index]
                 for arrays, array in ((self.keys, entry.keys), (self.values, entry.values)):
-                    # The whole slot: what a row before left there may be no number, and nothing times that is no number.
+                    # Fill the whole slot: an earlier row may have left NaN there, and zero times NaN is NaN.
                     rest = self.capacity - entry.offset
                     row = mx.pad(array[0, :, : entry.offset], [(0, 0), (0, rest), (0, 0)])
                     arrays[index][slot * size : (slot + 1) * size] = row.reshape(size, -1)
-            # Entry by entry: what is there twice is one entry.
+            # One entry at a time, so that only one entry exists twice in memory.
             mx.eval(self.keys[index], self.values[index])
             for slot, seat in enumerate(seats, first):
                 self._adopt(seat.entries[index], index, slot)
@@ -188,7 +188,7 @@ class Group:
         entry.group, entry.index, entry.slot = self, index, slot
 
     def drop(self, seats: Sequence[Seat]) -> None:
-        """Free the slots of rows that have gone; rows behind fill them, so that those in use are the first ones."""
+        """Free the slots of rows that leave. Later rows move into them, so that the slots in use stay the first ones."""
         places, gone = list(enumerate(self.seats)), {id(seat) for seat in seats}
         n = len(places) - len(gone)
         holes = [slot for slot, seat in places[:n] if id(seat) in gone]
@@ -211,11 +211,11 @@ class Group:
             self.fit()
 
     def fit(self) -> None:
-        """Have no free slots."""
+        """Give up the free slots."""
         self._resize(len(self.seats))
 
     def _resize(self, slots: int) -> None:
-        """Have so many slots, those in use among them."""
+        """Change the number of slots. Those in use stay."""
         if slots == self.slots:
             return
         for index, (heads, *_) in enumerate(self.kind):
@@ -238,7 +238,7 @@ class Groups:
         return (group for group in self._groups if group.seats)
 
     def arrange(self, needs: Sequence[tuple[Seat, int]]) -> None:
-        """Have room for so many tokens of each row. Nothing is copied while every row has it, and few slots are free."""
+        """Make room for this many tokens of each row. Copies nothing while every row has room and few slots are free."""
         held = sum(group.slots * group.capacity for group in self._groups)
         if held > MOST * sum(tokens for _, tokens in needs) + MOST_TOKENS:
             for group in self._groups:
@@ -256,14 +256,14 @@ class Groups:
 
 
 class Places:
-    """Where new tokens of a group's rows are written: (slot, position) of each."""
+    """Where new tokens of a group are written: the (slot, position) of each."""
 
     def __init__(self, group: Group, at: Sequence[tuple[int, int]]):
         self.group, self.at = group, at
         self._rows: dict[int, mx.array] = {}
 
     def _of(self, heads: int) -> mx.array:
-        """[T * heads] int32: the rows of a group's array that these tokens are."""
+        """[T * heads] int32: the rows of the group's arrays for these tokens."""
         if heads not in self._rows:
             size = self.group.capacity
             first = mx.array([slot * heads * size + position for slot, position in self.at], dtype=mx.int32)
@@ -272,7 +272,7 @@ class Places:
         return self._rows[heads]
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
-        """[T, kv_heads, D] each, in place."""
+        """Write keys and values [T, kv_heads, D] in place."""
         rows = self._of(self.group.kind[index][0])
         for arrays, new in ((self.group.keys, keys), (self.group.values, values)):
             arrays[index][rows] = new.reshape(rows.size, -1)

@@ -1,11 +1,11 @@
-"""One target pass over the blocks of several rows, each of which keeps its own cache entries.
+"""One target pass over the blocks of several rows. Each row keeps its own cache entries.
 
-Knows models as mlx-lm has them and their cache entries; knows no drafts, no acceptance and no loop.
+Knows mlx-lm's models and their cache entries; knows no drafts, no acceptance and no loop.
 
     rows       a: 1 anchor, 3 drafts     b: 1 anchor     c: 1 anchor, 1 draft     d: 1 anchor
-    ids        a a a a b c c d           [T, 1]: each token is a row of its own to the model, at its own position
+    ids        a a a a b c c d           [T, 1]: to the model each token is a batch row with its own position
     linear     one product over all T
-    attention  a b c | d                 rows of a group (`groups`) in one call; any other row with its own entry, as alone
+    attention  a b c | d                 rows of a group (`groups`) in one call; any other row with its own entry
     others     a | b | c | d             a module that uses its entry in another way (a recurrence, MLA) runs row by row
 
 Rows of a group stand side by side, in the order of their slots.
@@ -31,13 +31,13 @@ from ..rollback import RollbackPoint, exact_windows, rollback_point
 from .group_pass import GroupPass
 from .groups import Groups, Seat, SlotKV, group_spans, seat_of
 
-# Tokens of the two rows that are tried.
+# Tokens of the two rows with which a target is tested.
 _PROBE = (5, 3)
 
 
 @dataclass
 class RowPass:
-    """One row's part of a pass: `size` tokens after what its entries hold; `point` undoes them; seat: where it has a group."""
+    """One row's part of a pass: `size` tokens after those in its entries. point: undoes them; seat: set if it shares a group."""
 
     entries: list[Any]
     point: RollbackPoint
@@ -46,7 +46,7 @@ class RowPass:
 
 
 class _PerShare(mx.array):
-    """Stands for keys, values or masks, one of each share of the rows, on their way through a layer's code."""
+    """Carries keys, values or masks through a layer's code: one part for each share, that is, for rows that attend together."""
 
     entry: RowsEntry
     parts: list[Any]
@@ -59,7 +59,7 @@ class _PerShare(mx.array):
 
 
 class _OneShare:
-    """A row that attends by itself, with its own entry: row number `row`, whose tokens are `span` of T."""
+    """A row that attends by itself, with its own entry. row: its number; span: its tokens among the T tokens."""
 
     def __init__(self, row: int, size: int, span: tuple[int, int]):
         self.row, self.size, self.span = row, size, span
@@ -78,7 +78,7 @@ class _OneShare:
 
 
 class _GroupShare:
-    """Rows of a group, from row number `row` on."""
+    """Rows of a group. row: the number of the first."""
 
     def __init__(self, row: int, group_pass: GroupPass, span: tuple[int, int]):
         self.row, self.group_pass, self.span, self.rows = row, group_pass, span, range(row, row + len(group_pass.sizes))
@@ -91,7 +91,7 @@ class _GroupShare:
         return index, index
 
     def mask(self, entries: list[Any], asked: dict[str, Any]) -> dict[str, Any]:
-        # Made when it is known whether rows attend together.
+        # The mask is made later, when it is known whether the rows attend together.
         return asked
 
     def of_row(self, mask: dict[str, Any], row: int) -> Any:
@@ -111,7 +111,7 @@ class _GroupShare:
 
 
 class _Layout:
-    """How a pass's T tokens are shared out, and what layers have in common."""
+    """How the T tokens of a pass are divided into shares, and what is the same in all layers."""
 
     def __init__(self, rows: Sequence[RowPass]):
         self.rows, self.spans, start = rows, [], 0
@@ -134,7 +134,7 @@ class _Layout:
         yield from self._single[end:]
 
     def shares(self, entries: list[Any]) -> list[_OneShare | _GroupShare]:
-        """Of the rows with these entries."""
+        """The shares for the rows with these entries."""
         for share in self._grouped:
             if type(share) is _GroupShare and type(entries[share.row]) is SlotKV:
                 break
@@ -147,7 +147,7 @@ class _Layout:
         return found
 
     def positions(self, offsets: tuple[int, ...]) -> mx.array:
-        """[T] int32: where each token stands, rows beginning at these offsets."""
+        """[T] int32: the position of each token, if the rows begin at these offsets."""
         if offsets not in self._positions:
             every = [at + i for at, row in zip(offsets, self.rows, strict=True) for i in range(row.size)]
             self._positions[offsets] = mx.array(every, dtype=mx.int32)
@@ -155,7 +155,7 @@ class _Layout:
 
 
 class RowsEntry:
-    """What a layer is given as its cache entry: one entry of each row."""
+    """Stands for a layer's cache entry in a pass over several rows; holds one entry of each row."""
 
     def __init__(self, layout: _Layout, entries: list[Any]):
         self.layout, self.entries, self.shares = layout, entries, layout.shares(entries)
@@ -165,17 +165,17 @@ class RowsEntry:
         return self.layout.positions(tuple(entry.offset for entry in self.entries))
 
     def __getitem__(self, place: int) -> RowsEntry:
-        """Of lists of entries, the same of one place."""
+        """If the entries are lists: entry number `place` of each."""
         if type(self.entries[0]) is not CacheList:
             raise TypeError("a recurrent state was read outside of the modules that are given it")
         return RowsEntry(self.layout, [entry[place] for entry in self.entries])
 
     def _split(self, a: mx.array) -> list[mx.array]:
-        """[T, ...] to what each share has of it."""
+        """Split [T, ...] into the parts of the shares."""
         return [a] if len(self.shares) == 1 else [a[share.span[0] : share.span[1]] for share in self.shares]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """[T, heads, 1, D] each; what is returned goes to attention as it is."""
+        """Append [T, heads, 1, D] keys and values. The result is passed to attention unchanged."""
         parts = zip(self.shares, self._split(keys), self._split(values), strict=True)
         held = [share.write(self.entries, k, v) for share, k, v in parts]
         return _PerShare.of(self, [k for k, _ in held]), _PerShare.of(self, [v for _, v in held])
@@ -186,14 +186,14 @@ class RowsEntry:
         return None if all(mask is None for mask in masks) else _PerShare.of(self, masks)
 
     def attend(self, queries: mx.array, keys: list[Any], values: list[Any], scale: float, mask: Any, sinks: Any) -> mx.array:
-        """[T, heads, 1, D] to the same. keys, values: of each share; mask: of all, or what the layer made of it."""
+        """Takes and returns [T, heads, 1, D]. keys, values: one per share; mask: for all shares, perhaps changed by the layer."""
         masks = [mask] * len(self.shares) if not isinstance(mask, _PerShare) else self.masks(mask)
         parts = zip(self.shares, self._split(queries), keys, values, masks, strict=True)
         outs = [share.attend(q, k, v, self.entries, scale, m, sinks) for share, q, k, v, m in parts]
         return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
     def masks(self, mask: _PerShare) -> list[Any]:
-        """Of each of this entry's shares, from a mask that another entry may have made."""
+        """The masks of this entry's shares, from a mask that another entry may have made."""
         if len(mask.parts) == len(self.shares):
             return mask.parts
         return [mask_of_row(mask, share.row) for share in self.shares]
@@ -210,21 +210,21 @@ def mask_of_row(mask: _PerShare, row: int) -> Any:
 
 
 def _as_tokens(parts: list[mx.array]) -> mx.array:
-    """[1, heads, n, D] of each row to [T, heads, 1, D]."""
+    """Join the rows' [1, heads, n, D] to [T, heads, 1, D]."""
     parts = [a if a.shape[2] == 1 else a.swapaxes(0, 2) for a in parts]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _as_row(a: mx.array) -> mx.array:
-    """[n, heads, 1, D] of one row to [1, heads, n, D]."""
+    """Turn one row's [n, heads, 1, D] into [1, heads, n, D]."""
     return a if a.shape[0] == 1 else a.swapaxes(0, 2)
 
 
 class BatchTarget:
     """Passes of a target over several rows.
 
-    make_cache: gives empty cache entries of the target.
-    reason: why it cannot run them, found by two rows of a few tokens; None where it can.
+    make_cache: makes empty cache entries of the target.
+    reason: why the target cannot run several rows, found by a test with two short rows; None if it can.
     """
 
     def __init__(self, target: Target, make_cache: Callable[[], list[Any]]):
@@ -233,7 +233,7 @@ class BatchTarget:
         self.reason = self._probe(make_cache)
 
     def __call__(self, ids: mx.array, rows: Sequence[RowPass], eager: bool = True) -> TargetOutput:
-        """Run [T] ids, the rows' one behind the other. Each row's entries hold its tokens then, and its `point` has ended.
+        """Run [T] ids, row after row. Afterwards each row's entries hold its tokens, and its `point` has ended.
 
         eager: as `Target`'s.
         Returns: hidden [T, 1, H] and features [T, 1, n_taps * H].
@@ -251,7 +251,7 @@ class BatchTarget:
         return out
 
     def _attends(self, module: nn.Module) -> Callable[..., Any]:
-        """A handler of a module that attends: its own call, with each row's attention in the place of mlx-lm's function."""
+        """A handler for a module that attends: the module's own call, with the rows' attention in place of mlx-lm's function."""
 
         def attend(queries, keys, values, cache, scale, mask, sinks=None):
             if not isinstance(keys, _PerShare):
@@ -262,11 +262,11 @@ class BatchTarget:
         return lambda inner, args, kwargs: ours(module, *args, **kwargs)
 
     def _one_by_one(self, module: nn.Module) -> Callable[..., Any]:
-        """A handler of a module that runs for each row with that row's own entry; what it replays, the row's point has."""
+        """A handler for a module that runs row by row, with each row's own entry. What it replays goes to the row's `point`."""
         states = self.target.states
 
         def handler(inner, args, kwargs):
-            if self._alone or self._layout is None:  # a replay comes behind the pass
+            if self._alone or self._layout is None:  # a replay comes after the pass
                 return inner(*args, **kwargs)
             layout, outs, self._alone = self._layout, [], True
             try:
@@ -284,13 +284,13 @@ class BatchTarget:
         return handler
 
     def _probe(self, make_cache: Callable[[], list[Any]]) -> str | None:
-        """Run two rows together and each alone: their hidden states must be the same. Settles which modules run row by row."""
+        """Run two rows together and alone; their hidden states must be equal. Finds which modules have to run row by row."""
         blocks = [[3, 5, 2], [4]]
         try:
             with _holders(self.target.model) as found:
                 self._prompts(make_cache)
             alone = mx.concatenate(self._singles(blocks, make_cache))
-        except Exception as error:  # noqa: BLE001 - whatever a model's code does not take is the answer
+        except Exception as error:  # noqa: BLE001 - any error of a model's code is the reason
             return f"its caches are of a kind that only one row can use ({error})"
         near, reason = 1e-4 if alone.dtype == mx.float32 else 0.1, "none of its modules is given a cache"
         attending = {id(m): m for _, m in self.target.model.named_modules() if _calls_attention(m)}
@@ -314,7 +314,7 @@ class BatchTarget:
         return RowPass(entries, rollback_point(entries, held), len(block), seat_of(entries))
 
     def _prompts(self, make_cache: Callable[[], list[Any]]) -> list[list[Any]]:
-        """The entries of two rows of a few tokens."""
+        """The cache entries of two rows that hold a few tokens."""
         caches = [make_cache() for _ in _PROBE]
         for entries, n in zip(caches, _PROBE, strict=True):
             self.target(mx.array([[(7 * i + n) % self.target.vocabulary for i in range(n)]]), entries)
@@ -329,7 +329,7 @@ class BatchTarget:
 
 
 def _of_row(value: Any, i: int, span: tuple[int, int]) -> Any:
-    """Row i's part of what a module is given: its entry, its mask, its tokens' states [T, 1, H] as [1, n, H]."""
+    """Row i's part of a module's argument: its entry, its mask, or its tokens' states ([T, 1, H] becomes [1, n, H])."""
     if isinstance(value, RowsEntry):
         return value.entries[i]
     if isinstance(value, _PerShare):
@@ -339,7 +339,7 @@ def _of_row(value: Any, i: int, span: tuple[int, int]) -> Any:
 
 
 def _states(parts: Sequence[Any]) -> Any:
-    """[1, n, H] of each row to [T, 1, H]."""
+    """Join the rows' [1, n, H] to [T, 1, H]."""
     return mx.concatenate([part.swapaxes(0, 1) for part in parts]) if isinstance(parts[0], mx.array) else parts[0]
 
 

@@ -1,14 +1,14 @@
-"""How many drafts each row of a batch verifies: from what rounds of so many rows took, and what each row accepted.
+"""How many drafts each row of a batch verifies: from the time of earlier rounds and from what each row accepted.
 
-Knows numbers only. A row that runs alone is chosen for by its own policy (`draft_length.policy`).
+Knows numbers only. For a row that runs alone its own policy chooses (`draft_length.policy`).
 
-    value(w) = tokens(w) / seconds(B, w)        tokens(w): over the rows, the committed tokens of a round of width w
-                                                seconds(B, w): what a round of B rows at width w took of late
+    value(w) = tokens(w) / seconds(B, w)        tokens(w): committed tokens of a round of width w, all rows together
+                                                seconds(B, w): how long a round of B rows at width w took lately
 
-The width with the largest value is taken; 0 is plain batching. A row whose own drafts bring less than half of what the batch
-would give in the time that they add to the round drafts nothing in it. Seconds that were never seen are taken from the nearest
-number of rows. A width that never ran is tried once, if it would pay at what it costs one row: many rows share less of it.
-Drafting is judged by plain rounds: a few come first, and one now and then while rows draft.
+The width with the largest value is taken; 0 is plain batching. The drafts of a row add time to the round. If they bring less than
+half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
+are taken from the nearest number of rows. A width that never ran is tried once, if it would pay at the cost that it has for one
+row. Drafting is compared with plain rounds: a few come first, and then one now and then while rows draft.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from ..draft_length.acceptance import expected_tokens
 from ..draft_length.cost_model import CostModel, first_widths
 from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 
-# Rounds until the next best width is timed again, if it is worth so much of the best; until a row that drafts nothing is tried.
+# After this many rounds the second best width is timed again, if its value is at least this share of the best one's. After this
+# many rounds a row that does not draft is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
-# First rounds of a kind, plain ones before rows may draft; drafting rounds from one plain one to the next.
+# The first rounds of a kind, which also is how many plain rounds come before rows may draft; drafting rounds between plain ones.
 _FEW, _PLAIN_AGAIN = 3, 48
-# Ids of the text must promise so much more than the drafter, or than none: what is promised is a mean over kinds of text.
+# Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
-# How far a round moves what is known; how many times what is known an odd round counts for at most; what a pass takes beside its
-# rows (read weights), in rows.
+# How far one round moves an estimate; how many times the estimate an unusual round counts for at most; the fixed part of a pass
+# (reading weights), in rows.
 _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
 
 
 class RoundCosts:
-    """Seconds of a round by (rows, width): what such a round takes beside others, times how fast the machine is of late.
+    """Seconds of a round by (rows, width): the relative cost of such a round, times how fast the machine is at present.
 
-    Rounds of one kind, many in a row, say how fast the machine is: what is known of other kinds goes with it, or those would look
-    cheap that ran before the machine had other work. The first ones of a kind, and those after another, say what that kind takes.
-    An odd round counts for little; of the first few of a kind the fastest counts, for other work only adds.
+    Many rounds of one kind in a row say how fast the machine is. The estimates of other kinds are scaled with it; else kinds that
+    ran before the machine had other work would look cheap. The first rounds of a kind, and those just after another kind, say
+    what the kind costs. An unusual round counts for little. Of the first few the fastest counts, since other work only adds.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[tuple[int, int]] = Counter()
         self._pace, self._shares = 1.0, {}
-        # The kind of the last rounds, and how many they are.
+        # The kind of the last rounds, and their number.
         self._kind, self._in_a_row = None, 0
 
     def add(self, rows: int, width: int, seconds: float) -> None:
@@ -60,7 +61,7 @@ class RoundCosts:
             self._pace *= moved
 
     def seconds(self, rows: int, width: int) -> float | None:
-        """None: no round of this width was ever seen. Never more than what a round of more rows takes."""
+        """None if no round of this width was ever measured. Never more than for a larger number of rows."""
         same = {b: share * self._pace for (b, w), share in self._shares.items() if w == width}
         if rows not in same and same:
             near = min(same, key=lambda b: abs(b - rows))
@@ -69,7 +70,7 @@ class RoundCosts:
 
 
 class BatchPolicy:
-    """Chooses the rows' widths, round by round. most: the widest that the drafter drafts; costs: what earlier batches took."""
+    """Chooses the rows' widths, round by round. most: the drafter's largest width; costs: from earlier batches."""
 
     def __init__(self, most: int, costs: RoundCosts | None = None):
         self.most, self.costs = most, costs or RoundCosts()
@@ -88,7 +89,7 @@ class BatchPolicy:
         seconds, fixed = self._seconds(B, widths, free[0].own.cost_model), len(rows) - len(free)
         value = {w: (fixed + sum(t[w] for t in tokens)) / s for w, s in seconds.items()}
         best = sorted(value, key=value.__getitem__, reverse=True)
-        # Plain rounds first: drafting is judged by them. What is almost as good is timed again now and then.
+        # Plain rounds first: drafting is compared with them. A width that is almost as good is timed again now and then.
         width, second = best[0], best[1] if len(best) > 1 else best[0]
         if self._rounds % _LOOK_AGAIN == 0 and value[second] > _NEAR * value[width]:
             width = second
@@ -103,7 +104,7 @@ class BatchPolicy:
         return width
 
     def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
-        """What a round of B rows takes by width, 0 alone while few plain rounds were seen. alone: what passes of one row cost."""
+        """Seconds of a round of B rows by width; only width 0 before a few plain rounds ran. alone: costs of one row's passes."""
         plain = self.costs.seconds(B, 0)
         if plain is None or self.costs.rounds[B, 0] < _FEW:
             return {0: 1.0}
@@ -123,7 +124,7 @@ class BatchPolicy:
 
     @staticmethod
     def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
-        """The rows whose drafts bring half of the tokens that their share of the time is worth, and those due for a try."""
+        """Rows whose drafts bring at least half of the tokens that their time is worth, and rows that are due for a try."""
         if not width:
             return free
         found = []
@@ -134,14 +135,14 @@ class BatchPolicy:
         return found
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
-        """What a round of so many rows took, all of this width."""
+        """Note the seconds of a round in which all `rows` rows had this width."""
         self.costs.add(rows, width, seconds)
 
 
 class RowPolicy:
-    """A row's policy: its own while it runs alone, the batch's in company.
+    """A row's policy: its own while the row runs alone, the batch's while it runs with others.
 
-    width: the batch's choice; waits: its first token is not there yet, so it does not draft; idle: rounds since it was worth it.
+    width: the batch's choice; waits: the row has no first token yet, so it does not draft; idle: rounds since drafting paid.
     price: of verifying one token, in tokens that the batch would give in that time.
     """
 
@@ -185,7 +186,7 @@ class RowPolicy:
         return self.own.confidence_cut(confidence)
 
     def prompt_lookup_width(self, width: int, rates: list[float]) -> int:
-        """In company: as many ids of the text as gain most, where that is more than the drafter promises."""
+        """With other rows: the number of looked-up ids that gains most, if that is more than the drafter promises; else 0."""
         if not self._goes_by_batch:
             return self.own.prompt_lookup_width(width, rates)
         gains = [tokens - self.price * w for w, tokens in enumerate(expected_tokens(rates))]
@@ -199,7 +200,7 @@ class RowPolicy:
         if not self._goes_by_batch:
             self.own.observe(width, accepted, more, seconds, usual, looked_up, *about)
         elif width and not looked_up:
-            # Seconds of a round of many rows say nothing of one row's.
+            # The seconds of a round of many rows say nothing about one row's.
             self.own.acceptance.add(accepted, more)
 
     def reason(self, *rounds: Mapping[int, int]) -> str | None:

@@ -1,9 +1,9 @@
 """A round of several rows: propose, verify, accept and commit, as `loop.generate_steps` has them, for all rows at once.
 
-Where no row drafts, the next round begins before the host has read this one, from the tokens on the device.
+If no row drafts, the next round starts before the host has read this one, from the tokens on the device.
 
-Each row is a `loop.Run`: its caches, its drafts' source, its sampler and its counts are its own, and so are their errors. What
-rows share is three things: the drafter's pass, the target's pass, and the host's one wait. Knows no text and no queue.
+Each row is a `loop.Run` with its own caches, draft source, sampler and counts, and its errors stay its own. Rows share three
+things: the drafter's pass, the target's pass, and the one wait of the host. Knows no text and no queue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .passes import BatchTarget, RowPass
 class RowRound:
     """One row in one round. anchor: its last committed token; n: drafts to verify; error: what went wrong in this row alone.
 
-    seat: where its keys are, if it shares a group; is_gone: it went on without this round, which had begun ahead.
+    seat: where its keys are, if it shares a group; is_gone: the row continued without this round, which was started ahead.
     """
 
     run: Run
@@ -43,12 +43,12 @@ class RowRound:
     kept: Kept | None = None
     error: Exception | None = None
     is_gone: bool = False
-    # Drafts [B, N] of all rows that the drafter drafted for together, and which of them are this row's.
+    # The drafts [B, N] of all rows in the same drafter pass, and the index of this row.
     block: tuple[mx.array, int] | None = None
 
 
 class _OneRow:
-    """A target to a sampler that draws in its own way: the head was run for its states [1, n, H], with these logits."""
+    """Stands for the target in a sampler of another kind: its head returns these logits for the states [1, n, H]."""
 
     def __init__(self, target: Target, hidden: mx.array, logits: mx.array):
         self._target, self._hidden, self._logits = target, hidden, logits
@@ -67,10 +67,10 @@ class _OneRow:
 
 
 class Round:
-    """A round of these rows, of which none is finished: enqueued when it is made, then read.
+    """A round of unfinished rows. It is enqueued when it is made, and read later.
 
-    ids: [T] int32, anchor and drafts of each row, one row behind the other; None: read from the rows, otherwise the round begins
-    ahead. Rows are in the order of a pass (`in_slots`).
+    ids: [T] int32, anchor and drafts, row after row, for a round that starts ahead; None: made from the rows. Rows are in the
+    order of a pass (`in_slots`).
     """
 
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
@@ -89,15 +89,15 @@ class Round:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no row drafts, and each chooses on the device: the next round may begin before this one is read."""
+        """Whether no row drafts and all tokens are chosen on the device: the next round may start before this one is read."""
         return all(not row.draft.width and _draws_alike(row.run.target_sampler) for row in self.rows)
 
     def of(self, run: Run) -> RowRound | None:
-        """That run's part."""
+        """The part of this run, or None."""
         return next((row for row in self.rows if row.run is run), None)
 
     def _enqueue(self) -> None:
-        """Hand to the device what is read: what each row chooses, the drafts, and whether a kernel was at fault."""
+        """Enqueue what will be read: each row's choices, the drafts, and whether a kernel was at fault."""
         target = self.target.target
         self._logits = target.head(self._hidden)
         self._normed = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
@@ -113,7 +113,7 @@ class Round:
         mx.async_eval(self._packed, self._hidden, self._output.features, context)
 
     def commit_ahead(self) -> None:
-        """Keep the anchors' rows of a plain round, before it is read."""
+        """Commit the anchors of a plain round before it is read."""
         for row, span in zip(self.rows, self._spans, strict=True):
             if not row.is_gone:
                 row.run.drafter.context.pending.append(self._output.features[span])
@@ -121,7 +121,7 @@ class Round:
         self._is_committed = True
 
     def ahead(self, rows: Sequence[RowRound]) -> Round:
-        """The plain round behind this one, which is committed, of some of its rows: it begins with what they choose here."""
+        """The plain round after this committed one, for some of its rows. It starts from the tokens that they choose here."""
         places = {id(row.run): i for i, row in enumerate(self.rows)}
         rows = in_slots(rows)
         at = [places[id(row.run)] for row in rows]
@@ -130,9 +130,9 @@ class Round:
         return Round(self.target, rows, self._chosen if at == [*range(len(self.rows))] else self._chosen[mx.array(at)])
 
     def read(self, following: Round | None = None) -> Round | None:
-        """Wait. `kept` or `error` of each row that is still there is set; `commit` comes after it.
+        """Wait for the device, then set `kept` or `error` of each row that is still here. Call `commit` afterwards.
 
-        Returns: the following round, which has begun already; None: a kernel was at fault, and it counts for nothing.
+        Returns: the following round, which has started already; None if a kernel was at fault, which makes that round void.
         """
         target = self.target.target
         while True:
@@ -142,13 +142,13 @@ class Round:
                 target.check([values.pop() for _ in self._flag])
                 break
             except NotFiniteError:
-                # The pass itself ran without kernels of ours; only the head is run again. What followed is rolled back by the
-                # next round, as rows that a pass holds and nobody kept.
+                # The pass itself ran without our kernels; only the head is run again. The next round rolls the following round
+                # back, like all rows of a pass that were not kept.
                 following = None
                 self._enqueue()
         for row, span, start in zip(self.rows, self._spans, self._starts, strict=True):
             n, at = row.draft.row.shape[1], self._hidden.shape[1] + start
-            # Ids, and as many confidences where there are any.
+            # Ids, then one confidence for each, if there are any.
             ids, confidence = unpack_drafts(values[at : at + (n if row.draft.confidence is None else 2 * n)], n)
             if not row.is_gone:
                 _guarded(row, self._decide(span, values[span], ids, confidence))
@@ -157,12 +157,12 @@ class Round:
         return following
 
     def commit(self, seconds: float) -> None:
-        """Commit what was kept, unless that was done ahead. seconds: what the round took."""
+        """Commit what was kept, unless that was done ahead. seconds: the duration of the round."""
         sound = [row for row in self.rows if row.kept and not row.error]
         for row in sound:
             row.kept.output.seconds = seconds
             if not self._is_committed:
-                # What is handed to the device goes for all rows at once.
+                # Arrays are evaluated below, for all rows at once.
                 _guarded(row, lambda row: keep_rows(row.run, row.kept))
         if not self.is_plain:
             evaluate([entry for row in sound for entry in row.run.lazy], [row.kept.output.features for row in sound])
@@ -170,12 +170,12 @@ class Round:
     def _decide(
         self, span: slice, chosen: list[int], ids: list[int], confidence: list[float] | None
     ) -> Callable[[RowRound], None]:
-        """What a row keeps of its part of the pass, as `kept`."""
+        """A step that sets a row's `kept` from its part of the pass."""
         target, hidden, features = self.target.target, self._hidden[:, span], self._output.features[span].swapaxes(0, 1)
 
         def row_logprobs(i: int) -> mx.array:
             if len(chosen) == 1:
-                # As long as the row is held, those of the whole round are: of plain rounds, as mlx-lm does.
+                # This view keeps the log-probabilities of the whole round alive. In plain rounds mlx-lm does the same.
                 return self._normed[0, span.start]
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
@@ -200,7 +200,7 @@ class Round:
 
 
 def begin_round(target: BatchTarget, rows: Sequence[RowRound]) -> Round | None:
-    """Propose, and enqueue the pass that verifies. Rows with an `error` are not in it; None: all have one."""
+    """Propose, and enqueue the pass that verifies. Rows with an `error` are left out; None if all have one."""
     for row in rows:
         _guarded(row, _propose)
     _draft([row for row in rows if row.error is None and row.draft is None])
@@ -209,7 +209,7 @@ def begin_round(target: BatchTarget, rows: Sequence[RowRound]) -> Round | None:
 
 
 def _guarded(row: RowRound, step: Callable[[RowRound], None]) -> None:
-    """A step of one row, whose fault is its own."""
+    """Run a step of one row; an error is stored in that row alone."""
     try:
         step(row)
     except Exception as error:  # noqa: BLE001 - a processor, a sampler or a draft source may raise anything
@@ -217,7 +217,7 @@ def _guarded(row: RowRound, step: Callable[[RowRound], None]) -> None:
 
 
 def _propose(row: RowRound) -> None:
-    """Settle who drafts. Drafts of the drafter are left to `_draft`."""
+    """Choose the draft source. The drafter's own drafts are made later, by `_draft`."""
     run = row.run
     row.n = run.next_draft_length()
     drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.drafter.model)
@@ -226,7 +226,7 @@ def _propose(row: RowRound) -> None:
 
 
 def _draft(rows: Sequence[RowRound]) -> None:
-    """The drafter's drafts, in one pass for each size of blocks."""
+    """Make the drafter's drafts, with one pass per block size."""
     sizes: dict[int, list[RowRound]] = {}
     for row in rows:
         sizes.setdefault(row.run.stats.block_size, []).append(row)
@@ -258,7 +258,7 @@ def _row_draft(row: RowRound, size: int) -> RowDraft:
 
 
 def _begin_pass(row: RowRound) -> RowPass:
-    """What `Run.verify` does in front of a pass."""
+    """What `Run.verify` does before a pass."""
     run = row.run
     run.roll_back()
     run.mark_rollback_point()
@@ -266,7 +266,7 @@ def _begin_pass(row: RowRound) -> RowPass:
 
 
 def _ids(rows: Sequence[RowRound]) -> mx.array:
-    """[T] int32: anchor and drafts of each row, one row behind the other."""
+    """[T] int32: anchor and drafts, row after row."""
     if not any(row.draft.width for row in rows):
         return mx.array([row.anchor for row in rows], dtype=mx.int32)
     (parts, starts), at = _drafts(rows), []
@@ -276,12 +276,12 @@ def _ids(rows: Sequence[RowRound]) -> mx.array:
 
 
 def _draws_alike(sampler: TargetSampler) -> bool:
-    """Whether a row's tokens are chosen on the device by its sampler alone, and its drafts kept while they equal them."""
+    """Whether the sampler alone chooses a row's tokens, on the device, and drafts are kept as long as they equal these."""
     return type(sampler) is TargetSampler and not sampler.processors
 
 
 def _drafts(rows: Sequence[RowRound]) -> tuple[list[mx.array], list[int]]:
-    """The drafts of all rows in few parts, each of which is a launch, and where each row's begin in them: [n] int32 in all."""
+    """The drafts of all rows, [n] int32 in few parts (each is a launch), and where each row's drafts begin in them."""
     parts, starts, known, end = [], [], {}, 0
     for row in rows:
         block, i = row.block or (row.draft.row, 0)
@@ -295,9 +295,9 @@ def _drafts(rows: Sequence[RowRound]) -> tuple[list[mx.array], list[int]]:
 
 
 def _choices(rows: Sequence[RowRound], positions: list[int], spans: list[slice], normed: mx.array) -> mx.array:
-    """[T, V] log-probabilities to [T] int32, what each row chooses; argmax in rows that choose in their own way, later.
+    """[T] int32: what each row chooses from [T, V] log-probabilities; the argmax for rows that choose later in their own way.
 
-    Rows that draw alike draw together. positions: absolute, of the token that each row's first one chooses.
+    Rows with the same sampling settings draw together. positions: absolute position of the first token that each row chooses.
     """
     chosen = mx.argmax(normed, axis=-1).astype(mx.int32)
     alike: dict[Any, list[int]] = {}

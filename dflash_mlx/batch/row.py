@@ -1,4 +1,4 @@
-"""A row of a batch: one request from its prompt to its last token, as `generation` makes responses of a run.
+"""A row of a batch: one request from its prompt to its last token. It makes responses as `generation` does.
 
 Knows one run. Knows no other row.
 """
@@ -25,8 +25,8 @@ from .rounds import RowRound
 class RowResponse(GenerationResponse):
     """A row's response for one token.
 
-    uid: what `insert` called the row. error: why it ended, with finish_reason "error"; the other fields are then as they were.
-    prompt_cache: with the last one, the row's cache, for a request that goes on.
+    uid: the number that `insert` returned. error: why the row ended, with finish_reason "error"; the other fields then stay as
+    they were. prompt_cache: in the last response, the row's cache, for a request that continues.
     """
 
     uid: int = -1
@@ -35,11 +35,11 @@ class RowResponse(GenerationResponse):
 
 
 class _Paused(Exception):
-    """Leaves a prefill behind one chunk."""
+    """Ends a prefill after one chunk."""
 
 
 class Row:
-    """uid: its name; run: what generates; rest: tokens of its prompt that are not read yet; anchor: its last committed token."""
+    """uid: its number; run: its generation; rest: prompt tokens that are not read yet; anchor: its last committed token."""
 
     def __init__(self, uid: int, run: Run, prompt: list[int]):
         self.uid, self.run, self.rest, self.anchor = uid, run, list(prompt), -1
@@ -48,15 +48,15 @@ class Row:
         options, self._tell = run.options, run.options.progress
         self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
         self.responder = Responder(run, prompt)
-        # Rows of the cache -> who is given the entries when they hold so many of the prompt.
+        # Number of prompt tokens in the cache -> a function that is called with the entries when they hold that many.
         self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
-        # Of a run that goes on alone.
+        # The loop for one row, while the row runs alone.
         self._steps: Iterator[Step] | None = None
-        # Where its keys are in company; None: with itself.
+        # Where its keys are in a shared group; None: in its own entries.
         self.seat: Seat | None = None
-        # Its part of a round that is not read yet.
+        # Its part of the round that is not read yet.
         self.round: RowRound | None = None
-        # Whether its cache says what it holds, so that a copy may be made now.
+        # Whether the prompt cache has been written up to date, so that it may be copied now.
         self._is_written = False
 
     @property
@@ -85,7 +85,7 @@ class Row:
             run.options.progress = lambda *_: None
             self._tell(self.prompt_tokens, self.prompt_tokens)
         except _Paused:
-            # The cache says what it holds: the next chunk begins there.
+            # The cache records what it holds; the next chunk begins there.
             run.cache.rows = run.rows
             self.rest = self.rest[run.rows - before - old :]
             self._tell(self.prompt_tokens - len(self.rest), self.prompt_tokens)
@@ -93,19 +93,19 @@ class Row:
                 keep(self.leave_settled())
 
     def alone(self) -> list[RowResponse]:
-        """The tokens of the next round by the loop for one row."""
+        """Run one round with the loop for one row. Returns: its tokens."""
         self.policy.in_company = False
         if self._steps is None:
             self.leave_settled()
             self._steps = generate_steps(self.run, [])
         found, run = [], self.run
         while not found or run.rows >= len(run.cache.ids) and not found[-1].finish_reason:
-            # What a round has committed is handed out before anybody may join.
+            # All tokens that a round committed are handed out before another row may join.
             found.append(self._respond(next(self._steps)))
         return found
 
     def join(self) -> None:
-        """Leave the loop for one row, if the row was in it: its caches are at the tokens that were handed out."""
+        """Leave the loop for one row, if it was running. The caches then hold exactly the tokens handed out."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None
@@ -119,16 +119,16 @@ class Row:
     def _find_seat(self) -> Seat | None:
         run = self.run
         empty = [entry for entry in run.cache.drafter if type(entry) is KVCache and entry.empty()]
-        # Entries that are still empty have no shape, and quantized ones another.
+        # Empty entries have no shape yet, and quantized ones have another.
         return None if empty or not run.rows or run.quantization else seat_of(run.cache.entries[:-1])
 
     @property
     def room(self) -> int:
-        """Tokens that its entries hold at most within the next round."""
+        """The most tokens that its entries may hold during the next round."""
         return self.run.rows + self.run.stats.block_size
 
     def leave_settled(self) -> list[Any]:
-        """The prompt cache at the tokens that were handed out, or so much of the prompt as was read; the row goes on with it."""
+        """The prompt cache with the tokens handed out, or with what was read of the prompt. The row continues with it."""
         self._settle()
         self._steps = None
         self._resume()
@@ -136,7 +136,7 @@ class Row:
         return self.run.cache.entries
 
     def _resume(self) -> None:
-        """Let the run go on from caches that were settled."""
+        """Let the run continue from settled caches."""
         run = self.run
         run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
         drafter = run.proposer_class(
@@ -146,7 +146,7 @@ class Row:
         run.next_width = None
 
     def emit(self, kept: Kept) -> list[RowResponse]:
-        """Responses for what a round has committed, up to the last token of the row."""
+        """Responses for the tokens that a round committed, up to the row's last token."""
         found = []
         for step in self.run.emit(kept):
             found.append(self._respond(step))
@@ -159,19 +159,19 @@ class Row:
         return RowResponse(**vars(self.responder.respond(step)), uid=self.uid)
 
     def fail(self, error: Exception) -> RowResponse:
-        """The row's last response, for something that went wrong in it alone."""
+        """The row's last response, for an error of this row alone."""
         none = {"text": "", "token": -1, "logprobs": None, "from_draft": False, "peak_memory": 0.0}
         none |= {"prompt_tps": self.responder.prompt_tps}
         counts = {"prompt_tokens": self.prompt_tokens, "generation_tokens": self.responder.n, "generation_tps": 0.0}
         return RowResponse(**none, **counts, finish_reason="error", stats=self.run.stats, uid=self.uid, error=error)
 
     def end(self) -> list[Any]:
-        """Leave the batch. Returns: the prompt cache, at the tokens that were handed out."""
+        """Leave the batch. Returns: the prompt cache, which holds exactly the tokens handed out."""
         self._settle()
         return self.run.cache.entries
 
     def _settle(self) -> None:
-        """Leave the caches at the tokens that were handed out, with arrays of their own."""
+        """Leave the caches with exactly the tokens handed out, in arrays of their own."""
         if self.round is not None:
             self.round.is_gone, self.round = True, None
         if self._steps is not None:
@@ -184,7 +184,7 @@ class Row:
 
 
 def make_row(uid: int, options: RunOptions, pair: DFlashPair) -> Row:
-    """A row that has not begun. What cannot be honoured is refused here.
+    """Make a row that has not started. Refuses what cannot be done.
 
     Raises:
       GenerationError, CacheError, PairError, ValueError: as `stream_generate`.
