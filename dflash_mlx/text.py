@@ -1,4 +1,4 @@
-"""Text as it grows: what each token adds to it, and where it stops. Knows tokenizers, no models."""
+"""Growing text: what each token adds, and where the text stops. Knows tokenizers; knows no models."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
 class TextStream:
     """The text that an answer adds to its prompt, token by token.
 
-        text = TextStream(tokenizer, prompt_ids)                  one for each answer; prompt_ids: all of them, cached ones too
-        print(text.feed(token))                                   for each token, EOS left out
-        print(text.finish())                                      what was held back, once after the last token
+        text = TextStream(tokenizer, prompt_ids)                  one per answer; prompt_ids: the whole prompt, cached ids too
+        print(text.feed(token))                                   for each token except EOS
+        print(text.finish())                                      once after the last token: what was held back
 
-    A prompt that is continued: the pieces together are what `tokenizer.decode(prompt + ids)` adds behind the longest common
-    start with `tokenizer.decode(prompt)`. So a leading blank stays, and a character that the prompt began comes whole. Text that
-    a later token may still change is held back: half a character, a run of byte tokens, a blank that the tokenizer cleans up.
+    If a prompt is continued as text, the pieces together are what `tokenizer.decode(prompt + ids)` adds after the longest common
+    start with `tokenizer.decode(prompt)`. So a leading space stays, and a character that the prompt began comes whole. Text that
+    a later token may still change is held back: half a character, a run of byte tokens, a space that the tokenizer may clean up.
 
-    A prompt that a chat template has rendered: mlx-lm's own text, which drops one leading blank.
+    If a chat template made the prompt, the text is mlx-lm's own, which drops one leading space.
 
-    after_chat_template: which of the two; None: told by how the prompt ends (see `follows_chat_template`).
+    after_chat_template: which of the two; None: decided by how the prompt ends (see `follows_chat_template`).
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], after_chat_template: bool | None = None):
-        # Of a prompt cache that mlx-lm filled not all ids are known.
+        # If mlx-lm filled the prompt cache, not all ids are known.
         prompt = [token for token in prompt if token >= 0]
-        # A new one at each access.
+        # mlx-lm makes a new detokenizer at each access.
         mlx_lms = getattr(tokenizer, "detokenizer", None)
         cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         if follows_chat_template(tokenizer, prompt) if after_chat_template is None else after_chat_template:
@@ -66,7 +66,7 @@ class TextStream:
             self._way = _ByWindow(tokenizer, prompt, cleans)
 
     def feed(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that has become certain with this token."""
         return self._way.feed(token)
 
     def finish(self) -> str:
@@ -75,11 +75,11 @@ class TextStream:
 
     @property
     def holds(self) -> bool:
-        """Whether text is held back now; of mlx-lm's text nobody knows, and it is True."""
+        """Whether text is held back now. For mlx-lm's own text this is unknown, so it is True."""
         return self._way.holds
 
 
-# Tokens at the end of a prompt, or of a window, that settle how the next ones are read.
+# How many tokens at the end of a prompt or a window can change how the next ones are decoded.
 _SHIELD = 8
 
 
@@ -101,14 +101,14 @@ class _ByMlxLm:
 
 
 class _ByBytes:
-    """Byte-level BPE: a text is its tokens' bytes, one behind the other. So only those of the new token are decoded."""
+    """Byte-level BPE: a text is the bytes of its tokens, one after the other. So only the new token's bytes are decoded."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._name, self._begun = tokenizer.convert_ids_to_tokens, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in prompt[-_SHIELD:]:
             self.feed(token)
-        # A prompt that ends inside a character: with how many U+FFFD its own text ends (three bytes of a surrogate have two).
+        # If the prompt ends inside a character: the number of U+FFFD at its end (three bytes of a surrogate give two).
         self._begun = len(self._decoder.getstate()[0].decode(errors="replace"))
 
     def feed(self, token: int) -> str:
@@ -129,16 +129,16 @@ class _ByBytes:
 
 
 class _ByWindow:
-    """Any other tokenizer: the last tokens are decoded together, and what that adds is given out."""
+    """Any other tokenizer: the last tokens are decoded together, and the text that this adds is returned."""
 
     _LONGEST = 32
     _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-    # What `clean_up_tokenization_spaces` writes without the blank.
+    # Before these, `clean_up_tokenization_spaces` removes the space.
     _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], cleans: bool):
         self._tokenizer, self._cleans, self.holds = tokenizer, cleans, True
-        # _ids: the window that is decoded; _before: the text in front of the next piece, as the window has it.
+        # _ids: the window that is decoded; _before: the window's text before the next piece.
         self._ids = self._tail(prompt)
         self._before = self._decode()
 
@@ -174,15 +174,15 @@ class _ByWindow:
         return isinstance(name, str) and self._BYTE.fullmatch(name) is not None
 
     def _tail(self, ids: Sequence[int]) -> list[int]:
-        """The last ids, none of a run of bytes without those before it: a run decodes as a whole."""
+        """The last ids. A run of byte tokens is taken whole, because it can only be decoded as a whole."""
         start = max(len(ids) - _SHIELD, 0)
         while start and self._is_byte(ids[start]):
             start -= 1
         return list(ids[start:])
 
     def _unsure(self, text: str) -> int:
-        """How many letters at the end may still change."""
-        # Half a character, or several.
+        """How many characters at the end may still change."""
+        # One or several unfinished characters.
         unsure = len(text) - len(text.rstrip("\ufffd"))
         if self._cleans and not unsure:
             unsure = max((n for word in self._CLEANED for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
@@ -190,18 +190,18 @@ class _ByWindow:
 
 
 def follows_chat_template(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Whether a prompt of token ids ends as the tokenizer's chat template ends one, so that an answer may begin.
+    """Whether a prompt of token ids ends like one that the tokenizer's chat template has rendered for an answer to follow.
 
-    Told by the ids that two rendered messages have in common at the end; an end without a letter tells nothing. Text that was
-    encoded by itself and happens to end like that counts as rendered.
+    This compares the ids that two rendered messages have in common at their ends. An end without visible text says nothing. Plain
+    text that happens to end like that counts as rendered.
     """
     ids = list(prompt[-_LONGEST_END:])
     return any(ids[-len(end) :] == end for end in _template_ends(tokenizer))
 
 
-# Ids at the end of a prompt that are compared with the template's.
+# How many ids at the end of a prompt are compared with the template's.
 _LONGEST_END = 64
-# Tokenizer -> its chat template, and how that ends a prompt.
+# Tokenizer -> its chat template, and how the template ends prompts.
 _ends: weakref.WeakKeyDictionary[Any, tuple[Any, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 
@@ -212,7 +212,7 @@ def _template_ends(tokenizer: Any) -> list[list[int]]:
     known = _ends.get(tokenizer)
     if known is None or known[0] != template:
         settings = ({}, {"enable_thinking": True}, {"enable_thinking": False})
-        # Some templates end otherwise where there is a system message.
+        # Some templates end in another way if there is a system message.
         systems = ([], [{"role": "system", "content": "y"}])
         found = [_template_end(tokenizer, system, **setting) for system in systems for setting in settings]
         known = _ends[tokenizer] = (template, [end for end in found if end])
@@ -220,7 +220,7 @@ def _template_ends(tokenizer: Any) -> list[list[int]]:
 
 
 def _template_end(tokenizer: Any, system: list[dict[str, str]], **settings: Any) -> list[int]:
-    """The ids that two rendered messages share at their end; [] where they have no letter."""
+    """The ids that two rendered messages share at their end; [] if these show no text."""
     options = {"add_generation_prompt": True, "return_dict": False, **settings}
     try:
         messages = ([*system, {"role": "user", "content": text}] for text in ("x", "7"))
@@ -238,17 +238,17 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 class StopText:
-    """Cuts growing text before the first stop string, wherever its letters fall in tokens."""
+    """Cuts growing text before the first stop string, however tokens divide that string."""
 
     def __init__(self, words: Sequence[str]):
         self.words, self.held = list(words), ""
-        # The one that was met first.
+        # The stop string that was found first.
         self.found: str | None = None
 
     def feed(self, text: str, last: bool = False) -> tuple[str, bool]:
-        """Returns: the text that is surely before any stop string, and whether one was met.
+        """Returns: the text that cannot be part of a stop string, and whether a stop string was found.
 
-        Text that may begin one is held until the next call; `last` gives it out.
+        Text that may be the beginning of one is held until the next call; with `last` it is returned.
         """
         text, self.held = self.held + text, ""
         starts = [(at, word) for word in self.words if (at := text.find(word)) >= 0]
@@ -265,9 +265,9 @@ class StopText:
 
 
 def prompt_thinking(tokenizer: Any, ids: Sequence[int]) -> bool | None:
-    """The template's enable_thinking that a prompt of token ids was rendered with, told by how it ends.
+    """The `enable_thinking` with which the template rendered a prompt of token ids, found from how the prompt ends.
 
-    None: the tokenizer's template has no such setting, or the prompt does not end as the template lets an answer begin.
+    None if the template has no such setting, or if the prompt does not end like a rendered one.
     """
     if not getattr(tokenizer, "has_chat_template", False):
         return None
@@ -282,7 +282,7 @@ def prompt_thinking(tokenizer: Any, ids: Sequence[int]) -> bool | None:
     if on == off:
         return None
     shared = _common(on, off)
-    # With what comes before them, so that an end without letters of its own is told too; the longer end first.
+    # Compare some ids before the difference too, so that an end that adds no ids is recognised too; the longer end first.
     ends = sorted(((rendered[max(shared - 3, 0) :], setting) for rendered, setting in ((on, True), (off, False))), key=_length)
     return next((setting for end, setting in reversed(ends) if list(ids[-len(end) :]) == end), None)
 
@@ -292,7 +292,7 @@ def _length(end: tuple[list[int], bool]) -> int:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """What one token adds to the text in UTF-8, also where it is only part of a character; None where that is unknown."""
+    """The UTF-8 bytes that one token adds to the text, even if they are only part of a character; None if unknown."""
     name, way = tokenizer.convert_ids_to_tokens(token), tokenizer.detokenizer
     if isinstance(name, str) and isinstance(way, SPMStreamingDetokenizer):
         return bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("\u2581", " ").encode()
@@ -303,7 +303,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: printable ones as they are, the others in order from U+0100 on."""
+    """The letter by which byte-level BPE writes each byte: printable ones as they are, the others from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -313,7 +313,7 @@ _BYTES = _byte_letters()
 
 
 def _letters_bytes(name: str) -> bytes:
-    """The bytes that the name of a byte-level token stands for; an added token may have letters that stand for none."""
+    """The bytes that a byte-level token's name stands for. An added token may have letters that stand for no byte."""
     try:
         return bytes(map(_BYTES.__getitem__, name))
     except KeyError:

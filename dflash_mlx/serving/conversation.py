@@ -1,6 +1,6 @@
 """A conversation without a screen: messages, settings, and the caches that carry them from turn to turn.
 
-Knows chat templates and prompt reuse. Knows no terminals, and nothing of how models are found.
+Knows chat templates and prompt reuse. Knows no terminals, and not how models are found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .channels import Channels, Piece
 from .messages import Prompt, read_messages, render_chat
 from .prefix_cache import AS_THEY_ARE, CacheOptions, PrefixCache, PrefixRun, stream_from_prefix
 
-# Of session files. In version 1 a top_p of 0 switched the filter off.
+# The version of session files. In version 1 a top_p of 0 turned the filter off.
 VERSION = 2
 
 
@@ -40,13 +40,13 @@ class Pair:
 
     @property
     def has_chat_template(self) -> bool:
-        # A server has one, or makes do.
+        # A server has its own template, or works without one.
         return self.tokenizer is None or self.tokenizer.has_chat_template
 
 
 @dataclass(frozen=True)
 class Settings(SamplingSettings):
-    """What `/set` changes: the sampling settings, and what belongs to a conversation. None is the default of `generate`.
+    """What `/set` changes: the sampling settings and the settings of a conversation. None means the default of `generate`.
 
     Raises:
       GenerationError: a value of another type or out of its range.
@@ -57,7 +57,7 @@ class Settings(SamplingSettings):
     thinking: bool | None = setting(None, bool, help="The chat template's enable_thinking.")
 
     def changed(self, name: str, text: str) -> Settings:
-        """These settings with one field as a user typed it; 'default' takes it back.
+        """These settings with one field changed to what a user typed; 'default' resets the field.
 
         Raises:
           DFlashError: an unknown name, or a value out of its range.
@@ -69,10 +69,10 @@ class Settings(SamplingSettings):
         return replace(self, **{name: value})
 
     def check_pair(self, vocabulary: int, largest: int | None) -> None:
-        """Whether a pair can do this. largest: the most slots of its drafter's block; None: no drafter, no blocks.
+        """Check that a pair can do this. largest: the largest block size of its drafter; None if there is no drafter.
 
         Raises:
-          DFlashError: what is too much for it.
+          DFlashError: a setting is out of range for the pair.
         """
         self.check_vocabulary(vocabulary)
         if largest is not None and self.block_size is not None and self.block_size > largest:
@@ -80,7 +80,7 @@ class Settings(SamplingSettings):
 
 
 def _settings(pair: Pair, given: Mapping[str, Any]) -> Settings:
-    """What holds with a pair where the user gave these."""
+    """The settings to use with a pair, given those of the user."""
     return Settings(**{**used_of(pair.recommended, given), **given})
 
 
@@ -102,12 +102,12 @@ class Totals:
 class Conversation:
     """Messages, settings and the caches that carry them from turn to turn.
 
-    Without a chat template a message is continued as it is: the target sees all texts joined, and messages keep their ids.
+    Without a chat template a message is continued as plain text: the target sees all texts joined, and messages keep their ids.
     Args:
-      given: the settings that the user gave; of the others those hold that the target's files recommend, at temp 0 none.
-      files: where prompts are kept for the next chat.
+      given: the user's settings. For the others the recommendations of the target's files apply, unless temp is 0.
+      files: where computed prompts are kept for the next chat.
     Attributes:
-      url: of the server that answers (`remote`); None: models run here. demand: what answers are held to.
+      url: of the server that answers (`remote`); None: models run here. demand: the constraint on answers.
     """
 
     url: str | None = None
@@ -128,10 +128,10 @@ class Conversation:
         self.use(pair)
 
     def use(self, pair: Pair) -> None:
-        """Go on with other models; they have no caches yet.
+        """Continue with other models, whose caches are empty.
 
         Raises:
-          DFlashError: the settings ask for what they cannot do.
+          DFlashError: the new models cannot do what the settings ask for.
         """
         target, settings = Target(pair.model), _settings(pair, self.given)
         vocabulary, largest = target.vocabulary, largest_block(pair.drafter) if pair.drafter else None
@@ -139,7 +139,7 @@ class Conversation:
         self.caches.check(pair.model, pair.drafter, settings.block_size)
         self.keep()
         self.settings, self.pair, self.vocabulary, self.largest = settings, pair, vocabulary, largest
-        # Positions the target was made for, where its config says.
+        # The context length that the target was made for, if its config names it.
         self.limit = target.context_length
         # The last few states: an undone or retried turn starts from one of them.
         self.store = PrefixCache(6)
@@ -150,13 +150,13 @@ class Conversation:
         self.stopped = False
 
     def keep(self) -> None:
-        """Write what was computed where it is kept beyond this chat, if it is; Ctrl-C leaves the rest."""
+        """Write computed prompts to `files`, if there is such a place. Ctrl-C skips the rest."""
         with suppress(KeyboardInterrupt):
             while self.store is not None and self.store.write_next(quiet_s=0):
                 pass
 
     def set(self, name: str, text: str) -> None:
-        """Change one setting; refused, all stay as they are. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
+        """Change one setting. If it is refused, none changes. Raises: DFlashError, as `Settings.changed` and `check_pair`."""
         value = getattr(self.settings.changed(name, text), name)
         given = {one: kept for one, kept in self.given.items() if one != name}
         if text != "default":
@@ -166,7 +166,7 @@ class Conversation:
         self.given, self.settings = given, settings
 
     def without_effect(self, names: Collection[str]) -> dict[str, str]:
-        """Those of the named settings that change nothing with these models, each with the reason."""
+        """The named settings that have no effect with these models, each with the reason."""
         found = self.settings.without_effect(names)
         if "thinking" in names and self.settings.thinking is not None:
             if self.raw:
@@ -193,7 +193,7 @@ class Conversation:
         return None
 
     def prompt(self) -> Prompt:
-        """The whole conversation as token ids, with the beginnings that the next turn will surely have too.
+        """The whole conversation as token ids, and the beginnings of it that the next turn is sure to share.
 
         Raises:
           DFlashError: the chat template refuses the messages, or the conversation fills the context.
@@ -225,7 +225,7 @@ class Conversation:
     ) -> Iterator[tuple[str, str, GenerationResponse]]:
         """Yield (kind, text, response) with kind "answer" or "thinking"; the answer then joins the messages.
 
-        Ended early (should_stop, a closed generator, an error), what there is joins them all the same, if anything.
+        If it ends early (should_stop, a closed generator, an error), the part that there is joins them, unless it is empty.
         """
         self.last, self.stopped = None, False
         prompt = self.prompt()
@@ -235,7 +235,7 @@ class Conversation:
         texts, tokens = {"answer": "", "thinking": ""}, []
 
         def kept(pieces: list[Piece]) -> list[tuple[str, str]]:
-            # One piece at least: a mark of its drafts hangs on every token.
+            # At least one piece per token, because each carries the mark of how its token was drafted.
             told = [("thinking" if piece.kind == "reasoning" else "answer", piece.text) for piece in pieces] or [("answer", "")]
             for kind, text in told:
                 texts[kind] += text
@@ -251,7 +251,7 @@ class Conversation:
                     for kind, text in kept(pieces):
                         yield kind, text, response
             if channels and self.last is not None:
-                # Letters that might have begun a mark, at the end of an answer or where it was stopped.
+                # Letters at the end that might have been the beginning of a mark.
                 for kind, text in kept(channels.feed("", last=True)):
                     yield kind, text, self.last
         finally:
@@ -260,7 +260,7 @@ class Conversation:
                 self._keep(texts, len(tokens), len(prompt.ids), tokens)
 
     def _open(self, prompt: Prompt, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> PrefixRun:
-        """The run that answers a prompt, on what is held of it."""
+        """The run that answers a prompt, starting from what caches hold of it."""
         settings, pair = self.settings, self.pair
         room = self.limit - len(prompt.ids) if self.limit else None
         asked = settings.max_tokens if settings.max_tokens != -1 else room
@@ -286,7 +286,7 @@ class Conversation:
         )
 
     def _keep(self, texts: dict[str, str], tokens: int, prompt_tokens: int, ids: list[int] | None = None) -> None:
-        """Let an answer of so many tokens join the messages and the totals."""
+        """Add an answer of this many tokens to the messages and the totals."""
         message: dict[str, Any] = {"role": "assistant", "content": texts["answer"]}
         if texts["thinking"]:
             message["reasoning_content"] = texts["thinking"].strip("\n")
@@ -325,10 +325,10 @@ class Conversation:
         }
 
     def restore(self, state: dict[str, Any], given: dict[str, Any] | None = None) -> None:
-        """Take messages, system message and given settings from `state()`, except those that are `given` here; models stay.
+        """Take messages, system message and settings from `state()`, except settings that are `given` here. The models stay.
 
         Raises:
-          DFlashError: the models here cannot do what the settings say; nothing has changed.
+          DFlashError: these models cannot do what the settings say; nothing has changed.
         """
         kept = {name: value for name, value in state["settings"].items() if name in state.get("given", state["settings"])}
         given = {**kept, **(given or {})}

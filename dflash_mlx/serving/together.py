@@ -1,9 +1,9 @@
-"""Requests of a server that are answered together, by one `BatchGenerator`: which of them may start, and what they begin from.
+"""Requests of a server that one `BatchGenerator` answers together: which may start, and which cache they start from.
 
 Knows models, generations and the prefix cache. Knows no queue and no HTTP. All of it runs in the generating thread.
 
-A request starts if there is a row for it, if what all running ones may take in the end fits in memory, and if no other one is
-just reading the beginning that it shares. It begins from a stored prefix, or from a copy of what a running one holds.
+A request starts if there is a row for it, if the memory that all running requests may need in the end is enough, and if no other
+request is reading a beginning that both share. It starts from a stored prefix, or from a copy of a running request's cache.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..prompt_cache import PairCache, trim_prompt_cache
 from .prefix_cache import CacheOptions, PrefixCache, after_held, needs_copies
 
 _log = logging.getLogger(__name__)
-# Tokens that a copy of another request's cache must save, to be worth it.
+# A copy of another request's cache must save at least this many tokens.
 _WORTH = 16
 
 
 @dataclass
 class _Served:
-    """A request that runs. needs: bytes that its caches may take in the end; say: hands a response on, True: it was the last."""
+    """A running request. needs: bytes that its caches may take in the end; say: passes a response on, True if it was the last."""
 
     generation: Any
     row: Row
@@ -40,11 +40,11 @@ class _Served:
 
 
 class Together:
-    """The requests that run.
+    """The running requests.
 
     Args:
-      key: names models that may share caches in `store`. most_tokens: of a job's answer. told: an error as clients are told it.
-      is_cancelled: whether nobody waits for a generation any more.
+      key: names models that may share caches in `store`. most_tokens: the limit of a job's answer. told: turns an error into what
+        the client gets. is_cancelled: whether the client of a generation has left.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Together:
         self._batch = BatchGenerator(model, tokenizer, drafter, max_batch=max_batch, prefill_share=prefill_share, stream=stream)
         self._served: dict[int, _Served] = {}
         self._open = ExitStack()
-        # What a few rows take says what many will.
+        # Memory per row, from what a few rows take.
         self._entries = entries_after_rows(model, drafter, caches.max_kv_size)
         self._room = self._batch.pair.told(limit_bytes(), "room") - model_bytes(model) - model_bytes(drafter)
         if self._batch.max_batch > 1:
-            # Rows in company share arrays, which are longer than they are.
+            # Rows that run together share arrays, which are longer than the rows.
             self._room = (self._room - self._needs_of(MOST_TOKENS)) / MOST
 
     def __len__(self) -> int:
@@ -80,11 +80,11 @@ class Together:
 
     @property
     def generations(self) -> list[Any]:
-        """Those that run, the first one first."""
+        """The running generations, the oldest first."""
         return [served.generation for served in list(self._served.values())]
 
     def may_start(self, generation: Any) -> bool:
-        """Whether another one may run now. The first one may always."""
+        """Whether another generation may start now. The first one always may."""
         if not self._served:
             return True
         if len(self._served) >= self._batch.max_batch or not self._batch.can_add():
@@ -95,7 +95,7 @@ class Together:
         prompt = generation.job.prompt
         if any(self._is_read_by(served.row, prompt) for served in self._served.values()):
             return False
-        # Prefixes that nobody uses now give way.
+        # Free stored prefixes that nobody uses, to make room.
         self.store.trim_to(n_bytes=int(self._room - running - needs))
         return True
 
@@ -107,7 +107,7 @@ class Together:
 
     @staticmethod
     def _is_read_by(row: Row, prompt: list[int]) -> bool:
-        """Whether a row is reading a beginning that the prompt shares."""
+        """Whether a row is reading a beginning that it shares with the prompt."""
         if not row.is_reading:
             return False
         ahead = [*row.run.cache.ids, *row.rest]
@@ -140,11 +140,11 @@ class Together:
         self._served[uid] = _Served(generation, row, self._needs(job), say)
 
     def _keeper(self, tokens: list[int], kind: str) -> Callable[[list[Any]], None]:
-        """What stores a copy of a cache that holds these tokens, for later prompts that begin so."""
+        """A function that stores a copy of a cache with these tokens, for later prompts that begin with them."""
         return lambda entries: self.store.insert_cache(self.key, tokens, copy.deepcopy(entries), cache_type=kind)
 
     def _beginning(self, prompt: list[int]) -> tuple[list[Any], int]:
-        """A cache that holds most of the prompt's beginning, and how much of it."""
+        """The cache that holds the longest beginning of the prompt, and its number of tokens."""
         entries, rest = self.store.fetch_nearest_cache(self.key, prompt)
         held = len(prompt) - len(rest)
         for served in self._served.values():
@@ -160,7 +160,7 @@ class Together:
         return entries, held
 
     def step(self) -> None:
-        """A round of all that run, and a piece of a prompt. Those that nobody waits for any more end."""
+        """Run a round of all requests, and read a piece of a prompt. Requests whose client has left end."""
         for uid, served in list(self._served.items()):
             if self._is_cancelled(served.generation):
                 self._end(uid, self._batch.remove(uid))
@@ -168,7 +168,7 @@ class Together:
             return
         for response in self._batch.next():
             if (served := self._served.get(response.uid)) is None:
-                # It has met its stop string earlier in this round.
+                # It reached its stop string earlier in this round.
                 continue
             is_last = True
             if response.error is None:
@@ -190,14 +190,14 @@ class Together:
             self._open.close()
 
     def end_all(self, error: Exception) -> None:
-        """Take all that run out, for something that concerns them all."""
+        """End all running requests, for an error that concerns them all."""
         for uid, served in list(self._served.items()):
             served.generation.put(error)
             self._served.pop(uid)
             try:
                 self._batch.remove(uid)
             except Exception:
-                # Its cache is given up anyway.
+                # Its cache is dropped anyway.
                 _log.exception("a request could not be ended")
         self._close_if_idle()
 
