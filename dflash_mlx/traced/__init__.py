@@ -1,14 +1,14 @@
-"""Passes of a pair that are put together once and run again, where a trial on this machine finds that faster.
+"""Passes of a pair that are traced once and run again, where a trial on this machine finds that faster.
 
-One door, `accelerate`. Outside of this folder nothing but this file is imported, and a caller needs to know this much:
+The only entry point is `accelerate`. Code outside of this folder imports only this file, and needs to know this much:
 
-    pair.accelerator = accelerate(pair)         at the start of each run: it is None, or the last one as long as that holds
-    accelerator.verify(target, ids, cache, point)         in the place of the target's own pass over a block or a single row
-    accelerator.draft(ids, features, cache, start)        in the place of `Drafter.mask_rows`
+    pair.accelerator = accelerate(pair)         at the start of each run: None, or the last accelerator if it is still valid
+    accelerator.verify(target, ids, cache, point)         instead of the target's own pass over a block or a single row
+    accelerator.draft(ids, features, cache, start)        instead of `Drafter.mask_rows`
     accelerator.refuse(reason)                            after one of its target passes gave a value that is not finite
 
-verify and draft answer None where the ordinary pass is to be run; nothing has happened then. They wait for the device only in a
-trial, once for a shape. Two runs may share an accelerator, in two threads too.
+verify and draft return None if the caller has to run the ordinary pass; nothing has happened then. They wait for the device only
+in a trial, once per shape. Two runs may share an accelerator, also in two threads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ VARIABLE = "DFLASH_MLX_COMPILE"
 
 
 class CompileError(DFlashError, ValueError):
-    """DFLASH_MLX_COMPILE says what is not known."""
+    """DFLASH_MLX_COMPILE has an unknown value."""
 
 
 class Pair(Protocol):
-    """What `accelerate` needs of a pair. accelerator: what the last call gave."""
+    """What `accelerate` needs of a pair. accelerator: the result of the last call."""
 
     target: Target
     drafter: Drafter
@@ -46,10 +46,10 @@ class Pair(Protocol):
 
 
 class Accelerator(Protocol):
-    """Runs a pair's passes faster than the models' own code does, with the same values up to rounding; of an exact pair the
-    target's with every value the same.
+    """Runs a pair's passes faster than the models' own code, with the same values up to rounding. For an exact pair every value
+    of the target's passes is the same.
 
-    prepares: whether passes are put together before the first answer, which may take long.
+    prepares: whether passes are traced before the first answer, which may take long.
     """
 
     prepares: bool
@@ -57,26 +57,26 @@ class Accelerator(Protocol):
     def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
         """The pass `target(ids, cache, point, kernels=True)`, ids [1, w] int32; None: run that.
 
-        Its finite flag is to be read always: rows that are rolled back stay in its buffers with weight zero, and zero times
-        infinity is no number.
+        Always read its finite flag: rows that were rolled back stay in the buffers with weight zero, and zero times infinity is
+        NaN.
         """
 
     def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows` of the same arguments; None: run that."""
+        """`Drafter.mask_rows` with the same arguments; None: run that."""
 
     def refuse(self, reason: str) -> None:
-        """No target pass any more, with one line in the log: the last one gave a value that is not finite."""
+        """Run no more target passes, and say so in one log line: the last one gave a value that is not finite."""
 
     def findings(self) -> list[dict[str, Any]]:
-        """Plain values for `doctor`, for the target and the drafter: name, refused (why, or None), passes run, and by rows of a
-        block whether faster."""
+        """Plain values for `doctor`, for the target and the drafter: name, refused (the reason, or None), number of passes, and
+        whether they were faster, by rows of a block."""
 
 
 def setting() -> str:
-    """What DFLASH_MLX_COMPILE says: "off", "auto" or "on".
+    """The value of DFLASH_MLX_COMPILE: "off", "auto" or "on".
 
     Raises:
-      CompileError: if it says anything else.
+      CompileError: it has another value.
     """
     value = switch(VARIABLE).lower() or "auto"
     if value not in ("off", "auto", "on"):
@@ -85,7 +85,7 @@ def setting() -> str:
 
 
 def may_accelerate() -> bool:
-    """Whether `accelerate` gives anything here: on a GPU unless it is off, elsewhere where DFLASH_MLX_COMPILE is on.
+    """Whether `accelerate` may return an accelerator: on a GPU unless it is off; elsewhere only if DFLASH_MLX_COMPILE is on.
 
     Raises:
       CompileError: as `setting`.
@@ -95,10 +95,10 @@ def may_accelerate() -> bool:
 
 
 def prepare(model: nn.Module, windows: Sequence[int | None]) -> None:
-    """Make the choices of a process that MLX reads at its first attention. Loading a pair calls it before the pair's first pass.
+    """Set what MLX reads once per process, at its first attention. Loading a pair calls this before the pair's first pass.
 
     Args:
-      windows: the drafter's, one a layer, None for full attention.
+      windows: the drafter's sliding windows, one per layer; None for full attention.
     Raises:
       CompileError: as `setting`.
     """
@@ -107,10 +107,10 @@ def prepare(model: nn.Module, windows: Sequence[int | None]) -> None:
 
 
 def accelerate(pair: Pair) -> Accelerator | None:
-    """What runs the passes of this pair in the place of its models' own code; None: nothing does.
+    """What runs this pair's passes instead of the models' own code; None: nothing does.
 
-    Call it at the start of each run and keep what it gives as `pair.accelerator`. It is the same one again as long as both
-    models' weights and DFLASH_MLX_COMPILE are what they were.
+    Call it at the start of each run and keep the result as `pair.accelerator`. It stays the same object as long as the weights
+    of both models and DFLASH_MLX_COMPILE stay the same.
 
     Raises:
       CompileError: as `setting`.
@@ -122,5 +122,5 @@ def accelerate(pair: Pair) -> Accelerator | None:
     always = setting() == "on"
     if isinstance(pair.accelerator, CompiledPair) and pair.accelerator.holds_for(pair.target, pair.drafter, always):
         return pair.accelerator.begin()
-    # On Metal what passes cost is measured without waiting for trials, and a GPU may take long over its first ones.
+    # On Metal, costs of passes are measured without waiting for trials, since a GPU may take long over its first ones.
     return CompiledPair(pair.target, pair.drafter, always, prepares=always or mx.cuda.is_available())

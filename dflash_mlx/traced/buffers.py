@@ -1,7 +1,7 @@
-"""A cache as the arrays that a traced pass is given and gives back.
+"""A cache as the arrays that go into a traced pass and come out of it.
 
-    KVCache           its whole buffers, and where the pass stands as arrays: places to write to, and a mask over the buffers
-    RotatingKVCache   a drafter's, as a KVCache, as long as it holds every row of its text
+    KVCache           its whole buffers; the pass's position is given as arrays: places to write to, and a mask over the buffers
+    RotatingKVCache   a drafter's: like a KVCache, as long as it holds every row of its text
     ArraysCache       its arrays, as a recurrence or a convolution left them
 
 Knows mlx-lm's cache entries; knows no model and no pass.
@@ -22,18 +22,18 @@ from ..kernels.masks import BufferMask
 from ..kernels.small_batch import folded_mask, folded_or_none
 from ..machine import array_bytes, limit_bytes
 
-# Least step of capacities, in rows: a trace takes as long as some ordinary passes.
+# The smallest step between capacities, in rows: making a trace takes as long as several ordinary passes.
 _STEP = 1024
 
-# (arrays, cache entries, how many rows these hold) -> what the pass gives. The same for ordinary entries and for traced ones.
+# (arrays, cache entries, number of rows in them) -> the pass's output. For ordinary entries and for traced ones.
 Pass = Callable[[Sequence[mx.array], Sequence[Any], int | mx.array], tuple[mx.array, ...]]
 
 
 def may_trace(entries: Sequence[Any], rows: int | None = None) -> bool:
-    """Whether passes over these may be traced: they are plain ones, one row a token, and states of one request between them.
+    """Whether passes over these entries may be traced: only plain caches with one row per token, and states of one request.
 
     Args:
-      rows: of a drafter's pass, after which its entries with a window must still hold all rows; None: there may be none.
+      rows: of a drafter's pass, after which its entries with a window must still hold all rows; None: no windows are allowed.
     """
     kinds = {type(entry) for entry in entries}
     apart = any(entry.lengths is not None or entry.left_padding is not None for entry in states_of(entries))
@@ -43,27 +43,27 @@ def may_trace(entries: Sequence[Any], rows: int | None = None) -> bool:
 
 
 def _holds_all(entry: RotatingKVCache, rows: int) -> bool:
-    """Whether a drafter's entry with a window holds every row of its text, in order, and will with so many more."""
+    """Whether a drafter's entry with a window holds every row of its text in order, and still will after `rows` more."""
     return not entry.keep and entry._idx == entry.offset and entry.offset + rows <= entry.max_size
 
 
 def states_of(entries: Sequence[Any]) -> list[ArraysCache]:
-    """Those that hold states, not a row a token."""
+    """The entries that hold states instead of one row per token."""
     return [entry for entry in entries if type(entry) is ArraysCache]
 
 
 def rows_of(entries: Sequence[Any]) -> list[KVCache | RotatingKVCache]:
-    """Those that hold a row a token."""
+    """The entries that hold one row per token."""
     return [entry for entry in entries if type(entry) in (KVCache, RotatingKVCache)]
 
 
 def held(entry: Any) -> list[mx.array]:
-    """An entry's arrays; of one that is empty, None in their place."""
+    """An entry's arrays; None for each one that an empty entry does not have yet."""
     return list(entry.cache) if type(entry) is ArraysCache else [entry.keys, entry.values]
 
 
 def capacity_for(rows: int) -> int:
-    """Rows of the buffers that hold so many: few sizes, an eighth to a quarter apart beyond 8192."""
+    """Size of the buffers for this many rows. There are few sizes, an eighth to a quarter apart beyond 8192."""
     step = _STEP
     while rows > 8 * step:
         step *= 2
@@ -71,13 +71,13 @@ def capacity_for(rows: int) -> int:
 
 
 class Place(NamedTuple):
-    """Where a pass stands. Arrays that the compiled function is given: a number would be a constant, and traced anew.
+    """The position of a pass, as arrays for the compiled function. Plain numbers would be constants and need a new trace.
 
     Shapes:
-      - offset, block, end: [1] int32, the positions of the pass's first row, of its block's (behind new context rows, of a
-        drafter), and behind the block
-      - rows: [1, 1, n, 1] int32, where all rows of the pass are written
-      - seen, added: [K, capacity], what each block row sees: True, or 0 and else minus infinity in the cache's type
+      - offset, block, end: [1] int32, the positions of the pass's first row, of its block's first row (in a drafter's pass after
+        the new context rows), and just after the block
+      - rows: [1, 1, n, 1] int32, where the rows of the pass are written
+      - seen, added: [K, capacity], what each block row sees: True in `seen`; in `added` 0, else minus infinity (cache's type)
     """
 
     offset: mx.array
@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of the pass in front of its block, rows of the block."""
+        """The number of rows before the block, and of the block."""
         return self.rows.size - len(self.seen), len(self.seen)
 
     @property
@@ -98,10 +98,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> Place:
-        """Behind `length` rows. spare: rows in front of the new ones that mean nothing, and are written behind them; columns:
-        [capacity], 0, 1, ..."""
-        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array of the host's
-        # by a page fault, some hundred microseconds.
+        """The position after `length` rows. spare: rows without meaning before the new ones, which are written after them;
+        columns: [capacity], 0, 1, ..."""
+        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array from the host
+        # by a page fault, which takes some hundred microseconds.
         end = length + context + K
         rows = mx.arange(length, end, dtype=mx.int32)
         seen = columns <= rows[context:, None]
@@ -113,9 +113,9 @@ class Place(NamedTuple):
 
 
 class TracedKV:
-    """Stands for a cache entry while a pass is traced: its buffers, and where the pass stands, are inputs.
+    """Stands for a cache entry while a pass is traced. Its buffers and the pass's position are inputs of the trace.
 
-    spread: one dictionary for all entries of a pass, in which what they have in common is made once.
+    spread: one dictionary for all entries of a pass, for arrays that they share.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, place: Place, spread: dict[tuple, mx.array]):
@@ -123,17 +123,17 @@ class TracedKV:
 
     @property
     def block_offset(self) -> mx.array:
-        """[1]: where a drafter's block begins, behind the new context rows."""
+        """[1]: where a drafter's block begins, after the new context rows."""
         return self._place.block
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [1, heads, n, D] rows at the offset. Hands out the whole buffers [1, heads, capacity, D]."""
+        """Write [1, heads, n, D] rows at the offset. Returns: the whole buffers [1, heads, capacity, D]."""
         self.keys = mx.put_along_axis(self.keys, self._rows(keys.shape), keys, axis=2)
         self.values = mx.put_along_axis(self.values, self._rows(values.shape), values, axis=2)
         return self.keys, self.values
 
     def _rows(self, shape: tuple[int, ...]) -> mx.array:
-        """Where each number of [1, heads, n, D] is written."""
+        """Indices at which the values of [1, heads, n, D] are written."""
         return self._once("rows", self._place.rows, shape)
 
     def _once(self, name: str, array: mx.array, shape: tuple[int, ...]) -> mx.array:
@@ -142,10 +142,10 @@ class TracedKV:
         return self._spread[name, shape]
 
     def trim(self, n: int) -> None:
-        """The offset stays where it was: what is behind it counts for nothing."""
+        """Nothing to do: the offset has not moved, and rows after it are never read."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """bool [N, capacity], True: seen. As mlx-lm's caches make it."""
+        """[N, capacity] bool, True for keys that a row sees; as mlx-lm's caches make it."""
         place = self._place
         if window_size is None:
             return BufferMask.of(place.seen, place.added, place.end)
@@ -153,10 +153,10 @@ class TracedKV:
         return place.seen & (place.rows.reshape(N, 1) < columns + window_size)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, causal: bool) -> mx.array:
-        """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: each row to what stands up to its own
-        place, or all to the whole block."""
+        """Attention of a drafter's block [1, HQ, K, D] to the buffers [1, HK, capacity, D]: causal, or every row to the whole
+        block."""
         seen, added = self._place.seen, self._place.added
-        # One row serves all where each sees the whole block.
+        # If every row sees the whole block, one mask row serves all.
         fold = (lambda _, *about: folded_mask(added, *about)) if causal else lambda *_: added[-1:]
         if autotune.may_run():
             out = folded_or_none(queries, keys, values, scale, seen, True, fold)
@@ -175,7 +175,7 @@ def traceable(
       - place: as `Place`; given: each entry's arrays, of a KVCache [1, heads, capacity, D]
     Args:
       kinds: the entries' classes.
-    Returns: what the pass gives, and the entries' arrays behind it.
+    Returns: the pass's output, and the entries' arrays after it.
     """
     place = Place(*place)
     spread: dict[tuple, mx.array] = {}
@@ -193,10 +193,10 @@ def _state(arrays: Sequence[mx.array]) -> ArraysCache:
 def run_traced(
     run: Callable[..., Any], arrays: Sequence[mx.array], cache: Sequence[Any], place: Place, end: int
 ) -> tuple[mx.array, ...]:
-    """One call of the compiled function. The entries then hold its arrays alone, so that MLX writes buffers in place."""
+    """Call the compiled function. Afterwards only the entries hold its arrays, so that MLX can write the buffers in place."""
     out, behind = run(list(arrays), list(place), [held(entry) for entry in cache])
     for entry, found in zip(cache, behind, strict=True):
-        # At once, as far as an interruption can see.
+        # One statement, so that an interruption cannot fall in between.
         if type(entry) is ArraysCache:
             entry.cache = found
         else:
@@ -206,19 +206,19 @@ def run_traced(
 
 
 def copied(entry: Any) -> Any:
-    """An entry with arrays of its own, which share their memory until one of them is written."""
+    """A copy of an entry. The arrays share memory until one of them is written."""
     copied, arrays = copy.copy(entry), [mx.array(a) for a in held(entry)]
     vars(copied).update({"cache": arrays} if type(entry) is ArraysCache else dict(zip(("keys", "values"), arrays, strict=True)))
     return copied
 
 
 def fits(cache: Sequence[Any]) -> bool:
-    """Whether the copies of a trial, an ordinary pass's, a compiled one's and what widens it, find room on this machine."""
+    """Whether the memory is enough for the copies of a trial: for an ordinary pass, for a compiled one and for widening it."""
     return mx.get_active_memory() + 3 * array_bytes(a for entry in cache for a in held(entry)) <= limit_bytes()
 
 
 def widen(entry: KVCache | RotatingKVCache, capacity: int) -> None:
-    """Give an entry buffers of `capacity` rows, the new ones zero."""
+    """Give an entry buffers of `capacity` rows; new rows are zero."""
     if more := capacity - entry.keys.shape[2]:
         arrays = {"keys": entry.keys, "values": entry.values}
         wider = {k: mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2) for k, a in arrays.items()}
@@ -228,8 +228,8 @@ def widen(entry: KVCache | RotatingKVCache, capacity: int) -> None:
 def distance(
     expected: Sequence[mx.array], found: Sequence[mx.array], plain: Sequence[Any], ours: Sequence[Any], length: int
 ) -> float:
-    """The largest distance between what two passes gave, each as a share of its norm: states, taps, and the rows of the caches,
-    those of the passes by themselves (among many others they would not count); what recurrences left. 0: every value is the same.
+    """The largest relative distance (to the norm) between the results of two passes: states, taps, the new rows of the caches
+    (by themselves: among many others they would not count), and what recurrences left. 0: every value is the same.
     """
     pairs = [*zip(expected, found, strict=True)]
     for a, b in zip(states_of(plain), states_of(ours), strict=True):
@@ -241,7 +241,7 @@ def distance(
     for a, b in pairs:
         a, b = a.astype(mx.float32), b[:, : a.shape[1]].astype(mx.float32)
         share = mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30)
-        # The square of a small difference may be none.
+        # The square of a small difference may underflow to zero.
         shares.append(mx.where(mx.array_equal(a, b), 0.0, mx.maximum(share, 1e-30)))
-    # One that is not a number is largest.
+    # NaN counts as the largest.
     return max(mx.stack(shares).tolist(), key=lambda share: (share != share, share))

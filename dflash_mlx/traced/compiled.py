@@ -1,36 +1,35 @@
-"""Passes over blocks, the target's and the drafter's, that are put together once and run again: where a model is small, the
-host takes longer over a pass than the GPU does.
+"""Passes over blocks, of the target and the drafter, that are traced once and run again. With a small model the host needs longer
+to build a pass than the GPU needs to run it.
 
-    DFLASH_MLX_COMPILE   unset, auto   on a GPU, the widths at which a trial on this machine found it faster; on Metal from the
+    DFLASH_MLX_COMPILE   unset, auto   on a GPU: the widths at which a trial on this machine found it faster; on Metal from the
                                        second answer on
                          off           no pass
-                         on            all that can be, faster or not, on any device
+                         on            all passes that can be traced, faster or not, on any device
 
-`mx.compile` takes Python's numbers for constants and traces anew for every new shape. So a compiled pass is given the whole
-key and value buffers of the cache, and where it stands as arrays: places to write to, and a mask over the buffers.
+`mx.compile` treats Python numbers as constants and makes a new trace for every new shape. So a compiled pass takes the whole key
+and value buffers of the cache, and its position as arrays: places to write to, and a mask over the buffers.
 
-    buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written behind the rows held; block row j sees what
-             held          block      capacity       stands up to its own place. What stands behind has weight zero.
+    buffer   r0 r1 r2 r3 | b0 b1 b2 | .  .  .        the block's rows are written after the held rows; block row j sees rows
+             held          block      capacity       up to its own place. Rows after it have weight zero.
 
-Rows without meaning fill up what is shorter than a traced shape. In a trace, layers that are given the same array are one
-product (see `fused`).
+What is shorter than a traced shape is filled up with rows without meaning. In a trace, layers that take the same array are
+computed as one product (see `fusion`).
 
-A weight of zero hides what is finite, and a draft that was rolled back may have overflowed float16. So after a compiled pass of
-the target the finite flag is always read (`Target.finite_flag`). Where it says that a value is not finite, that was the last
-compiled pass of this target, and the pass runs again as an ordinary one.
+A weight of zero hides only finite values, and a draft that was rolled back may have overflowed float16. So the finite flag is
+always read after a compiled pass of the target (`Target.finite_flag`). If a value was not finite, the pass runs again as an
+ordinary one, and this target runs no more compiled passes.
 
-A recurrent layer's states are given and given back as they are. Rows without meaning would change them, so blocks of such a model
-are traced at their own widths; and the pass also gives what each recurrence and convolution was given, from which the states
-behind the first n rows are put together in one more trace (`Form`).
+The states of a recurrent layer go in and come out as they are. Rows without meaning would change them, so blocks of such a model
+are traced at their own widths. The pass also returns the inputs of each recurrence and convolution. From these, one more trace
+computes the states after the first n rows (`Form`).
 
-Capacities come in few sizes, so that few are traced. Only models whose every entry is a plain `KVCache`, or the state of a gated
-delta rule, are tried, and each width, and each capacity, is compared with the ordinary pass, on copies, before it is used.
-Whatever a model does that cannot be traced (Python numbers made of the offset, entries that are looked into) leaves that model
-uncompiled.
-Weights are constants of a trace: one put in another's place, as adapters are, runs from the next answer on; one changed in place
-(`weight *= 2`) is not noticed.
+Capacities come in few sizes, so that there are few traces. Only models are tried whose entries are all plain `KVCache`s or
+states of a gated delta rule. Each width and each capacity is compared with the ordinary pass, on copies, before it is used. If a
+model does something that cannot be traced (Python numbers made of the offset, code that looks into entries), it is not compiled.
+Weights are constants of a trace: a weight that is replaced, as adapters do, is used from the next answer on; one that is changed
+in place (`weight *= 2`) is not noticed.
 
-Knows both models; what a cache entry is to a trace, `buffers` knows. Knows nothing of acceptance or the loop.
+Knows both models; `buffers` knows cache entries in traces. Knows nothing of acceptance or the loop.
 """
 
 from __future__ import annotations
@@ -75,23 +74,23 @@ from .buffers import (
 )
 from .fusion import Call, fused_bytes, fused_linears
 
-# Blocks are filled up to a multiple of this: few traces, and rows cost little where a pass is compiled.
+# Blocks are filled up to a multiple of this: it keeps traces few, and rows cost little in a compiled pass.
 ROWS = 4
-# Columns of a quantized product that MLX's kernels for several rows on CUDA take; any other number goes by a slower one.
+# MLX's kernels for several rows on CUDA need a multiple of this many columns of a quantized product; others are slower.
 TILE = 128
-# A drafter's new context rows, in blocks: after copied drafts it is given more than one block's.
+# The most new context rows of a drafter, in blocks: after looked-up drafts there are more than one block's.
 MOST_BLOCKS = 4
-# Traces that are kept, some hundred kilobytes each, by width and capacity.
+# How many traces are kept, by width and capacity; each takes some hundred kilobytes.
 _KEPT = 32
-# Of those that make the states of a pass's first rows, one for each number of them.
+# The same for traces that compute the states after the first n rows of a pass, one for each n.
 _STATES_KEPT = 64
-# What the two passes may differ by, in units of the type's precision and of the norm of what is compared: roundings of a few
-# dozen layers. A row that is seen and should not be, or the other way round, is off by far more.
+# How far the two passes may differ, in units of the type's precision and relative to the norm: roundings of a few dozen layers.
+# A row that is seen and should not be, or the other way round, differs by far more.
 _ROUNDINGS = {mx.float32: 1000, mx.float16: 32, mx.bfloat16: 16}
-# Comparisons that a compiled pass may fail before it is given up. One row over and over is such a text that two right passes lie
-# far apart in half precision (0.2 of the norm in bfloat16: SmolLM2-135M, H100); what is wrong is so in any text.
+# How often the comparison may fail before a compiled pass is given up. In a text of one token repeated, two right passes lie far
+# apart in half precision (0.2 of the norm in bfloat16: SmolLM2-135M, H100). A wrong pass is wrong in any text.
 _COMPARISONS = 3
-# A compiled pass must take less of an eager one's time than this.
+# A compiled pass must take less than this share of an ordinary one's time.
 _FASTER = 0.97
 
 _log = logging.getLogger("dflash_mlx.traced.compiled")
@@ -100,8 +99,8 @@ _log = logging.getLogger("dflash_mlx.traced.compiled")
 class CompiledPair:
     """The compiled passes of a pair: an `Accelerator`.
 
-    always: whether a pass is used that is right, faster or not. prepares: whether passes are tried before the first answer; else
-    from the second one on.
+    always: use every pass that is right, faster or not. prepares: whether passes are tried before the first answer; else from the
+    second one on.
     """
 
     def __init__(self, target: Target, drafter: Drafter, always: bool, prepares: bool = True):
@@ -114,18 +113,18 @@ class CompiledPair:
             run.waits = not prepares
 
     def begin(self) -> CompiledPair:
-        """Another answer begins: what had to wait for the first one no longer does."""
+        """Another answer begins: what had to wait for the end of the first one may start."""
         for run in self.passes:
             run.waits = False
         return self
 
     def holds_for(self, target: Target, drafter: Drafter, always: bool) -> bool:
-        """Whether the models are what their traces were made of: by identity, an adapter loaded since is another array."""
+        """Whether the models still hold the objects that were traced. An adapter loaded since is another array."""
         parts = (_parts(target.model), _parts(drafter))
         return self.always == always and all(_same(p.parts, now) for p, now in zip(self.passes, parts, strict=True))
 
     def refuse(self, reason: str) -> None:
-        # Another answer's pass may have been refused while this one was on its way.
+        # A pass of another answer may have been refused while this one was running.
         if not self.passes[0].refused:
             self.passes[0].refuse(reason)
 
@@ -134,7 +133,7 @@ class CompiledPair:
 
 
 def _parts(model: nn.Module) -> list[Any]:
-    """All that a trace takes for constant: the arrays, numbers and modules of a model. What others keep with it is not that."""
+    """All constants of a trace: the arrays, numbers and modules of a model, but nothing that others attach to it."""
     values = (value for module in model.modules() for value in (*module.values(), *vars(module).values()))
     return [value for value in values if isinstance(value, (mx.array, nn.Module, bool, int, float, str))]
 
@@ -144,27 +143,27 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 class TraceError(DFlashError, ValueError):
-    """A model whose passes cannot be traced; says what of it."""
+    """The passes of a model cannot be traced, for the reason given."""
 
 
 def _timed(rows: int) -> int:
-    """Rows of a block for which a trial of so many rows counts: they are timed for a few widths."""
+    """The number of rows under which a trial of `rows` rows is filed: only a few widths are timed."""
     return 1 if rows == 1 else rows + -rows % ROWS
 
 
 class CompiledPass:
     """The compiled forms of one pass, by shape (numbers of rows) and capacity.
 
-    eager: the ordinary pass, which a trace is compared with.
-    traced: fused -> the pass that is traced, with these calls of layers in place of their own.
-    model: what the pass runs; parts: what its traces take for constant.
-    always: whether a pass is used that is right, faster or not.
-    refused: why this model cannot be compiled, if so.
-    passes: compiled passes so far.
-    joins, kernels, fused: whether layers are put together, what may serve a fused linear, as `kernel_calls`, and whether kernels
-      may take what stands around one.
+    eager: the ordinary pass, with which a trace is compared.
+    traced: fused -> the pass to trace, with these calls in place of the layers' own.
+    model: what the pass runs; parts: the constants of its traces.
+    always: use every pass that is right, faster or not.
+    refused: why this model cannot be compiled, or None.
+    passes: number of compiled passes so far.
+    joins: whether layers are joined; kernels: what may compute a fused linear, like `kernel_calls`; fused: whether kernels may
+      also take the norm, sum or gate around one.
     windows: whether entries with a window may be traced while they hold all rows. own: whether the model is ours, so that its
-      layers may hold views of fused weights. roundings: what a pass may differ by, as `_ROUNDINGS`.
+      layers may hold views of fused weights. roundings: how far a pass may differ, like `_ROUNDINGS`.
     """
 
     joins, kernels, fused, windows, own, roundings = True, staticmethod(kernel_calls), True, False, False, _ROUNDINGS
@@ -174,32 +173,31 @@ class CompiledPass:
         self, name: str, eager: Pass, traced: Callable[[list[Call]], Pass], model: nn.Module, parts: list[Any], always: bool
     ):
         self.name, self._eager, self._traced, self.parts, self.always = name, eager, traced, parts, always
-        # Whoever is held by the model must not hold it.
+        # A weak reference: the model holds this object.
         self._model = weakref.ref(model)
         self.refused: str | None = None
         self.passes = 0
-        # Whether nothing is compiled yet; bytes of the fused weights that traces hold.
+        # Whether compiling has to wait; bytes of the fused weights that traces hold.
         self.waits, self.held = False, 0
         self._forget()
 
     def _forget(self) -> None:
-        # What is traced, from the first trial on.
+        # The pass to trace; set by the first trial.
         self._pass: Pass | None = None
-        # (shape, capacity, type, stream, rows that were asked for: 1, or the shape's) -> the compiled pass, None if the ordinary
-        # one is to be run.
+        # (shape, capacity, type, stream, rows asked for: 1, or the shape's) -> the compiled pass; None: run the ordinary one.
         self._known: dict[tuple, Callable[..., Any] | None] = {}
-        # Shapes with the rows asked for, capacities at which a pass was right.
+        # (shape, rows asked for) and capacities at which a pass was right.
         self._right: tuple[set[tuple], set[int]] = (set(), set())
-        # Rows of a block as `_timed` -> whether it was faster.
+        # `_timed` rows of a block -> whether it was faster.
         self._faster: dict[int, bool] = {}
-        # As `_known` -> comparisons that failed.
+        # A key of `_known` -> number of failed comparisons.
         self._failed: Counter[tuple] = Counter()
-        # Capacity -> the numbers of its rows.
+        # Capacity -> its row numbers, 0, 1, ...
         self._columns: dict[int, mx.array] = {}
         self._plans = autotune.plans()
 
     def findings(self) -> dict[str, Any]:
-        """Plain values: whose passes, why there are none if so, how many there were, and by rows of a block whether faster."""
+        """Plain values: the model's name, why it is refused or None, number of passes, and whether faster, by rows of a block."""
         return {
             "name": self.name,
             "refused": self.refused,
@@ -209,14 +207,14 @@ class CompiledPass:
         }
 
     def refuse(self, reason: str) -> None:
-        """No compiled passes any more, with one line in the log: loud where they were asked for."""
+        """Run no more compiled passes, and say so in one log line; as a warning if the user asked for them."""
         self.refused = reason
-        # What was traced holds copies of weights, half a model's where it is small.
+        # Traces hold copies of weights: half of a small model's.
         self._pass, self._known, self.held = None, {}, 0
         _log.log(logging.WARNING if self.always else logging.INFO, "%s is not compiled: %s", self.name, reason)
 
     def serves(self, rows: int) -> bool:
-        """Whether blocks of so many rows are compiled, as far as is known."""
+        """Whether blocks of this many rows are compiled, as far as is known."""
         return not self.refused and self._faster.get(_timed(rows), True)
 
     def run(
@@ -232,9 +230,9 @@ class CompiledPass:
         """One pass over a batch of one. None: run the ordinary one; nothing has happened then.
 
         Args:
-          arrays: what the ordinary pass is given; filled: the same with `spare` rows in front and others behind that mean
-            nothing, so that few shapes are traced. What the pass gives may have as many rows more behind.
-          context, K: rows of the pass behind `spare`, K of them its block's; the arrays' shapes follow from these.
+          arrays: input of the ordinary pass; filled: the same with `spare` rows without meaning before it and others after it, so
+            that few shapes are traced. The output may have as many extra rows at its end.
+          context, K: numbers of context rows and block rows after `spare`; the arrays' shapes follow from these.
           keeps: rows by which the offset grows.
         """
         rows = 1 if arrays[0].shape[1] == 1 else K
@@ -249,7 +247,7 @@ class CompiledPass:
             return None
         autotune.may_run()
         if self._plans is not autotune.plans():
-            # A kernel was switched off, or switched on.
+            # A kernel was turned on or off.
             self._forget()
         capacity = capacity_for(max(length + new, *(entry.keys.shape[2] for entry in entries)))
         if capacity not in self._columns:
@@ -258,7 +256,7 @@ class CompiledPass:
         place = Place.of(length, spare, context, K, self._columns[capacity], dtype)
         key = (place.shape, capacity, dtype, str(mx.default_stream(mx.default_device())), rows)
         if key not in self._known:
-            # What a model makes of the one does not depend on the other.
+            # Shape and capacity are checked apart: what a model does with one does not depend on the other.
             known = (place.shape, rows) in self._right[0] and capacity in self._right[1]
             run = self._compiled(key, cache) if known else self._tried(arrays, filled, cache, place, length, keeps, key)
             if run is None and 0 < self._failed[key] < _COMPARISONS:
@@ -266,7 +264,7 @@ class CompiledPass:
             self._known[key] = run
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
-        # Another thread may have forgotten it.
+        # Another thread may have removed it.
         if (run := self._known.get(key)) is None:
             return None
         for entry in entries:
@@ -276,7 +274,7 @@ class CompiledPass:
         return out
 
     def _compiled(self, key: tuple, cache: Sequence[Any]) -> Callable[..., Any]:
-        # One row and a filled-up block share a trace: they differ in what they are compared with.
+        # One row and a filled-up block share a trace; they are compared with different passes.
         shared = next((run for other, run in self._known.items() if run and other[:-1] == key[:-1]), None)
         return shared or mx.compile(functools.partial(traceable, self._pass, [*map(type, cache)]))
 
@@ -290,9 +288,9 @@ class CompiledPass:
         keeps: int,
         key: tuple,
     ) -> Callable[..., Any] | None:
-        """The compiled pass, if it is to be used: compare it with the ordinary one, both on copies of the cache, and time it.
+        """Compare the compiled pass with the ordinary one, both on copies of the cache, and time it. None: do not use it.
 
-        Where there is no room for those copies nothing is compiled at this capacity.
+        If memory is too small for those copies, nothing is compiled at this capacity.
         """
         if not fits(cache):
             return None
@@ -313,7 +311,7 @@ class CompiledPass:
                 self._pass, self.held = self._traced(noted), fused_bytes(noted)
             run = self._compiled(key, cache)
             off = distance(expected, compiled(), plain, ours, length)
-        except Exception as e:  # whatever a model's code makes of arrays where it had numbers; no memory for fused weights
+        except Exception as e:  # code of a model that cannot take arrays for numbers; no memory for fused weights
             self.refuse(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}")
             return None
         allowed = self.roundings.get(expected[0].dtype, 0) * mx.finfo(expected[0].dtype).eps
@@ -332,11 +330,11 @@ class CompiledPass:
         return run if self._faster.get(rows, True) else None
 
     def _noted(self, arrays: Sequence[mx.array], spare: Sequence[Any], length: int) -> list[Call]:
-        """The calls of layers that a trace puts together."""
+        """The calls that replace the layers' own in a trace."""
         columns = TILE if mx.cuda.is_available() else 1
         fused = self.fused and autotune.may_run() and autotune.allowed(block_linear.KERNEL)
         run = lambda calls: self._traced(calls)(arrays, spare, length)  # noqa: E731
-        # What is held here of a model that is joined in place would be there twice.
+        # Held here, the old weights of a model that is joined in place would stay in memory too.
         self.parts = [] if self.own else self.parts
         noted = fused_linears(self._model(), run, self.kernels, columns, fused, self.own)
         self.parts = _parts(self._model()) if self.own else self.parts
@@ -345,30 +343,30 @@ class CompiledPass:
 
 @dataclass
 class _States:
-    """Of a target with recurrent layers. modules: those that change a state, which the caller's target has found; forms: how
-    what a pass gives makes the states behind its rows."""
+    """For a target with recurrent layers. modules: those that change a state, as the caller's target has found them; forms: how
+    to compute the states after the first rows from a pass's output."""
 
     modules: list[nn.Module] | None = None
     forms: list[Form] = field(default_factory=list)
 
 
 class CompiledVerify(CompiledPass):
-    """A target's passes over blocks, single rows included: `Accelerator.verify`.
+    """A target's passes over blocks and single rows: `Accelerator.verify`.
 
-    alone: whether single rows are compiled where no block has been.
+    alone: whether single rows are compiled before any block was.
     """
 
     alone = False
 
     def __init__(self, target: Target, parts: list[Any], always: bool):
-        # Of a copy: the target holds this.
+        # From a copy of the target: the target holds this object.
         clone, name = target.clone().clone, target.family
         known = self._states_known = _States()
-        # (rows of a pass, rows that are kept) -> what makes the states behind these.
+        # (rows of a pass, rows kept) -> the function that computes the states after the kept ones.
         self._first: dict[tuple[int, int], Callable[[list[mx.array]], list[list[mx.array]]]] = {}
 
         def passes(fused: list[Call]) -> Pass:
-            # Not the caller's target: what its handlers note while they are traced is nothing to its own passes.
+            # Not the caller's target: notes that its handlers take during a trace must not reach its own passes.
             target = clone()
             target.fused = fused
 
@@ -399,9 +397,9 @@ class CompiledVerify(CompiledPass):
         w, states = ids.shape[1], states_of(cache)
         self._states_known.modules = target.states.found
         if w == 1 and not (self.alone or self._right[0]) or states and target.states.found is None:
-            # The first token does not wait for a trial, nor does who never drafts.
+            # The first token does not wait for a trial, nor does a run that never drafts.
             return None
-        # A token that the device chose is of another type, for which there would be another trace.
+        # A token that the device chose has another type, which would need another trace.
         ids, more = ids.astype(mx.int32), 0 if states else -w % ROWS
         if target.positions is not None and cache[0].offset + w + more > target.positions:
             more = 0
@@ -416,7 +414,7 @@ class CompiledVerify(CompiledPass):
         return TargetOutput(hidden, features, compiled=True)
 
     def _record(self, point: RollbackPoint, states: Sequence[ArraysCache], rows: int, given: list[mx.array]) -> None:
-        """Leave in `point` how to have the states behind the first n rows of a pass: one call for all layers."""
+        """Store in `point` how to compute the states after the first n rows of a pass, in one call for all layers."""
         found: dict[int, list[list[mx.array]]] = {}
 
         def replay(n: int, i: int, entry: ArraysCache) -> None:
@@ -428,7 +426,7 @@ class CompiledVerify(CompiledPass):
             point.replays[id(entry)] = [functools.partial(replay, i=i, entry=entry)]
 
     def _states(self, rows: int, n: int) -> Callable[[list[mx.array]], list[list[mx.array]]]:
-        """Makes each entry's arrays behind the first n rows of what a pass of `rows` rows gave."""
+        """A function from the output of a pass of `rows` rows to each entry's arrays after the first n rows."""
         if (run := self._first.get((rows, n))) is None:
             forms = self._states_known.forms
 
@@ -443,21 +441,21 @@ class CompiledVerify(CompiledPass):
 
 
 class ExactVerify(CompiledVerify):
-    """The passes of a target whose rows are exact: each layer by its exact route, and none that differs in a value from the
-    ordinary pass. So which of the two runs is nobody's concern. A run without a drafter has blocks of one row alone.
+    """The passes of a target in an exact run: each layer takes its exact route, and a trace is used only if no value differs from
+    the ordinary pass. So it does not matter which of the two runs. A run without a drafter only has blocks of one row.
     """
 
     joins, alone, roundings = False, True, {}
 
     def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
-        # A trial looks at no states behind some of a pass's rows.
+        # A trial does not compare the states after only some of a pass's rows.
         return None if states_of(cache) else super().verify(target, ids, cache, point)
 
 
 def _draft_calls(model: nn.Module) -> list[tuple]:
-    """The calls of a drafter's layers that go other ways. Nobody reads its finite flag: what is wrong costs drafts, no text.
+    """The calls of a drafter's layers that take another route. Its finite flag is not read: an error costs drafts, never text.
 
-    On CUDA those of `kernel_calls` that are MLX's own operations: the texts for its products are compiled anew in each process.
+    On CUDA only those of `kernel_calls` that are MLX's own operations: kernels for products are compiled again in each process.
     """
     return [call for call in kernel_calls(model) if isinstance(call[1], Dense) or not mx.cuda.is_available()]
 
@@ -469,14 +467,14 @@ class CompiledDraft(CompiledPass):
 
     @property
     def fused(self) -> bool:
-        """But on CUDA, where the texts for its products are compiled anew in each process."""
+        """True except on CUDA, where kernels for products are compiled again in each process."""
         return not mx.cuda.is_available()
 
-    # A drafter is loaded by us; on CUDA its fused weights are filled up, and copies.
+    # The drafter was loaded by us. On CUDA its fused weights are filled up, so they are copies.
     own = fused
 
     def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
-        # The drafter holds this.
+        # The drafter holds this object.
         held = weakref.ref(drafter)
 
         def passes(fused: list[Call]) -> Pass:
@@ -492,7 +490,7 @@ class CompiledDraft(CompiledPass):
         super().__init__("the drafter", self._routed, passes, drafter, parts, always)
 
     def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, compiled, or on Metal by kernels; None: run that instead."""
+        """`Drafter.mask_rows`, compiled, or on Metal with kernels; None: run that instead."""
         if (out := self._filled_up(ids, features, cache, start)) is not None:
             return out
         if mx.cuda.is_available() or not autotune.may_run() or not self._calls():
@@ -506,12 +504,12 @@ class CompiledDraft(CompiledPass):
             return None
         most = MOST_BLOCKS * K
         if S > most and self.serves(K) and may_trace(cache, S + K):
-            # Context that plain decoding gathered, or a prompt. Keys and values do not ask for its attention, whose length would
-            # be a new one; in few lengths, for a product of a new shape is planned first.
+            # Context from plain decoding, or a prompt. Its keys and values need no attention, whose length would be a new one.
+            # Few lengths are used, since a product of a new shape has to be planned first.
             n = (S - 1) // most * most
             self._model().inject(features[:, :n], cache, start)
             features, start, S = features[:, n:], start + n, S - n
-        # In front, where all rows behind keep their places to one another.
+        # Filled up at the front, so that all later rows keep their distances.
         spare = -S % K
         rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features
         out = self.run([ids, features], [ids, rows], cache, spare, S, K, S)
@@ -519,7 +517,7 @@ class CompiledDraft(CompiledPass):
 
 
 def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[Any]]], keeps: int) -> list[float]:
-    """Seconds of passes that are waited for, each with its cache: the least of four, by turns; the first is not counted."""
+    """Seconds of each pass with its cache, waiting for the result: the least of four, by turns; a first one does not count."""
     seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(5):
         for (run, entries), into in zip(passes, seconds, strict=True):

@@ -1,12 +1,12 @@
-"""Layers of a pass put together, where a small model's passes cost by their number of operations.
+"""Layers of a pass joined into fewer operations: the cost of a small model's pass is its number of operations.
 
-    q, k, v = Wq x, Wk x, Wv x      one product of [Wq; Wk; Wv], of which each layer's call takes its columns
-    rope(q), rope(k)                one rotation of the product's columns, all as heads, of which each call takes its heads
+    q, k, v = Wq x, Wk x, Wv x      one product of [Wq; Wk; Wv]; each layer's call takes its columns
+    rope(q), rope(k)                one rotation of all the product's heads; each call takes its own
     W rms(x);  x + W y;  silu(Wg x) * Wu x      one launch of `block_linear`, where that kernel runs
 
-Which layers these are is seen in a pass: no family's names are known. Fused weights of a target are copies, so only those of its
-small layers are joined; a drafter's layers hold views of them. Quantized ones may be filled up with rows of zeros, to a number of
-columns that a kernel takes.
+Which layers can be joined is found by watching a pass; no names of model families are needed. The fused weights of a target are
+copies, so only its small layers are joined. A drafter's layers become views of the fused weights. Quantized weights may be filled
+up with rows of zeros, to a number of columns that a kernel takes.
 
 Knows MLX's `Linear`, `QuantizedLinear`, `RMSNorm` and `RoPE`, and mlx-lm's rotations and `swiglu`; knows nothing of caches or of
 tracing.
@@ -33,11 +33,12 @@ from ..kernels.masks import WatchedArray
 from ..kernels.routing import ATTENTION, Handler, kernel_calls, renamed
 from ..models.intercept import own_class
 
-# Weights of one product. Copies are dear and save little where reading them takes longer than three launches.
+# The largest weights that are copied, per product. Copying larger ones costs memory and saves little: reading them takes longer
+# than three launches.
 MOST_BYTES = 8 << 20
 _ARRAYS = ("weight", "scales", "biases", "bias")
 
-# (a layer, its handler), as `intercept` takes them.
+# (a layer, its handler), as for `intercept`.
 Call = tuple[nn.Module, Handler]
 
 
@@ -49,16 +50,16 @@ def fused_linears(
     fused: bool = False,
     own: bool = False,
 ) -> list[Call]:
-    """What serves a model's layers in traces: those that one pass gives the same array, and where it rotates what these give, its
-    rotations too; each other product; and if `fused`, norms and gates, of which launches of products are told. Nothing of the
-    pass is evaluated.
+    """The calls that replace a model's layers in traces. Layers that get the same array in a pass are joined, with the rotations
+    of their results. Every other product has a call of its own. With `fused`, norms and gates have calls too, which pass what
+    they know to the products' launches. Nothing of the pass is evaluated.
 
     Args:
-      run: the pass, with these calls of layers in place of their own and of what kernels make of them.
-      kernels: what may serve a fused linear, as `kernel_calls` gives it.
-      columns: quantized products have a multiple of so many, those of one layer too.
-      fused: whether `block_linear` may take what stands around a product.
-      own: whether the model is ours: then layers of any size are joined, and hold views of the fused weights from now on.
+      run: the pass, with the given calls in place of the layers' own and of kernels.
+      kernels: what may compute a fused linear, as `kernel_calls` returns it.
+      columns: quantized products are filled up to a multiple of this, also products of one layer.
+      fused: whether `block_linear` may take the norm, sum or gate around a product.
+      own: whether the model is ours. Then layers of any size are joined, and become views of the fused weights.
     """
     every = [module for _, module in model.named_modules()]
     linears = [module for module in every if own_class(module) in (nn.Linear, nn.QuantizedLinear)]
@@ -84,18 +85,18 @@ def fused_linears(
 
 
 def fused_bytes(calls: Sequence[Call]) -> int:
-    """Bytes of the copies of weights that handlers of `fused_linears` hold."""
+    """Bytes of the weight copies that the handlers of `fused_linears` hold."""
     wholes = {id(whole): whole for _, handler in calls if (whole := getattr(handler, "copy", None)) is not None}
     return sum(_bytes([whole]) for whole in wholes.values())
 
 
 @dataclass
 class _Seen:
-    """What stands around the products of a pass.
+    """What is around the products of a pass.
 
-    given: by the address of an array, it and the layers that were given it. The array is held: no other is known by its address
-      meanwhile.
-    norms: norms, by id, whose values a product was given; gated: layers, by id, whose product is a gate or is gated.
+    given: address of an array -> the array and the layers that took it. The array is held, so that no other array can get its
+      address.
+    norms: ids of norms whose values went into a product; gated: ids of layers whose product is a gate or is gated.
     """
 
     given: dict[int, tuple[mx.array, list[nn.Module]]] = field(default_factory=dict)
@@ -123,22 +124,22 @@ class _Seen:
         return swiglu(gate, up)
 
     def rotated(self, module: nn.Module) -> bool:
-        """Whether its product was split into heads that were rotated."""
+        """Whether the layer's product was split into heads that were rotated."""
         return bool(self.products[id(module)].last)
 
     def followed(self, module: nn.Module) -> bool:
-        """Whether it is of use to know where its product comes from. Of others it is not noted: to note that is a cast."""
+        """Whether later operations can use where the product came from. Otherwise it is not noted, since noting costs a cast."""
         product = self.products[id(module)]
         return product.turned or product.added or id(module) in self.gated
 
 
 def _turns_heads(module: nn.Module) -> bool:
-    """Whether its call makes the same of a head whichever it is."""
+    """Whether the module treats all heads alike."""
     return own_class(module) is nn.RoPE or own_class(module).__module__ == rope_utils.__name__
 
 
 def _form(layer: nn.Module) -> tuple:
-    """What layers must have in common."""
+    """What must be equal in layers that are joined."""
     arrays = tuple((name, a.shape[1:], a.dtype) for name in _ARRAYS if (a := layer.get(name)) is not None)
     return own_class(layer), arrays, *(getattr(layer, name, None) for name in ("group_size", "bits", "mode"))
 
@@ -148,7 +149,7 @@ def _bytes(layers: Sequence[nn.Module]) -> int:
 
 
 def _missing(layers: Sequence[nn.Module], columns: int) -> int:
-    """Rows of zeros that their fused weights need."""
+    """How many rows of zeros their fused weights need."""
     quantized = own_class(layers[0]) is nn.QuantizedLinear
     return -sum(layer["weight"].shape[0] for layer in layers) % columns if quantized else 0
 
@@ -161,7 +162,7 @@ def _joined(
     fused: bool,
     own: bool,
 ) -> list[Call]:
-    """A handler for each of some layers: the first that is called makes the product of all, held until all have been called."""
+    """One handler per layer. The first that is called computes the product of all; it is held until all have been called."""
     first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
     whole = own_class(first).__new__(own_class(first))
     nn.Module.__init__(whole)
@@ -178,7 +179,7 @@ def _joined(
             layer.update({name: whole[name][begin:end] for name in names})
             mx.eval(layer.parameters())
     make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, ends, whole)
-    last: list[Any] = []  # an x, its product, the ends of those that have not been called with it
+    last: list[Any] = []  # an x, its product, the ends of layers not yet called with it
 
     def part(layer: nn.Module, end: int) -> Handler:
         followed, rotates = seen.followed(layer), seen.rotated(layer)
@@ -200,7 +201,7 @@ def _joined(
 
 
 def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen, fused: bool) -> Call:
-    """The handler of a layer that is joined to none."""
+    """The handler of a layer that is not joined to others."""
     N, followed, rotates = layer["weight"].shape[0], fused and seen.products[id(layer)].added, seen.rotated(layer)
     make = _maker(layer, kernels, _weights(layer, N) if fused else None, [N])
 
@@ -231,10 +232,10 @@ def _maker(
     ends: Sequence[int],
     own: Callable[[mx.array], mx.array] | None = None,
 ) -> Callable[..., _Product]:
-    """(x, the layer's own call) -> its product, with the norm before it in one launch where that can be.
+    """(x, the layer's own call) -> its product, in one launch with the norm before it if that is possible.
 
-    weights: of that launch, and of those that take more; None: there are none. ends: of the product's parts. own: the call, where
-    it is no other's.
+    weights: for that launch and those that also take a sum or gate; None: there are no such launches. ends: where the parts of
+    the product end. own: the call to use if none is given.
     """
     fixed = small_batch.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
@@ -249,12 +250,12 @@ def _maker(
 
     def make(x: mx.array, inner: Callable[[mx.array], mx.array] | None = own) -> _Product:
         normed = isinstance(x, _Normed) and not x.changed
-        # Another object: the product may be made again when the model has changed this one in place.
+        # A copy: the product may be computed again after the model has changed this array in place.
         given = (x.source, x.module) if normed else (copy.copy(x), None)
         if (y := launched(*given)) is not None:
             shape = y.shape
         else:
-            # Not the noted array, which is a cast.
+            # Use the plain array: the noted one is a cast.
             plain = x.plain if normed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
@@ -265,11 +266,11 @@ def _maker(
 
 
 class _Product:
-    """A product y of layers (by id), and its last rotation. Only the parts that calls got hold it, so it goes with them.
+    """A product y of layers (by id), and its last rotation. Only the parts that calls received hold it, so it is freed with them.
 
-    made: its values, in another shape perhaps: a reshape is an operation too, so there is one for what is made of it.
-    ends: where the layers' columns end; those of no layer may follow.
-    launched: makes it again, with a residual, or gated: one launch with what stands around it, or None.
+    made: its values, perhaps in another shape: a reshape is an operation too, so it is made once for all uses.
+    ends: where each layer's columns end; columns of no layer may follow.
+    launched: computes it again in one launch with a residual or a gate, or returns None.
     """
 
     def __init__(
@@ -281,10 +282,10 @@ class _Product:
         launched: Callable[..., mx.array | None] | None = None,
     ):
         self._made, self._shape, self.layers, self._ends, self._launched = made, shape, layers, ends, launched
-        # What the rotation was given, what it gave by the first head of each part.
+        # The rotation's arguments, and its results by the first head of each part.
         self.last: tuple[list[Any], dict[int, mx.array]] | None = None
         self._heads: mx.array | None = None
-        # Whether it was added to something, or split into heads.
+        # Whether it was added to another array, or split into heads.
         self.added = self.turned = False
 
     @functools.cached_property
@@ -298,7 +299,7 @@ class _Product:
         return dict(zip(ends, parts, strict=False))
 
     def columns(self, end: int) -> mx.array:
-        """A layer's: one operation for those of all. Another object each time, should it be changed in place."""
+        """A layer's columns, by one operation for all layers. A new object each time, in case it is changed in place."""
         return self._columns[end][:]
 
     def part(self, end: int, rotates: bool) -> mx.array:
@@ -306,13 +307,13 @@ class _Product:
         return _Part.of(y, self, end - y.shape[-1], rotates) if y.ndim == 3 else y
 
     def plus(self, part: mx.array, residual: mx.array) -> mx.array:
-        """residual + a part of the product: in its launch, if that is all of it."""
+        """residual + a part of the product; in the product's launch, if the part is the whole product."""
         self.added = True
         y = self._launched(residual=residual) if self._launched and part.shape[-1] == self._ends[-1] else None
         return residual + part if y is None else y
 
     def gated(self, half: int) -> mx.array | None:
-        """silu(the first half) * the second, of so many columns each; None: not in one launch, or there are more columns."""
+        """silu(first half) * second half, of `half` columns each; None if one launch cannot do it, or there are more columns."""
         return self._launched(gated=True) if self._launched and 2 * half == self._ends[-1] else None
 
     def heads(self, D: int) -> mx.array:
@@ -324,27 +325,27 @@ class _Product:
         return self._heads
 
     def by_layer(self, heads: mx.array) -> dict[int, mx.array]:
-        """Of such heads those of each layer, by the first of them: one operation for all."""
+        """Each layer's heads, by its first head: one operation for all layers."""
         n, D = heads.shape[1], heads.shape[3]
         between = [end // D for end in self._ends if end % D == 0 and end // D < n]
         return dict(zip([0, *between], mx.split(heads, between, axis=1) if between else [heads], strict=True))
 
     def rotated(self, D: int, given: list[Any], rotation: Callable[[mx.array], mx.array]) -> dict[int, mx.array]:
-        """All heads, rotated, as `by_layer`. Those of no use cost less than a second operation.
+        """All heads, rotated, as from `by_layer`. Rotating unneeded heads costs less than a second operation.
 
-        given: what else the rotation depends on. By identity: an offset is an array in a trace.
+        given: what else the rotation depends on, compared by identity, since an offset is an array in a trace.
         """
         last = self.last
         if not last or last[1][0].shape[3] != D or [*map(id, last[0])] != [*map(id, given)]:
-            # Another object, should it be changed in place.
+            # A new object, in case it is changed in place.
             last = self.last = given, self.by_layer(rotation(self.heads(D)[:]))
         return last[1]
 
 
 class _Part(WatchedArray):
-    """Columns of a product [B, L, n D], split into heads [B, L, n, D], turned as rotations take them [B, n, L, D].
+    """Columns of a product [B, L, n D]; split into heads [B, L, n, D]; transposed as rotations take them [B, n, L, D].
 
-    What else is made of it is an ordinary array.
+    Any other operation on it gives an ordinary array.
     plain: the same array, not noted; rotates: whether its heads may go to a rotation.
     """
 
@@ -372,7 +373,7 @@ class _Part(WatchedArray):
         self.product.turned = True
         if self.rotates:
             return _Part.of(y, self.product, self.begin, True, True)
-        # As all heads are turned, for who rotates.
+        # Transposed like all heads, for a rotation.
         _, n, _, D = y.shape
         return self.product.heads(D)[:, self.begin // D : self.begin // D + n]
 
@@ -388,7 +389,7 @@ class _Part(WatchedArray):
 
 
 class _Normed(WatchedArray):
-    """What a norm made of `source`, which no change of the model's input reaches. plain: the same array, not noted."""
+    """The result of a norm of `source`, which the model cannot change in place. plain: the same array, not noted."""
 
     plain: mx.array
     source: mx.array
@@ -407,12 +408,12 @@ def _norming(module: nn.Module) -> Call:
 
 
 def _gating(modules: Sequence[nn.Module], gate: Callable[[mx.array, mx.array], mx.array]) -> list[Call]:
-    """Those modules that themselves call mlx-lm's `swiglu`, with `gate` in its place there."""
+    """Calls of the modules that use mlx-lm's `swiglu` themselves, with `gate` in its place."""
     found, name = [], swiglu.__name__
     for module in modules:
         call = own_class(module).__call__ if callable(module) else None
         if isinstance(call, FunctionType) and call.__globals__.get(name) is swiglu and name in call.__code__.co_names:
-            # One that attends too has a handler of its own.
+            # A module that attends too has its own handler.
             if ATTENTION not in call.__code__.co_names:
                 found.append((module, _through(module, renamed(call, name, gate))))
     return found
@@ -431,7 +432,7 @@ def _gate(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _rotating(module: nn.Module) -> Call:
-    """A rotation's handler: the first call for heads of a fused linear rotates those of all its columns."""
+    """A rotation's handler: the first call for heads of a fused linear rotates all its heads."""
 
     def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         x, *others = args or (None,)
@@ -439,7 +440,7 @@ def _rotating(module: nn.Module) -> Call:
             return inner(*args, **kwargs)
         D = x.shape[3]
         given = [module, *others, *kwargs, *kwargs.values()]
-        # Another object here too.
+        # A new object here too.
         return x.product.rotated(D, given, lambda whole: inner(whole, *others, **kwargs))[x.begin // D][:]
 
     return module, handler
