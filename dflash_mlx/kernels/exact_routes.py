@@ -238,7 +238,7 @@ class ExactAttention(Attention):
         if launch := autotune.sure(block_attention_plan, queries, k, v, scale, True, window, sinks):
             return launch(queries, k, v, sinks, start, mask.end if buffer else None)
         if buffer:
-            raise GenerationError("exact has one kernel for keys that are in part to come, and it does not take these heads")
+            raise GenerationError("exact has no kernel for these heads in a traced pass", "Run this target without exact")
         m, s, rows = queries.shape[2], k.shape[2], []
         for i in range(m):
             end = s - m + i + 1

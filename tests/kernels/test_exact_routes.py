@@ -79,7 +79,7 @@ def test_a_text_that_is_wrong_at_one_row_count_serves_none(device, monkeypatch):
     right = device._block_qmm
 
     def wrong(inputs, given, shapes):
-        return [a + (inputs[0].shape[0] == 8) for a in right(inputs, given, shapes)]
+        return [a + (inputs["x"].shape[0] == 8) for a in right(inputs, given, shapes)]
 
     monkeypatch.setattr(device, "_block_qmm", wrong)
     with pytest.raises(autotune.KernelError, match=r"exact needs a kernel .*: block_qmm.*differs from stock MLX"):
