@@ -1,6 +1,6 @@
 """One rank of `mlx.launch`: `over_ranks.py OUT CASES`, a list of them as JSON. Each rank writes OUT/rank-N.json.
 
-A case: the keywords of `answers`.
+A case: the keywords of `answers`, or {"texts": the first of ten} of `near_ties`, or {"load": a checkpoint}.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from families import known_drafter, some_line  # noqa: E402
 from kit import letters, run  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
+from near_ties import ROWS, TOKENS, KnownLines, alone, drawing, gaps, prompt_of  # noqa: E402
 from sharded import sharded_family  # noqa: E402
 
 from dflash_mlx import loading, rank_run, ranks  # noqa: E402
@@ -36,14 +37,9 @@ def of(responses):
     return {"ids": [r.token for r in responses], "rounds": rounds}
 
 
-def margins(model, prompt, n):
-    """n greedy tokens of a whole model, and at each how far the best two log-probabilities lie apart."""
-    found, apart = [], []
-    for token, row in generate_step(mx.array(prompt), model, max_tokens=n):
-        best = mx.sort(row)[-2:].tolist()
-        found.append(int(token))
-        apart.append(best[1] - best[0])
-    return found, apart
+def line_of(model, prompt, n):
+    """n greedy tokens of a whole model, by mlx-lm."""
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=n)]
 
 
 def go_astray(rank):
@@ -69,50 +65,81 @@ def kept_costs(rank, block):
     measure.load_cost_model = lambda key: CostModel(1e-3, 1e-5, 1e-6, widths)
 
 
-def together(model, drafter, prompts, n):
-    """Runs of several prompts in one batch, one of them sampled, one with a logits processor."""
+def in_one_batch(model, drafter, prompts, n, own):
+    """Responses to several prompts in one batch. own: each one's keywords."""
     batch, found = BatchGenerator(model, letters(), drafter, max_batch=len(prompts)), {}
-    own = [{}, {"sampler": Distribution(0.8), "seed": 5}, {"logits_processors": [lambda tokens, logits: logits * 0.9]}]
     with batch.open():
         uids = [batch.insert(p, max_tokens=n, **given) for p, given in zip(prompts, own, strict=True)]
         while len(batch):
             for response in batch.next():
                 assert response.error is None, response.error
                 found.setdefault(response.uid, []).append(response)
-    return [of(found[uid]) for uid in uids]
+    return [found[uid] for uid in uids]
 
 
-def answers(group, family, n=16, block=5, seed=3, layers=None, whole=True, astray=False, policy=False, quality="noisy", **more):
-    """A family's runs of one prompt: by a whole model on this rank alone, and by the ranks' shares."""
-    model, prompt, found = sharded_family(family, seed, layers=layers), some_line(9 + seed % 5, 66), {}
-    line, found["margins"] = margins(model, prompt, n)
-    found["alone"] = line
-    sampler = lambda: Distribution(0.8)  # noqa: E731
-    if more.get("sampled"):
-        drafter = known_drafter(model, prompt + line, quality)
-        found["alone sampled"] = of(run(model, drafter, prompt, n, block_size=1, sampler=sampler(), seed=5))["ids"]
+def shared(model, group, name, drafter):
+    """Leave this rank its share of a model, whose pair goes by rank 0."""
+    take_share(model, group, name)
+    mx.eval(model.parameters())
+    rank_run.RankPair(model, drafter, group)
+
+
+def texts(group, first, block=5):
+    """Ten texts of `near_ties` with drafts; on more than two ranks without them too, with the gaps of these."""
+    prompt, model = prompt_of(first)
+    drafter = known_drafter(model, [])
+    drafter.__class__, drafter._lines = KnownLines, mx.array([prompt + alone(first + i)[0] for i in range(ROWS)])
+    shared(model, group, "it", drafter)
+    own, found = [drawing(first + i) for i in range(ROWS)], [{} for _ in range(ROWS)]
+    for name, size in (("drafted", block), ("plain", 1))[: 1 + (group.size > 2)]:
+        answered = in_one_batch(model, drafter, [prompt] * ROWS, TOKENS, [{**given, "block_size": size} for given in own])
+        for row, responses, given in zip(found, answered, own, strict=True):
+            row[name] = of(responses)
+            if size == 1:
+                row["apart"] = gaps(responses, len(prompt), **given)
+    return found
+
+
+def answers(group, family, n=16, block=5, seed=3, layers=None, plain=True, astray=False, policy=False, quality="noisy", **more):
+    """A family's runs of one prompt: by a whole model on this rank alone, and by the ranks' shares. plain: without drafts too.
+
+    Gaps of the runs that others are compared with are under "gaps": a rank's own.
+    """
+    model, prompt, found = sharded_family(family, seed, layers=layers), some_line(9 + seed % 5, 66), {"gaps": {}}
+    line = line_of(model, prompt, n)
+    drawn = {"": {}, " sampled": {"sampler": Distribution(0.8), "seed": 5}}
+    if not more.get("sampled"):
+        del drawn[" sampled"]
+
+    def reference(name, drafter, given, **sizes):
+        responses = run(model, drafter, prompt, n, **given, **sizes)
+        found[name], found["gaps"][name] = of(responses), gaps(responses, len(prompt), **given)
+
+    for kind, given in drawn.items():
+        reference(f"alone{kind}", None, given)
+    assert found["alone"]["ids"] == line
     # On a rank that goes astray the drafter drafts something else.
     drafter = known_drafter(model, prompt + line, "hopeless" if astray and group.rank else quality)
     # Shares are cut from weights that nobody else holds.
-    take_share(model, group, family)
-    mx.eval(model.parameters())
-    rank_run.RankPair(model, drafter, group)
+    shared(model, group, family, drafter)
     if astray:
         go_astray(group.rank)
-    found["plain"] = of(run(model, drafter, prompt, n, block_size=1))
-    found["drafted"] = of(run(model, drafter, prompt, n, block_size=block))
+    for kind, given in drawn.items():
+        if plain and not astray:
+            reference(f"plain{kind}", drafter, given, block_size=1)
+        elif plain:
+            found[f"plain{kind}"] = of(run(model, drafter, prompt, n, block_size=1, **given))
+        found[f"drafted{kind}"] = of(run(model, drafter, prompt, n, block_size=block, **given))
     if more.get("lm"):
         found["mlx-lm's loop"] = of(run(model, None, prompt, n))
-    if more.get("sampled"):
-        for name, size in (("plain", 1), ("drafted", block)):
-            given = {"sampler": sampler(), "seed": 5, "block_size": size}
-            found[f"{name} sampled"] = of(run(model, drafter, prompt, n, **given))
     if more.get("processors"):
         given = {"logits_processors": [lambda tokens, logits: logits - 0.1 * mx.arange(logits.shape[-1]) / len(tokens)]}
         found["processed plain"] = of(run(model, drafter, prompt, n, block_size=1, **given))
         found["processed"] = of(run(model, drafter, prompt, n, block_size=block, **given))
     if more.get("batch"):
-        found["batch"] = together(model, drafter, [prompt, prompt[:4], prompt[2:]], n)
+        # One of them sampled, one with a logits processor.
+        own = [{}, {"sampler": Distribution(0.8), "seed": 5}, {"logits_processors": [lambda tokens, logits: logits * 0.9]}]
+        found["batch"] = [of(r) for r in in_one_batch(model, drafter, [prompt, prompt[:4], prompt[2:]], n, own)]
     if policy:
         kept_costs(group.rank, block)
         found["chosen"] = of(run(model, drafter, prompt, 4 * n, block_size=None))
@@ -138,6 +165,9 @@ if __name__ == "__main__":
     for case in cases:
         if "load" in case:
             found["load"] = loaded(group, case["load"])
+            continue
+        if "texts" in case:
+            found[case["name"]] = texts(group, case["texts"])
             continue
         found[case.get("name", case["family"])] = answers(group, **{k: v for k, v in case.items() if k != "name"})
         mx.clear_cache()
