@@ -39,7 +39,7 @@ def test_two_ranks_write_one_text(tmp_path):
     cases = [
         {"family": "llama", "sampled": True, "processors": True, "lm": True, "n": 12},
         {"family": "qwen3_5", "sampled": True, "processors": True, "batch": True, "n": 10},
-        {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "batch": True, "n": 10},
+        {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "lm": True, "batch": True, "n": 10},
     ]
     found = found_by(tmp_path, 2, cases)
     check(found)
@@ -48,7 +48,9 @@ def test_two_ranks_write_one_text(tmp_path):
         # Drafts of all depths were kept, and some were not.
         kept = [r[1] for r in first[name]["drafted"]["rounds"]]
         assert 0 < sum(kept) < 4 * len(kept), name
-    assert first["llama"]["mlx-lm's loop"]["ids"] == first["llama"]["plain"]["ids"]
+    for name in ("llama", "astray"):
+        assert first[name]["mlx-lm's loop"]["ids"] == first[name]["plain"]["ids"] == first[name]["mlx-lm's drafts"]["ids"]
+        assert any(first[name]["mlx-lm's drafts"]["from_draft"])
     for name in ("llama", "qwen3_5"):
         assert first[name]["processed"]["ids"] == first[name]["processed plain"]["ids"] != first[name]["plain"]["ids"]
     # In company a row writes what it writes alone.

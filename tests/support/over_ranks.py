@@ -132,6 +132,10 @@ def answers(group, family, n=16, block=5, seed=3, layers=None, plain=True, astra
         found[f"drafted{kind}"] = of(run(model, drafter, prompt, n, block_size=block, **given))
     if more.get("lm"):
         found["mlx-lm's loop"] = of(run(model, None, prompt, n))
+        # A whole model on each rank; on a rank that goes astray, another one.
+        small = sharded_family(family, seed + astray * group.rank, layers=layers)
+        responses = run(model, small, prompt, n, num_draft_tokens=3)
+        found["mlx-lm's drafts"] = of(responses) | {"from_draft": [r.from_draft for r in responses]}
     if more.get("processors"):
         given = {"logits_processors": [lambda tokens, logits: logits - 0.1 * mx.arange(logits.shape[-1]) / len(tokens)]}
         found["processed plain"] = of(run(model, drafter, prompt, n, block_size=1, **given))
