@@ -476,9 +476,9 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
       PairError: names the first part that gives NaN or infinity, and the number type.
     """
     target = Target(model, drafter.config.taps(len(model.layers)))
-    if "mask_embedding" not in drafter and not math.isfinite(_largest_of_mask_row(drafter)):
-        where = f"the row of the mask token {drafter.config.mask_token_id} in {target.family}'s embedding"
-        raise PairError(f"{where} has NaN or infinity", "The target's files are damaged: get them again")
+    if not math.isfinite(_largest_of_mask_row(drafter)):
+        whose = "drafter" if "mask_embedding" in drafter else "target"
+        raise PairError(f"{_mask_row(drafter)} has NaN or infinity", f"The {whose}'s files are damaged: get them again")
     step = max(target.vocabulary // 8, 1)
     features = target(mx.arange(0, 8 * step, step)[None] % target.vocabulary).features
     if fault := drafter.first_not_finite(features):
@@ -490,22 +490,29 @@ def _check_finite(drafter: Drafter, model: nn.Module) -> None:
 
 
 def _largest_of_mask_row(drafter: Drafter) -> float:
-    row = drafter._embed(mx.array([[drafter.config.mask_token_id]]))
+    row = drafter.embed_block(mx.array([[drafter.config.mask_token_id]]))
     return mx.max(mx.abs(row.astype(mx.float32))).item()
+
+
+def _mask_row(drafter: Drafter) -> str:
+    """What stands for every slot to be filled, in words."""
+    if "mask_embedding" in drafter:
+        return "the drafter's own vector for mask slots"
+    return f"the embedding's row of the mask token {drafter.config.mask_token_id}"
 
 
 def mask_row_fault(drafter: Drafter) -> str | None:
     """A sentence where the row that stands for every slot to be filled is zero, or so small that a norm's epsilon hides it: most
     drafters accept next to nothing then."""
-    mask = drafter.config.mask_token_id
-    if "mask_embedding" in drafter:
-        return None
     largest = _largest_of_mask_row(drafter)
     if largest > 1e-3 * math.sqrt(drafter.config.rms_norm_eps):
         return None
+    missing = "the row is missing from the target, or the drafter's publisher keeps it in a file of its own"
+    if "mask_embedding" in drafter:
+        missing = "get the drafter's files again"
     return (
-        f"the embedding's row of the mask token {mask} is {'next to ' if largest else ''}zero, which few drafters were trained "
-        "with: if tau stays near 1, the row is missing from the target, or the drafter's publisher keeps it in a file of its own"
+        f"{_mask_row(drafter)} is {'next to ' if largest else ''}zero, which few drafters were trained with: if tau stays near "
+        f"1, {missing}"
     )
 
 

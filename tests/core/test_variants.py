@@ -11,7 +11,7 @@ from kit import flat, full_forward, grow, ids_of, raw_config, rounds_of, run, ti
 
 from dflash_mlx import convert, load_drafter
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.errors import CheckpointError, ConfigError, PairError
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.architectures import build_drafter
 from dflash_mlx.models.target import Target
@@ -207,6 +207,23 @@ def test_a_file_for_masks_that_is_not_used_is_named(tmp_path, suffix):
         mx.save_safetensors(str(file), {"mask_embedding": mx.ones((H + 1,))})
         with pytest.warns(UserWarning, match="it is not used"):
             load_drafter(str(tmp_path), model)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["tensor", "file"])
+@pytest.mark.parametrize("value", [0.0, 1e-9, mx.nan])
+def test_a_vector_for_masks_that_is_none_is_said(tmp_path, side, value):
+    """Zeros draft next to nothing; no number is the drafter's fault, not a layer's."""
+    model, raw, vector = tiny_target(), raw_config(H, V), {"mask_embedding": mx.full((H,), value)}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors(raw) | ({} if side else vector))
+    if side:
+        mx.save_safetensors(str(tmp_path / "mask_embedding.safetensors"), vector)
+    if value != value:
+        with pytest.raises(PairError, match="the drafter's own vector for mask slots has NaN or infinity. The drafter's files"):
+            load_drafter(str(tmp_path), model)
+        return
+    with pytest.warns(UserWarning, match="the drafter's own vector for mask slots is (next to )?zero.*get the drafter's files"):
+        load_drafter(str(tmp_path), model)
 
 
 def test_a_missing_vector_for_masks_is_said():
