@@ -1,7 +1,7 @@
 """Activations of a built mlx-lm model, set to the one that the checkpoint's config names.
 
-Knows: which activation each mlx-lm family has in its code (it reads no key for it) and the two shapes of a feed-forward block.
-Knows no files. A wrong activation moves logits by 1e-3 to 1: too little to see in the text, too much for a golden.
+Knows which activation each mlx-lm family has in its code (it reads no key for it), and the two forms of a feed-forward block.
+Knows no files. A wrong activation changes logits by 1e-3 to 1: too little to see in the text, too much for reference outputs.
 """
 
 import functools
@@ -29,9 +29,9 @@ _PLAIN = (("c_fc", "c_proj"), ("fc1", "fc2"), ("up_proj", "down_proj"), ("dense_
 
 
 def correct_activation(model: nn.Module, target: TargetConfig) -> list[str]:
-    """Replace the feed-forward activation where the config names another than the family's code has.
+    """Replace the feed-forward activation if the config names another one than the family's code uses.
 
-    Returns: a sentence if anything was replaced.
+    Returns: a sentence for the user if anything was replaced.
     Raises:
       ConfigError: an activation without a formula here, or no feed-forward block of a known shape to put it in.
     """

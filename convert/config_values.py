@@ -1,4 +1,4 @@
-"""Whether the values of a target's config.json can be used at all, before anything is derived from them.
+"""Checks that the values of a target's config.json can be used at all, before anything is derived from them.
 
 Knows the keys that every family has, and where multimodal wrappers keep the config of their text model. Knows no family.
 """
@@ -37,7 +37,7 @@ def is_positive(value: Any) -> bool:
 
 
 def check_values(raw: Mapping, where: str) -> None:
-    """Raises ConfigError naming every key of a target's config, text part included, whose value is of no use."""
+    """Raises ConfigError naming every key of a target's config, text part included, whose value cannot be used."""
     faults = []
     parts = [("", raw), *((f"{key}.", raw[key]) for key in TEXT_CONFIG_KEYS if isinstance(raw.get(key), Mapping))]
     for prefix, part in parts:

@@ -3,8 +3,8 @@
 Knows: every spelling of a target's config (transformers 4 and 5, mlx-lm, multimodal wrappers), transformers' own defaults
 (its config classes are pure Python and are asked, never copied), and the keys that mlx-lm reads. Knows no tensors.
 
-The rule for one key: what the file says; else what transformers would take; else mlx-lm's default. RoPE and layer patterns
-have several spellings and are derived, so that a directory saved by any version gives the same model.
+The value of a key is what the file says; else what transformers would use; else mlx-lm's default. RoPE and layer patterns have
+several spellings and are derived, so that a directory saved by any version gives the same model.
 """
 
 import copy
@@ -21,10 +21,10 @@ from dflash_mlx.errors import ConfigError
 from .config_values import TEXT_CONFIG_KEYS, check_values, drop_empty_quantization
 from .families import special
 
-# where the type that was replaced is kept, since transformers' defaults go by it
+# where the replaced model type is kept, since transformers' defaults depend on it
 _ORIGINAL_TYPE = "transformers_model_type"
 
-# one idea, several names: mlx-lm's ModelArgs use any of these
+# several names for the same key: mlx-lm's ModelArgs use any of these
 THETA_KEYS = ("rope_theta", "rotary_emb_base")
 PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 LOCAL_THETA_KEYS = ("rope_local_base_freq", "swa_rope_theta")
@@ -47,26 +47,26 @@ RENAMED_KEYS = {
     "attention_out_bias": "attention_bias",
 }
 
-# wrapper keys that also concern the text model, copied outwards or inwards when one side lacks them
+# wrapper keys that also concern the text model; copied to the side that lacks them
 SHARED_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization", "quantization_config", "tie_word_embeddings")
 
 
 @dataclass
 class TargetConfig:
-    """A config that mlx-lm's model class can be built from, and what the rest of the conversion needs beside it.
+    """A config from which mlx-lm's model class can be built, and what else the conversion needs.
 
     - config: dict for mlx-lm, wrapper and `text_config` included; safe to write as `config.json`
     - text: the dict inside `config` that describes the text model (`config` itself without a wrapper)
     - layer_types: one of "full_attention", "sliding_attention", ... per layer, or None when all layers are alike
     - windows: per layer, the sliding window that mlx-lm's class ignores and the loader adds, else None
-    - while_building: keys of the text config that mlx-lm's class must see otherwise until the windows are added
+    - while_building: keys of the text config that need another value until the windows are added
     - rope: transformers' RoPE parameters, flat or one dict per layer type; None when the config has none
     - head_dims: rotated head size of each layer before any partial factor, or None when not known
-    - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names carry the wrapper's prefixes
-    - activation, usual_activation: as the config names it, and transformers' default for the family; None when mlx-lm reads it
+    - unwrapped: the text model was taken out of a multimodal wrapper, so tensor names have the wrapper's prefixes
+    - activation, usual_activation: the config's name for it, and transformers' default for the family; None when mlx-lm reads it
     - tied: every value of `tie_word_embeddings` in the file; wrapper and text model may contradict each other
-    - tied_by_default: what transformers takes when the file says nothing
-    - notes: sentences for the user about anything that was assumed
+    - tied_by_default: what transformers assumes when the file says nothing
+    - notes: sentences for the user about everything that was assumed
     """
 
     config: dict
@@ -90,7 +90,7 @@ class TargetConfig:
 
 
 def normalise_config(raw: dict, where: str = "config.json") -> TargetConfig:
-    """Bring a target's config, in any published spelling, to what mlx-lm's ModelArgs expect.
+    """Turn a target's config, in any published spelling, into what mlx-lm's ModelArgs expect.
 
     Raises:
       ConfigError: no model type; a model type that mlx-lm does not have; a layer pattern that its class cannot express.
@@ -176,7 +176,7 @@ def mlx_module(config: dict) -> types.ModuleType:
     try:
         model_class, _ = _get_classes(config)
     except (ValueError, AttributeError) as error:
-        # an AttributeError: a module of mlx-lm's models that is none, such as "cache"
+        # an AttributeError: a module in mlx-lm's models that is no model, such as "cache"
         raise ConfigError(
             f'the installed mlx-lm has no model type "{config.get("model_type")}"', "Use a newer mlx-lm or another checkpoint"
         ) from error
@@ -192,7 +192,7 @@ def has_mlx_module(model_type: Any) -> bool:
     try:
         _get_classes({"model_type": model_type})
     except (ValueError, AttributeError, SystemExit):
-        # mlx-lm's olmo ends the process when a package of its own is absent
+        # mlx-lm's olmo ends the process when a package that it needs is missing
         return False
     return True
 
@@ -200,7 +200,7 @@ def has_mlx_module(model_type: Any) -> bool:
 def argument_fields(module: types.ModuleType) -> dict[str, Any]:
     """Every key that a family reads: the fields of its ModelArgs and of the ModelArgs of the modules it is made of.
 
-    Returns: field name -> default, MISSING when the class demands the key.
+    Returns: field name -> default, or MISSING when the class requires the key.
     """
     found: dict[str, Any] = {}
     for value in [module, *vars(module).values()]:
@@ -278,7 +278,7 @@ def _quiet_transformers():
 
 
 def _transformers_config(text: dict, notes: list[str]):
-    """Transformers' own config object for a text config: the source of every default. None when it does not know the type."""
+    """Transformers' config object for a text config: the source of every default. None for a type that it does not know."""
     with _quiet_transformers():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -290,7 +290,7 @@ def _transformers_config(text: dict, notes: list[str]):
             for key in ("model_type", _ORIGINAL_TYPE):
                 values.pop(key, None)
             if _is_per_layer_type(values.get("rope_parameters") or {}):
-                # transformers lets the older key win, which cannot hold one entry per kind of layer
+                # transformers prefers the older key, which cannot hold one entry per kind of layer
                 values.pop("rope_scaling", None)
             reference = CONFIG_MAPPING[name].from_dict(values)
         except Exception as error:  # noqa: BLE001 - its validators raise many kinds; the text goes to the user
@@ -318,7 +318,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fill_defaults(text: dict, reference, known: dict[str, Any]) -> None:
-    """Give every key that mlx-lm reads and the file lacks the value transformers would take."""
+    """Set every key that mlx-lm reads and the file lacks to the value that transformers would use."""
     if reference is None:
         return
     for key in known:
@@ -340,7 +340,7 @@ def _fill_renamed(text: dict, known: dict[str, Any]) -> None:
 
 
 def _layer_types(text: dict, reference) -> list[str] | None:
-    """One entry per layer; all sliding when the config has a window and no pattern (mistral's way)."""
+    """One entry per layer; all sliding when the config has a window and no pattern, as in mistral."""
     if reference is not None:
         has, value = _reference_value(reference, "layer_types")
         if has and value:
@@ -404,7 +404,7 @@ def _is_per_layer_type(rope: dict) -> bool:
 
 
 def rope_for_layer_type(rope: dict | None, layer_type: str | None) -> dict | None:
-    """The RoPE parameters of one kind of layer, whichever way the config nests them."""
+    """The RoPE parameters of one kind of layer, however the config nests them."""
     if not rope or not _is_per_layer_type(rope):
         return rope
     return rope.get(layer_type or "full_attention")
@@ -442,7 +442,7 @@ def _both_spellings(rope: dict) -> dict:
 
 
 def _scaling(rope: dict) -> dict | None:
-    """transformers 4's `rope_scaling`: None without scaling; YaRN's attention factor said the way mlx-lm can compute it."""
+    """transformers 4's `rope_scaling`: None without scaling; YaRN's attention factor in the form that mlx-lm can compute."""
     scaling = _both_spellings(rope)
     if scaling["rope_type"] == "default":
         return None
@@ -479,7 +479,7 @@ def _ratio(size: Any, count: Any) -> int | None:
 
 
 def _spell_full_attention(raw: dict, text: dict) -> None:
-    """Keys of the full-attention layers, which newer transformers write layer by layer, as older ones read them.
+    """Keys of the full-attention layers, which newer transformers write per layer, in the form that older ones read.
 
     What a newer transformers has saved is complete: a layer that it does not name is like the others.
     """
@@ -526,7 +526,7 @@ def _fill_patterns(
 
     Returns:
       - per layer, the window that the family's class cannot express and that must be added to the built model
-      - keys that the class must see otherwise while it is built, so that it makes layers without windows
+      - keys that need another value while the class is built, so that it makes layers without windows
     """
     if not layer_types:
         return [], {}
@@ -538,7 +538,7 @@ def _fill_patterns(
         text["full_attention_interval"] = _period(layer_types, "full_attention", text, where)
     if "layer_types" in known:
         native = "full_attention" in layer_types or not any(sliding)
-        # classes look for the first full layer: with windows everywhere they are told of none
+        # classes look for the first full layer: if all layers have windows, the pattern names no window
         instead = {"layer_types": ["full_attention"] * len(layer_types)}
     elif "sliding_window_pattern" in known:
         if isinstance(text.get("sliding_window_pattern"), str) or known["sliding_window_pattern"] is MISSING:

@@ -34,7 +34,7 @@ GGUF_NAME = "drafter.gguf"
 
 @dataclass
 class Conversion:
-    """What `convert` did: the directory, whether a target or a drafter, the record (also in conversion.json), and notes."""
+    """What `convert` did: the directory, target or drafter, the record (also in conversion.json), and notes."""
 
     path: Path
     kind: str
@@ -65,7 +65,7 @@ class Conversion:
         return "\n".join(lines)
 
 
-# Up to which a comparison is called fine. SmolLM2-135M, which loses much for its size, in affine: 8 bits give 0.004 nats, 6 bits
+# A comparison is called fine up to these. SmolLM2-135M, which loses much for its size, in affine: 8 bits give 0.004 nats, 6 bits
 # 0.05, 4 bits 0.7. Drafters in 4 bits give a share of 0.25 on such inputs, and tau stays within 0.2.
 _SAME_NATS, _FINE_NATS = 0.01, 0.1
 _SAME_SHARE, _FINE_SHARE = 0.01, 0.35
@@ -109,19 +109,19 @@ def convert(
     Args:
       hf_path: a directory saved by transformers 4 or 5 or by mlx-lm, a GGUF file, or a hub repository
       mlx_path: the directory to write; its parents are made
-      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None stands for what is usual in `q_mode`, as in
+      quantize: quantize to `q_bits` bits in groups of `q_group_size` inputs; None means the usual values of `q_mode`, as in
         mlx-lm: 4 and 64 in affine
       dtype: "float32", "bfloat16" or "float16" for everything that stays float and that the family's `cast_predicate` lets be
         cast; None or "auto" keeps the checkpoint's own types
       revision: branch, tag or commit of a hub repository
       quant_predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}, or one of mlx-lm's recipe names
-      trust_remote_code: mlx-lm's; of no effect, because no code that comes with a checkpoint is needed here
+      trust_remote_code: as in mlx-lm; has no effect, because no code of a checkpoint is needed here
       force: replace an existing directory
       q_mode: "affine", "mxfp4", "nvfp4" or "mxfp8"
-      dequantize: write quantized matrices out in floats, in their scales' type or in `dtype`
+      dequantize: write quantized matrices as floats, in the type of their scales or in `dtype`
       to: "mlx", or "gguf": a drafter as drafter.gguf in `mlx_path`, under llama.cpp's names; `quantize` then means Q4_0, or Q8_0
         with 8 bits
-      vocab: a GGUF file whose vocabulary goes into that file: llama.cpp wants the target's there
+      vocab: a GGUF file whose vocabulary goes into drafter.gguf: llama.cpp needs the target's there
     Returns:
       what was done; the same is written to conversion.json beside the weights.
     Raises:
@@ -212,7 +212,7 @@ def _convert_target(checkpoint: Checkpoint, staging: Path, options: Options) -> 
 
 
 def _dequantized(model: nn.Module, config: dict, source: str) -> nn.Module:
-    """A model with its quantized matrices in floats, by mlx-lm's own function; their record is taken out of the config.
+    """A model with its quantized matrices as floats, by mlx-lm's own function; `quantization` is removed from the config.
 
     Raises:
       ConversionError: nothing in it is quantized.
@@ -227,7 +227,7 @@ def _dequantized(model: nn.Module, config: dict, source: str) -> nn.Module:
 
 
 def _as_written(config: dict) -> dict:
-    """What of a target's config is written: a record of quantization at its top alone, where mlx-lm looks first."""
+    """The part of a target's config that is written. `quantization` stands only at the top level, where mlx-lm looks first."""
     config = {k: v for k, v in config.items() if k not in _NOT_WRITTEN}
     if isinstance(text := config.get("text_config"), dict):
         config["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION}
@@ -239,8 +239,8 @@ def _not_quantized(source: str) -> ConversionError:
 
 
 def _require_equal(parity: Mapping) -> None:
-    """Nothing was rounded, so the written model must compute what the source does: anything else is a fault of this package."""
-    # said so that NaN, which is neither more nor less than anything, is refused too
+    """Without rounding, the written model must compute what the source does; anything else is a fault of this package."""
+    # written as `not <=`, so that NaN is refused too
     if not parity["max_logit_difference"] <= _SAME_LOGITS * parity["max_logit"]:
         raise ConversionError(
             f"the written directory's logits differ from the source's by {parity['max_logit_difference']:.3g} of "
@@ -251,7 +251,7 @@ def _require_equal(parity: Mapping) -> None:
 
 _SAME_LOGITS = 1e-3
 
-# what a language model alone has no use for; the auto_map would make other tools run code that is not in the directory
+# keys that a text model does not need; auto_map would make other tools run code that is not in the directory
 _QUANTIZATION = ("quantization", "quantization_config")
 _NOT_WRITTEN = ("vision_config", "audio_config", "auto_map", "_name_or_path")
 
@@ -368,7 +368,7 @@ def _tensor_record(weights: Mapping[str, mx.array], recipe: Recipe, quantization
 
 
 def _name_gguf_fates(tensors: dict, checkpoint: Checkpoint, fates: Mapping[str, str]) -> None:
-    """Say beside each written tensor which tensor of the GGUF file it was, and what its reader did."""
+    """Record for each written tensor which tensor of the GGUF file it was, and what the reader did to it."""
     from .gguf.source import read_gguf
 
     own = {info.hf_name: info.name for info in read_gguf(checkpoint.path).tensor_infos if info.hf_name}

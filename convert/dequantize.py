@@ -1,8 +1,8 @@
-"""Weights that other tools quantized, brought to MLX's own modes or to floats.
+"""Turns weights that other tools quantized into MLX's own modes or into floats.
 
-The tensors decide what a matrix is; the config's record (`quantization_config`) says only what they leave open. Knows where each
-tool keeps its record, and fp8 with scales; `packings` knows the other layouts. Knows no models. A weight of integers whose
-meaning is not stated is refused: read as numbers, it gives a model of noise.
+The tensors decide what a matrix is; the config's `quantization_config` only says what they leave open. Integer weights of unknown
+meaning are refused: taken as numbers, they would give a model that writes noise. Knows where each tool keeps its record, and fp8
+with scales; `packings` knows the other layouts. Knows no models.
 """
 
 import re
@@ -21,9 +21,9 @@ from .families import special
 from .layouts import Weights, unused_reason
 from .packings import FLOAT_CHECKPOINT, PARTS, Packed, read_matrix
 
-# how fp8 checkpoints name the scale beside `X.weight`
+# the scale beside `X.weight`, as fp8 checkpoints name it
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-# the same of integers; and their types that are computed in
+# the same for integers; and the float types in which models compute
 _SCALES = (".weight_scale", ".scales")
 _HALF = {"F16": mx.float16, "BF16": mx.bfloat16}
 # methods of checkpoints that mlx-lm's own `sanitize` unpacks (gpt-oss's experts) -> the mode, and a tensor that shows it
@@ -35,15 +35,15 @@ _STACKED = {name: (name,) for name in ("gate_proj", "up_proj", "down_proj")} | {
     "w2_weight": ("down_proj",),
 }
 _JOINED = re.compile(rf"^(?P<module>.*\.experts\.({'|'.join(_STACKED)}))_(?P<part>weight_\w+|qweight|qzeros|g_idx)$")
-# formats of GPTQ's packing whose zero points are stored as they are meant, not one less (AutoRound has two)
+# formats of GPTQ's packing that store zero points as they are, not one less (AutoRound has two)
 _ZEROS_AS_MEANT = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
-# what compressed-tensors rotates while the model runs; what it rotates in weights is in their values
+# what compressed-tensors rotates while the model runs; rotations of weights are already in their values
 _ROTATED_IN_RUNS = ("input", "output", "q_attn", "k_cache")
-# calibrated for activations and caches, which stay float here
+# scales for activations and caches, which stay float here
 _CALIBRATION = re.compile(r"\.(((input|output)_(scale|zero_point|global_scale))|[qkv]_(scale|zero_point)|kv_scale)$")
-# what stays beside a weight that somebody wrote out in floats
+# what stays beside a weight that was written back as floats
 _LEFT_OVER = PARTS - {"weight", "weight_packed", "scale", "scales", "meta", "qweight"}
-# whole numbers that are no quantized weights: maps between vocabularies, positions, counters
+# integers that are not quantized weights: maps between vocabularies, positions, counters
 _INDEX = re.compile(r"(^|\.)(t2d|d2t|\w*position_ids|num_batches_tracked|tid2eid)$")
 # parts of matrices in packings that nothing here reads
 _UNREAD = re.compile(
@@ -54,7 +54,7 @@ _UNREAD = re.compile(
 
 @dataclass(frozen=True)
 class Record:
-    """What a config says of its weights' quantization. settings: the object as it is, {} where there is none."""
+    """What a config says about the quantization of its weights. settings: the object as it is, {} if there is none."""
 
     settings: Mapping
 
@@ -78,7 +78,7 @@ class Record:
         return f"{self.method} ({form})" if form else str(self.method)
 
     def of_module(self, name: str) -> Mapping:
-        """What is stated of one matrix, in the words of `Packed.stated`."""
+        """What is stated about one matrix, with the keys of `Packed.stated`."""
         if self.method == "compressed-tensors":
             return self._group_of(name)
         if self.method in ("gptq", "awq", "auto-round", "intel/auto-round"):
@@ -128,12 +128,12 @@ class Record:
 
 
 def _numbers(stated: Mapping) -> dict:
-    """The entries that are whole numbers, or yes and no: all that reading a matrix needs."""
+    """The entries that are integers or booleans: all that reading a matrix needs."""
     return {key: value for key, value in stated.items() if isinstance(value, int)}
 
 
 def _matches(target: str, name: str) -> bool:
-    """Whether a target of a record names a module; wrappers and drafters spell the beginning of names in several ways."""
+    """Whether a target pattern names a module; wrappers and drafters spell the beginning of names in several ways."""
     if not target.startswith("re:"):
         return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
     try:
@@ -145,7 +145,7 @@ def _matches(target: str, name: str) -> bool:
 def decode_quantized(
     weights: Weights, config: Mapping, checkpoint: Checkpoint, *, keep_packed: bool = True
 ) -> tuple[Weights, dict, list[str]]:
-    """Bring weights that another tool quantized to MLX's modes where those hold them exactly, to floats where not.
+    """Turn weights that another tool quantized into MLX's modes if these can hold them exactly, else into floats.
 
     Args:
       keep_packed: False: to floats always, for a family whose class in mlx-lm computes with its matrices while it loads.
@@ -210,7 +210,7 @@ def _decode_packed(
         for names, matrix in read:
             for place, name in enumerate(names):
                 for part, value in matrix.tensors.items():
-                    # gate and up are halves of the rows, or every other row
+                    # gate and up are the two halves of the rows, or alternate row by row
                     out[f"{name}.{part}"] = value[place :: len(names)] if alternating else mx.split(value, len(names))[place]
                 hows[matrix.how] += 1
                 if matrix.options is not None:
@@ -227,7 +227,7 @@ def _module_and_part(name: str) -> tuple[str, str]:
 
 
 def _experts_of(whole: Packed) -> list[tuple[tuple[str, ...], Packed]]:
-    """One matrix as it is, or stacked experts one by one; each with the modules that its rows belong to.
+    """One matrix, or stacked experts one by one; each with the modules to which its rows belong.
 
     Shapes:
       - of stacked experts: [E, ...] where one expert has [...]; a global scale [E] or []; weight_shape [E, 2], [3] or [2]
@@ -257,9 +257,8 @@ def _experts_of(whole: Packed) -> list[tuple[tuple[str, ...], Packed]]:
 def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dtype]:
     """Scales and biases that are float32 because a zero point times its scale needs it -> the type of the files' scales.
 
-    Activations take the widest type of a layer: scales that stayed float32 would have everything computed in it. A layer whose
-    scale is float32 in the files keeps it.
-    Of a checkpoint of another tool: MLX's own files hold their scales in the type that is meant.
+    Activations take the widest type of a layer, so float32 scales would make everything run in float32. A layer whose scale is
+    float32 in the files keeps it. Only for checkpoints of other tools: MLX's own files hold scales in the intended type.
     """
     filed = Counter(_HALF[t.dtype] for t in checkpoint.tensors.values() if t.dtype in _HALF and t.name.endswith(_SCALES))
     if not filed:
@@ -284,7 +283,7 @@ def _quantization(packed: Mapping[str, Mapping]) -> dict:
 
 
 def _without_calibration(weights: Weights) -> tuple[Weights, list[str]]:
-    """Without what was calibrated for activations, and without scales beside weights that are float already."""
+    """The weights without scales for activations, and without scales beside weights that are float already."""
     leftover = [name for name in weights if _CALIBRATION.search(name)]
     for name in weights:
         module, _, part = name.rpartition(".")
@@ -299,7 +298,7 @@ def _without_calibration(weights: Weights) -> tuple[Weights, list[str]]:
 
 
 def _refuse_unread(weights: Weights, record: Record, checkpoint: Checkpoint, *, decoded: bool) -> None:
-    """Refuse, by the method's name, matrices that are still packed; where nothing was decoded, every integer is suspected."""
+    """Refuse matrices that are still packed, naming the method. If nothing was decoded, every integer tensor is suspected."""
     unread = _integers(weights)
     for name, value in weights.items():
         mlx_packed = f"{name.rpartition('.')[0]}.scales" in weights
@@ -324,7 +323,7 @@ def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> 
     fp8 = [name for name, dtype in headers.items() if dtype == "F8_E4M3"]
     if declared:
         fp8 += [n for n, dtype in headers.items() if dtype == "U8" and n.endswith(".weight") and _scale_of(n, weights)]
-    # packed again by now: another type than the file's
+    # packed again by now: another type than in the file
     fp8 = [name for name in fp8 if weights[name].dtype == mx.uint8 and not name.endswith("_scale")]
     if not fp8:
         return weights, []

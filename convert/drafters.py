@@ -33,11 +33,11 @@ _EARLY_PREFIX = "logit_head."
 # names of Muse-Glimmer's assistant, and of AngelSpec's and TorchSpec's trainers
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 _RENAMED |= {"context_proj.weight": "fc.weight", "context_norm.weight": "hidden_norm.weight", "final_norm.weight": "norm.weight"}
-# tensors of the target that speculators' folders repeat (packed, or NaN where they were never filled), and the inverse of their
-# map of a reduced vocabulary
+# the target's tensors that speculators' directories repeat (packed, or NaN if never filled), and the inverse of their map to a
+# reduced vocabulary
 _TARGET_COPY = re.compile(r"(verifier_(lm_head|norm)\..+|t2d)$")
 
-# inputs that share a scale in a drafter that is quantized as it is loaded
+# group sizes for quantizing a drafter while it is loaded
 GROUP = 64
 
 
@@ -67,13 +67,13 @@ def load_drafter_weights(path_or_repo: str | Path, *, revision: str | None = Non
 
 
 def load_dense_drafter(path_or_repo: str | Path, *, revision: str | None = None) -> tuple[dict, Weights]:
-    """`load_drafter_weights` with quantized tensors written out in their scales' type."""
+    """`load_drafter_weights` with quantized tensors as floats, in the type of their scales."""
     config, weights = load_drafter_weights(path_or_repo, revision=revision)
     return config, write_out(config, weights)
 
 
 def write_out(config: dict, weights: Weights) -> Weights:
-    """Quantized tensors in floats, in their scales' type; their record is taken out of the config."""
+    """Quantized tensors as floats, in the type of their scales; `quantization` is removed from the config."""
     packing, dense = config.pop("quantization", None), {}
     config.pop("quantization_config", None)
     for name, array in weights.items():
@@ -83,14 +83,14 @@ def write_out(config: dict, weights: Weights) -> Weights:
         elif part == "weight":
             of = packing.get(module, packing)
             parts = (array, weights[f"{module}.scales"], weights.get(f"{module}.biases"))
-            # A codebook in floats has no `.weight`.
+            # A float codebook has no `.weight`.
             name = module if module.endswith("_codebook") else name
             dense[name] = mx.dequantize(*parts, group_size=of["group_size"], bits=of["bits"], mode=of.get("mode", "affine"))
     return dense
 
 
 def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
-    """`load_drafter_weights` for an inspected checkpoint, with the account of what was done."""
+    """`load_drafter_weights` for an inspected checkpoint, with a record of what was done."""
     require_drafter(checkpoint)
     if checkpoint.gguf is not None:
         raw, weights, notes = read_drafter_gguf(checkpoint.gguf, checkpoint.source)
@@ -146,7 +146,7 @@ def _spread(weights: Weights, config: DrafterConfig) -> Weights:
         if ".qkv_proj." in name and value.shape[0] == q + 2 * kv:
             out.update(zip(_spread_names(name), mx.split(value, [q, q + kv]), strict=True))
         elif gated and ".q_proj." in name and value.shape[0] == 2 * q:
-            # Of each head its queries, then its gates.
+            # For each head its queries, then its gates.
             parts = value.reshape(*heads, *value.shape[1:])
             out[name], out[name.replace(".q_proj.", ".q_gate.")] = (parts[:, i].reshape(q, *value.shape[1:]) for i in (0, 1))
         else:
@@ -155,15 +155,15 @@ def _spread(weights: Weights, config: DrafterConfig) -> Weights:
 
 
 def _spread_names(name: str) -> list[str]:
-    """A fused projection's name, or one of its tensors', as the three that it stands for; another name alone."""
+    """The three names for which a fused projection's name (or that of one of its tensors) stands; any other name unchanged."""
     return [name.replace(".qkv_proj", f".{part}_proj") for part in "qkv"] if ".qkv_proj" in name else [name]
 
 
 def side_mask(checkpoint: Checkpoint, hidden: int) -> mx.array | None:
-    """[H]: the vector for mask slots that XiaomiMiMo keeps in a file of its own, which no index names; None: there is none.
+    """[H]: the mask vector that XiaomiMiMo keeps in a separate file, which no index names; None if there is none.
 
-    `mask_embedding.safetensors` holds the tensor of that name. Of `mask_embedding.pt`, a zip, the numbers alone are read, as the
-    one storage of H bfloat16 or float32 values: nothing is unpickled. A file without such a vector is said not to be used.
+    `mask_embedding.safetensors` holds the tensor of that name. Of `mask_embedding.pt`, a zip, only the numbers are
+    read, as one storage of H bfloat16 or float32 values: nothing is unpickled. A note says if a file holds no such vector.
     """
     for name, read in (("mask_embedding.safetensors", _stored_vector), ("mask_embedding.pt", _pickled_vector)):
         if checkpoint.gguf is None and (file := checkpoint.path / name).is_file():
@@ -193,25 +193,25 @@ def _pickled_vector(file: Path, hidden: int) -> mx.array | None:
 
 
 def is_target_copy(name: str) -> bool:
-    """Whether a drafter's tensor is one that it was trained beside and drafts without."""
+    """Whether a drafter's tensor was only needed for training."""
     return bool(_TARGET_COPY.match(name))
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Of one row, as a
-    confidence head has it, nothing is saved; those of a noise level are kept as their publisher keeps them."""
+    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Matrices of one row (a
+    confidence head) would save nothing; those for a noise level stay as published."""
     return not name.startswith("log_snr_embed.") and name.endswith((".weight", "_codebook")) and len(shape) == 2 and shape[0] > 1
 
 
 def group_for(inputs: int) -> int | None:
-    """The group size in which a matrix of so many inputs is quantized as it is loaded; None: it stays float."""
+    """The group size for quantizing a matrix of `inputs` inputs while it is loaded; None: it stays float."""
     return next((size for size in (GROUP, 32) if inputs % size == 0), None)
 
 
 def hold_in_bits(read: LoadedDrafter, bits: int) -> list[str]:
     """Quantize a float drafter's matrices in place, in groups of 64 inputs, or of 32 where 64 does not divide them.
 
-    One matrix is read and quantized at a time: all in floats, beside the target, may be more than the machine has.
+    One matrix is read and quantized at a time: all of them as floats, beside the target, may not fit in memory.
 
     Returns: names of the matrices that stay float, because neither divides their inputs.
     """
@@ -225,7 +225,7 @@ def hold_in_bits(read: LoadedDrafter, bits: int) -> list[str]:
         return {"group_size": group_for(layer.weight.shape[-1]) or GROUP, "bits": bits}
 
     weights, recipe = quantize_tensors(weights, GROUP, bits, group)
-    # The last names for the float arrays: each is freed as soon as its quantized form is there.
+    # The last references to the float arrays: each is freed as soon as its quantized form exists.
     read.weights.clear()
     for value in weights.values():
         mx.eval(value)

@@ -1,4 +1,4 @@
-"""What is special about a family, one entry each. A family that is not here is ordinary: it needs no line of this package.
+"""What is special about a model family, one entry each. Other families need no code in this package.
 
 Knows names only: of model types (config.json's `model_type`) and of mlx-lm's modules. An entry may stand under either.
 """
@@ -25,11 +25,11 @@ class Family:
     """What a family needs beyond what its config and mlx-lm's class say.
 
     - same_as: the model type of mlx-lm whose text model it is, tensor for tensor
-    - implied: keys that transformers has in its code and mlx-lm wants to be told
+    - implied: keys that transformers has in its code and mlx-lm needs in the config
     - layer_names: transformers' names of layer kinds -> those that mlx-lm's class compares with
-    - fused_experts: how its expert tensors lie, where that is not [E, 2I, H]
-    - activation: the one in mlx-lm's code, where that is not transformers' default
-    - copied_head: its class scales the logits only with a head of its own: a tied one gets a copy of the embedding
+    - fused_experts: the layout of its expert tensors, if not [E, 2I, H]
+    - activation: the one in mlx-lm's code, if not transformers' default
+    - copied_head: its class scales the logits only if it has a head; so a tied model gets a copy of the embedding as head
     - two_head_sizes: its full-attention layers have a head size and a number of key heads of their own
     - differs: what mlx-lm computes differently from transformers, found with reference outputs; such a checkpoint is refused
     """

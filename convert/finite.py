@@ -1,4 +1,4 @@
-"""Whether a source's weights are numbers: one NaN or infinity makes every logit NaN, and comparisons with NaN say nothing.
+"""Checks that a source's weights are finite: one NaN or infinity makes every logit NaN, and comparisons with NaN say nothing.
 
 Knows the tensors of a checkpoint by their names in the files. Reads them one at a time and keeps none.
 """
@@ -52,5 +52,5 @@ def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, mx.array]]:
         return
     weights = checkpoint.load()
     for name in list(weights):
-        # out of the dict before it is read, so that it is freed once it was looked at
+        # removed from the dict before it is read, so that it is freed once it was checked
         yield name, weights.pop(name)

@@ -1,4 +1,4 @@
-"""Tensor names and layouts of published checkpoints, brought to the ones that mlx-lm's own `sanitize` expects.
+"""Turns tensor names and layouts of published checkpoints into those that mlx-lm's own `sanitize` expects.
 
 Knows: prefixes of multimodal wrappers, expert tensors stacked or per expert, tensors that a text model does not use. Knows no
 files and no configs. One checkpoint can be laid out in several ways, so `layouts` lists the candidates; the first one whose
@@ -15,7 +15,7 @@ from .families import FusedExperts, special
 
 Weights = dict[str, mx.array]
 
-# tensors that a text model has no use for: what they are -> how they are named
+# tensors that a text model does not use: what they are -> how they are named
 UNUSED = {
     "vision tower": re.compile(
         r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|vision_embedder|embed_vision|vit|vpm|resampler)\."

@@ -1,7 +1,7 @@
-"""Matrices as other tools pack them, and the same matrices in MLX's modes. Values stay what they were.
+"""Matrices as other tools pack them, and the same matrices in MLX's modes. Values do not change.
 
 Knows which tensors make up one matrix in each published packing, and MLX's layouts: `affine` (w = scales * q + biases for each
-group of 32, 64 or 128 inputs), `mxfp4`, `nvfp4`, `mxfp8`. What no mode holds exactly is written out in floats. Knows no files,
+group of 32, 64 or 128 inputs), `mxfp4`, `nvfp4`, `mxfp8`. What no mode can hold exactly becomes floats. Knows no files,
 no models and no configs beyond what the record says of one matrix.
 
 Sources (layouts only): vllm-project/compressed-tensors, src/compressed_tensors/compressors (pack_quantized, naive_quantized,
@@ -19,9 +19,9 @@ from dflash_mlx.errors import ConversionError
 from .quantize import BITS, GROUP_SIZES
 
 FLOAT_CHECKPOINT = "Use the float checkpoint that it was made from"
-# The fp8 (E4M3) code of 1.0: with it for every scale, nvfp4 gives the bare fp4 values.
+# The fp8 (E4M3) code of 1.0: with this scale everywhere, nvfp4 gives the plain fp4 values.
 _FP8_ONE = 0x38
-# mlx-lm's `sanitize` takes these apart and rounds them again where they are packed.
+# mlx-lm's `sanitize` unpacks these and rounds them again if they are packed.
 _TAKEN_APART = ("kv_b_proj",)
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
@@ -32,7 +32,7 @@ class Packed:
 
     - name: the module, "model.layers.0.mlp.up_proj"; source: the checkpoint, for messages
     - tensors, types: last part of the name ("weight_packed") -> array, and its type in the file's header ("I32")
-    - stated: what the config's record says of this matrix: num_bits, symmetric, group_size, zeros_minus_one, in_blocks (whether
+    - stated: what the config says about this matrix: num_bits, symmetric, group_size, zeros_minus_one, in_blocks (whether
       several rows share a scale), act_order; may be empty
     """
 
@@ -53,9 +53,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix for MLX: `weight` alone in floats, or with scales (and biases) and the options of its mode.
+    """One matrix for MLX: only `weight` if it is float; else with scales (and biases) and the options of its mode.
 
-    how: what was done, for the user, without the number of matrices.
+    how: what was done, in words for the user.
     """
 
     tensors: Mapping[str, mx.array]
@@ -64,7 +64,7 @@ class Matrix:
 
 
 def read_matrix(parts: Packed, keep_packed: bool = True) -> Matrix | None:
-    """The matrix of one module, in floats unless `keep_packed`; None where its tensors are in no packing of `PACKINGS`.
+    """The matrix of one module, as floats unless `keep_packed`; None if its tensors have no packing of `PACKINGS`.
 
     Raises:
       ConversionError: the packing is known and its tensors contradict one another or the record, or cannot be expressed.
@@ -87,7 +87,7 @@ def read_matrix(parts: Packed, keep_packed: bool = True) -> Matrix | None:
 def unpack(words: mx.array, bits: int, columns: int) -> mx.array:
     """[..., words] uint32 -> [..., columns] uint8, value i from bit i * bits of the little-endian string of a row.
 
-    Also the older layout, in which no value straddles two words: it has another number of words where `bits` does not divide 32.
+    Also reads the older layout, in which no value crosses two words: its number of words differs if `bits` does not divide 32.
     """
     per_word = 32 // bits
     if 32 % bits == 0 or words.shape[-1] == -(-columns // per_word) != -(-columns * bits // 32):
@@ -156,7 +156,7 @@ class _Integers:
         return unpack(self.words, self.bits, self.columns) if self.values is None else self.values
 
     def _floats(self, group: int) -> mx.array:
-        """[out, columns] in the scales' type, rounded once, as the packing's own tools write it out."""
+        """[out, columns] in the type of the scales, rounded once, as the packing's own tools do it."""
         scales, zeros = (
             mx.repeat(part.astype(mx.float32), group, axis=-1)[..., : self.columns] for part in (self.scales, self.zeros)
         )
@@ -164,7 +164,7 @@ class _Integers:
 
 
 def _group(parts: Packed, columns: int, groups: int) -> int:
-    """Inputs of a scale; the last group may be short where the record says how long the others are."""
+    """Number of inputs per scale; the last group may be shorter if the record says how long the others are."""
     if columns % groups == 0:
         return columns // groups
     stated = parts.stated.get("group_size")
@@ -174,7 +174,7 @@ def _group(parts: Packed, columns: int, groups: int) -> int:
 
 
 def _exactly(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
-    """Scales and biases in the scales' type where that holds every bias, else in float32. Shapes: as given."""
+    """Scales and biases in the type of the scales if it holds every bias exactly, else in float32. Shapes: as given."""
     narrow = biases.astype(scales.dtype)
     if mx.array_equal(narrow.astype(mx.float32), biases).item():
         return scales, narrow
@@ -206,7 +206,7 @@ def _check_order(parts: Packed, name: str, columns: int, groups: int) -> None:
 
 
 def _stated_bits(parts: Packed, possible: list[int], what: str) -> int:
-    """The record's number of bits, which the shapes must allow; theirs where the record is silent."""
+    """The record's number of bits, which must fit the shapes; if the record has none, the number that follows from the shapes."""
     stated = parts.stated.get("num_bits")
     if stated in possible or (stated is None and len(possible) == 1):
         return stated or possible[0]
@@ -215,7 +215,7 @@ def _stated_bits(parts: Packed, possible: list[int], what: str) -> int:
 
 
 def _compressed_integers(parts: Packed) -> Matrix:
-    """compressed-tensors' pack-quantized: int32 words, each value raised by half its range; zero points packed down the rows."""
+    """compressed-tensors' pack-quantized: int32 words, each value plus half its range; zero points packed along the outputs."""
     words = parts.need("weight_packed")
     rows, scales = words.shape[0], _row_scales(parts, "weight_scale", words.shape[0])
     if "weight_shape" in parts.tensors:
@@ -239,7 +239,7 @@ def _compressed_integers(parts: Packed) -> Matrix:
 
 
 def _int8(parts: Packed) -> Matrix:
-    """compressed-tensors' int-quantized and naive-quantized: a signed byte a value, whatever the number of bits."""
+    """compressed-tensors' int-quantized and naive-quantized: one signed byte per value, for any number of bits."""
     weight = parts.need("weight")
     rows, columns = weight.shape
     scales = _row_scales(parts, "weight_scale", rows)
@@ -260,7 +260,7 @@ def _int8(parts: Packed) -> Matrix:
 
 
 def _gptq(parts: Packed) -> Matrix:
-    """AutoGPTQ: words down the inputs; zero points along the outputs, one less than meant but in the newer `gptq_v2`.
+    """AutoGPTQ: words along the inputs; zero points along the outputs, stored one less, except in the newer `gptq_v2`.
 
     Shapes: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx [in]
     """
@@ -271,7 +271,7 @@ def _gptq(parts: Packed) -> Matrix:
     columns = qweight.shape[0] * 32 // bits
     _check_order(parts, "g_idx", columns, groups)
     zeros = unpack(qzeros.view(mx.uint32), bits, rows).astype(mx.int32)
-    # half the range everywhere is a symmetric matrix whose zero points nobody lessened, whatever the record says
+    # half the range everywhere: a symmetric matrix with zero points stored as they are, whatever the record says
     if not mx.all(zeros == 1 << (bits - 1)).item():
         zeros = zeros + int(parts.stated.get("zeros_minus_one", True))
     words = mx.contiguous(qweight.T).view(mx.uint32)
@@ -279,7 +279,7 @@ def _gptq(parts: Packed) -> Matrix:
 
 
 def _awq(parts: Packed) -> Matrix:
-    """AutoAWQ's GEMM layout: eight outputs in a word, even ones in its lower half.
+    """AutoAWQ's GEMM layout: eight outputs per word, the even ones in its lower half.
 
     Shapes: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     """
@@ -303,10 +303,11 @@ def _awq(parts: Packed) -> Matrix:
 
 
 def _fp4(parts: Packed) -> Matrix:
-    """Two fp4 values (E2M1) a byte, low half first: MXFP4 with a power of two for 32 inputs, NVFP4 with an fp8 scale for 16.
+    """Two fp4 values (E2M1) per byte, low half first: MXFP4 has a power of two per 32 inputs, NVFP4 an fp8 scale per 16.
 
-    NVFP4 has a factor for the whole matrix beside: compressed-tensors divides by `weight_global_scale`, ModelOpt multiplies by
-    `weight_scale_2`. `mx.quantized_matmul` takes none, so it goes into the fp8 scales where they hold the products exactly.
+    NVFP4 also has a factor for the whole matrix: compressed-tensors divides by `weight_global_scale`, ModelOpt multiplies by
+    `weight_scale_2`. `mx.quantized_matmul` takes no such factor, so it goes into the fp8 scales if they hold the products
+    exactly.
     """
     codes = mx.contiguous(parts.need(_fp4_part(parts))).view(mx.uint32)
     scales, columns = parts.need("weight_scale"), codes.shape[-1] * 8
@@ -374,7 +375,7 @@ def _is_awq(parts: Packed) -> bool:
 
 
 def _outputs_a_word(parts: Packed) -> float:
-    """How many outputs a column of `qweight` holds; 0 where there is no such matrix."""
+    """How many outputs a column of `qweight` holds; 0 if there is no such matrix."""
     qweight, scales = parts.tensors.get("qweight"), parts.tensors.get("scales")
     return scales.shape[-1] / qweight.shape[-1] if qweight is not None and scales is not None and scales.ndim == 2 else 0
 
@@ -393,7 +394,7 @@ PACKINGS: tuple[tuple[Callable[[Packed], bool | str | None], Callable[[Packed], 
     (_is_gptq, _gptq),
     (_is_awq, _awq),
 )
-# the last parts of the names that these packings use
+# the last parts of tensor names in these packings
 PARTS = frozenset(
     "weight weight_packed weight_scale weight_scale_inv scale weight_scale_2 weight_global_scale weight_zero_point weight_shape "
     "weight_g_idx scale_packed meta qweight qzeros scales g_idx".split()

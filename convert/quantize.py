@@ -1,10 +1,10 @@
 """Which tensors are quantized, with how many bits, and why the others are not.
 
-Knows MLX's formats and what kinds of tensors there are. Knows no files and no families beyond what a module says of
-itself. The recipe per class of tensor:
+Knows MLX's formats and the kinds of tensors. Knows no files, and of families only what a module says about itself. The recipe
+per kind of tensor:
 
     matrices of linear layers, embeddings, heads, stacked experts     quantized
-    codebooks of a drafter's selector, which are looked up in         quantized
+    codebooks of a drafter's selector (lookup tables)                 quantized
     routers and gates that the family's mlx-lm class names            as that class says (mostly 8 bits)
     norms, biases, other vectors, recurrent parameters                float
     convolution kernels                                               float
@@ -22,7 +22,7 @@ from dflash_mlx.errors import ConversionError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-# MLX's formats, each with its usual group size and bits; those but affine have no others.
+# MLX's formats with their usual group size and bits; only affine allows others.
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 FLOAT_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -31,7 +31,7 @@ Predicate = Callable[[str, nn.Module], bool | dict]
 
 @dataclass
 class Recipe:
-    """What was chosen: `config` for config.json, `fates` one phrase for every parameter."""
+    """What was chosen: `config` goes into config.json; `fates` has one phrase for every parameter."""
 
     config: dict | None = None
     fates: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Options:
-    """What a conversion was asked for: as the arguments of `convert`."""
+    """The options of a conversion: as the arguments of `convert`."""
 
     quantize: bool
     group_size: int
@@ -92,8 +92,8 @@ def quantize(
 
     Args:
       predicate: (module path, module) -> False, True or {"bits": ..., "group_size": ...}; the user's mixed recipe
-      own_rules: the same from the model's class, asked first; it can only make a layer finer or leave it float
-      mode: one of `MODES`; a dict that names none means affine, as in mlx-lm
+      own_rules: the same from the model's class, which comes first; it can only give a layer more bits or leave it float
+      mode: one of `MODES`; a dict without one means affine, as in mlx-lm
     Raises:
       ConversionError: the model is quantized already, or nothing in it can be quantized.
     """
@@ -113,7 +113,7 @@ def quantize(
             chosen[path] = options
         return options or False
 
-    # nn.quantize asks once per leaf; parameters outside any leaf (A_log, sinks) are filled in afterwards
+    # nn.quantize calls this once per leaf module; parameters outside of leaves (A_log, sinks) are added afterwards
     nn.quantize(model, group_size, bits, class_predicate=predicate_for)
     for name, value in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
@@ -132,7 +132,7 @@ def fate_of(
 ) -> tuple[str, dict | None]:
     """What becomes of one module's matrix -> (the fate in words, quantization options or None).
 
-    usual: the options of a matrix of which nothing special is said.
+    usual: the options of a matrix without special rules.
     """
     if not hasattr(module, "to_quantized"):
         if isinstance(module, nn.Conv1d | nn.Conv2d):

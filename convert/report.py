@@ -1,7 +1,7 @@
 """The record beside converted weights: where they come from, what became of every tensor, and how close the result is.
 
 Knows hashes, versions and how to compare two models on fixed ids. Knows nothing of how a conversion is done. The comparison
-loads the written directory afresh, so it covers what was written, not what was meant.
+loads the written directory again, so it tests what was written, not what was intended.
 """
 
 import platform
@@ -37,12 +37,12 @@ CANNOT_PROVE = (
 
 
 def fixed_ids(vocabulary: int) -> mx.array:
-    """[1, 48] int32: the same spread-out ids for every run, none of them special by construction."""
+    """[1, 48] int32: the same ids in every run, spread over the vocabulary so that none is a special token."""
     return mx.array([[(17 + 7919 * i) % vocabulary for i in range(_POSITIONS)]], dtype=mx.int32)
 
 
 def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
-    """Logits [48, V] in float32 of the model that `load` gives with its vocabulary size.
+    """Logits [48, V] in float32 of the model that `load` returns with its vocabulary size.
 
     The model is dropped before its graph runs, so that each layer's weights are freed once they are used.
     """
@@ -51,7 +51,7 @@ def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
     tell("Comparing with the source")
     model, vocabulary = load()
     model.set_dtype(mx.float32)
-    # with a cache, as generation runs it: layers that share keys with earlier ones find them only there
+    # with a cache, as in generation: layers that share keys with earlier ones find them only there
     logits = model(fixed_ids(vocabulary), cache=make_prompt_cache(model))[0]
     del model
     mx.eval(logits)
@@ -59,7 +59,7 @@ def target_logits(load: Callable[[], tuple[nn.Module, int]]) -> mx.array:
 
 
 def compare_logits(source: mx.array, written: mx.array) -> dict:
-    """How far the written model's logits are from the source's. Both [48, V] float32.
+    """How far the written model's logits differ from the source's. Both [48, V] float32.
 
     Raises:
       ConversionError: one of them has NaN or infinite values, which no comparison would show.
@@ -101,7 +101,7 @@ def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], fill: C
     drafter.set_dtype(mx.float32)
     keys = mx.random.split(mx.random.key(7), 2)
     features = mx.random.normal((1, _POSITIONS, len(config.target_layer_ids) * config.target_hidden_size), key=keys[0])
-    # As in a real block: one anchor, then the same mask row, small beside what the layers add.
+    # As in a real block: one anchor, then equal mask rows, which are small beside what the layers add.
     anchor, mask = 0.1 * mx.random.normal((2, 1, 1, config.hidden_size), key=keys[1])
     block = mx.concatenate([anchor, mx.repeat(mask, config.block_size - 1, axis=1)], axis=1)
     hidden = drafter(block, features, drafter.make_cache(), 0)[0]
@@ -159,11 +159,11 @@ def versions() -> dict:
 
 
 def number_types(dtypes: Mapping[str, str]) -> dict[str, int]:
-    """How many tensors have each number type."""
+    """The number of tensors of each number type."""
     return dict(Counter(dtypes.values()).most_common())
 
 
 def written_files(directory: Path) -> dict:
-    """The hash of every file of a converted directory but the record itself."""
+    """The hash of every file of a converted directory, except the record itself."""
     files = [file for file in sorted(directory.iterdir()) if file.is_file() and file.name != "conversion.json"]
     return {file.name: file_record(file) for file in files}

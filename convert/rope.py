@@ -2,8 +2,8 @@
 
 Knows: the frequency formulas that transformers uses (default, linear, dynamic, llama3, yarn, longrope, proportional) and the
 RoPE modules of mlx-lm. Knows no files. Some mlx-lm families ignore RoPE scaling, none reads YaRN's `attention_factor` or
-`truncate`, and its longrope always takes the long factors; a model that lost its base still writes fluent text, so every
-RoPE module is compared, not only those known to be wrong.
+`truncate`, and its longrope always takes the long factors. A model with a wrong base still writes fluent text, so every RoPE
+module is compared, not only those known to be wrong.
 Source: transformers 5, modeling_rope_utils.py; arXiv 2309.00071 (YaRN); arXiv 2402.13753 (LongRoPE).
 """
 
@@ -72,8 +72,8 @@ def _rope_modules(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     ]
 
 
-# mlx-lm's RoPE modules with a table of periods -> how they pair dimensions (None: as their `traditional` says);
-# the dynamic ones have no table: they adapt themselves to the length and are not compared
+# mlx-lm's RoPE modules with a table of periods -> how they pair dimensions (None: as `traditional` says). Dynamic modules have
+# no table: they adapt to the length and are not compared
 _TABLE_MODULES: dict[str, bool | None] = {
     "Llama3RoPE": None,
     "ProportionalRoPE": None,

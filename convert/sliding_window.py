@@ -1,7 +1,7 @@
 """Sliding windows for mlx-lm families whose class has none.
 
-Knows: how mlx-lm hands a mask and a cache to a layer. Knows no files. Transformers gives mistral, gemma2, phi3, qwen2, qwen3
-and others a sliding window that mlx-lm ignores: right up to the window, another model beyond it.
+Knows how mlx-lm passes a mask and a cache to a layer. Knows no files. Transformers gives mistral, gemma2, phi3, qwen2, qwen3
+and others a sliding window that mlx-lm ignores. So mlx-lm is right up to the window, and computes another model beyond it.
 """
 
 import functools
@@ -12,10 +12,10 @@ from mlx_lm.models.base import create_attention_mask
 
 
 def add_windows(model: nn.Module, windows: list[int | None]) -> None:
-    """Give the layers with a window a mask of their own; the model's one mask then serves the other layers.
+    """Give the layers with a window their own mask; the model's mask then serves the other layers.
 
-    The cache stays a plain one that keeps every position, so that rolling back stays a trim. `__class__` is swapped for a
-    class made for it because many families build `model.layers` afresh at each access.
+    The cache stays a plain one that keeps every position, so that a rollback stays a trim. The layer's `__class__` is replaced
+    by a class made for it, because many families build `model.layers` anew at each access.
     """
     for layer, window in zip(model.layers, windows, strict=True):
         if window:
@@ -23,7 +23,7 @@ def add_windows(model: nn.Module, windows: list[int | None]) -> None:
 
 
 class _Windowed:
-    """Mixed into a layer's class in front of it, so that no other layer's class is a base of the made one."""
+    """A mixin that comes before the layer's own class in the bases of the new class."""
 
     window: int
 

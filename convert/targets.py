@@ -2,7 +2,7 @@
 
 Knows: mlx-lm's model classes, what `configs` normalised and which `layouts` exist. Knows nothing of writing files. mlx-lm's own
 `sanitize` does the renaming wherever it is right; what it gets wrong is done before it (experts, `1 + weight` in float32) or
-checked after it (every parameter present, nothing left over, shapes equal).
+checked after it (every parameter is there, nothing is left over, shapes are equal).
 """
 
 import copy
@@ -32,11 +32,11 @@ _MOST_NAMES = 6
 
 @dataclass
 class LoadedTarget:
-    """A built model and how it came about.
+    """A built model, and how it was made.
 
     - dropped: source tensor -> why the text model does not use it
     - layout: name of the layout that fitted
-    - fates: source tensor -> under which name the model has it, or by what it was combined
+    - fates: source tensor -> its name in the model, or how it was combined with others
     - types: parameter -> the type of its tensors in the files, where the model holds it (exactly) in float32 instead
     - notes: sentences for the user
     """
@@ -54,7 +54,7 @@ class LoadedTarget:
         """Give every float parameter the type of its tensors in the files, or `dtype`.
 
         Args:
-          spare: leave out of `dtype` what the family's class keeps (`cast_predicate`: float32 decays, correction biases).
+          spare: do not cast what the family's class keeps (`cast_predicate`: float32 decays, correction biases).
         """
         may = getattr(self.model, "cast_predicate", None) if spare else None
         due = {}
@@ -77,7 +77,7 @@ def load_target(
       path_or_repo: a directory saved by transformers 4 or 5 or by mlx-lm, a converted directory, a GGUF file, a hub repository
       lazy: leave the weights unread until they are used
     Returns:
-      the model, in the number types of the files (vectors that are formed, such as `1 + weight`, in float32), and its config.
+      the model, in the number types of the files (computed vectors such as `1 + weight` in float32), and its config.
     Raises:
       CheckpointError: files or tensors missing, unexpected, damaged, or not a target's
       ConfigError: a config that mlx-lm cannot express
@@ -89,13 +89,13 @@ def load_target(
 
 
 def read_target(checkpoint: Checkpoint) -> LoadedTarget:
-    """`load_target` for an inspected checkpoint, with the account of what was done. Weights stay unread where possible."""
+    """`load_target` for an inspected checkpoint, with a record of what was done. Weights stay unread if possible."""
     if checkpoint.kind == "gguf":
         from .gguf.source import read_gguf
 
         source = read_gguf(checkpoint.path)
         loaded = build_target(source.config, gguf_weights(source), str(checkpoint.path))
-        # by the file's own names: what its reader did to each tensor is more than a renaming
+        # by the names in the file: its reader did more to each tensor than to rename it
         loaded.fates = dict(source.fates)
         return loaded
     require_target(checkpoint)
@@ -106,7 +106,7 @@ def read_target(checkpoint: Checkpoint) -> LoadedTarget:
     except CheckpointError:
         if "quantization" in checkpoint.config or "quantization" not in config:
             raise
-        # Falcon-H1's class, for one, multiplies its matrices: it takes floats.
+        # Some classes, such as Falcon-H1's, multiply their matrices and need floats.
         weights, config, notes = decode_quantized(checkpoint.load(), checkpoint.config, checkpoint, keep_packed=False)
         loaded = build_target(config, weights, checkpoint.source, checkpoint)
     loaded.notes = notes + loaded.notes
@@ -146,7 +146,7 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
         ) from error
 
 
-# what mlx-lm's and transformers' code raises on values that it does not check itself
+# what mlx-lm's and transformers' code raises for values that it does not check
 _BUILD_ERRORS = (AttributeError, LookupError, TypeError, ValueError, AssertionError, ArithmeticError, RecursionError)
 
 
@@ -188,12 +188,12 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
 
 
 def _check_depth(config: dict, weights: Weights, where: str) -> None:
-    """Refuse a depth that the tensors are far from, before a model of that many layers is built."""
+    """Refuse a number of layers that is far from what the tensors have, before such a model is built."""
     numbers = [int(match.group(2)) for name in weights if (match := _NUMBERED.search(name))]
     found = max(numbers, default=-1) + 1
     for part in (config, *(config[key] for key in TEXT_CONFIG_KEYS if isinstance(config.get(key), dict))):
         layers = part.get("num_hidden_layers")
-        # a few layers too many are reported by the names of the missing tensors
+        # a few layers too many are reported later, by the names of the missing tensors
         if layers is not None and layers > max(4 * found, _MOST_LAYERS_UNSEEN):
             raise ConfigError(
                 f"config.json says num_hidden_layers {layers}; the tensors in {where} have {found} layers",
@@ -239,7 +239,7 @@ def _is_tied(head: str | None, weights: Weights, target: TargetConfig, where: st
                 "Download the checkpoint again, or set tie_word_embeddings to true if the model shares its embedding",
             )
         return tied
-    # wrapper and text model contradict each other, or nobody says: the files decide
+    # wrapper and text model contradict each other, or neither says it: the files decide
     if head is None:
         target.notes.append("no lm_head.weight: the output head is the embedding")
         return True
@@ -272,7 +272,7 @@ def _construct(target: TargetConfig) -> nn.Module:
         return module.Model(module.ModelArgs.from_dict(_private_copy(config)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         for scaling in (None, _NEUTRAL_SCALING):
-            # some classes refuse scaling that they do not know, others its absence; `correct_rope` puts the right one in
+            # some classes refuse unknown scaling, others refuse none; `correct_rope` sets the right one later
             try:
                 return module.Model(module.ModelArgs.from_dict(_with_scaling(config, scaling)))
             except (TypeError, ValueError, KeyError, AttributeError):
@@ -287,7 +287,7 @@ _NEUTRAL_SCALING = {"rope_type": "default", "type": "default", "factor": 1.0}
 
 
 def _private_copy(config: dict) -> dict:
-    # some ModelArgs pop keys out of the nested dicts that they are given
+    # some ModelArgs remove keys from the nested dicts that they get
     return copy.deepcopy(config)
 
 
@@ -314,9 +314,9 @@ def _types_of_files(target: TargetConfig, weights: Weights, layout: Layout) -> d
 
 
 def _vectors_back(weights: Weights, types: dict[str, mx.Dtype]) -> tuple[Weights, dict[str, mx.Dtype]]:
-    """Vectors back to the files' types where that loses nothing.
+    """Turn vectors back into the files' types if that loses nothing.
 
-    Returns: the weights; and the types of the vectors that `sanitize` formed and that stay float32.
+    Returns: the weights; and the types of the vectors that `sanitize` computed and that stay float32.
     """
     out, wider = {}, {}
     for name, value in weights.items():
@@ -332,7 +332,7 @@ def _vectors_back(weights: Weights, types: dict[str, mx.Dtype]) -> tuple[Weights
 
 
 def _handles(weights: Weights) -> Weights:
-    """The same arrays as objects of their own: Falcon-H1's `sanitize` multiplies in place, and here it runs more than once."""
+    """The same arrays as new objects: Falcon-H1's `sanitize` multiplies in place, and here it runs more than once."""
     return {name: mx.stop_gradient(value) for name, value in weights.items()}
 
 
@@ -362,7 +362,7 @@ def _fates(source: Weights, ready: Weights, layout: str) -> dict[str, str]:
     how = f"combined, split or transposed (layout: {layout}; mlx-lm's sanitize)"
     fates = {}
     for name, value in source.items():
-        # a formed tensor of the same name, else those of the same layer whose names end alike, where each end has only one
+        # a computed tensor of the same name; else those of the same layer with the same end of the name, if that is unique
         found = [[name]] if name in ready else [formed.get(_layer_and_end(end), []) for end in _formed_names(name)]
         into = f" into {' and '.join(names[0] for names in found)}" if all(len(names) == 1 for names in found) else ""
         fates[name] = f"as {names_of[id(value)]}" if id(value) in names_of else how + into
@@ -415,7 +415,7 @@ def _refuse_types(model: nn.Module, weights: Weights, where: str) -> None:
 
 
 def _refuse_changed(source: Weights, ready: Weights, where: str) -> None:
-    """Refuse when `sanitize` computed with the words of a packed matrix as if they were numbers."""
+    """Refuse if `sanitize` computed with the words of a packed matrix as if they were numbers."""
     for name, value in ready.items():
         packed = name in source and f"{name.rpartition('.')[0]}.scales" in source and source[name].dtype == mx.uint32
         if packed and value is not source[name] and not mx.array_equal(value, source[name]).item():
@@ -498,7 +498,7 @@ def _fill_shared_keys(model: nn.Module, weights: Weights, target: TargetConfig) 
 
 
 def _faults(model: nn.Module, weights: Weights) -> list[str]:
-    """What keeps `weights` from being exactly the model's parameters: missing, unexpected and misshapen names."""
+    """How `weights` differ from the model's parameters: missing names, unexpected names, wrong shapes."""
     expected = {name: value.shape for name, value in tree_flatten(model.parameters())}
     missing = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in weights]
     unexpected = [f"unexpected {name} {list(v.shape)}" for name, v in weights.items() if name not in expected]

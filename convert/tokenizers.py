@@ -1,8 +1,8 @@
 """The tokenizer of any checkpoint, as mlx-lm's TokenizerWrapper.
 
-Knows where tokenizer files lie and where end-of-sequence ids are written. Knows no weights. A model that never stops mostly
-lacks one of its EOS ids: they stand in the tokenizer, in config.json and in generation_config.json, as an integer or a list,
-and one file rarely has them all.
+Knows where tokenizer files lie and where end-of-sequence ids are written. Knows no weights. If a model never stops, most
+often one of its EOS ids is missing: they are in the tokenizer, in config.json and in generation_config.json, as an integer or a
+list, and one file rarely has them all.
 """
 
 import json
@@ -20,7 +20,7 @@ from .config_values import TEXT_CONFIG_KEYS
 from .configs import normalise_config
 
 _LFS = b"version https://git-lfs"
-# what a tokenizer and generation need beside the weights; never code, never weights
+# files that a tokenizer and generation need; never code, never weights
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "chat_template.json", "chat_template.jinja", "generation_config.json", "*.tiktoken",
@@ -47,7 +47,7 @@ def load_tokenizer(
       ConfigError: a config.json that transformers refuses.
     """
     checkpoint = inspect_checkpoint(path_or_repo, revision=revision)
-    # said outright: with None transformers asks on the terminal whether to run the checkpoint's code
+    # explicit, since with None transformers asks on the terminal whether to run the checkpoint's code
     settings = {**(tokenizer_config or {}), "trust_remote_code": trust_remote_code}
     if checkpoint.kind == "gguf":
         from .gguf.source import read_gguf
@@ -102,7 +102,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
 
 
 def _blames_config(error: Exception, directory: Path) -> bool:
-    """Whether what stopped the tokenizer is what reading config.json alone gives."""
+    """Whether reading config.json alone raises the same error as the tokenizer did."""
     from transformers import AutoConfig
 
     try:
@@ -140,7 +140,7 @@ def _ids_only(source: str, ids: list[int]) -> Any:
     class IdsOnly:
         eos_token_id = bos_token = bos_token_id = chat_template = None
         clean_up_tokenization_spaces = False
-        # recognised by the wrapper as transformers' own, that is, as no chat template
+        # the wrapper takes this for transformers' own attribute, that is, no chat template
         apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
 
         def encode(self, *args, **kwargs):
@@ -197,7 +197,7 @@ def _require_whole(file: Path, where: str) -> None:
 def check_tokenizer(directory: Path, source: str) -> str | None:
     """Load the tokenizer of a converted directory once, running no code of its own.
 
-    Returns: a sentence for the user when it cannot be told here whether it works, else None.
+    Returns: a sentence for the user if it cannot be tested here whether it works, else None.
     Raises:
       CheckpointError: the files are damaged, or no tokenizer that transformers has.
     """
@@ -217,7 +217,7 @@ def check_tokenizer(directory: Path, source: str) -> str | None:
 
 
 def _tokenizer_defaults(config: Mapping) -> dict | None:
-    """Settings that a family's mlx-lm module keeps for checkpoints without them."""
+    """Settings that a family's mlx-lm module has for checkpoints that lack them."""
     import sys
 
     try:

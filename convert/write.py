@@ -1,8 +1,8 @@
 """Writing a converted directory: all of it, or nothing.
 
-Knows files, shards and hashes. Knows no models. Everything goes to a hidden directory beside the destination, which is renamed
-at the end; whatever ends the conversion early (an error, a full disk, Ctrl-C) removes it, and the source is only ever read.
-What a killed process could not remove is removed by the next conversion to the same destination.
+Knows files, shards and hashes. Knows no models. Everything is written to a hidden directory beside the destination, which is
+renamed at the end. If the conversion ends early (an error, a full disk, Ctrl-C), that directory is removed. The source is only
+read. What a killed process could not remove is removed by the next conversion to the same destination.
 """
 
 import glob
@@ -52,7 +52,7 @@ def staged_directory(destination: Path, source: Checkpoint, *, force: bool) -> I
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         for parent in made:
-            # one that something else has put files into meanwhile stays
+            # stays if something else has put files into it meanwhile
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, ConversionError):
@@ -73,7 +73,7 @@ def _check_destination(destination: Path, source: Checkpoint, force: bool) -> No
 
 
 def _refuse_existing(destination: Path, force: bool) -> None:
-    """Asked before the work and again at its end: a directory that appeared meanwhile is somebody else's."""
+    """Checked before the work and again at its end: a directory that appeared meanwhile belongs to somebody else."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise ConversionError(f"{destination} is a file or a link, not a new directory", "Choose another path")
     if destination.exists() and not force:
@@ -86,7 +86,7 @@ def _hidden(destination: Path, role: str) -> str:
 
 
 def _clear_abandoned(destination: Path) -> None:
-    """Undo what conversions to this destination left that were killed on this machine; a living process keeps its own."""
+    """Remove what killed conversions to this destination left on this machine; directories of running processes stay."""
     for role in ("partial", "replaced"):
         begin = _hidden(destination, role).removesuffix(f"{os.getpid()}-")
         for left in sorted(destination.parent.glob(f"{glob.escape(begin)}*")):
@@ -94,7 +94,7 @@ def _clear_abandoned(destination: Path) -> None:
             if not pid.isdigit() or _lives(int(pid)):
                 continue
             if role == "replaced" and not destination.exists() and (left / "old").is_dir():
-                # Killed between the two renames: the directory that stood there stands there again.
+                # Killed between the two renames: put the old directory back.
                 (left / "old").rename(destination)
             shutil.rmtree(left, ignore_errors=True)
 
@@ -175,7 +175,7 @@ def write_weights(directory: Path, weights: dict[str, mx.array], largest_source_
 
 
 def _save(file: Path, part: dict[str, mx.array]) -> None:
-    """Save one shard and make sure that all of it is there: MLX does not report a write that fell short."""
+    """Save one shard and check that all of it is there: MLX does not report an incomplete write."""
     try:
         mx.save_safetensors(str(file), part, metadata={"format": "mlx"})
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 GROUP_SIZE = 32
 
-# Blocks unpacked at a time: 64-bit words of one chunk take 16 MB (Q4_0) to 128 MB (K types), however large the tensor
+# Blocks unpacked at a time. So the 64-bit words take 16 MB (Q4_0) to 128 MB (K types), however large the tensor
 _CHUNK_BLOCKS = 1 << 16
 
 
@@ -148,7 +148,7 @@ def can_decode(kind: Kind) -> bool:
 
 
 def decode(data: np.ndarray, kind: Kind) -> tuple[mx.array | AffineTensor, str]:
-    """One tensor's data as `gguf.GGUFReader` gives it -> its value for MLX, and a sentence on what was done.
+    """One tensor's data from `gguf.GGUFReader` -> its value for MLX, and a sentence about what was done.
 
     Shapes:
       - data: [..., in] for F32 and F16; else bytes, [..., in / block elements * block bytes]
@@ -160,7 +160,7 @@ def decode(data: np.ndarray, kind: Kind) -> tuple[mx.array | AffineTensor, str]:
       ValueError: if a block's scale or minimum is not finite.
     """
     if kind == Kind.BF16:
-        # the bits as they are: float16 has five exponent bits where bfloat16 has eight
+        # keep the bits: float16 has five exponent bits, bfloat16 has eight
         return mx.array(np.ascontiguousarray(data).view(np.uint16)).view(mx.bfloat16), "BF16 kept bit for bit"
     if kind in (Kind.F32, Kind.F16):
         return mx.array(data), f"{kind.name} kept bit for bit"
@@ -191,7 +191,7 @@ def decode(data: np.ndarray, kind: Kind) -> tuple[mx.array | AffineTensor, str]:
 
 
 def _dequantize(data: np.ndarray, kind: Kind) -> np.ndarray:
-    """`gguf.dequantize` in pieces: it holds two float32 copies of what it is given. [..., row bytes] -> [..., in] float32."""
+    """`gguf.dequantize` in pieces, because it holds two float32 copies of its input. [..., row bytes] -> [..., in] float32."""
     elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = data.reshape(-1, block_bytes)
     out = np.empty((len(blocks), elements), np.float32)
@@ -217,7 +217,7 @@ def _store(scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Scales and biases in float16 if that changes none of them, else in float32.
 
     -8 d and -128 d are exact in float16 up to its largest value (65504), and d * scale of the K types mostly is not, so this
-    looks rather than assumes. One type for both, as MLX wants.
+    is tested for each tensor. Both get the same type, as MLX requires.
     """
     if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
         raise ValueError("a block scale or minimum is infinite or not a number")

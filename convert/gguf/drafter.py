@@ -59,7 +59,7 @@ LAYER = {
     "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
 BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}
-# what training keeps beside a drafter, and tables that are computed
+# tensors that only training needs, and tables that are computed
 _NOT_READ = re.compile(r"^(t2d|rope_freqs\.weight)$")
 _KEYS = {
     **KEYS,
@@ -74,9 +74,9 @@ _KEYS = {
 _REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "block_size")
 _NESTED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _LISTS = ("target_layers", "target_layer_ids", "attention.sliding_window_pattern")
-# what llama.cpp takes where a drafter's file says nothing
+# llama.cpp's defaults for keys that a drafter's file lacks
 _DEFAULTS = {"rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": 1e-6}
-# Tensors that no class here computes with, and what they are.
+# Tensors that no drafter class here uses, and what they are.
 _OTHER = {"attn_sinks": "attention sinks", "hc_head_fn": "hyper-connections", "log_snr": "log-SNR conditioning"}
 
 
@@ -111,13 +111,13 @@ def read_drafter_gguf(opened: GGUFFile, source: str) -> tuple[dict[str, Any], di
 
 
 def published_names(opened: GGUFFile, faults: list[str]) -> dict[str, str]:
-    """Name in the file -> published bare name, of every tensor that is carried over. Adds to `faults` those without a place."""
+    """Name in the file -> published bare name, for every tensor that is carried over. Adds those without a place to `faults`."""
     named = ((t.name, _place(t.name.removeprefix("model."), opened.architecture, faults)) for t in opened.reader.tensors)
     return {name: place for name, place in named if place is not None}
 
 
 def _found(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The file's keys without what stands before them: `dflash.`, `dflash-draft.dflash.`, `qwen3.dflash.`."""
+    """The file's keys without their prefix: `dflash.`, `dflash-draft.dflash.`, `qwen3.dflash.`."""
     first = re.compile(rf"^(?:{re.escape(architecture)}|dflash|dspark)\.(?:(?:dflash|dspark)\.)?")
     found = {first.sub("", key): value for key, value in metadata.items() if first.match(key)}
     if (mask := metadata.get("tokenizer.ggml.mask_token_id")) is not None:
@@ -130,7 +130,7 @@ def _found(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _place(name: str, architecture: str, faults: list[str]) -> str | None:
-    """The published name of a tensor; None, where it is not carried over or is a fault."""
+    """The published name of a tensor; None if it is not carried over or is a fault."""
     bare = re.sub(rf"^(?:{re.escape(architecture)}|dflash|dspark)[._](?=[a-z])", "", name)
     if bare in ROOT:
         return ROOT[bare]
@@ -161,7 +161,7 @@ def _config(opened: GGUFFile, found: dict[str, Any], shapes: Mapping[str, list[i
         taps = []
     if found.get("mask_token_id") is None:
         faults.append("no key tokenizer.ggml.mask_token_id")
-    # By whose input is tapped, where llama.cpp's own converter wrote the file.
+    # llama.cpp's own converter names the layer whose input is tapped.
     by_input = "target_layers" in found and arch == "dflash" and "target_hidden_size" not in found
     nested = {
         "mask_token_id": found.get("mask_token_id"),
@@ -200,7 +200,7 @@ def _config(opened: GGUFFile, found: dict[str, Any], shapes: Mapping[str, list[i
 
 
 def _vocabulary(opened: GGUFFile, found: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> int | None:
-    """Rows of the target's vocabulary, by what of the file has as many."""
+    """Size of the target's vocabulary, from the parts of the file that have as many rows."""
     tables = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook", "embed_tokens.weight")
     rows = next((shapes[name][0] for name in tables if name in shapes), None)
     tokens = opened.metadata.get("tokenizer.ggml.tokens")
@@ -212,7 +212,7 @@ def _is_int(tensor: Any) -> bool:
 
 
 def _put(weights: dict[str, mx.array], packed: dict[str, int], place: str, tensor: Any, what: str) -> None:
-    """Add a tensor under its name: an integer as int32, blocks in MLX's affine parts, all else in floats."""
+    """Add a tensor under its name: integers as int32, blocks as MLX's affine arrays, all else as floats."""
     if _is_int(tensor):
         weights[place] = mx.array(np.ascontiguousarray(tensor.data).astype(np.int32))
         return

@@ -1,7 +1,7 @@
 """A drafter -> a GGUF file with llama.cpp's keys and names, which is read again and compared before it counts as written.
 
-Knows which of a drafter's parts llama.cpp has keys and names for. What it has none for is refused by name, never left out.
-Source: as convert/gguf/drafter.py, whose names these are.
+Knows for which parts of a drafter llama.cpp has keys and names. Other parts are refused by name, never left out.
+Source: as convert/gguf/drafter.py, which has the same names.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from .header import open_gguf
 
 _FLOATS = {mx.float32: Kind.F32, mx.float16: Kind.F16, mx.bfloat16: Kind.BF16}
 _BLOCKS = {8: Kind.Q8_0, 4: Kind.Q4_0}
-# Where several names are read, the first is llama.cpp's.
+# If several names can be read, the first is llama.cpp's.
 _ROOT_NAMES = {place: name for name, place in reversed(ROOT.items())}
 _LAYER_NAMES = {place: name for name, place in (LAYER | BARE).items()}
-# Counts that no computation here needs, and how a config is spelled.
+# Keys that are not needed to compute, or that only say how a config is spelled.
 _NOT_COMPARED = ("read_from", "unread", "unsupported", "quantization", "num_target_layers", "architecture")
 
 
@@ -36,9 +36,9 @@ def write_drafter_gguf(
 
     Args:
       weights: published bare name -> array, none of them quantized
-      bits: 8 or 4: matrices in Q8_0 or Q4_0, where rows are of whole blocks; None: in the type of `fc.weight`. Vectors, kernels
-        and the confidence head in float32, as llama.cpp keeps them
-      vocabulary: a GGUF file whose `tokenizer.*` keys are carried over: llama.cpp reads no drafter without its target's
+      bits: 8 or 4: matrices in Q8_0 or Q4_0, if their rows are whole blocks; None: in the type of `fc.weight`. Vectors, kernels
+        and the confidence head are float32, as in llama.cpp
+      vocabulary: a GGUF file whose `tokenizer.*` keys are copied: llama.cpp reads no drafter without its target's vocabulary
     Returns:
       - the type in the file of each tensor, by published name
       - notes for the user
@@ -97,7 +97,7 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
         "block_size": config.block_size - config.sample_from_anchor,
-        # By whose input is tapped.
+        # llama.cpp names the layer whose input is tapped.
         "target_layers": [i + 1 for i in config.target_layer_ids],
         "logit_scale": config.output_multiplier,
         "final_logit_softcapping": config.final_logit_softcapping,
@@ -147,7 +147,7 @@ def _packed(name: str, value: mx.array, kind: Kind) -> tuple[np.ndarray, Kind]:
 
 
 def _compare(path: Path, config: DrafterConfig, packed: Mapping[str, np.ndarray]) -> None:
-    """Read the file as any drafter's: its config must say what was given, and its bytes be those that were written."""
+    """Read the file like any drafter's: config and bytes must equal what was given."""
     opened = open_gguf(path)
     raw, _, _ = read_drafter_gguf(opened, str(path))
     read = DrafterConfig.from_dict(raw, where=str(path))

@@ -15,14 +15,14 @@ import numpy as np
 
 from dflash_mlx.errors import CheckpointError, ConversionError
 
-# What gguf's reader raises, by what it meets first, on bytes that are not a whole GGUF file.
+# What gguf's reader may raise for bytes that are not a whole GGUF file.
 _READER_ERRORS = (ValueError, IndexError, KeyError, OverflowError, TypeError)
 _LFS_POINTER = b"version https://git-lfs"
 
 
 class _Mapped(np.ndarray):
-    """The file's bytes, whose slices raise where numpy's would end short with the file. A damaged array length would
-    otherwise have the reader collect empty slices for hours."""
+    """The file's bytes. Slices beyond the end raise, where numpy's would be shorter: with a damaged array length the reader
+    would otherwise collect empty slices for hours."""
 
     def __getitem__(self, key: slice) -> np.ndarray:
         if key.stop > self.size:
@@ -46,22 +46,22 @@ class _Reader(gguf.GGUFReader):
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """A GGUF file, mapped, its header parsed. reader: gguf's, with the tensors; metadata: key -> Python value."""
+    """A mapped GGUF file with its parsed header. reader: gguf's, with the tensors; metadata: key -> Python value."""
 
     reader: gguf.GGUFReader
     metadata: dict[str, Any]
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture, "" where the file names none."""
+        """llama.cpp's name of the architecture; "" if the file names none."""
         return str(self.metadata.get("general.architecture", ""))
 
     @property
     def is_drafter(self) -> bool:
-        """Whether it holds a DFlash drafter: by any name in it, or by two tensors that only a drafter has.
+        """Whether it holds a DFlash drafter: recognised by names in it, or by two tensors that only a drafter has.
 
-        llama.cpp's architecture is "dflash", its forks' "dflash-draft", "dspark" and others; some file a drafter as "qwen3", with
-        keys or tensors named after DFlash.
+        llama.cpp's architecture is "dflash", its forks' are "dflash-draft", "dspark" and others. Some files call a drafter
+        "qwen3", with keys or tensors named after DFlash.
         """
         names = {tensor.name.removeprefix("model.") for tensor in self.reader.tensors}
         named = any(kind in name.lower() for name in (self.architecture, *names, *self.metadata) for kind in ("dflash", "dspark"))
@@ -69,7 +69,7 @@ class GGUFFile:
 
     @property
     def role(self) -> str:
-        """What `Checkpoint.role` says of it."""
+        """The role, as in `Checkpoint.role`."""
         if self.is_drafter:
             return "drafter"
         return next((kind for kind in ("EAGLE", "Medusa") if kind.lower() in self.architecture.lower()), "target")
@@ -79,7 +79,7 @@ _opened: WeakValueDictionary[tuple, GGUFFile] = WeakValueDictionary()
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Map the file and parse its header, once while somebody holds the result.
+    """Map the file and parse its header. The result is shared as long as it is held somewhere.
 
     Raises:
       CheckpointError: it is no whole little-endian GGUF file
@@ -104,7 +104,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 def _parse(path: Path, size: int) -> GGUFFile:
     try:
-        # a damaged offset may overflow; what comes of it is checked
+        # a damaged offset may overflow; the result is checked
         with np.errstate(over="ignore"):
             reader = _Reader(path)
         metadata = {name: _python_value(entry) for name, entry in reader.fields.items()}

@@ -1,4 +1,4 @@
-"""A GGUF file -> what the converter reads of any checkpoint: an HF-style config, named tensors, a tokenizer.
+"""A GGUF file -> what the converter needs of any checkpoint: an HF-style config, named tensors, a tokenizer.
 
 Knows the architectures of llama.cpp that are listed in `_ARCHITECTURES`: their keys, their tensor names and what llama.cpp's own
 converter did to the weights, which is undone here. Knows nothing of block layouts (blocks), of rebuilding a tokenizer
@@ -47,13 +47,13 @@ class _Architecture:
 
     - model_type: mlx-lm's module
     - layer: GGUF name of a layer's tensor -> HF name; every layer has all of them
-    - optional: config flag -> such names that all layers have or none; the flag says which
-    - keys: GGUF key -> config key, beside `KEYS`; required, unless `defaults` has what llama.cpp takes where it is absent
-    - extra: config entries that the file does not state, from those that it does
+    - optional: config flag -> names that either all layers have or none; the flag says which
+    - keys: GGUF key -> config key, beside `KEYS`; required, unless `defaults` has llama.cpp's default
+    - extra: config entries that the file lacks, computed from those that it has
     - permuted: rows of q and k are interleaved, because llama.cpp's RoPE for this architecture rotates neighbours
-    - norm_shift: what llama.cpp's converter added to every norm weight, and mlx-lm's model adds again
+    - norm_shift: what llama.cpp's converter added to every norm weight, and mlx-lm's model would add again
     - ignored: keys that llama.cpp does not read for this architecture
-    - fixed_head_dim: mlx-lm's model takes hidden_size / num_attention_heads and no other head size
+    - fixed_head_dim: mlx-lm's model only supports a head size of hidden_size / num_attention_heads
     - scales_rope: mlx-lm's model reads `rope_scaling`
     """
 
@@ -89,7 +89,7 @@ _REQUIRED_KEYS = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-# Looked at by `_config` and `rope_scaling`; `vocab_size` and `tensor_data_layout` have no part in the computation.
+# Read by `_config` and `rope_scaling`; `vocab_size` and `tensor_data_layout` do not affect the computation.
 _CHECKED_KEYS = frozenset(
     {
         "attention.causal",
@@ -149,7 +149,7 @@ def _experts(block: str) -> dict[str, str]:
 
 
 def _query_scalar(layers_of_27b: int) -> Callable[[dict], dict]:
-    """Gemma's 27B scales queries by hidden / heads, the others by head_dim. No key says so: llama.cpp counts layers, as here."""
+    """Gemma's 27B scales queries by hidden / heads, the others by head_dim. No key says it; llama.cpp counts layers, as here."""
 
     def extra(config: dict) -> dict:
         per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -212,7 +212,7 @@ _ARCHITECTURES = {
         norm_shift=1.0,
     ),
 }
-# llama.cpp names Mixtral "llama" too; the experts tell.
+# llama.cpp names Mixtral "llama" too; it is recognised by its experts.
 _MIXTRAL = _Architecture(
     "mixtral",
     _ATTENTION | _MLP_NORM | _experts("block_sparse_moe"),
@@ -222,7 +222,7 @@ _MIXTRAL = _Architecture(
     fixed_head_dim=True,
 )
 
-# Architectures for which there is more to say than that they are not in the table.
+# Architectures with an error message of their own.
 _REFUSED = {
     "clip": "the image encoder of a multimodal model",
 }
@@ -234,12 +234,12 @@ _GLOBAL = {
 }
 _ROPE_FREQS = "rope_freqs.weight"
 
-# Per-layer tables that early llama.cpp files carry; mlx-lm computes them.
+# Per-layer tables in early llama.cpp files; mlx-lm computes them.
 _ROT_EMBD = "attn_rot_embd.weight"
 
 
 class GGUFSource:
-    """An opened GGUF file. Made by `read_gguf`; holds the file mapped, not its data.
+    """An open GGUF file, made by `read_gguf`. It maps the file and does not load the data.
 
     - path: the file
     - config: HF-style config for mlx-lm's model, with `quantization` in mlx-lm's spelling if any tensor stays quantized
@@ -296,7 +296,7 @@ class GGUFSource:
         write_tokenizer(self._tokenizer, Path(directory))
 
     def _interleaved_heads(self, hf_name: str) -> int:
-        """How many heads have their rows interleaved in this tensor, 0 for none."""
+        """The number of heads whose rows are interleaved in this tensor; 0 for none."""
         if not self._architecture.permuted:
             return 0
         if ".q_proj." in hf_name:
@@ -360,7 +360,7 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 def _config(
     reader: gguf.GGUFReader, metadata: dict[str, Any], architecture: _Architecture, tokens: int
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The HF-style config and what speaks against it; None if the keys do not give one."""
+    """The HF-style config and the faults found; None if the keys do not give one."""
     arch = metadata["general.architecture"]
     keys = KEYS | architecture.keys
     found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
@@ -375,7 +375,7 @@ def _config(
         for key in keys
         if key in found and not isinstance(found[key], list) and not (isinstance(found[key], int | float) and found[key] > 0)
     ]
-    # also keeps a damaged count from being gone through layer by layer
+    # also stops a damaged count before a loop over its layers
     if isinstance(layers := found.get("block_count"), int) and layers > len(reader.tensors):
         faults.append(f"{arch}.block_count = {layers} for {len(reader.tensors)} tensors")
     if faults:
@@ -384,7 +384,7 @@ def _config(
         faults.append(f"keys with an unknown effect: {', '.join(f'{arch}.{key} = {found[key]}' for key in unknown)}")
 
     per_head = found["embedding_length"] // found["attention.head_count"]
-    # the values that llama.cpp takes where a file has none
+    # llama.cpp's defaults for what a file lacks
     found = {
         "attention.head_count_kv": found["attention.head_count"],
         "attention.key_length": per_head,
@@ -450,11 +450,11 @@ def _llama3_factors(wavelengths: np.ndarray, factor: float, high: float, origina
 
 
 def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """The Llama 3 parameters behind a file's frequency factors, None if there are none.
+    """The Llama 3 parameters from which a file's frequency factors were made; None if there are none.
 
     Between the plateaus 1 and `factor`, 1 / factors is linear in 1 / wavelength; slope and offset give the two other parameters.
     Low, high and original length have a common scale, so low_freq_factor is taken as 1; with too few points for a slope,
-    high_freq_factor as 4 (both as in every published model). What comes out must give the factors back.
+    high_freq_factor as 4 (both as in every published model). The result must give the same factors.
 
     Shapes:
       - factors: [head_dim / 2] float32
@@ -475,7 +475,7 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[st
     elif slanted.sum() == 1:
         original = float(wavelengths[slanted][0] * (1 + smooth[0] * (high - 1)))
     else:
-        # no frequency lies between the plateaus: any length that parts them gives these factors
+        # no frequency lies between the plateaus: any length between them gives these factors
         original = math.sqrt(high * wavelengths[factors < 1.0001].max(initial=1) * wavelengths[factors > 1.0001].min())
     original = round(original)
     if not np.allclose(_llama3_factors(wavelengths, factor, high, original), factors, rtol=1e-4):
@@ -492,7 +492,7 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[st
 def _names(
     reader: gguf.GGUFReader, architecture: _Architecture, config: dict[str, Any], faults: list[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """GGUF name -> HF name of every tensor carried over, and the fates of those that are not.
+    """GGUF name -> HF name of every tensor that is carried over, and what became of the others.
 
     Adds to `config` the flags of optional tensors and `quantization`, and to `faults` the tensors missing or without a place.
     """

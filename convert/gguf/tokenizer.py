@@ -1,8 +1,8 @@
 """The `tokenizer.*` keys of a GGUF file -> tokenizer.json and its companions, as Hugging Face's tokenizers read them.
 
 Knows the two vocabularies that llama.cpp calls "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE with byte fallback), and
-the pre-tokenizers in `_PRE_TOKENIZERS`. A name that is not in that table is refused: the same merges over differently cut text
-give other ids, and nothing downstream would notice. Knows nothing of tensors or models.
+the pre-tokenizers in `_PRE_TOKENIZERS`. A name that is not in that table is refused: with text cut in another way, the same
+merges give other ids, and nothing later would notice. Knows nothing of tensors or models.
 
 Sources: ggml-org/llama.cpp, src/llama-vocab.cpp (what each name stands for; it quotes the regexes of the published tokenizer.json
 files) and include/llama.h (token types); huggingface/transformers, tokenization_qwen2.py, tokenization_qwen3_5.py and
@@ -67,7 +67,7 @@ _DEEPSEEK3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-# What llama.cpp runs where its converter did not recognise the tokenizer and wrote "default".
+# What llama.cpp uses if its converter did not recognise the tokenizer and wrote "default".
 _DEFAULT = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -94,7 +94,7 @@ _PRE_TOKENIZERS = {
 # The kinds of vocabulary, and the key that ranks the merges of each.
 _RANKS = {"gpt2": "ggml.merges", "llama": "ggml.scores"}
 
-# The texts by which llama.cpp knows an end of turn that no key of the file names; here they count if the chat template has them.
+# Texts that llama.cpp takes as ends of turn if no key of the file names one; here they count if the chat template has them.
 _END_OF_TURN = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]"}
 )
@@ -180,8 +180,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in _texts(metadata, TokenType.CONTROL, TokenType.UNKNOWN)]
     )
-    # SentencePiece looks for user-defined tokens in the normalized text, which has U+2581 for spaces. Not so where a prefix is
-    # added: the normalizer would put it before the tokens themselves too
+    # SentencePiece looks for user-defined tokens in the normalized text, which has U+2581 for spaces. If a prefix is added this
+    # does not work: the normalizer would put it before the tokens too
     normalized = metadata["ggml.model"] == "llama" and not _adds_prefix(metadata)
     tokenizer.add_tokens(
         [AddedToken(text, normalized=normalized, special=False) for text in _texts(metadata, TokenType.USER_DEFINED)]
@@ -208,7 +208,7 @@ def _texts(metadata: dict[str, Any], *kinds: TokenType) -> list[str]:
 
 
 def _adds(metadata: dict[str, Any], name: str) -> bool:
-    """Whether the tokenizer adds BOS (EOS) by itself: what the file says, else what llama.cpp takes for its kind."""
+    """Whether the tokenizer adds BOS (EOS): what the file says, else llama.cpp's default for its kind."""
     if name == "eos":
         return metadata.get("ggml.add_eos_token", False)
     pre = _PRE_TOKENIZERS.get(metadata.get("ggml.pre"), _PreTokenizer())
@@ -232,7 +232,7 @@ def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
 def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     """Byte-level BPE with the pre-tokenizer that the file names."""
     pre = _PRE_TOKENIZERS[metadata["ggml.pre"]]
-    # no byte-level piece holds a space, so the only one parts the two
+    # no byte-level piece contains a space, so the only space separates the two
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
@@ -247,7 +247,7 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
-    """SentencePiece's BPE: no cutting before, spaces as U+2581, unknown characters as bytes."""
+    """SentencePiece's BPE: text is not cut first, spaces are U+2581, unknown characters become bytes."""
     unknown = metadata["ggml.tokens"][metadata.get("ggml.unknown_token_id", 0)]
     vocabulary = _vocabulary(metadata)
     tokenizer = Tokenizer(
@@ -264,8 +264,8 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
 def _merges_by_score(metadata: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The merges of a SentencePiece vocabulary, first to last.
 
-    SentencePiece joins whichever neighbours form the best-scored token and keeps no list of merges: every way to cut a token into
-    two tokens is one, ranked by the score of the whole.
+    SentencePiece joins the neighbours that form the token with the best score, and has no list of merges. So every way to cut a
+    token into two tokens is a merge here, ranked by the score of the whole token.
     """
     pieces = zip(_typed_tokens(metadata), metadata["ggml.scores"], strict=True)
     scores = {text: score for (text, kind), score in pieces if kind == TokenType.NORMAL}
