@@ -55,7 +55,7 @@ def accept_rejection(
 def accept_block(
     draft: mx.array, target: mx.array, drafter: mx.array, uniform: mx.array, gumbel: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `accept_rejection`, but a draft that was refused may be kept with those behind it: never fewer are kept on average.
+    """As `accept_rejection`, but a draft that was refused may be kept with those after it: never fewer are kept on average.
 
         P_0 = 1;  P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))         a running chance of the first i drafts
         S_i = sum over x of max(0, P_i p_{i+1}(x) - q_{i+1}(x))     what p has left behind them

@@ -65,7 +65,7 @@ class ConstrainedSampler(TargetSampler):
         self.needs_rows = True
 
     def follow(self) -> Guide:
-        """The constraint behind every committed token."""
+        """The constraint after every committed token."""
         self.guide.follow(self.history.since(self.guide.seen))
         return self.guide
 
@@ -86,7 +86,7 @@ class ConstrainedSampler(TargetSampler):
             return super().enqueue(*args)
         mx.async_eval(output.hidden, output.features, context, output.logits)
         if width:
-            # Not a slice of it: that would be computed behind the pass.
+            # Not a slice of it: that would be computed after the pass.
             return self._start(self.follow().masks(drafted.tolist()[0][:width]), args)
         # The token before this row may not be read yet: its choice is enqueued when it was.
         late = functools.cache(lambda: self._start(self.follow().masks([]), args))

@@ -128,7 +128,7 @@ class GrammarConstraint:
         self._over = 0
 
     def mask(self) -> np.ndarray | None:
-        """As `Constraint.mask`. At the grammar's end it allows the tokens that end an answer, and behind these any.
+        """As `Constraint.mask`. At the grammar's end it allows only tokens that end an answer, and after these any token.
 
         Raises:
           ConstraintError: the grammar has become too complex, or nothing may follow.
@@ -156,7 +156,7 @@ class GrammarConstraint:
     def forced(self) -> list[int]:
         tokens = [] if self._over else self._matcher.compute_ff_tokens()
         if tokens:
-            # Where the answer ends behind them, its end is as sure.
+            # If the answer ends after them, EOS is forced too.
             taken = self._matcher.try_consume_tokens(tokens)
             tokens = tokens + self._eos[:1] if taken == len(tokens) and self._matcher.is_stopped() else tokens
             self.rollback(taken)
@@ -166,7 +166,7 @@ class GrammarConstraint:
 class Guide:
     """A constraint in a run: it follows the committed tokens, and looks ahead along drafts.
 
-    seen: tokens that it is behind, the prompt's too; None: those of the first call are the prompt.
+    seen: how many tokens it has passed, the prompt's included; None: the tokens of the first call are the prompt.
     """
 
     def __init__(self, constraint: Constraint, seen: int | None = None):
@@ -200,7 +200,7 @@ class Guide:
         return mx.array(np.stack(rows))
 
     def _along(self, drafts: Sequence[int]) -> Iterator[int]:
-        """Stops before the drafts, and behind each that may come; then the constraint is back where it was."""
+        """Stops before the drafts and after each allowed one. At the end the constraint is where it was."""
         taken = 0
         try:
             yield taken

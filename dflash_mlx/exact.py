@@ -2,7 +2,7 @@
 
 Every pass of up to 16 rows takes routes that give a row the same bits alone and among others (`kernels.exact_routes`); a run
 without a drafter is the same loop with none. Prompts are read in whole chunks between multiples of the step, counted from the
-text's first token, by MLX's own operations; rows behind the last such border are read like a block's.
+text's first token, by MLX's own operations; rows after the last such border are read like a block's.
 
     prompt        |---- step ----|---- step ----|- 16 -|- 16 -|- 9 -| a
     bits          of the chunk's tokens          of a row's own
@@ -39,7 +39,7 @@ from .rollback import exact_windows, leaves
 from .row_differences import ROWS, first_difference
 from .traced import accelerate
 
-# Rows of a whole chunk. Those behind the last border, this many at most, take passes of 16 rows.
+# Rows of a whole chunk. Those after the last border, this many at most, take passes of 16 rows.
 STEP = 512
 # Rows that are compared before the first answer where nothing is routed; rows of text before those that doctor compares: more
 # than a chunk of attention.
@@ -159,7 +159,7 @@ class ExactPair(DFlashPair):
         found = PairCache.read(entries)
         for entry in leaves(found.target):
             if type(entry) is KVCache and entry.keys is not None:
-                # Without the room behind: a chunk then finds the buffers of a fresh reading, and MLX the same strides.
+                # Without spare room at the end: a chunk then has the same buffers and strides as in a first reading.
                 entry.keys, entry.values = entry.keys[:, :, :rows], entry.values[:, :, :rows]
         found.ids = ids
         found.write()

@@ -127,7 +127,7 @@ class Run:
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
         drafter cache rows   p0 ... pm    |                 m <= n: the rows between are pending (see `DrafterProposer`)
 
-    rows: n + 1, prompt_end: rows behind the prompt; point: undoes the last target pass; emitted: tokens handed out.
+    rows: n + 1, prompt_end: rows after the prompt; point: undoes the last target pass; emitted: tokens handed out.
     """
 
     proposer_class = DrafterProposer

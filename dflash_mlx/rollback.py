@@ -6,7 +6,7 @@ A target pass over a block is undone in two calls: `rollback_point(entries, leng
 after it. The kind of entry decides how (`_CUT` and the two kinds beside it):
 
     entry                                       before the pass          to keep the first n rows of it
-    KV, quantized, chunked, concatenated, MLA   its offset               cut the rows behind
+    KV, quantized, chunked, concatenated, MLA   its offset               cut the later rows
     rotating (sliding window, kept rows)        its offset               cut the newest rows, wherever the ring has them
     arrays (recurrence, convolution)            the arrays themselves    put them back, replay n rows (see `RollbackPoint`)
     list of these                               one of each              one by one

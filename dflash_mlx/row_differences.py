@@ -2,7 +2,7 @@
 
     alone     a pass a row                              hidden states, log-probabilities
     among     one pass over 2, 4, 8, 16 rows, and       the same rows; then the first of them are kept, the others rolled back,
-              one row behind those that are kept        and the next row is a pass alone
+              one row after those that are kept         and the next row is a pass alone
 
 Where they differ both ways run once more and every module's call is noted: the first one that was given the same and returned
 something else is the operation. Knows targets and their passes; knows no kernel and no family.
@@ -34,7 +34,7 @@ _HEAD, _NORMALISED = "the head", "the log-probabilities (log-sum-exp)"
 class Difference:
     """The first operation whose row is another one among `rows` rows than alone.
 
-    by: the largest difference of two values there. rolled_back: it is in a row behind a rollback.
+    by: the largest difference of two values there. rolled_back: it is in a row after a rollback.
     """
 
     operation: str
@@ -51,7 +51,7 @@ class Difference:
 def first_difference(
     target: Target, rows: Sequence[int] = ROWS, context: int = CONTEXT, progress: Callable[[int], None] = lambda rows: None
 ) -> Difference | None:
-    """Compare passes over `rows` rows behind `context` others with passes of one row. None: bit for bit the same.
+    """Compare passes over `rows` rows after `context` others with passes of one row. None: bit for bit the same.
 
     progress: told each number of rows.
     """
@@ -74,7 +74,7 @@ def first_difference(
 
 
 def _state(text: _Text, rows: int, kept: int) -> str | None:
-    """The first layer's state that is another one behind `kept` of a pass's rows than behind these alone."""
+    """The first state that differs between the first `kept` rows of a longer pass and a pass over these rows alone."""
 
     def states() -> list[tuple[str, list[mx.array]]]:
         every = [(i, type(entry).__name__, entry) for i, layer in enumerate(text.cache) for entry in leaves([layer])]
@@ -111,7 +111,7 @@ class _Text:
         self.point = rollback_point(self.cache, self.context)
 
     def run(self, first: int, rows: int) -> dict[str, mx.array]:
-        """A pass over rows from `first` behind the context: its hidden states and log-probabilities, [1, rows, ...]."""
+        """A pass over rows from `first` after the context: its hidden states and log-probabilities, [1, rows, ...]."""
         block = mx.array([self.ids[self.context + first :][:rows]], dtype=mx.int32)
         self.point = rollback_point(self.cache, self.context + first)
         output = verify_block(self.target, block[:, 0], block[:, 1:], self.cache, self.point)

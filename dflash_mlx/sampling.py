@@ -113,7 +113,7 @@ class History:
         self._n += 1
 
     def since(self, n: int) -> list[int]:
-        """The tokens behind the first n."""
+        """The tokens after the first n."""
         return self._ids[n : self._n].tolist()
 
     def cut(self, n: int) -> None:

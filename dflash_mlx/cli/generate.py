@@ -255,7 +255,7 @@ def _read_schema(given: str) -> Any:
 
 
 def _grammar(asked: SimpleNamespace, tokenizer: Any, ids: list[int], is_rendered: bool) -> Any:
-    """What the answer behind a prompt is held to; None: nothing."""
+    """The constraint on the answer to a prompt; None: there is none."""
     from ..serving.answer_grammar import grammar_of
 
     before = tokenizer.decode(ids[-64:]) if is_rendered else None
@@ -407,7 +407,7 @@ def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
 def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = output.nothing) -> dict[str, Any]:
     """Drain a generation, showing each response, into the fields of --json. Ctrl-C ends it with what there is.
 
-    begun: an event that is set with the first response. end: called behind the last, before the run says what came to nothing.
+    begun: an event that is set with the first response. end: called after the last one, before notes about the run.
     """
     text, ids, last, reason = [], [], None, None
     try:

@@ -183,7 +183,7 @@ def chat(
 
 
 def _loader(model: str | None, adapter_path: str | None, last_tap: str | None, how: tuple) -> Callable[..., Any]:
-    """What loads a chat's pair by the names of target and drafter. how: as `inputs.load_pair` is told behind them."""
+    """A function that loads a chat's pair by the names of target and drafter. how: the other arguments of `inputs.load_pair`."""
     from ..serving.conversation import Pair
 
     pairs: list[tuple[str | None, str | None]] = []

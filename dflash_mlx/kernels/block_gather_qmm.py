@@ -25,7 +25,7 @@ from .trials import lazy
 
 MAX_PAIRS = 256
 COLUMNS = 4
-# Rows of a layer behind the gate, one for each pair.
+# Rows of a layer after the gate, one for each pair.
 _PAIRS = (1, 8, 32, 128)
 
 _SOURCE = """

@@ -105,7 +105,7 @@ def gated_delta_ops(
 def gated_delta_kernel(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """One launch. Shapes as in `gated_delta`; with `rows`, those of y behind them are zero."""
+    """One launch. Shapes as in `gated_delta`; with `rows`, those of y after them are zero."""
     return prepare(k.shape, v.shape, q.dtype, state.dtype, g.ndim == 4)(q, k, v, g, beta, state, rows)
 
 
@@ -145,7 +145,7 @@ def gated_delta(
       - beta: [B, M, Hv]; state: [B, Hv, Dv, Dk]
     Returns:
       - y: [B, M, Hv, Dv] in the type of q; with `rows`, [B, rows or M, Hv, Dv], of which no more than these are to be read
-      - state: as it was, behind these rows
+      - state: as it was, after these rows
     """
     launch = gated_delta_plan(q, k, v, g, beta, state) if autotune.may_run() else None
     return (launch or gated_delta_ops)(q, k, v, g, beta, state, rows)

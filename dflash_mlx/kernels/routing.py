@@ -145,7 +145,7 @@ class Recurred:
     state: mx.array | None = None
 
     def first(self, rows: int) -> mx.array:
-        """The state behind the first rows."""
+        """The state after the first rows."""
         return (self.plan(*self.given) or self.steps)(*self.given, rows)[1]
 
 

@@ -104,7 +104,7 @@ class CandidateSelector(nn.Module):
         noised: Noised | None = None,
         noise: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Choose a path. What a slot would choose behind each candidate of the slot before is known at once for all slots.
+        """Choose a path. What a slot would choose after each candidate of the slot before is known at once for all slots.
 
         Shapes:
           - hidden: [B, N, H]; unary, candidates: [B, N, k] float32 and token ids; anchor: [B] the token before slot 0
@@ -124,7 +124,7 @@ class CandidateSelector(nn.Module):
         return path.astype(mx.int32), mx.take_along_axis(scores, came_from[..., None, None], axis=2)[:, :, 0]
 
     def scores(self, hidden: mx.array, unary: mx.array, candidates: mx.array, before: mx.array) -> mx.array:
-        """Scores of a slot's candidates behind each token that may come before it.
+        """Scores of a slot's candidates after each token that may come before it.
 
         Shapes:
           - hidden: [..., H]; unary, candidates: [..., k]; before: [..., j] token ids
@@ -142,11 +142,11 @@ def _rows_of(codebook: mx.array | nn.Module, ids: mx.array) -> mx.array:
 
 
 def follow(chosen: mx.array) -> mx.array:
-    """The path through slots of which each says what it chooses behind each candidate of the slot before.
+    """The path through the slots, if each slot has a choice for every candidate of the slot before it.
 
-        chosen   0 0 0 | 2 1 0 | 1 1 2      slot 0 chooses 0; behind that, slot 1 chooses 2; behind that, slot 2 chooses 2
+        chosen   0 0 0 | 2 1 0 | 1 1 2      slot 0 chooses 0; after that, slot 1 chooses 2; after that, slot 2 chooses 2
 
-    Each turn puts twice as many choices one behind the other: four turns for 15 slots.
+    Each step doubles the length of the joined choices: four steps for 15 slots.
 
     Shapes:
       - chosen: [B, N, k] places among a slot's candidates by place of the one before; all of slot 0 are equal

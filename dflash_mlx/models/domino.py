@@ -37,10 +37,10 @@ class PrefixGRU(nn.Module):
 
 
 class DominoDrafter(DSparkDrafter):
-    """DFlash's layers; behind `pure_draft_prefix_len` slots, logits get `embed_proj` of the slot's row and the state.
+    """DFlash's layers; after `pure_draft_prefix_len` slots, logits get `embed_proj` of the slot's row and the state.
 
         row              0        1        2        3        4 of K = 5
-        shift_label      d1       d2       d3       d4       (none)     a row drafts the token behind it
+        shift_label      d1       d2       d3       d4       (none)     a row drafts the token after it
         otherwise        (none)   d1       d2       d3       d4         a row drafts its own token
 
     The state in front of d2 has read the anchor and d1, in either case.

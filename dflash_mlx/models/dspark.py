@@ -143,7 +143,7 @@ class DSparkDrafter(Drafter):
     def draw(
         self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array]:
-        """As `Drafter.draw`, each slot behind what was drawn before it."""
+        """As `Drafter.draw`, each slot after what was drawn before it."""
         keys, q = mx.random.split(key, max(hidden.shape[1], 1)), []
 
         def pick(slot: int, logits: mx.array) -> mx.array:
@@ -158,7 +158,7 @@ class DSparkDrafter(Drafter):
     def _walk(
         self, hidden: mx.array, anchor: mx.array, pick: Callable[[int, mx.array], mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """The slots from left to right, each behind the token of the one before, the first behind the anchor.
+        """The slots from left to right, each after the token of the one before, the first after the anchor.
 
         Shapes:
           - hidden: [B, N, H]; anchor: [B]

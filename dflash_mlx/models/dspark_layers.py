@@ -39,7 +39,7 @@ class Gemma4MLP(MLP):
 
 
 class Gemma4Layer(DecoderLayer):
-    """Norms before and behind each sublayer, and a number times the whole."""
+    """Norms before and after each sublayer; the whole is multiplied by a number."""
 
     attention_class = Gemma4Attention
 

@@ -116,9 +116,9 @@ def _given(args: tuple, kwargs: dict) -> list[Any]:
 def _recurrence_recorder(
     route: Recurrence, convolutions: list[nn.Module], point: RollbackPoint, rows: int, kernels: bool
 ) -> list[tuple[nn.Module, Handler]]:
-    """Leaves in `point` how to have a gated delta rule's states behind the first n rows of its call.
+    """Stores in `point` how to compute a gated delta rule's states after the first n rows of its call.
 
-        convolution's input    s0 s1 s2 | x0 x1 x2 x3     its state behind n rows: the three before x[n]
+        convolution's input    s0 s1 s2 | x0 x1 x2 x3     its state after n rows: the three before x[n]
         recurrence's input     q k v g beta, a row each   its first n rows, once more
 
     Handlers of the module and of its convolutions.
@@ -146,7 +146,7 @@ def _recurrence_recorder(
 
 
 class Form(NamedTuple):
-    """How an entry's arrays behind the first n rows of a pass are made of what the pass was given; the same for passes of any
+    """How to compute an entry's arrays after the first n rows of a pass from the pass's input; the same for passes of any
     number of rows.
 
     size: how many arrays; kept: of each that a convolution left, its place among them and its rows; the others are what the
@@ -174,7 +174,7 @@ class Form(NamedTuple):
 
 @dataclass
 class Recorded:
-    """What a pass was given that changed an entry: called with n, it leaves the entry as it is behind the first n rows.
+    """The input of a pass that changed an entry. Called with n, it puts the entry into its state after the first n rows.
 
     given: the inputs of its convolutions, [B, kept + rows, C] each, then the recurrence's, as `Recurred`.
     """
@@ -188,7 +188,7 @@ class Recorded:
 
 
 def recorded(entries: Sequence[Any], point: RollbackPoint) -> list[Recorded] | None:
-    """What the pass behind `point` left of each `ArraysCache`, in their order; None: of one of them that is not known."""
+    """The result of the pass after `point` for each `ArraysCache`, in order; None if it is unknown for one of them."""
     found = [point.replays.get(id(entry), []) for entry in entries if type(entry) is ArraysCache]
     known = all(len(replays) == 1 and isinstance(replays[0], Recorded) for replays in found)
     return [replays[0] for replays in found] if known else None

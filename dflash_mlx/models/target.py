@@ -102,7 +102,7 @@ class Target:
         # Kept, because named_modules takes 0.6 ms for a model of 30 layers.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.backbone = _find_backbone(self.modules, self.layers[0], self.family)
-        # Rows of a learned position embedding, as in GPT-2. Memory behind it may hold NaN, which would spoil a whole block.
+        # Rows of a learned position embedding, as in GPT-2. Memory after them may hold NaN, which would spoil a whole block.
         self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
         # Sends layers to kernels in passes of few rows.
         self.routes = LayerRoutes(model, own_class)

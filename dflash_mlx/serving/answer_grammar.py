@@ -18,7 +18,7 @@ from .channels import frames, is_harmony, opens_reasoning, thinking_marks
 from .errors import RequestError, shown
 
 _TEXT = "/(?s:.*)/"
-# Blanks that targets write behind their thinking.
+# White space that targets write after their thinking.
 _BLANKS = r"/[ \r\n]{1,4}/"
 # Fields that hold an answer to something, of which one may be given; of structured_outputs likewise.
 FIELDS = (
@@ -148,7 +148,7 @@ def read_tool(function: Mapping[str, Any]) -> Tool:
 
 
 def grammar_of(demand: Demand, tokenizer: Any, name: str, before: str | None = "") -> Grammar | None:
-    """A demand as a grammar for what the target writes behind a prompt; None where it may write anything.
+    """A demand as a grammar for what the target writes after a prompt; None if it may write anything.
 
     name: the target's, for errors. before: the end of the prompt, which may have opened the reasoning; None: of a text that is
     continued, without any marks.

@@ -306,7 +306,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text (`content` or `prompt`), or of `messages` behind the chat template."""
+    """The token ids of a text (`content` or `prompt`), or of `messages` rendered with the chat template."""
     state = request.app.state
     body = parse_body(await _read_body(request, state.engine.options.max_body_bytes))
     text = body.get("content", body.get("prompt")) if isinstance(body, dict) else None

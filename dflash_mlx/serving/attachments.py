@@ -78,7 +78,7 @@ def read_attachment(name: str, tokenizer: Any, limit: int | None) -> Attachment:
 
 
 def _names(message: str) -> Iterator[tuple[str, bool]]:
-    """What stands behind each @ of a message, once: (name, whether there is a file, or a path that leads to something else)."""
+    """The name after each @ of a message, once each: (name, whether it is a file or another existing path)."""
     seen = set()
     for quoted, word in _NAMED.findall(message):
         # "see @notes.txt." names notes.txt.
@@ -102,18 +102,18 @@ def named_files(message: str) -> list[str]:
 
 
 def no_files(message: str) -> list[str]:
-    """Paths behind @ that lead nowhere. A word without a slash or a known suffix, such as a decorator, is only a word."""
+    """Paths after @ that lead nowhere. A word without a slash or a known suffix, such as a decorator, is only a word."""
     return [name for name, found in _names(message) if not found and ("/" in name or name.lower().endswith(_SUFFIXES))]
 
 
 def with_files(message: str, files: list[Attachment], *, raw: bool) -> str:
-    """A message with its files behind it. raw: without a chat template texts are continued, so the files stand in front."""
+    """A message followed by its files. raw: without a chat template a text is continued, so the files come first."""
     if raw:
         return "".join(file.text for file in files) + message
     return "\n\n".join([message, *(file.block() for file in files)])
 
 
 def path_at_end(text: str) -> str | None:
-    """The path that a line ends with, behind `@` or `/file `: what Tab goes on with."""
+    """The path at the end of a line, after `@` or `/file `, which Tab completes."""
     found = re.search(r"""(?:^/file\s+|(?<!\S)@)"?([^\s"]*)$""", text)
     return found and found.group(1)

@@ -196,7 +196,7 @@ class _Scanner:
         return text, None
 
 
-# Letters of a call that may be held behind an end of it that stands within a value. A value that goes on for longer is taken to
+# Letters of a call that may be held after an end of it that stands within a value. A value that goes on for longer is taken to
 # be one that was never closed.
 _MOST_HELD = 32_768
 
@@ -245,7 +245,7 @@ class _Json:
         self._depth: int | None = None
 
     def feed(self, text: str) -> bool:
-        """Whether it can be one with this text behind it."""
+        """Whether this text can follow it."""
         for letter in text if self.possible and not self._over else "":
             if self._escaped:
                 self._escaped = False
@@ -348,7 +348,7 @@ class _Marked:
     def _closed(self, end: str, pieces: list[Piece]) -> bool:
         """Whether the call could be read.
 
-        Else it goes on where its end stands within a value. If not, its mark is text, and what came behind it is read anew.
+        Else it goes on where its end stands within a value. If not, its mark is text, and what came after it is read anew.
         """
         text, (_, mark, read) = self.call, self.calls
         value = open_value(text, mark)
@@ -384,7 +384,7 @@ class _Marked:
         return 0 <= at < len(self.call) - _MOST_HELD
 
     def _reread(self, end: str, pieces: list[Piece]) -> None:
-        """What is held is no call: its mark is text, and what came behind it is read anew."""
+        """The held text is no call: its mark is text, and what came after it is read again."""
         if self.live.begun:
             # But for what was told as one.
             self.state = self.before
@@ -397,16 +397,16 @@ class _Harmony:
     """gpt-oss's messages: `<|start|>assistant<|channel|>analysis<|message|>text<|end|>`.
 
     The final channel and commentary to nobody are the answer, commentary to functions.NAME is a call, the rest is reasoning.
-    A prompt ends behind `<|start|>assistant`, so an answer begins within a header.
+    A prompt ends after `<|start|>assistant`, so an answer begins within a header.
 
-    A target may also write about its marks. One that ends a message has a header behind it, or nothing; any other is text. So is
+    A target may also write about its marks. One that ends a message has a header after it, or nothing; any other is text. So is
     one within a string of a call, or of an answer in JSON.
     """
 
     _ENDS = ("<|end|>", "<|return|>", "<|call|>")
     _STARTS = ("<|start|>", "<|channel|>")
     _ROLES = ("assistant", "functions.", "system", "developer", "user", "tool", "python", "browser")
-    # How what stands behind a mark begins, and all of it.
+    # How the text after a mark begins, and the whole text.
     _FOLLOWS = {"<|start|>": _ROLES, "<|channel|>": ("analysis", "commentary", "final")}
     _HEADER = re.compile(
         r"\s*(?:<\|start\|>)?[^<]{0,160}(?:<\|channel\|>[^<]{0,160})?(?:<\|constrain\|>[^<]{0,40})?<\|message\|>"
@@ -475,7 +475,7 @@ class _Harmony:
             return self._give_up(mark or "", pieces)
         if mark is not None and not (ends := self._ends(mark, last)):
             if ends is None:
-                # What is behind it will tell.
+                # The text after it will show.
                 self.scanner.held = mark + self.scanner.held
                 return False
             return self._add(mark, pieces) or self._give_up("", pieces)

@@ -72,7 +72,7 @@ def run_command(chat: Chat, text: str) -> bool:
     """Do what a line `/name rest` says. Returns: whether the chat ends.
 
     Raises:
-      DFlashError: no such command, or words behind one that takes none.
+      DFlashError: no such command, or words after one that takes none.
     """
     name, _, rest = text[1:].strip().partition(" ")
     name, rest = _OTHER_NAMES.get(name, name), rest.strip()

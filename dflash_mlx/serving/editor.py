@@ -144,7 +144,7 @@ class LineEditor:
 
 
 def completer(commands: Callable[[], Iterable[str]]) -> Any:
-    """What Tab offers: commands at the beginning of a line, and paths behind `@` or `/file `."""
+    """What Tab offers: commands at the beginning of a line, and paths after `@` or `/file `."""
     from prompt_toolkit.completion import Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 

@@ -59,7 +59,7 @@ def insistent() -> Iterator[None]:
         try:
             yield
         finally:
-            # Before the watcher is waited for: what is closed behind the block is not interrupted once more.
+            # Before waiting for the watcher: what is closed after the block must not be interrupted again.
             ended.set()
 
 

@@ -59,7 +59,7 @@ class JsonObject:
         self.depth, self._within, self._escaped = 0, False, False
 
     def feed(self, text: str) -> int:
-        """How many of these letters belong to it; fewer than all: it is closed behind them."""
+        """How many of these letters belong to it; fewer than all: it is closed after them."""
         for at, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False

@@ -96,7 +96,7 @@ def _with_lines(token: Token) -> Token:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Cut growing Markdown behind its last finished block: (finished, the rest).
+    """Cut growing Markdown after its last finished block: (finished, the rest).
 
         "# A\\n\\ntext\\n\\n- one\\n"  ->  ("# A\\n\\ntext\\n\\n", "- one\\n")
 

@@ -190,7 +190,7 @@ def render_chat(
 ) -> Prompt:
     """Messages as `read_messages` gives them, written by the chat template; without one roles are written out.
 
-    continues: the last message is the beginning of the answer, which goes on behind it.
+    continues: the last message is the beginning of the answer, which goes on after it.
 
     Raises:
       DFlashError: the chat template refuses these messages in every form.
@@ -264,7 +264,7 @@ def _template_for_null(tokenizer: Any) -> dict[str, str]:
 def _shared(
     tokenizer: Any, messages: Sequence[dict[str, Any]], ids: list[int], write: Callable[..., Rendered]
 ) -> list[tuple[int, str]]:
-    """Where later prompts part from this one: behind the system message, before an open reasoning, before the last token."""
+    """Where later prompts part from this one: after the system message, before an open reasoning, before the last token."""
     shared = []
     count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count:

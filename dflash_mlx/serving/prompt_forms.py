@@ -97,7 +97,7 @@ def _lost(form: Messages, words: Sequence[str], write: Callable[[Messages], Rend
 
 
 def _names_late_systems_alone(write: Callable[[Messages], Rendered]) -> bool:
-    """Whether the template writes the role `system` behind a user's message and not in front, as Gemma's templates do.
+    """Whether the template writes the role `system` after a user's message and not in front, as Gemma's templates do.
 
     Such a template copies roles that it does not know; its target was never trained on them.
     """
@@ -228,7 +228,7 @@ def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
-    """Each call with its result behind it, for templates that take one call at once (Llama 3)."""
+    """Each call with its result after it, for templates that take one call at once (Llama 3)."""
     found, rest = [], list(messages)
     while rest:
         message = rest.pop(0)

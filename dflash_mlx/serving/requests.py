@@ -134,7 +134,7 @@ def read_request(
 ) -> CompletionRequest:
     """What a body asks for; what it leaves out is as the server was started.
 
-    earlier: the messages behind a `previous_response_id`.
+    earlier: the messages after a `previous_response_id`.
     Raises:
       RequestError: names the field that is wrong, or asks for what cannot be done.
     """

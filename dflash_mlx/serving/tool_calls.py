@@ -52,7 +52,7 @@ def _llama_calls(text: str, tools: Any) -> Any:
 
 
 def _llama4_calls(text: str, tools: Any) -> Any:
-    """Llama 4's: between its marks, or behind them where they hold nothing."""
+    """Llama 4's: between its marks, or after them where they hold nothing."""
     within, _, behind = text.partition("<|python_end|>")
     if within.strip() and behind.strip():
         raise ValueError("something stands beside a call")

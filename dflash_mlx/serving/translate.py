@@ -32,7 +32,7 @@ _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> dict[str, Any]:
     """A body of `/v1/responses` as one of a chat completion.
 
-    earlier: the messages behind a `previous_response_id`.
+    earlier: the messages after a `previous_response_id`.
     Raises:
       RequestError: names what cannot be read.
     """

@@ -49,7 +49,7 @@ class WrappedText:
         self.console.file.flush()
 
     def close(self) -> None:
-        """Write the last word, and end the line: on a terminal if it has begun, in a pipe always, as behind any text."""
+        """Write the last word and end the line: on a terminal if the line has begun; in a pipe always."""
         self._word_ends()
         if self.column or not self.wraps:
             self.console.file.write("\n")

@@ -77,7 +77,7 @@ class Bench:
         self.until, self.say, self.quick = until, say, quick
         self.bits, self.columns = (4, 8), None
         self.same = trials.same_floats(block_qmm.TOLERANCE[dtype])
-        # With a norm before or a gate behind, which round too.
+        # With a norm before or a gate after, which round too.
         self.same_formed = trials.same_floats(2 * block_qmm.TOLERANCE[dtype])
         # What is timed when all else is done: on CUDA stock MLX compiles for minutes.
         self.later: list[tuple[list[dict], Call, mx.array, int]] = []

@@ -300,7 +300,7 @@ class _Maker:
         return self.folder / f"train-{number:05d}.npz"
 
     def take_up(self) -> None:
-        """Go on behind a shard that is stored."""
+        """Go on after a shard that is stored."""
         docs = Docs.load(self.path(self.number))
         for i in range(len(docs)):
             ids, answer = docs.doc(i)
@@ -434,7 +434,7 @@ def _collect(waiting: list[Future], leave: int) -> tuple[int, int]:
 
 
 def _held_out_progress(what: str, before: int, rows: int, total: int, max_len: int) -> Callable[[int, int, int], None]:
-    """A `progress` of `write_rows` for `rows` of `total` answers behind `before`: their share, as if all had `max_len` ids."""
+    """A `progress` of `write_rows` for `rows` of `total` answers after `before`: their share, as if all had `max_len` ids."""
     return lambda position, active, ids: tell(what, 100 * (before + rows * position / max_len) / total, 100, "%")
 
 

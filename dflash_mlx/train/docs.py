@@ -25,7 +25,7 @@ class Docs:
     kind: np.ndarray  # [n] index into KINDS
     family: np.ndarray  # [n] index into FAMILIES; 255: from a file
     temp: np.ndarray  # [n]
-    looped: np.ndarray  # [n] bool: the answer fell into a loop and was cut behind its third round
+    looped: np.ndarray  # [n] bool: the answer fell into a loop and was cut after its third round
     split: np.ndarray  # [n] TRAIN or RESERVED
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ def batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]]:
     """Endless batches of documents of like length, each document once an epoch, anchors drawn anew each time.
 
-    What batch n holds follows from the seed and n alone; `skip` starts behind that many of them.
+    What batch n holds follows from the seed and n alone; `skip` starts after that many of them.
 
     Yields: ids [B, S] int32, answer [B, S] bool, anchors [B, A] int32, keep [B, A] bool, temps [B] float32, epoch. S is a
       multiple of `bucket`.

@@ -2,7 +2,7 @@
 
 A slot learns from the target's text, or from the target's own probabilities at that place. With a candidate selector
 (DFlash 2) two losses are summed: the backbone's, over the whole vocabulary, and the selector's, over a slot's candidates
-behind the text's own token. A Markov head (DSpark) adds a term of that token to each slot's logits. Knows arrays, a head and a
+after the text's own token. A Markov head (DSpark) adds a term of that token to each slot's logits. Knows arrays, a head and a
 selector; knows nothing of layers, files or optimisers.
 Source: DFlash, arXiv 2602.06036, section 4.2; weights that adapt to acceptance: D-PACE.
 

@@ -1,7 +1,7 @@
 """tau without decoding: replay the rounds on the target's known text with the drafter, block by block.
 
 A run that commits the target's own tokens takes the same path whatever the drafter says, so on text that the target wrote
-the rounds of generation can be replayed: draft at the anchor, count the leading tokens that match, go on behind them.
+the rounds of generation can be replayed: draft at the anchor, count the leading tokens that match, go on after them.
 All documents go at once and the context is read once. Greedy text gives tau at temperature 0; text sampled at
 temperature T gives it for one-hot drafts and sample-and-match acceptance at T.
 """

@@ -126,7 +126,7 @@ def _step(frame: Frame, noisy: bool, min_p: float):
         used = mx.where(user, used + 1, 0)
         next_phase = phase
         if glue:
-            # The first glue id was sampled by the row itself: go on behind it.
+            # The first glue id was sampled by the row itself: go on after it.
             after = 1 if glue > 1 else _ANSWER
             over = user & (used >= limit)
             next_phase = mx.where(user & (ids == frame.glue[0]), after, mx.where(over, _DONE, next_phase))

@@ -47,7 +47,7 @@ from .start import init_drafter, load_start
 
 # In a folder of its own: beside the weights it would be taken for a part of the drafter.
 STATE = "training/state.safetensors"
-# The first steps load and compile kernels; what a step costs is taken from some behind them.
+# The first steps load and compile kernels; the cost of a step is measured on later ones.
 _COST_FROM, _COST_TO = 4, 12
 
 
