@@ -18,8 +18,10 @@ _SIZES = {
     "linear_num_key_heads": 6,
     "linear_num_value_heads": 6,
     "index_n_heads": 6,
+    "num_attention_groups": 6,
+    "num_heads": 6,
 }
-# Families that mlx-lm shards and tests/support/families.py has not got, or has under another name.
+# Families that mlx-lm shards and tests/support/families.py has not got, has under another name, or leaves sizes of as they are.
 _MLA = {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
 _MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
 _ONES = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "first_k_dense_replace": 1}
@@ -69,6 +71,16 @@ MORE = {
             "is_moe_layer": [False, True, True, True],
         },
     ),
+    "step3p5": (
+        "step3p5",
+        {
+            **{**FAMILIES, **OTHERS}["step3p5"][1],
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 24,
+        },
+    ),
     "iquestloopcoder": ("iquestloopcoder", {}),
     "longcat_flash": (
         "longcat_flash",
@@ -81,10 +93,10 @@ LEFT_OUT = ("iquestloopcoder",)
 
 
 def _sized(args):
-    args = {name: _SIZES.get(name, value) for name, value in args.items()}
+    sized = {name: _sized(v) if isinstance(v, dict) else _SIZES.get(name, v) for name, v in args.items()}
     if isinstance(args.get("text_config"), dict):
-        args["text_config"] = _sized({**args["text_config"], "vocab_size": 66})
-    return args
+        sized["text_config"]["vocab_size"] = 66
+    return sized
 
 
 def sharded_families():
