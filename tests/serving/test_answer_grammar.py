@@ -173,12 +173,13 @@ def test_forced_calls_of_families_with_json_are_held_and_read(marks, parser, wri
     one = written.replace("VALUE", arguments)
     # What a second call repeats of the first.
     inner = one[one.index("[{") + 1 : one.rindex("]")] if "[{" in one else one
-    two = one.replace(inner, f"{inner}{between}{inner}")
-    assert ends(tokenizer, FORCED, one) is True and ends(tokenizer, FORCED, two) is True
-    assert ends(tokenizer, ONE, one) is True if free else True
+    two, three = (one.replace(inner, between.join([inner] * count)) for count in (2, 3))
+    assert all(ends(tokenizer, FORCED, text) is True for text in (one, two, three))
+    if free:
+        assert ends(tokenizer, ONE, one) is True and ends(tokenizer, ONE, two) is not True
     for other in (one.replace("path", "file"), one.replace("ls", "cat"), "Sure.", one[:-1]):
         assert ends(tokenizer, FORCED, other) is not True, other
-    for text, count in ((one, 1), (two, 2)):
+    for text, count in ((one, 1), (two, 2), (three, 3)):
         pieces = Channels(tokenizer, "", OFFERED).feed(text, last=True)
         assert [(call.name, json.loads(call.arguments)) for piece in pieces for call in piece.calls] == [
             ("ls", {"path": "x", "n": 3})
