@@ -76,9 +76,15 @@ PUBLISHED = (
 
 # Endings that name a packing of the same model, not another model.
 _PACKING = re.compile(
-    r"[-_.](?:\d+(?:\.\d+)?-?bits?|[qw]\d+(?:[-_.][\w.]+)?|int[48]|fp(?:8|16|32)|nvfp4|mxfp[48]|bf16|f16|f32|awq|gptq|dwq|mlx|gguf"
-    r"|optiq|quantized|unquantized)$",
-    re.IGNORECASE,
+    r"""[-_.](?:
+        \d+(?:\.\d+)?-?bits? | gs?\d+                         # 4bit, 4-bits; groups: g32, gs64
+        | i?[qw]\d+(?:[-_.][\w.]+)? | w\d+a\d+ | ud | i1         # Q4_K_M, IQ4_XS, w4a16, UD-Q4_K_XL, i1-Q4_K_M
+        | int[48] | fp(?:8|16|32) | bf16 | f16 | f32 | dynamic
+        | nvfp4(?:a16)? | mxfp[48](?:_moe)?
+        | awq | gptq | dwq | autoround | hqq | bnb | optiq | qat | mlx | gguf | unsloth | quantized | unquantized
+        | \d{5}-of-\d{5}                                         # the first of a GGUF file's parts
+    )$""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 

@@ -6,6 +6,12 @@ import pytest
 
 from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, stated_thinking
 
+# Ends of names, of unsloth, bartowski, mradermacher, RedHat, Intel and mlx-community.
+PACKINGS = [
+    *("-unsloth-bnb-4bit", "-UD-Q4_K_XL.gguf", ".i1-IQ4_XS.gguf", "-Q8_0-00001-of-00002.gguf", "-GGUF", "-MXFP4_MOE.gguf"),
+    *("-quantized.w4a16", "-FP8-dynamic", "-W4A16-G128", "-NVFP4A16", "-GPTQ-Int4", "-int4-AutoRound", "-4bit-g32", "-8bit-gs64"),
+]
+
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
@@ -20,6 +26,8 @@ from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, 
         ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
         ("mlx-community/Qwen3.6-35B-A3B-nvfp4", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+        *((f"x/Qwen3-8B{end}", "z-lab/Qwen3-8B-DFlash-b16") for end in PACKINGS),
+        ("mlx-community/gemma-4-31b-it-qat-4bit", "z-lab/gemma-4-31B-it-DFlash"),
         # Of several the first.
         ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
         ("mlx-community/Qwen3-14B-4bit", "deepseek-ai/dspark_qwen3_14b_block7"),
