@@ -32,7 +32,7 @@ class Distribution:
 
     @property
     def settings(self) -> tuple[float, float, float, int]:
-        """What it is told by: two of the same settings draw alike under the same noise."""
+        """Its identity: two distributions with the same settings draw alike under the same noise."""
         return self.temp, self.top_p, self.min_p, self.top_k
 
     def __call__(self, logprobs: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""What a run takes of this machine's memory, told before any weight is read: models, caches at a context, trials of kernels.
+"""The memory that a run needs, computed before any weight is read: models, caches for a context, trials of kernels.
 
 Sizes come from the shapes of arrays that nothing has evaluated: weights that are not read yet, and what a pass over a few rows
 would put into a model's own caches, whatever their kinds. Knows no files. What a machine has: `machine.limit_bytes`.
@@ -30,7 +30,7 @@ _ROWS = 8
 _PREFILL_ROWS = 2048
 # Above this share of what there is a run can be slow.
 _TIGHT = 0.9
-# The least context that is worth being told of.
+# Smaller contexts than this are not worth a message.
 _LEAST_TOKENS = 256
 
 

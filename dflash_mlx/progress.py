@@ -27,7 +27,7 @@ def tell(what: str, done: float | None = None, total: float | None = None, unit:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Hand what is told in this thread to `listener` meanwhile."""
+    """While the block runs, pass progress messages of this thread to `listener`."""
     token = _listener.set(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What has to be installed beside this package, told from an import that failed. Imports nothing but the standard library."""
+"""What has to be installed besides this package, found from a failed import. Imports only the standard library."""
 
 from __future__ import annotations
 

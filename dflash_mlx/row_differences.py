@@ -53,7 +53,7 @@ def first_difference(
 ) -> Difference | None:
     """Compare passes over `rows` rows after `context` others with passes of one row. None: bit for bit the same.
 
-    progress: told each number of rows.
+    progress: called with each number of rows.
     """
     ids = [int(i) for i in (mx.arange(context + max(rows) + 1) * 7919 + 5) % target.vocabulary]
     text = _Text(target, ids, context)

@@ -115,7 +115,7 @@ def load_pair(
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
     Args:
-      run: what will be asked of the caches, told the tokenizer; compared with this machine's memory before the weights are read.
+      run: called with the tokenizer, returns what caches will be needed, which is compared with memory before weights are read.
         None: `CONTEXT` tokens.
       adapter_path: what mlx-lm trained for the target, put over it. last_tap: as in `load_drafter`.
       pipeline: over ranks, each takes some of the layers, not a share of each.

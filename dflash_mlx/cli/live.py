@@ -96,7 +96,7 @@ class Line:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the line away, as before text that belongs to the user. What is told later is not shown."""
+        """Remove the line, as before text for the user. Later messages are not shown."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(_LEFT_S)

@@ -84,7 +84,7 @@ ChatTemplateArgs = Annotated[
 
 
 def drafter_name(name: str | None) -> str | None:
-    """A drafter as it was typed, 'auto' and 'none' in small letters: they are told by their letters everywhere."""
+    """A drafter as it was typed; 'auto' and 'none' in lower case, as they are compared everywhere."""
     return name.lower() if name and name.lower() in ("auto", "none") else name
 
 
@@ -306,7 +306,7 @@ def checked_max_tokens(value: int | None, *, least: int = 1) -> None:
 
 
 def refuse_without_effect(settings: sampling_settings.SamplingSettings, given: Mapping[str, Any]) -> list[str]:
-    """A usage error for a sampling option that changes nothing in this run; a seed alone is only told of.
+    """A usage error for a sampling option that has no effect in this run; a seed alone only gets a note.
 
     Returns: sentences for the user. The same seed gives the same text without sampling too, so that is no error.
     """
@@ -353,7 +353,7 @@ def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
 def refuse_lonely_drafter(
     model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None, last_tap: LastTapKind | None = None
 ) -> None:
-    """Usage errors of a drafter without its target, and of what a drafter is told where there is none."""
+    """Usage errors for a drafter without a target, and for options of a drafter when there is none."""
     if draft_model == "none" or model and not draft_model:
         for name, given in (("--draft-bits", draft_bits), ("--last-tap", last_tap)):
             if given:

@@ -1,4 +1,4 @@
-"""`dflash-mlx chat` and `dflash-mlx serve`: what both are told, checked before a model is loaded."""
+"""`dflash-mlx chat` and `dflash-mlx serve`: their options, checked before a model is loaded."""
 
 from __future__ import annotations
 

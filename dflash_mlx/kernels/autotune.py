@@ -218,7 +218,7 @@ def choose(question: Question, rows: int) -> Candidate | None:
         _survey.note(question)
         return None
     table = _table(question)
-    # None is off, or forced ones are and that is told below.
+    # None is off, or forced ones are off, which is reported below.
     trying = len(_on(question)) == len(asked) if forced else bool(_on(question))
     if trying and not _is_told and (missing := [count for count in question.rows if count not in table]):
         if forced or mx.cuda.is_available():
@@ -356,7 +356,7 @@ def disable_all(reason: str) -> None:
 def share_results(told: Callable[[Any, str], Any]) -> None:
     """Over several machines: go by what the first one knows. From here on nothing is tried, and nothing read of this machine's.
 
-    told: gives the first machine's value, as `Ranks.told`.
+    told: returns the first machine's value, like `Ranks.told`.
     """
     global _is_told
     mine = [[list(about), rows, dataclasses.asdict(found)] for about, of in _known.items() for rows, found in of.items()]

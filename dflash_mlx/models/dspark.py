@@ -79,7 +79,7 @@ class ConfidenceHead(nn.Module):
 
 
 class LogSnrEmbed(nn.Module):
-    """What a block's rows are told of their noise: none at the anchor, all of it at the masks.
+    """The noise level that a block's rows get as input: none at the anchor, full noise at the masks.
 
     Of a log signal-to-noise ratio only its place between the least and the greatest counts: 1000 at the anchor, 0 at a mask.
     64 sines of it and 64 cosines go through two matrices. Source: PrismML's Bonsai drafters as mlx-dspark 0.20 runs them.

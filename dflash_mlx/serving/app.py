@@ -340,7 +340,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     """Raises: RequestError where it has more than `limit` bytes; the rest is read for a while."""
     declared = int(request.headers.get("Content-Length") or 0)
     pieces, size, until = [], 0, None
-    # A client that asks first is told before it sends.
+    # A client that asks first gets its answer before it sends.
     if declared <= limit or "Expect" not in request.headers:
         async for piece in request.stream():
             size += len(piece)

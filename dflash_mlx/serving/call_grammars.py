@@ -210,7 +210,7 @@ def _properties(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Each argument's name, its schema with the definitions it may refer to, and whether it must be there.
 
     Raises:
-      ConstraintError: arguments that are not told one by one.
+      ConstraintError: the arguments are not declared one by one.
     """
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "title", "description"}

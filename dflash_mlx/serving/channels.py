@@ -1,4 +1,4 @@
-"""What a target writes, told apart: answer, reasoning, tool calls. Chat and server both read with it.
+"""Divides what a target writes into answer, reasoning and tool calls. Chat and server both use it.
 
 Knows marks in text; how a call is read is `tool_calls`'. Knows no HTTP and no messages.
 
@@ -35,7 +35,7 @@ from .tool_calls import (
 class Piece:
     """Text of one kind, "answer" or "reasoning"; or calls, with kind "call" and no text.
 
-    Of calls that are told as they are written: "begun" has the call without its arguments, "arguments" letters of them as text.
+    For calls that are streamed: "begun" has the call without its arguments, "arguments" a piece of their text.
     """
 
     kind: str
@@ -74,7 +74,7 @@ def has_tool_calls(tokenizer: Any) -> bool:
 
 
 def has_reasoning(tokenizer: Any) -> bool:
-    """Whether reasoning of this tokenizer's target can be told from its answer."""
+    """Whether the reasoning of this tokenizer's target can be separated from its answer."""
     return is_harmony(tokenizer) or bool(thinking_marks(tokenizer))
 
 
@@ -211,7 +211,7 @@ class _Frame:
         self.within = not self.begins
 
     def feed(self, text: str, last: bool) -> str:
-        """What of an answer can be told; `last`: nothing of it follows, or what follows is no text."""
+        """The part of an answer that is certain; `last`: nothing of it follows, or what follows is no text."""
         self.held += text
         said = ""
         if self.begins:
@@ -386,7 +386,7 @@ class _Marked:
     def _reread(self, end: str, pieces: list[Piece]) -> None:
         """The held text is no call: its mark is text, and what came after it is read again."""
         if self.live.begun:
-            # But for what was told as one.
+            # Except what was already reported as a call.
             self.state = self.before
             return
         self.state, self.scanner.held = self.before, self.call + end + self.scanner.held

@@ -35,7 +35,7 @@ class Chat:
     Args:
       load: (target name, drafter name) to a `Pair`.
       given: names of settings that the user gave: what changes nothing here is said once.
-      session: name under which the session is kept after every turn; None: it is kept only when told.
+      session: name under which the session is saved after every turn; None: it is saved only on request.
       resumed: the state of the session that goes on, of which a recap is shown.
     """
 

@@ -1,4 +1,4 @@
-"""What ends a request: an error that is told, or a client that has left."""
+"""What ends a request: an error that is sent to the client, or a client that has left."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What goes back at `/v1/responses`: OpenAI's response objects, their items, their streams, and what is kept of them.
 
-Knows OpenAI's items. What the target wrote is told apart by `responses.Writer`.
+Knows OpenAI's items. `responses.Writer` divides what the target wrote.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class CacheOptions:
         return DEFAULT_QUANTIZED_KV_START if self.quantized_kv_start is None else self.quantized_kv_start
 
     def of_a_run(self) -> dict[str, Any]:
-        """What `stream_generate` is told; a cache has its size from when it was made."""
+        """The cache options for `stream_generate`. A cache keeps the size with which it was made."""
         return {name: value for name, value in vars(self).items() if value is not None and name != "max_kv_size"}
 
 

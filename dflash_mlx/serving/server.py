@@ -22,7 +22,7 @@ from .app import make_app
 from .engine import Engine, Options
 
 __all__ = ["Options", "Server", "serve"]
-# Seconds after which a user is told what an end waits for.
+# After this many seconds the user is shown what the shutdown waits for.
 _PATIENCE_S = 0.4
 
 
@@ -164,7 +164,7 @@ def serve(
 
     Args:
       open_pair: as for `Engine`.
-      say: told in a sentence when the server listens, and when it ends. engine_class: makes the engine of the first two.
+      say: called with a sentence when the server listens, and when it ends. engine_class: makes the engine of the first two.
     Raises:
       DFlashError: the address cannot be bound; nothing was loaded. What `open_pair` raises.
     """

@@ -82,7 +82,7 @@ class Bench:
 
     Args:
       names: what the user called target and drafter.
-      say: told one line now and then. keep: given the record after every trial.
+      say: called with a line now and then. keep: called with the record after every trial.
       max_seconds: no pair begins that would end later, counted from `go`.
     """
 

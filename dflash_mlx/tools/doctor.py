@@ -43,7 +43,7 @@ _EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
 # A random drafter's: on average it accepts next to nothing.
 _RANDOM_TAU = 1.1
 _TOKENS = 32
-# Of the timed answers: how long, how often each, and the least that can be timed; from which gain on one is told of.
+# The timed answers: how long, how often each, and the least that can be timed; the smallest gain that is reported.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
 # What the self-tests are called for people.
 _SELF_TESTS = {"taps": "reading layers", "rollback": "undoing drafts", "rows": "many rows", "exact": "rows alone"}

@@ -60,7 +60,7 @@ class Bench:
 
     Args:
       keep: given the record after each line. rows: counts. until: of `trials.clock`; no row count begins after it.
-      say: told each line. quick: the largest shapes alone.
+      say: called with each line. quick: only the largest shapes.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ FORMAT = 1
 WHAT = "dflash-mlx doctor --report"
 TEMPLATE = ".github/ISSUE_TEMPLATE/report.yml"
 BUDGET_S = 300.0
-# Left for the last write; what a part needs to start at all; what a process is given beyond the time it was told.
+# Left for the last write; what a part needs to start at all; what a process gets beyond the time that it was given.
 _RESERVE_S, _LEAST_S, _GRACE_S = 5.0, 8.0, 5.0
 _KERNELS_S, _PAIR_S = 30.0, 40.0
 MODELS = ("8B", "27B")
@@ -74,7 +74,7 @@ def make_report(
     """Run all parts and keep `path` up to date; Ctrl-C ends it with what is measured.
 
     Args:
-      say: told one line a part. runner: in the place of processes, for tests.
+      say: called with one line per part. runner: replaces processes, for tests.
     Raises:
       OSError: the file cannot be written, found out before anything runs.
     """

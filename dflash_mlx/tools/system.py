@@ -1,6 +1,6 @@
 """What this machine and this Python are: chip, cores, memory, system, the wheels of MLX, power and heat.
 
-Asks the system's own commands, each with a limit; what is not told is None. Prints nothing, and names neither host nor user.
+Asks the system's own commands, each with a time limit; unknown values are None. Prints nothing, and names neither host nor user.
 """
 
 from __future__ import annotations
