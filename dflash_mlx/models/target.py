@@ -122,12 +122,12 @@ class Target:
 
     @cached_property
     def embedding(self) -> nn.Module:
-        """The token embedding without any scale that the model applies: the embedding with the most rows."""
+        """The token embedding without any scale that the model applies: the one with the most rows that are not positions."""
         modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
         tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
         if not tables:
             raise TapError(f"{self.family} has no token embedding", "This model cannot be paired")
-        return max(tables, key=lambda table: table.weight.shape[0])
+        return max(tables, key=lambda table: (table.weight.shape[0] != self.positions, table.weight.shape[0]))
 
     @property
     def vocabulary(self) -> int:

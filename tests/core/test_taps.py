@@ -73,6 +73,11 @@ def check_target(model, ids):
     assert not taps_module._held and not getattr(taps_module._local, "handlers", None)
 
 
+def test_a_table_of_positions_is_no_vocabulary():
+    target = Target(family("gpt2"))
+    assert target.positions > target.vocabulary == target.model.model.wte.weight.shape[0]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_taps_head_and_embedding_of_a_family_are_the_plain_passs(name):
     check_target(family(name), IDS)
