@@ -116,6 +116,7 @@ class Ranks:
         """Rank 0's integers, in an array on every rank; not evaluated. All ranks make it from the same operations."""
         import mlx.core as mx
 
+        # Not zeros that depend on nothing: that sum would not wait for this rank's pass, and messages would change places.
         return mx.distributed.all_sum(ids * int(self.leads), group=self.group)
 
     def sampler(self, sampler: Callable[[mx.array], mx.array] | None) -> Callable[[mx.array], mx.array]:
