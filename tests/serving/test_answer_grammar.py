@@ -274,12 +274,13 @@ def test_an_odd_choice_of_tools_is_refused(choice, message):
 
 STRICT = [
     (json_tools, {"type": "array", "uniqueItems": True}, "uniqueItems"),
+    (json_tools, {"type": "object", "minProperties": 3}, "minProperties of the JSON schema is 3"),
     (qwen3_coder, {"type": "string", "pattern": "a+"}, "'pattern' of the parameter 'p' of 'f'"),
     (qwen3_coder, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "the parameter 'p' of 'f' has no single type"),
 ]
 
 
-@pytest.mark.parametrize("parser,schema,named", STRICT, ids=["keyword", "pattern", "types"])
+@pytest.mark.parametrize("parser,schema,named", STRICT, ids=["keyword", "dropped", "pattern", "types"])
 def test_a_strict_schema_that_cannot_be_held_to_is_refused_and_another_is_any_object(parser, schema, named):
     tokenizer = family(*CALLS, parser=parser)
     function = {"name": "f", "parameters": {"type": "object", "properties": {"p": schema}}}
