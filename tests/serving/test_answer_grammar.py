@@ -104,6 +104,7 @@ def test_calls_are_json_between_marks(template):
     ):
         assert [ends(hermes, demand, text) is True for demand in (FORCED, FREE, ONE)] == [forced, free, one], text
     both = Demand(ANSWER.answer, tools=TOOLS)
+    assert ends(hermes, Demand(ANSWER.answer, tools=TOOLS, forced=True), '{"a": 1}') is not True
     assert ends(hermes, both, '{"a": 1}') is True and ends(hermes, both, CALL) is True and ends(hermes, both, "No.") == ""
 
 
@@ -196,6 +197,7 @@ def test_gpt_oss_answers_in_its_final_channel():
     assert ends(tokenizer, ANSWER, '<|channel|>final<|message|>{"a": 1}', before) is True
     assert ends(tokenizer, ANSWER, '<|channel|>final <|constrain|>json<|message|>{"a": 1}', before) is True
     assert ends(tokenizer, FREE, "<|channel|>final<|message|>Hi", before) is True
+    assert ends(tokenizer, FORCED, "<|channel|>final<|message|>Hi", before) is not True
     assert ends(tokenizer, ANSWER, "<|channel|>final<|message|>Hi", before) == "<|channel|>final<|message|>"
     assert ends(tokenizer, ANSWER, COMMENTARY, before) != True  # noqa: E712 - a text is true too
 
