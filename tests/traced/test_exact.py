@@ -94,4 +94,4 @@ def test_attention_that_no_kernel_takes_leaves_a_target_untraced(device, monkeyp
     first = answer(model, None)
     assert same(first, answer(model, None))
     (verify, _) = vars(model)["_exact_alone"].accelerator.passes
-    assert "it does not take these heads" in verify.refused and verify.passes == 0
+    assert "no kernel for these heads in a traced pass" in verify.refused and verify.passes == 0
