@@ -65,7 +65,7 @@ def test_blocks_are_filled_up_and_what_fills_them_is_not_handed_out():
 def test_single_rows_are_traced_once_whoever_chose_the_token(pair, forced, monkeypatch):
     model, tokenizer, drafter = pair
     drafter.pair, shapes, original = None, [], compiled.traceable
-    monkeypatch.setattr(compiled, "traceable", lambda *args: (shapes.append(args[1][0].dtype), original(*args))[1])
+    monkeypatch.setattr(compiled, "traceable", lambda *args: (shapes.append(args[2][0].dtype), original(*args))[1])
     prompt = tokenizer.encode("def area(width, height):")
     # One answer traces blocks; in the next, tokens of the device's and of the host's stand alone in their passes.
     for widths in ([3] * 20, [3, 0, 0, 0, 3, 0, 0, 3, 0, 3] * 4):
