@@ -174,10 +174,10 @@ def test_predictions_within_a_quarter_of_figures_that_were_not_fitted(ledger):
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-9b", pytest.param("qwen3.6-35b-a3b", marks=pytest.mark.full)])
 def test_building_traced_passes_costs_the_host_little(name):
-    found = importlib.import_module("host").built(name, 16, repeats=6)
+    found = importlib.import_module("host").built(name, 16, repeats=12)
     # Measured: 0.4, 0.6 and 1.8 ms of 2.2, 3.4 and 7.0, and rounds of 0.6, 1.1 and 3.2 of 3.0, 4.5 and 9.0.
     assert found["traced"] < 0.5 * found["ordinary"] and found["traced"] < found["mlx_lm"]
-    assert found["traced_round"] < 0.6 * found["round"] and "of these ordinary" not in found
+    assert found["traced_round"] < 0.75 * found["round"] and "of these ordinary" not in found
 
 
 def test_a_product_of_ours_takes_the_longer_of_reading_and_its_instructions():
