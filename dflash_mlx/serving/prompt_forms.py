@@ -42,20 +42,21 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
     late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
     front = late and _names_late_systems_alone(write)
     stand_ins, words = _stand_ins(messages)
-    fault, ranked = None, []
-    for place, (form, tried) in enumerate(zip(_forms(messages, front, spell), _forms(stand_ins, front, spell), strict=True)):
-        lost = _lost(tried, words, write)
-        if lost:
-            ranked.append((lost, place, form))
-            continue
+    fault = None
+
+    def by_loss() -> Iterator[Messages]:
+        ranked = []
+        for form, tried in zip(_forms(messages, front, spell), _forms(stand_ins, front, spell), strict=True):
+            if lost := _lost(tried, words, write):
+                ranked.append((lost, form))
+            else:
+                yield form
+        yield from (form for _, form in sorted(ranked, key=lambda one: one[0]))
+
+    for form in by_loss():
         try:
             return form, write(form)
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
-            fault = fault or error
-    for _, _, form in sorted(ranked, key=lambda one: one[:2]):
-        try:
-            return form, write(form)
-        except Exception as error:  # noqa: BLE001 - as above
             fault = fault or error
     raise DFlashError(f"the chat template refused these messages: {fault}", "Send messages that it takes") from fault
 
