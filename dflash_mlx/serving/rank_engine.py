@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -45,10 +46,8 @@ class RankEngine(Engine):
     def _next_job(self) -> Any:
         found = None
         if self._ranks.leads:
-            try:
+            with suppress(queue.Empty):
                 found = super()._next_job()
-            except queue.Empty:
-                found = None
         if (found := self._followed(found)) is None:
             raise queue.Empty
         return found
