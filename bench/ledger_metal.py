@@ -315,14 +315,18 @@ class Ledger:
         self._launch("fill", [], out, out.nbytes)
         self._launch("copy", [ins[0]], out, 2 * ins[0].nbytes)
 
-    def _sliceupdate(self, p: Primitive, ins: list[Layout]) -> None:
-        a, update = ins
-        if self._users[p.inputs[0][0]] > 1 or not a.dense:
+    def _written_into(self, p: Primitive, a: Layout, lies_right: bool) -> Layout:
+        """The output of what writes into its first input: that memory, or a copy where others read it or it lies otherwise."""
+        if self._users[p.inputs[0][0]] > 1 or not lies_right:
             out = self._fresh(p.outputs[0])
             self._launch("copy of a whole cache", [a], out)
-        else:
-            self._over(p.outputs[0], a, a.strides)
-            out = self._layouts[p.outputs[0][0]]
+            return out
+        self._over(p.outputs[0], a, a.strides)
+        return self._layouts[p.outputs[0][0]]
+
+    def _sliceupdate(self, p: Primitive, ins: list[Layout]) -> None:
+        a, update = ins
+        out = self._written_into(p, a, a.dense)
         self._launch("copy into a slice", [update], out, 2 * update.size * update.dtype.size)
 
     def _gather(self, p: Primitive, ins: list[Layout]) -> None:
@@ -333,12 +337,7 @@ class Ledger:
 
     def _scatteraxis(self, p: Primitive, ins: list[Layout]) -> None:
         a, indices, update = ins
-        if self._users[p.inputs[0][0]] > 1 or not a.row_contiguous:
-            out = self._fresh(p.outputs[0])
-            self._launch("copy of a whole cache", [a], out)
-        else:
-            self._over(p.outputs[0], a, a.strides)
-            out = self._layouts[p.outputs[0][0]]
+        out = self._written_into(p, a, a.row_contiguous)
         self._launch("scatter into a cache", [update, indices], out, 2 * update.size * update.dtype.size)
 
     def _own_text(self, p: Primitive, ins: list[Layout]) -> None:
