@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from .constraint import ConstraintError, ConstraintProcessor, Guide, begin_constraint
 from .errors import CacheError
+from .models.target import token_embedding
 from .options import RunOptions, check_ids
 from .prompt_cache import PairCache, is_pair_cache
 from .rollback import leaves
@@ -39,8 +38,8 @@ def plain_responses(options: RunOptions) -> Iterator[tuple[MlxLmResponse, str, i
     """
     options.check_plain()
     quantization, ids = options.quantization, options.prompt_ids
-    tables = (nn.Embedding, nn.QuantizedEmbedding)
-    check_ids(ids, max((m.weight.shape[0] for m in options.model.modules() if isinstance(m, tables)), default=math.inf))
+    if (table := token_embedding(options.model)) is not None:
+        check_ids(ids, table.weight.shape[0])
     given = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
     given |= {name: getattr(options, name) for name in ("sampler", "logits_processors", "prompt_cache")}
     pair = _read_pair(options)

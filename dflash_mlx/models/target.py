@@ -102,8 +102,8 @@ class Target:
         # Kept, because named_modules takes 0.6 ms for a model of 30 layers.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.backbone = _find_backbone(self.modules, self.layers[0], self.family)
-        # Rows of a learned position embedding, as in GPT-2. Memory after them may hold NaN, which would spoil a whole block.
-        self.positions: int | None = getattr(getattr(model, "args", None), "n_positions", None)
+        # Memory after the rows of a position embedding may hold NaN, which would spoil a whole block.
+        self.positions = learned_positions(model)
         # Sends layers to kernels in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
         # Modules that change an ArraysCache.
@@ -122,12 +122,11 @@ class Target:
 
     @cached_property
     def embedding(self) -> nn.Module:
-        """The token embedding without any scale that the model applies: the one with the most rows that are not positions."""
-        modules = [m for part in (self.backbone, self.model) for _, m in part.named_modules()]
-        tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
-        if not tables:
+        """See `token_embedding`. Raises TapError if there is none."""
+        found = token_embedding(self.model, self.backbone)
+        if found is None:
             raise TapError(f"{self.family} has no token embedding", "This model cannot be paired")
-        return max(tables, key=lambda table: (table.weight.shape[0] != self.positions, table.weight.shape[0]))
+        return found
 
     @property
     def vocabulary(self) -> int:
@@ -305,6 +304,22 @@ class Target:
         linears = [m for _, m in self.model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
         self._logits(hidden, [(m, noting(m), "__call__") for m in linears if id(m) not in inside])
         return found[-1](hidden) if found else self.embedding.as_linear(hidden)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Rows of a model's position embedding, as in GPT-2; None if it learned none."""
+    return getattr(getattr(model, "args", None), "n_positions", None)
+
+
+def token_embedding(model: nn.Module, *others: nn.Module) -> nn.Module | None:
+    """The token embedding of a model and `others` of its modules, without any scale that the model applies; None if it has none.
+
+    It is the one with the most rows that are not positions.
+    """
+    positions = learned_positions(model)
+    modules = [m for part in (*others, model) for _, m in part.named_modules()]
+    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+    return max(tables, key=lambda table: (table.weight.shape[0] != positions, table.weight.shape[0]), default=None)
 
 
 def _find_backbone(modules: dict[str, nn.Module], first: nn.Module, family: str) -> nn.Module:

@@ -8,12 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import FAMILIES, family
-from kit import full_forward, raw_config, tiny_qwen3, tiny_target
+from kit import full_forward, letters, raw_config, tiny_qwen3, tiny_target
 from mlx_lm.models import cache as mlx_lm_cache
 from rows import tolerance
 
+from dflash_mlx import stream_generate
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.errors import TapError
+from dflash_mlx.errors import GenerationError, TapError
 from dflash_mlx.loading import check_pair
 from dflash_mlx.models import intercept as taps_module
 from dflash_mlx.models.intercept import intercept
@@ -74,8 +75,11 @@ def check_target(model, ids):
 
 
 def test_a_table_of_positions_is_no_vocabulary():
-    target = Target(family("gpt2"))
-    assert target.positions > target.vocabulary == target.model.model.wte.weight.shape[0]
+    target = Target(model := family("gpt2"))
+    assert target.positions > target.vocabulary == model.model.wte.weight.shape[0]
+    # Without a drafter too.
+    with pytest.raises(GenerationError, match=f"this target's are 0 to {target.vocabulary - 1}"):
+        next(stream_generate(model, letters(), [target.vocabulary], max_tokens=1))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
