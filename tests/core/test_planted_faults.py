@@ -37,7 +37,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
-        (loop.Run, "prefill", "blocks.inject(features)", "blocks.inject(features[:, 1:])"),
+        (loop.Run, "prefill", "self.drafter.inject(features)", "self.drafter.inject(features[:, 1:])"),
         (PLAIN, SLIDING),
     ),
     "context row doubled": (

@@ -1,32 +1,21 @@
 """Two processes of `mlx.launch`, each with half of every batch, train as one does."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import SUPPORT, output_of
 
-SUPPORT = Path(__file__).parents[1] / "support"
-LAUNCH = "from importlib.metadata import entry_points; next(iter(entry_points(name='mlx.launch'))).load()()"
 SETTINGS = {"steps": 20, "batch": 8, "anchors": 24, "max_len": 64, "ema": 0.98, "noise": 0.05, "lr": 4e-3}
 
 
 def trained(out, processes=1, stop_at=None, **settings):
-    """(what was printed, what each rank noted at its end): the launcher's own exit status is 0 whatever happens."""
-    worker = [sys.executable, str(SUPPORT / "ranks_worker.py"), str(out), json.dumps({**SETTINGS, **settings})]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-c", LAUNCH, "-n", str(processes), "--backend", "ring", "--starting-port", str(port), "--"]
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "STOP_AT": str(stop_at or "")}
-    done = subprocess.run([*(launch if processes > 1 else []), *worker], env=env, capture_output=True, text=True, timeout=300)
+    """(what was printed, what each rank noted at its end)."""
+    worker = [SUPPORT / "ranks_worker.py", out, json.dumps({**SETTINGS, **settings})]
+    said = output_of(processes, *worker, env={"STOP_AT": str(stop_at or "")})
     noted = [json.loads(path.read_text()) for path in sorted(Path(out).glob("rank-*.json"))]
-    return done.stdout + done.stderr, noted
+    return said, noted
 
 
 @pytest.mark.full
