@@ -12,6 +12,9 @@ from .models.drafter import Drafter
 from .models.target import Target
 from .text import prompt_thinking
 
+# A drafter with fewer accepted drafts a round than this, over so many rounds, is taken for a wrong one.
+FEW_ACCEPTED, _JUDGED = 0.1, 20
+
 
 def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:
     """Refuse a prompt longer than the target's context; warn if the run may exceed the drafter's.
@@ -56,6 +59,21 @@ def warn_of_overflow(drafter: Drafter, features: mx.array) -> None:
             "load the target with bfloat16 or float32",
             stacklevel=5,
         )
+
+
+def warn_of_few_accepted(drafter: Drafter, rounds: int, accepted: int) -> None:
+    """Count more of the drafter's rounds, and warn once if next to none of its drafts are accepted: nothing else shows it."""
+    judged = drafter.pair.judged
+    judged.update(rounds=rounds, accepted=accepted)
+    if judged["rounds"] < _JUDGED or judged["accepted"] >= FEW_ACCEPTED * judged["rounds"] or judged["said"]:
+        return
+    judged["said"] = 1
+    warnings.warn(
+        f"the drafter guessed {judged['accepted']} tokens right in {judged['rounds']} attempts: the text is right, but slower "
+        "than it could be. Unless the temperature is high, the drafter is damaged or made for another model: "
+        "dflash-mlx doctor checks it",
+        stacklevel=5,
+    )
 
 
 def largest_block(drafter: Drafter) -> int:

@@ -139,6 +139,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
     options = run.options
     with open_stream(), wired_limit([options.model, options.draft_model], options.stream), ExitStack() as at_end, closing(steps):
         at_end.callback(lambda: options.warn_of_unused_kv_bits(len(run.cache.ids)))
+        at_end.callback(run.counter.finish)
         responder = Responder(run, options.prompt_ids)
         for step in steps:
             # Caches are at the last token before the caller sees it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,8 @@ class DFlashPair:
         self.target = self.target_class(model, drafter.config.taps(len(model.layers)))
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
+        # The drafter's rounds, what they accepted, and whether it was said that this is next to nothing.
+        self.judged: Counter[str] = Counter()
         # Costs of rounds with several rows (`batch.policy.RoundCosts`), kept from one batch to the next.
         self.round_costs: Any = None
         # The target whose kernels were tried before its first answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .draft_length.policy import DraftLengthPolicy, FixedDraftLength
-from .drafter_checks import warn_of_overflow
+from .drafter_checks import warn_of_few_accepted, warn_of_overflow
 from .proposers import DrafterProposer
 from .stats import GenerationStats
 
@@ -38,3 +38,7 @@ class RoundCounter:
         more = result.accepted == width < len(ids) and ids[width] == result.bonus
         looked_up, waited = bool(width) and not by_drafter, draft.draft_s is not None
         self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
+
+    def finish(self) -> None:
+        """The run has ended: count its rounds for the pair, and say so if its drafter is of no use."""
+        warn_of_few_accepted(self.drafter.model, **self.stats.sources["drafter"])

@@ -167,6 +167,7 @@ class Row:
 
     def end(self) -> list[Any]:
         """Leave the batch. Returns: the prompt cache, which holds exactly the tokens handed out."""
+        self.run.counter.finish()
         self._settle()
         return self.run.cache.entries
 

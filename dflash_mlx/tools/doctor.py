@@ -22,6 +22,7 @@ from .. import traced
 from ..checkpoint import inspect_checkpoint
 from ..config import LAST_TAPS
 from ..conversion.targets import LoadedTarget
+from ..drafter_checks import FEW_ACCEPTED
 from ..errors import DFlashError
 from ..exact import row_test
 from ..generation import stream_generate
@@ -41,7 +42,7 @@ CONTEXTS = (4096, 32768, 131072)
 # Mean tokens a round of the built-in drafters on their own prompt; other drafters' cards state no number in a fixed place.
 _EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
 # A random drafter's: on average it accepts next to nothing.
-_RANDOM_TAU = 1.1
+_RANDOM_TAU = 1 + FEW_ACCEPTED
 _TOKENS = 32
 # The timed answers: how long, how often each, and the least that can be timed; the smallest gain that is reported.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
@@ -346,6 +347,8 @@ def _prompt(tokenizer: Any, draft: Any, model: str) -> tuple[str, list[int]]:
 def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: list[str]) -> dict[str, Any]:
     """32 tokens with the drafter and 32 without: tau, and whether the ids are the same."""
     text, prompt = _prompt(tokenizer, draft, model)
+    # A suspicion below says what a warning would.
+    draft.pair.judged["said"] = 1
     # Every round drafts: acceptance is to be seen, whether it pays here or not.
     got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size))
     plain = [r.token for r in stream_generate(lm, tokenizer, prompt, _TOKENS)]
