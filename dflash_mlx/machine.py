@@ -258,15 +258,27 @@ def _build(path: str = "/System/Library/CoreServices/SystemVersion.plist") -> st
 
 
 def slowed_by() -> str:
-    """Why this machine may be slower than it can be, now: "battery", "heat", "battery and heat", or "". Only macOS tells."""
+    """Why this machine may be slower than it can be, now: "battery", "heat", "low power mode", several with "and" between
+    them, or "". Only macOS tells."""
     if sys.platform != "darwin":
         return ""
-    found = (("battery", "Battery Power" in _pmset("batt")), ("heat", _under_pressure(_pmset("therm"))))
-    return " and ".join(name for name, is_so in found if is_so)
+    found = {
+        "battery": "Battery Power" in _pmset("batt"),
+        "heat": _under_pressure(_pmset("therm")),
+        "low power mode": _saves_power(_pmset("live")),
+    }
+    return " and ".join(name for name, is_so in found.items() if is_so)
 
 
 def _pmset(what: str) -> str:
     return mac_says("/usr/bin/pmset", "-g", what)
+
+
+def _saves_power(text: str) -> bool:
+    """Whether the settings in use, as `pmset -g live` prints them, have Low Power Mode on."""
+    import re
+
+    return bool(re.search(r"^\s*(?:lowpowermode|powermode)\s+1\s*$", text, re.MULTILINE))
 
 
 def mac_says(*command: str) -> str:

@@ -30,6 +30,8 @@ _ROWS = 8
 _PREFILL_ROWS = 2048
 # Above this share of what there is a run can be slow.
 _TIGHT = 0.9
+# What a GPU holds cannot be swapped out, and macOS and its programs need memory too. An estimate, not measured.
+_SYSTEM_BYTES = 4 << 30
 # Smaller contexts than this are not worth a message.
 _LEAST_TOKENS = 256
 
@@ -213,8 +215,8 @@ def check_weights(source: str, own: int, held: int = 0, smaller: int | None = No
 
 
 def _raise_the_limit(needed: int) -> str:
-    """How a Mac's GPU may hold more, where the machine has more."""
-    if not on_metal() or needed > _TIGHT * machine_bytes():
+    """How a Mac's GPU may hold more, where the machine has more and enough is left for macOS."""
+    if not on_metal() or needed > min(_TIGHT * machine_bytes(), machine_bytes() - _SYSTEM_BYTES):
         return ""
     # mlx-lm's README names this setting; macOS 15 or later.
     return f". Or let the GPU hold more, until the next start: sudo sysctl iogpu.wired_limit_mb={int(needed * 1.05 / 2**20) + 1}"

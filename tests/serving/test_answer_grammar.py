@@ -165,6 +165,12 @@ LISTED = [
         '<|action_start|><|plugin|>[{"name": "ls", "parameters": VALUE}]<|action_end|>',
         *(", ", True),
     ),
+    (
+        ("<|function_call|>", "<|message_sep|>"),
+        None,
+        '<|function_call|>{"name": "ls", "arguments": VALUE}<|message_sep|>',
+        *("", True),
+    ),
 ]
 
 
@@ -190,6 +196,21 @@ def test_forced_calls_of_families_with_json_are_held_and_read(marks, parser, wri
     else:
         # Free text may begin as a call does.
         assert asked(tokenizer, tools=OFFERED).ignored == ["tools: strict"]
+
+
+def test_gigachats_call_is_a_message_of_its_own():
+    tokenizer = family("<|message_sep|>", "<|role_sep|>")
+    call = 'function call<|role_sep|>\n{"name": "ls", "arguments": {"path": "x"}}<|message_sep|>'
+    for text, forced, free, one in (
+        (f"<|message_sep|>\n\n{call}", True, True, True),
+        (f"<|message_sep|>\n\n{call}\n\n{call}", True, True, False),
+        (f"A function call: <|message_sep|>\n\n{call}", False, True, True),
+        (f"<|message_sep|>\n\n{call.replace('path', 'file')}", False, False, False),
+        ("A function call.", False, True, True),
+    ):
+        assert [ends(tokenizer, demand, text) is True for demand in (FORCED, FREE, ONE)] == [forced, free, one], text
+        calls = [one for piece in Channels(tokenizer, "", OFFERED).feed(text, last=True) for one in piece.calls]
+        assert len(calls) == text.count("role_sep")
 
 
 def test_gpt_oss_answers_in_its_final_channel():

@@ -186,6 +186,7 @@ def test_gpt_oss_channels_are_answer_reasoning_and_calls(text, options, pieces, 
         ("◁think▷", "◁/think▷"),
         ("<|think|>", "<|end|>"),
         ("Here is my thought process:", "Here is my response:"),
+        ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ],
 )
 def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
@@ -335,6 +336,37 @@ def test_solar_opens_frames_reach_nobody():
     assert told(Marked(*marks), text + "<|end|>") == [("reasoning", "hm"), ("answer", "Hi <b>")]
     # Another family's answers may hold one of these.
     assert told(Marked("<|end|>"), "Hi<|content|>") == [("answer", "Hi<|content|>")]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_apriels_answer_is_what_stands_behind_its_reasoning_and_before_its_last_mark(step):
+    apriel, opened = Marked(), "<|assistant|>\nHere are my reasoning steps:\n"
+    apriel.chat_template = "Here are my reasoning steps:\\n [BEGIN FINAL RESPONSE] ... [END FINAL RESPONSE]."
+    thought = "hm\n[BEGIN FINAL RESPONSE]"
+    for text, answer in (
+        (f"{thought}\nHi [1]\n[END FINAL RESPONSE]\n", "\nHi [1]\n"),
+        (f"{thought}\nEnd it with [END FINAL RESPONSE]!", "\nEnd it with [END FINAL RESPONSE]!"),
+        (f"{thought}\ncut [END FI", "\ncut [END FI"),
+    ):
+        assert told(apriel, text, opened, step=step) == [("reasoning", "hm\n"), ("answer", answer)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_gigachats_answer_and_call_are_told_apart(step):
+    tools = [{"function": {"name": "ls"}}]
+    for call in (
+        'function call<|role_sep|>\n{"name": "ls", "arguments": {"a": 1}}',
+        '<|function_call|>{"name": "ls", "arguments": {"a": 1}}',
+    ):
+        gigachat = Marked("<|message_sep|>", "<|role_sep|>", *(["<|function_call|>"] if call[0] == "<" else []))
+        one = ("call", [("ls", '{"a": 1}')])
+        for end in ("", "<|message_sep|>"):
+            assert told(gigachat, call + end, tools=tools, step=step) == [one]
+            assert told(gigachat, f"Look:<|message_sep|>\n\n{call}{end}", tools=tools, step=step) == [
+                ("answer", "Look:\n\n"),
+                one,
+            ]
+        assert told(gigachat, "A function call<|message_sep|>", tools=tools, step=step) == [("answer", "A function call")]
 
 
 GOOD = '{"name": "ls", "arguments": {}}'
