@@ -170,6 +170,8 @@ _TOLD: set[tuple[str, str]] = set()
 def sort_fields(body: Any, api: str) -> tuple[dict[str, Any], list[str]]:
     """The honoured fields of a body, without nulls, and the names that this server does not know.
 
+    A number is whole however it is written: clients whose only numbers are floats send 256.0.
+
     Raises:
       RequestError: it is no object, or a field asks for what this server does not do.
     """
@@ -180,13 +182,18 @@ def sort_fields(body: Any, api: str) -> tuple[dict[str, Any], list[str]]:
         if value is None or name in IGNORED[api]:
             continue
         if name in HONOURED[api]:
-            known[name] = value
+            known[name] = whole(value)
         elif name in REFUSED[api]:
-            _check_neutral(name, value, REFUSED[api][name])
+            _check_neutral(name, whole(value), REFUSED[api][name])
         else:
             ignored.append(name)
     note_ignored(ignored, api)
     return known, ignored
+
+
+def whole(value: Any) -> Any:
+    """A whole number that came as a float; anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def note_ignored(names: list[str], api: str) -> None:

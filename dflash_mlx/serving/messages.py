@@ -118,9 +118,10 @@ def _text(content: Any) -> str:
         raise DFlashError(f"content is {shown(content)}; it must be a text or a list of parts", "Send it as text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            about = f"has type {shown(kind)}" if isinstance(part, dict) else f"is {shown(part)}"
-            raise DFlashError(f"a part of a message {about}; this server reads text only", "Send text parts")
+        if not isinstance(kind, str):
+            raise DFlashError(f"a part of a message is {shown(part)}; it must be an object with a type", "Send text parts")
+        if kind not in _TEXT_PARTS:
+            raise DFlashError(f"a part of a message has type {shown(kind)}; this server reads text only", "Send text parts")
         key = _TEXT_PARTS[kind]
         if not isinstance(part.get(key), str):
             raise DFlashError(f"{shown(key)} of a {kind} part is {shown(part.get(key))}; it must be text", "Send it as text")
@@ -133,6 +134,10 @@ def _read_calls(calls: Any) -> list[dict[str, Any]]:
     read = []
     for call in calls:
         function = call.get("function", {} if "name" not in call else call)
+        if isinstance(custom := call.get("custom"), dict):
+            # OpenAI's call of a tool that takes text.
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+            call = {"id": call.get("id"), "type": "function", "function": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DFlashError(f"a tool call is {shown(call)}; it must have a function with a name", "Send the call as it came")
         inner = {**function, "arguments": read_arguments(function.get("arguments"))}

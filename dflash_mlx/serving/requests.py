@@ -300,17 +300,27 @@ def _sampling(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> Sa
         settings = replace(options.sampling, **asked)
         settings.check_vocabulary(pair.vocabulary)
     except GenerationError as error:
-        # In a request the temperature has its whole name.
-        problem = error.problem.replace("temp is", "temperature is", 1) if error.problem.startswith("temp is") else error.problem
+        problem = error.problem
+        for field, name in SAMPLING.items():
+            problem = _as_sent(problem, name, field, asked.get(name))
         raise RequestError(problem, error.remedy) from None
     return settings
+
+
+def _as_sent(problem: str, name: str, field: str, value: Any) -> str:
+    """What is wrong with a setting, by its name in a request and with its value in JSON."""
+    found = f"{name} is {value!r}"
+    return f"{field} is {shown(value)}{problem[len(found) :]}" if problem.startswith(found) else problem
 
 
 def _max_tokens(body: Mapping[str, Any], options: Options) -> int:
     """Of two limits the smaller holds; -1 is none."""
     given = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if name in body}
     for name, value in given.items():
-        check_max_tokens(value, name)
+        try:
+            check_max_tokens(value, name)
+        except GenerationError as error:
+            raise RequestError(_as_sent(error.problem, name, name, value), error.remedy) from None
     return min(given.values(), key=lambda value: (value == -1, value), default=options.max_tokens)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import RequestError, shown
+from .fields import whole
 
 # Names of a chat completion's fields that another API calls otherwise, for the sentences of errors.
 OTHER_NAMES = {
@@ -119,16 +120,16 @@ def _messages_of_items(items: list[Any]) -> list[dict[str, Any]]:
                 open_message = False
             message = assistant()
             message["reasoning"] = message.get("reasoning", "") + _reasoning(item)
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"type": "function", "id": item.get("call_id"), "function": function}
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+            call = {"type": "function", "id": item.get("call_id"), "function": {"name": item.get("name"), "arguments": arguments}}
             assistant().setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
             open_message = False
         else:
             problem = f"an item of input is {shown(item)}; it must be a message, a call, a call's output or reasoning"
-            raise RequestError(problem)
+            raise RequestError(problem, "Leave it out")
     return messages
 
 
@@ -170,7 +171,7 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     elif thinking:
         raise RequestError(f'thinking is {shown(thinking)}; its type must be "enabled", "adaptive" or "disabled"')
     if thinking.get("type") == "enabled":
-        chat["thinking_budget"] = thinking.get("budget_tokens")
+        chat["thinking_budget"] = whole(thinking.get("budget_tokens"))
     config = _object(body, "output_config")
     if (form := config.get("format")) is not None:
         schema = isinstance(form, dict) and form.get("type") == "json_schema"

@@ -13,6 +13,7 @@ from serving_kit import MESSAGES, TOOLS, WEATHER, ask, running
 from dflash_mlx import load
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.serving.messages import read_arguments, read_messages, render_chat
+from dflash_mlx.serving.translate import of_responses
 
 
 def test_what_a_tool_found_reaches_the_template(tmp_path, chatty):
@@ -252,6 +253,20 @@ def test_a_call_in_openais_older_form_reaches_the_template(written):
     assert written(PRINTS, messages) == '[user]x[assistant]<f:{"a": 1}>[tool]4'
 
 
+def test_a_call_of_a_tool_that_takes_text_reaches_the_template(written):
+    custom = {"id": "c1", "type": "custom", "custom": {"name": "f", "input": "a\nb"}}
+    messages = [*said(("user", "x")), {"role": "assistant", "content": None, "tool_calls": [custom]}]
+    messages += [{"role": "tool", "tool_call_id": "c1", "content": "4"}]
+    assert written(PRINTS, messages) == '[user]x[assistant]<f:{"input": "a\\nb"}>[tool]4'
+    items = [
+        {"type": "message", "role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "f", "input": "a\nb"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "4"},
+    ]
+    read = of_responses({"input": items}, lambda name: [])["messages"]
+    assert written(PRINTS, read) == written(PRINTS, messages)
+
+
 # As DeepSeek-R1's: calls are written where content is null, and content where it is not.
 NULL_OR_TEXT = (
     "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' and m['content'] is none %}"
@@ -352,7 +367,8 @@ def test_a_mark_in_what_the_user_wrote_opens_no_reasoning(thinker):
         ({"type": "text"}, '"text" of a text part is null; it must be text'),
         ({"type": "text", "text": 5}, '"text" of a text part is 5; it must be text'),
         ({"type": "refusal", "text": "no"}, '"refusal" of a refusal part is null; it must be text'),
-        ("a", 'a part of a message is "a"; this server reads text only'),
+        ("a", 'a part of a message is "a"; it must be an object with a type'),
+        ({"text": "a"}, 'a part of a message is {"text": "a"}; it must be an object with a type'),
         ({"type": "image_url"}, 'a part of a message has type "image_url"; this server reads text only'),
     ],
 )

@@ -56,7 +56,7 @@ from dflash_mlx.serving.requests import fold_seed, read_request
             400,
             "; it must be a number from -1000000 to 1000000",
         ),
-        ({"frequency_penalty": -1e7}, 400, "frequency_penalty is -10000000.0; it must be a number from"),
+        ({"frequency_penalty": -1e7}, 400, "frequency_penalty is -10000000; it must be a number from"),
         ({"temperature": 10**200}, 400, "it must be a number from 0 to 1000000"),
         (
             {"repetition_penalty": 1.1, "repetition_context_size": 1 << 31},
@@ -70,13 +70,13 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"role_mapping": {"user": "U: "}}, 400, "role_mapping is given; served has a chat template"),
         ({"num_draft_tokens": 64}, 400, "num_draft_tokens is 64; it must be a whole number from 0 to 63"),
         ({"num_draft_tokens": -1}, 400, "num_draft_tokens is -1; it must be"),
-        ({"num_draft_tokens": 1e4}, 400, "num_draft_tokens is 10000.0; it must be a whole number"),
+        ({"num_draft_tokens": 1e4}, 400, "num_draft_tokens is 10000; it must be a whole number"),
         ({"top_logprobs": -1}, 400, "top_logprobs is -1; it must be a whole number from 0 to 20"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "half of a surrogate pair"),
         ({"max_tokens": 0}, 400, "max_tokens is 0; it must be a whole number of at least 1"),
-        ({"max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
+        ({"max_tokens": True}, 400, "max_tokens is true; it must be a whole number"),
         ({"temperature": -1}, 400, "temperature is -1; it must be a number from 0"),
-        ({"temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
+        ({"temperature": "hot"}, 400, 'temperature is "hot"; it must be a number'),
         ({"top_k": 5000}, 400, "top_k is 5000; it must be below 1536"),
         ({"top_logprobs": 40}, 400, "top_logprobs is 40; it must be a whole number from 0 to 20"),
         ({"xtc_threshold": 0.9}, 400, "xtc_threshold is 0.9; it must be a number from 0 to 0.5"),
@@ -372,6 +372,31 @@ def test_what_is_out_of_range_is_refused_by_name_with_the_value(served, change):
     status, body = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **change})
     message = json.loads(body)["error"]["message"]
     assert status == 400 and message.startswith(f"{name} is ") and ("it must be" in message), message
+
+
+def test_a_whole_number_may_be_written_as_a_float(served):
+    """Clients whose only numbers are floats (Gson, R, Lua) send 256.0."""
+    whole = {"max_tokens": 4, "top_k": 20, "seed": 7, "n": 2, "temperature": 1, "top_logprobs": 2, "num_draft_tokens": 3}
+    asked = {"messages": MESSAGES, "logprobs": True}
+    bodies = [{**asked, **whole}, {**asked, **{name: float(value) for name, value in whole.items()}}]
+    # What asks for nothing, too.
+    bodies[1] |= {"typical_p": 1.0, "dry_multiplier": 0.0, "min_tokens": 0.0, "best_of": 1.0}
+    one, two = (served.post("/v1/chat/completions", body) for body in bodies)
+    assert one[0] == two[0] == 200 and json.loads(one[1])["choices"] == json.loads(two[1])["choices"]
+    for api, body in (
+        ("responses", {"input": "x", "max_output_tokens": 2.0}),
+        ("completions", {"prompt": "x", "max_tokens": 2.0}),
+    ):
+        assert served.post(f"/v1/{api}", body)[0] == 200
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024.0}}
+    assert served.post("/v1/messages", {"messages": MESSAGES, "max_tokens": 2.0, **thinking})[0] == 200
+
+
+@pytest.mark.parametrize("value,shown", [(True, "true"), ("0", '"0"'), ([1], "[1]"), ({}, "{}")])
+def test_a_refused_setting_is_shown_as_it_was_sent(served, value, shown):
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        status, body = served.post("/v1/chat/completions", {"messages": MESSAGES, name: value})
+        assert status == 400 and json.loads(body)["error"]["message"].startswith(f"{name} is {shown}; it must be ")
 
 
 def test_max_tokens_of_minus_one_is_no_limit(chatty):
