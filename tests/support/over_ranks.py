@@ -15,6 +15,7 @@ mx.set_default_device(mx.cpu)
 
 from families import known_drafter, some_line  # noqa: E402
 from kit import letters, run  # noqa: E402
+from launching import sleep_while_waiting  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from near_ties import ROWS, TOKENS, KnownLines, alone, drawing, gaps, prompt_of  # noqa: E402
@@ -163,6 +164,7 @@ def loaded(group, name):
 
 
 if __name__ == "__main__":
+    sleep_while_waiting()
     group = ranks.join()
     out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found = {}

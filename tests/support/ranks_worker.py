@@ -12,6 +12,7 @@ import mlx.core as mx
 
 mx.set_default_device(mx.cpu)
 
+from launching import sleep_while_waiting  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from train_kit import make_docs, make_target  # noqa: E402
 
@@ -36,6 +37,7 @@ def noting(self, passes, share):
 
 
 loop.Trainer.take = noting
+sleep_while_waiting()
 rank = mx.distributed.init().rank()
 loop.train(model, make_docs(model), out, raw, loop.TrainConfig(**settings, log_every=20), report=print)
 weights = {name: p.tolist() for name, p in tree_flatten(trainers[0].params)}
