@@ -18,16 +18,16 @@ def found_by(tmp_path, count, cases, timeout=300):
 
 
 def check(found, exact=True):
-    """All ranks the same; drafted as plain, bit for bit with `exact`; a whole model's text up to a near tie."""
+    """All ranks the same; drafted as a whole model and as plain up to a near tie, as plain bit for bit with `exact`."""
     for one in found[1:]:
         assert one.keys() == found[0].keys()
         for name, runs in found[0].items():
             assert {k: v for k, v in one[name].items() if k != "gaps"} == {k: v for k, v in runs.items() if k != "gaps"}, name
     for name, runs in found[0].items():
         for kind in {"", " sampled"} & {found_kind.removeprefix("drafted") for found_kind in runs}:
-            drafted, plain = runs[f"drafted{kind}"]["ids"], runs.get(f"plain{kind}")
+            drafted, plain = runs[f"drafted{kind}"]["ids"], runs[f"plain{kind}"]["ids"]
             if exact:
-                assert drafted == plain["ids"], name + kind
+                assert drafted == plain, name + kind
             near = [f"{one}{kind}" for one in ("alone", "plain") if f"{one}{kind}" in runs["gaps"]]
             assert near, name
             for other in near:
@@ -39,9 +39,14 @@ def test_two_ranks_write_one_text(tmp_path):
     cases = [
         {"family": "llama", "sampled": True, "processors": True, "lm": True, "n": 12},
         {"family": "qwen3_5", "sampled": True, "processors": True, "batch": True, "n": 10},
+        {"name": "scaled", "family": "llama", "sampled": True, "scaled": 0.9, "n": 12},
         {"name": "astray", "family": "qwen3", "astray": True, "policy": True, "lm": True, "batch": True, "n": 10},
     ]
     found = found_by(tmp_path, 2, cases)
+    # A planted fault, logits of the drafted run a tenth smaller: texts part where the two best tokens are not near.
+    scaled = [{"scaled": one.pop("scaled")} for one in found]
+    with pytest.raises(AssertionError, match=r"\('scaled', 'alone sampled', \[\d+, 0\.\d+\]\)"):
+        check(scaled, exact=False)
     check(found)
     first = found[0]
     for name in ("llama", "qwen3_5"):
@@ -69,12 +74,11 @@ def test_loading_holds_the_share_and_one_tensor(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_every_family_that_mlx_lm_shards(tmp_path, count, part):
     names = sharded_families()
     assert len(names) >= 22
-    # A message of three ranks takes long where there are two cores: there the whole model's text is enough.
-    cases = [{"family": name, "sampled": True, "n": 5, "plain": count == 2} for name in names[part::4]]
+    cases = [{"family": name, "sampled": True, "n": 5} for name in names[part::2]]
     found = found_by(tmp_path, count, cases)
     assert len(found[0]) == len(cases)
     check(found, exact=count == 2)

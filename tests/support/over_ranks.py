@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -60,6 +61,15 @@ def go_astray(rank):
     time.perf_counter = lambda: next(ticks) * 1e-4 * (1 + 5 * rank)
 
 
+@contextmanager
+def scaled_logits(factor):
+    """A fault: the target's logits are so many times as large."""
+    head = Target.head
+    Target.head = lambda self, hidden: head(self, hidden) * factor
+    yield
+    Target.head = head
+
+
 def kept_costs(rank, block):
     """Costs that each rank has on its disk, every rank others: drafting pays on rank 0 alone."""
     widths = {w: 1e-3 * (1.1 + 9 * rank) for w in range(1, block)}
@@ -101,8 +111,8 @@ def texts(group, first, block=5):
     return found
 
 
-def answers(group, family, n=16, block=5, seed=3, layers=None, plain=True, astray=False, policy=False, quality="noisy", **more):
-    """A family's runs of one prompt: by a whole model on this rank alone, and by the ranks' shares. plain: without drafts too.
+def answers(group, family, n=16, block=5, seed=3, layers=None, astray=False, policy=False, quality="noisy", **more):
+    """A family's runs of one prompt: by a whole model on this rank alone, and by the ranks' shares, with drafts and without.
 
     Gaps of the runs that others are compared with are under "gaps": a rank's own.
     """
@@ -126,11 +136,12 @@ def answers(group, family, n=16, block=5, seed=3, layers=None, plain=True, astra
     if astray:
         go_astray(group.rank)
     for kind, given in drawn.items():
-        if plain and not astray:
-            reference(f"plain{kind}", drafter, given, block_size=1)
-        elif plain:
+        if astray:
             found[f"plain{kind}"] = of(run(model, drafter, prompt, n, block_size=1, **given))
-        found[f"drafted{kind}"] = of(run(model, drafter, prompt, n, block_size=block, **given))
+        else:
+            reference(f"plain{kind}", drafter, given, block_size=1)
+        with scaled_logits(more.get("scaled", 1)):
+            found[f"drafted{kind}"] = of(run(model, drafter, prompt, n, block_size=block, **given))
     if more.get("lm"):
         found["mlx-lm's loop"] = of(run(model, None, prompt, n))
         # A whole model on each rank; on a rank that goes astray, another one.
