@@ -14,7 +14,7 @@ from typing import Any
 
 from ..constraint import ConstraintError, Grammar, UnsupportedError, is_special, json_rule, json_schema, lark, one_of, regex
 from .call_grammars import CallFormat, Rules, Tool, format_of, harmony_call, literal
-from .channels import frames, is_harmony, opens_reasoning, thinking_marks
+from .channels import SPECIAL_MARK, frames, is_harmony, opens_reasoning, thinking_marks
 from .errors import RequestError, shown
 
 _TEXT = "/(?s:.*)/"
@@ -166,15 +166,18 @@ def grammar_of(demand: Demand, tokenizer: Any, name: str, before: str | None = "
 
 
 def _mark(tokenizer: Any, mark: str) -> str:
-    """A mark of special tokens by their numbers; any other is text."""
+    """A mark of special tokens by their numbers, anything else as text; a mark of both in its parts."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
-    return " ".join(f"<[{id}]>" for id in ids) if all(is_special(tokenizer, id) for id in ids) else literal(mark)
+    if all(is_special(tokenizer, id) for id in ids):
+        return " ".join(f"<[{id}]>" for id in ids)
+    parts = [part for part in SPECIAL_MARK.split(mark) if part]
+    return literal(mark) if len(parts) == 1 else " ".join(_mark(tokenizer, part) for part in parts)
 
 
 def _until(mark: str, rules: Rules) -> str:
     """Free text up to a mark, and the mark: as soon as it stands there, what follows is held."""
     text = rules.add(_TEXT, terminal=True)
-    if mark.startswith("<["):
+    if mark.endswith("]>"):
         return f"{text} {mark}"
     return rules.add(f"{text} {mark}", options="[lazy]")
 

@@ -103,6 +103,10 @@ def format_of(tokenizer: Any, name: str) -> CallFormat | None:
         return CallFormat(start, "[", _python_call, [", "], ["]", end])
     if start == "[TOOL_CALLS]" and "[ARGS]" in tokenizer.get_vocab():
         return CallFormat(start, "", _headed_call, [start], [])
+    if start.endswith("<|role_sep|>"):
+        return CallFormat(f"{end}\n\n{start}", "\n", _json_call, [end, "\n\n", start, "\n"], [end])
+    if start == "<|function_call|>":
+        return CallFormat(start, "", _json_call, [end, start], [end])
     if start in BARE:
         return CallFormat("", "", _objects("name", "parameters"), ["; "], [])
     if start == "[TOOL_CALLS]" or read is not None and is_json(read):

@@ -23,8 +23,10 @@ from .tool_calls import (
     begins_python,
     is_json,
     mended,
+    names_of,
     offered,
     open_value,
+    parse_xml_call,
     read_whole,
     spell,
     tried,
@@ -50,11 +52,20 @@ class Channels:
       before: the end of the prompt, from behind the last message on: it may have opened the reasoning.
       tools: what the client offered. Without tools a written call stays text, marks kept; so does one that cannot be read.
       live: tell calls as they are written, where `live_calls` can.
+      marked: calls come with their marks, as an answer that is held to a grammar writes them.
     """
 
-    def __init__(self, tokenizer: Any, before: str = "", tools: Sequence[dict[str, Any]] | None = None, live: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        before: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
+        live: bool = False,
+        marked: bool = False,
+    ):
         live = live and bool(tools)
-        self._reader = _Harmony(before, tools, live) if is_harmony(tokenizer) else _Marked(tokenizer, before, tools, live)
+        reader = _Harmony(before, tools, live) if is_harmony(tokenizer) else _Marked(tokenizer, before, tools, live, marked)
+        self._reader = reader
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         """The pieces that this text completes; letters that may begin a mark wait for the next call, or for `last`."""
@@ -110,11 +121,14 @@ _THINKING = (
     # Solar Open's; Granite 3.2's.
     ("<|think|>", "<|end|>"),
     ("Here is my thought process:", "Here is my response:"),
+    # Apriel's, whose prompts open it.
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     # mlx-lm's own, where they are not tokens but are spelled by the template.
     ("<think>", "</think>"),
 )
-_TOKENS = re.compile(r"<\|[^|>]+\|>|｜[^｜]+｜")
-# Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's, Solar Open's.
+SPECIAL_MARK = re.compile(r"(<\|[^|>]+\|>|｜[^｜]+｜)")
+# Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's, Solar Open's, GigaChat's,
+# Apriel's.
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
@@ -122,6 +136,8 @@ _FRAMES = (
     ("<answer>", "</answer>"),
     ("<|content|>", "<|end|>"),
     ("<|begin|>assistant", "<|flush|>"),
+    ("assistant<|role_sep|>", "<|message_sep|>"),
+    ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
 
 
@@ -131,7 +147,7 @@ def _vocabulary(tokenizer: Any) -> Any:
 
 def _is_token(tokenizer: Any, mark: str) -> bool:
     """Whether a mark is a token, or is made of marks that are."""
-    vocabulary, parts = _vocabulary(tokenizer), _TOKENS.findall(mark)
+    vocabulary, parts = _vocabulary(tokenizer), SPECIAL_MARK.findall(mark)
     return mark in vocabulary or bool(parts) and all(part in vocabulary for part in parts)
 
 
@@ -210,6 +226,10 @@ class _Frame:
         self.begins: bool | None = not before.rstrip().endswith(start)
         self.within = not self.begins
 
+    def open(self) -> None:
+        """Its first mark stood before the answer, where it ended reasoning."""
+        self.begins, self.within = None, True
+
     def feed(self, text: str, last: bool) -> str:
         """The part of an answer that is certain; `last`: nothing of it follows, or what follows is no text."""
         self.held += text
@@ -225,7 +245,7 @@ class _Frame:
             return said
         at = len(self.held)
         if self.within:
-            at = self.held.rfind("<")
+            at = self.held.rfind(self.end[0])
             tail = self.held[at:].rstrip() if at >= 0 else ""
             ended = tail == self.end
             if at < 0 or not ended and (last or not self.end.startswith(self.held[at:])):
@@ -274,9 +294,12 @@ class _Json:
 class _Marked:
     """Grammars of marks in one stream of text: states, and in each the marks that lead to another."""
 
-    def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool):
+    def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool, marked: bool):
         self.tokenizer, self.tools, self.scanner, self.lives = tokenizer, tools, _Scanner(), live
         self.calls = call_grammar(tokenizer) if tools else None
+        # How calls of the offered functions begin where Qwen3-Coder and its like leave their mark out.
+        xml = self.calls is not None and self.calls[2] is parse_xml_call and not marked
+        self.heads = [f"<function={name}>" for name in names_of(tools)] if xml else []
         self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
@@ -284,8 +307,9 @@ class _Marked:
         self.frame = _Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
         self.bare = bool(self.calls) and self.calls[0] in BARE
-        # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must.
-        self.before, self.mark, self.call, self.json = self.state, "", "", _Json()
+        # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must;
+        # head: its mark where that is a part of the call.
+        self.before, self.mark, self.call, self.json, self.head = self.state, "", "", _Json(), ""
         self.live = LiveCalls(())
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
@@ -299,7 +323,7 @@ class _Marked:
             start, end, _ = self.calls
             # A response format that goes to "tool" decides where calls start.
             if not any(to == "tool" for way in formats.values() for _, to in way):
-                edges["normal"].append((start, "tool"))
+                edges["normal"] += [(mark, "tool") for mark in (start, *self.heads)]
             edges["reasoning"].append((start, "tool"))
             edges["tool"] += [(end, "normal")] if end else []
         framing = [mark for frame in frames(tokenizer) for mark in frame if _is_token(tokenizer, mark)]
@@ -330,13 +354,17 @@ class _Marked:
                 pieces.append(self._text(part, last or mark is not None))
             if mark is None:
                 return pieces
+            if self.frame and (self.state, mark) == ("reasoning", self.frame.start):
+                self.frame.open()
             self._open(ways[mark], mark)
 
     def _open(self, state: str, mark: str) -> None:
         """Go on in a state that a mark opens. In "tool" a call begins, and where it has no mark the whole answer is one."""
         if state == "tool":
             self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
-            self.live = live_calls(self.calls[2], mark, self.tools) if self.lives and mark else LiveCalls(())
+            self.head = mark if mark in self.heads else ""
+            lives = self.lives and mark and not self.head
+            self.live = live_calls(self.calls[2], mark, self.tools) if lives else LiveCalls(())
         self.state = state
 
     def _text(self, text: str, ends: bool) -> Piece:
@@ -350,7 +378,7 @@ class _Marked:
 
         Else it goes on where its end stands within a value. If not, its mark is text, and what came after it is read anew.
         """
-        text, (_, mark, read) = self.call, self.calls
+        text, (_, mark, read) = self.head + self.call, self.calls
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
@@ -454,17 +482,22 @@ class _Harmony:
             if self.kind == "call":
                 # Its name is known, and the object follows.
                 self.live = HeadedCalls(self.tools) if self.lives else LiveCalls(())
-                self.live.feed(re.search(r"to=(functions\.[^\s<]+)", self.header)[1] + "[ARGS]")
+                self.live.feed(f"{self._called()}[ARGS]")
         elif mark in self._ENDS or mark == "<|start|>":
             self.header = "<|start|>" if mark == "<|start|>" else ""
         else:
             self.header += mark
         return True
 
+    def _called(self) -> str:
+        """The function that a header's recipient names: any of the namespace `functions`, or one that was offered without it."""
+        found = re.search(r"to=(functions\.)?([^\s<]+)", self.header)
+        return found[2] if found and (found[1] or found[2] in names_of(self.tools)) else ""
+
     def _kind(self) -> str:
         channel = self.header.partition("<|channel|>")[2].split("<")[0].split()
         channel = channel[0] if channel else "final"
-        if re.search(r"to=functions\.\S", self.header):
+        if self._called():
             return "call"
         spoken = channel == "final" or channel == "commentary" and "to=" not in self.header
         return "answer" if spoken else "reasoning"
@@ -533,8 +566,7 @@ class _Harmony:
         return None if waits and len(behind) <= self._LONGEST_HEADER else False
 
     def _closed(self, end: str) -> Piece:
-        name = re.search(r"to=functions\.([^\s<]+)", self.header)[1]
-        body = self.body
+        name, body = self._called(), self.body
         calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
         written = f"{self.header}<|message|>{body}{end}"
         if self.live.begun:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm.tool_parsers.qwen3_coder import _convert_param_value as convert_value
 
-from .tool_calls import Call, Reader, is_json, parse_xml_call, schemas_of
+from .tool_calls import Call, Reader, is_json, names_of, parse_xml_call, schemas_of
 
 
 @dataclass
@@ -30,8 +30,7 @@ class LiveCalls:
     """The calls in one stretch of text between marks. begun: how many were let go."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
-        functions = [tool.get("function", tool) for tool in tools]
-        self.tools, self.names = tools, {one.get("name") for one in functions if isinstance(one, dict)}
+        self.tools, self.names = tools, set(names_of(tools))
         self.begun = 0
 
     def feed(self, text: str) -> list[Part]:

@@ -61,7 +61,9 @@ class Writer:
         self.model, self.prompt_tokens, self.created = pair.name, len(prompt.ids), int(time.time())
         # A text completion is all text, marks included.
         live = {"live": request.stream}
-        self.channels = Channels(pair.tokenizer, prompt.before, request.tools, **live) if request.chat else None
+        self.channels = (
+            Channels(pair.tokenizer, prompt.before, request.tools, marked=request.demand.holds, **live) if request.chat else None
+        )
         # n_calls: of the whole answer, each has its place in it.
         self.n_calls, self.count, self.thought, self.accepted = 0, 0, 0, 0
         # Seconds of the clock, for logs and metrics.

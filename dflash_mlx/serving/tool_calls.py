@@ -243,6 +243,9 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<|tool_call|>", "", _json_calls),
     ("<|action_start|><|plugin|>", "<|action_end|>", _json_calls),
     ("<|tool_calls|>", "", _solar_calls),
+    # GigaChat 3.1 and 3.
+    ("<|function_call|>", "<|message_sep|>", _json_calls),
+    ("function call<|role_sep|>", "<|message_sep|>", _json_calls),
     ("<｜DSML｜", "", _dsml_calls),
     (BARE[0], "", _llama_calls),
     (BARE[1], "", _llama4_calls),
@@ -289,8 +292,12 @@ def begins_python(text: str) -> bool:
 
 def offered(calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> bool:
     """Whether all calls are of functions that the client offered."""
-    known = [made.get("name") for tool in tools if isinstance(made := tool.get("function", tool), dict)]
-    return all(call.name in known for call in calls)
+    return all(call.name in names_of(tools) for call in calls)
+
+
+def names_of(tools: Sequence[dict[str, Any]]) -> list[Any]:
+    """The names of the functions that a client offered."""
+    return [made.get("name") for tool in tools or () if isinstance(made := tool.get("function", tool), dict)]
 
 
 def read_calls(parsed: Any) -> list[Call]:

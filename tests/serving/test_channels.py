@@ -369,6 +369,41 @@ def test_gigachats_answer_and_call_are_told_apart(step):
         assert told(gigachat, "A function call<|message_sep|>", tools=tools, step=step) == [("answer", "A function call")]
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_call_that_leaves_its_mark_out_is_a_call_if_its_function_was_offered(step):
+    """Qwen3-Coder's: `<function=ls>` comes without the mark before it as often as not."""
+    coder, tools = marked("qwen3_coder"), [{"type": "function", "function": {"name": "ls"}}]
+    one, y = "<function=ls>\n</function>", "<function=ls>\n<parameter=path>\ny\n</parameter>\n</function>"
+    call, with_y = ("call", [("ls", "{}")]), ("call", [("ls", '{"path": "y"}')])
+    for text, pieces in (
+        (f"Look:\n{y}\n</tool_call>", [("answer", "Look:\n"), with_y]),
+        (f"Look:\n{y}", [("answer", "Look:\n"), with_y]),
+        (f"{one}\n</tool_call>\n{y}\n</tool_call>", [call, ("answer", "\n"), with_y]),
+        (f"<tool_call>\n{one}\n</tool_call>\n{y}", [call, ("answer", "\n"), with_y]),
+    ):
+        assert told(coder, text, tools=tools, step=step) == pieces, text
+        assert told(coder, text, step=step) == [("answer", text)]
+    for text in ("Use <function=ls> to list.", "<function=cat>\n</function>", f"{y[:-3]}", "<function=l"):
+        assert told(coder, text, tools=tools, step=step) == [("answer", text)]
+    # An answer that is held to calls writes their marks.
+    (piece,) = Channels(coder, tools=tools, marked=True).feed(one, last=True)
+    assert (piece.kind, piece.text) == ("answer", one)
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_gpt_oss_may_leave_the_namespace_of_a_function_out(step):
+    tools, call = (
+        [{"type": "function", "function": {"name": "ls"}}],
+        '<|channel|>commentary to=NAME json<|message|>{"a": 1}<|call|>',
+    )
+    for name, pieces in (
+        *((name, [("call", [("ls", '{"a": 1}')])]) for name in ("ls", "functions.ls")),
+        ("python", [("reasoning", '{"a": 1}')]),
+    ):
+        assert told(HARMONY, call.replace("NAME", name), tools=tools, step=step) == pieces
+    assert told(HARMONY, call.replace("NAME", "ls"), step=step) == [("reasoning", '{"a": 1}')]
+
+
 GOOD = '{"name": "ls", "arguments": {}}'
 
 
