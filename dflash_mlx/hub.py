@@ -33,18 +33,38 @@ def locate(path_or_repo: str | Path, revision: str | None) -> Path:
       CheckpointError: there is no such thing, or it cannot be fetched.
     """
     path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if text and path.is_dir():
+        return snapshot_in(path, revision)
     if text and path.exists():
-        if path.is_dir() or path.suffix.lower() == ".gguf":
+        # Ollama names its GGUF files by their digests alone.
+        if path.suffix.lower() == ".gguf" or _begins_as_gguf(path):
             return path
         raise CheckpointError(
-            f"{path_or_repo} is neither a checkpoint directory nor a .gguf file", "Give the directory that holds it"
+            f"{path_or_repo} is neither a checkpoint directory nor a GGUF file", "Give the directory that holds it"
         )
     if not _is_repo_id(text):
         raise CheckpointError(
-            f"{text or 'an empty name'} does not exist; it must be a directory, a .gguf file or a hub repository like org/name",
+            f"{text or 'an empty name'} does not exist; it must be a directory, a GGUF file or a hub repository like org/name",
             "Check the path",
         )
     return _download(text, revision)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    # a pipe would be waited for
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def snapshot_in(path: Path, revision: str | None) -> Path:
+    """Of the hub cache's own folder of a repository (`models--org--name`) that of a commit in it; any other directory itself."""
+    try:
+        found = path / "snapshots" / (path / "refs" / (revision or "main")).read_text().strip()
+    except OSError:
+        return path
+    return found if found.is_dir() else path
 
 
 def _is_repo_id(text: str) -> bool:
@@ -62,6 +82,12 @@ def parts_of(name: str) -> tuple[str, str]:
 def snapshot_of(path: Path) -> Path | None:
     """The hub cache's folder of one commit that this directory is, or lies in; None: it is elsewhere."""
     return next((folder for folder in (path, *path.parents) if folder.parent.name == "snapshots"), None)
+
+
+def cached_repo(path: Path) -> str | None:
+    """The hub name (org/name) of what lies in the hub cache; None: it is elsewhere."""
+    folders = (folder.name.removeprefix("models--") for folder in (path, *path.parents) if folder.name.startswith("models--"))
+    return next((name.replace("--", "/") for name in folders), None)
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -168,11 +168,11 @@ def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[st
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    from ..hub import parts_of
+    from ..hub import parts_of, snapshot_in
     from ..models.target import Target
     from ..pairs.builtin import builtin_path
 
-    path = Path(builtin_path(name, "target") or os.path.expanduser(name))
+    path = snapshot_in(Path(builtin_path(name, "target") or os.path.expanduser(name)), revision)
     try:
         # Loading has fetched it.
         repo, part = parts_of(name)

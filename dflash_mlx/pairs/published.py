@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..hub import cached_repo
+
 
 @dataclass(frozen=True)
 class PublishedDrafter:
@@ -100,9 +102,11 @@ def base_name(name: str) -> str:
 def published_drafter(model: str) -> PublishedDrafter | None:
     """The published drafter of a target given as hub repo or directory; None if none is known.
 
-    A directory is known by what its conversion.json or its model card says it was made from, else by its own name.
+    A directory is known by what its conversion.json or its model card says it was made from, by the repo that it is in the hub
+    cache, else by its own name.
     """
-    known = {base_name(entry.target): entry for entry in reversed(PUBLISHED)}
+    # Some publishers put the organisation into the name: Qwen_Qwen3-8B-Q4_K_M.gguf.
+    known = {base_name(name): entry for entry in reversed(PUBLISHED) for name in (entry.target, entry.target.replace("/", "_"))}
     for name in (*_origins(Path(model).expanduser()), model):
         if found := known.get(base_name(name)):
             return found
@@ -147,11 +151,11 @@ def stated_thinking(drafter: str, directory: Path, raw: Mapping[str, Any]) -> tu
 
 
 def _origins(directory: Path) -> list[str]:
-    """Names that a local directory's own files give for the model it was made from."""
+    """Names that a local directory's own files, and its place in the hub cache, give for the model it was made from."""
     names = []
     record, card = directory / "conversion.json", directory / "README.md"
     if record.is_file():
         names.append(json.loads(record.read_text(encoding="utf-8")).get("source", {}).get("path_or_repo", ""))
     if card.is_file():
         names += re.findall(r"^(?:base_model:|-)\s*[\"']?([\w.-]+/[\w.-]+)", card.read_text(encoding="utf-8"), re.MULTILINE)
-    return [name for name in names if name]
+    return [name for name in (*names, cached_repo(directory)) if name]

@@ -77,6 +77,32 @@ def test_links_into_the_hub_cache_are_followed(tmp_path):
     assert list(inspect_checkpoint(snapshot).tensors) == ["a"]
 
 
+def test_the_hub_caches_own_folder_of_a_repository_is_its_snapshot(tmp_path):
+    repository = tmp_path / "models--org--name"
+    write_checkpoint(repository / "snapshots" / "abc123", SOME_CONFIG, {"a": mx.ones((1,))})
+    write_checkpoint(repository / "snapshots" / "def456", SOME_CONFIG, {"b": mx.ones((1,))})
+    with pytest.raises(CheckpointError, match="models--org--name has no config.json"):
+        inspect_checkpoint(repository)
+    (repository / "refs").mkdir()
+    for ref, commit in (("main", "abc123"), ("v2", "def456"), ("gone", "777")):
+        (repository / "refs" / ref).write_text(commit)
+    assert list(inspect_checkpoint(repository).tensors) == ["a"]
+    assert list(inspect_checkpoint(repository, revision="v2").tensors) == ["b"]
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        inspect_checkpoint(repository, revision="gone")
+
+
+def test_a_gguf_file_is_known_by_how_it_begins_as_ollama_keeps_it(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama", random_weights(FAMILIES["llama"]))
+    blob = (tmp_path / "m.gguf").rename(tmp_path / "sha256-3f8a")
+    assert inspect_checkpoint(blob).kind == "gguf" and inspect_checkpoint(blob).role == "target"
+    (tmp_path / "sha256-00").write_bytes(b"{}")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("sha256-00", "pipe"):
+        with pytest.raises(CheckpointError, match="is neither a checkpoint directory nor a GGUF file. Give the directory"):
+            inspect_checkpoint(tmp_path / name)
+
+
 @pytest.mark.parametrize("config", ["top", "folder", "both"])
 def test_weights_in_a_folder_of_their_own_are_found(tmp_path, config):
     shards(tmp_path / "draft")

@@ -22,6 +22,8 @@ PACKINGS = [
         ("Qwen/Qwen3-8B-AWQ", "z-lab/Qwen3-8B-DFlash-b16"),
         ("somewhere/Qwen3-4B-4bit-DWQ", "z-lab/Qwen3-4B-DFlash-b16"),
         ("Qwen3-4B-Q4_K_M.gguf", "z-lab/Qwen3-4B-DFlash-b16"),
+        ("~/.lmstudio/models/bartowski/Qwen_Qwen3-8B-GGUF/Qwen_Qwen3-8B-Q4_K_M.gguf", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("bartowski/google_gemma-4-31B-it-GGUF", "z-lab/gemma-4-31B-it-DFlash"),
         ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
@@ -53,6 +55,14 @@ def test_a_directory_is_known_by_what_it_was_made_from(tmp_path):
     assert published_drafter(str(tmp_path / "mine")).target == "Qwen/Qwen3-8B"
     (tmp_path / "mine" / "conversion.json").write_text(json.dumps({"source": {"path_or_repo": "/models/Qwen3-4B-bf16"}}))
     assert published_drafter(str(tmp_path / "mine")).target == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize("inside", ["", "snapshots/0a1b", "snapshots/0a1b/4bit", "snapshots/0a1b/m.gguf"])
+def test_what_lies_in_the_hub_cache_is_known_by_its_repo(tmp_path, inside):
+    place = tmp_path / "models--mlx-community--Qwen3-4B-4bit" / inside
+    assert published_drafter(str(place)).target == "Qwen/Qwen3-4B"
+    (tmp_path / "models--x--y" / inside).mkdir(parents=True)
+    assert published_drafter(str(tmp_path / "models--x--y" / inside)) is None
 
 
 def test_every_drafter_is_listed_once_and_a_target_under_one_name():
