@@ -265,7 +265,7 @@ def slowed_by() -> str:
     found = {
         "battery": "Battery Power" in _pmset("batt"),
         "heat": _under_pressure(_pmset("therm")),
-        "low power mode": _saves_power(_pmset("live")),
+        "low power mode": power_mode(_pmset("live")) == 1,
     }
     return " and ".join(name for name, is_so in found.items() if is_so)
 
@@ -274,11 +274,12 @@ def _pmset(what: str) -> str:
     return mac_says("/usr/bin/pmset", "-g", what)
 
 
-def _saves_power(text: str) -> bool:
-    """Whether the settings in use, as `pmset -g live` prints them, have Low Power Mode on."""
+def power_mode(settings: str) -> int | None:
+    """0 of the usual mode, 1 of Low Power Mode, 2 of High Power Mode, as `pmset -g` prints what is in use; None: not said."""
     import re
 
-    return bool(re.search(r"^\s*(?:lowpowermode|powermode)\s+1\s*$", text, re.MULTILINE))
+    found = re.findall(r"^\s*(?:low)?powermode\s+(\d)\b", settings, re.MULTILINE)
+    return next((int(mode) for mode in found if mode != "0"), 0) if found else None
 
 
 def mac_says(*command: str) -> str:

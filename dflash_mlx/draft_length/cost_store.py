@@ -34,7 +34,7 @@ def pair_key(models: Sequence[Any], *others: object) -> str:
 def load_cost_model(key: str) -> CostModel | None:
     """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right.
 
-    None too for what was measured on battery or in heat, once this machine is slowed by neither.
+    None too for what was measured on battery, in heat or in Low Power Mode, once this machine is slowed by none of them.
     """
     try:
         entry = _records.read()[key]

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine import mac_says
+from ..machine import mac_says, power_mode
 from ..requirements import machine_fault
 from .place import machine
 
@@ -73,11 +73,10 @@ def power() -> dict[str, Any]:
     battery, heat, settings = (mac_says("/usr/bin/pmset", "-g", *more) for more in (["batt"], ["therm"], []))
     source = re.search(r"drawing from '([^']+)'", battery)
     percent = re.search(r"(\d+)%;\s*([\w ]+)", battery)
-    low = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE)
     return {
         "source": source and source.group(1),
         "battery": percent and f"{percent.group(1)} %, {percent.group(2).strip()}",
-        "power_mode": low and int(low.group(1)),
+        "power_mode": power_mode(settings),
         "heat": [" ".join(line.split()) for line in heat.splitlines() if line.strip()] or None,
     }
 
@@ -119,7 +118,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     cores = f"{found['cores']} cores{f' ({kinds})' if kinds else ''}"
     p, power_ = found["python"], found["power"]
     working = f", working set {found['working_set_gb']:.1f} GB" if found["working_set_gb"] else ""
-    told = [power_["source"], power_["battery"], *(power_["heat"] or [])]
+    mode = {1: "Low Power Mode", 2: "High Power Mode"}.get(power_["power_mode"])
+    told = [power_["source"], power_["battery"], mode, *(power_["heat"] or [])]
     return [
         f"machine     {found['chip']}, {found['memory_gb']:.1f} GB{working}, {cores}, {found['architecture'] or 'no GPU'}",
         f"system      {'macOS ' + found['macos'] if found['macos'] else found['system']}; Python {p['version']} {p['machine']}, "

@@ -125,6 +125,16 @@ def test_a_machine_that_is_slower_at_times_is_measured_right():
     assert costs.verify_s == pytest.approx({w: 0.006 + 0.0001 * w for w in range(1, 16)})
 
 
+@pytest.mark.parametrize("stalled", [("plain", 1), (1, 1), (3, 1)])
+def test_a_stall_of_a_minute_leaves_no_width_unmeasured(stalled):
+    class Stalling(Machine):
+        def run(self, name, seconds):
+            super().run(name, seconds + 60.0 * ((name, self.calls.count(name)) == stalled))
+
+    costs = Stalling(0.006, 0.003, 0.0001, lambda w: 0.006 + 0.0005 * w).measure(15)
+    assert costs.verify_s == pytest.approx({w: 0.006 + 0.0005 * w for w in (1, 3, 7, 15)})
+
+
 def test_what_a_cut_adds_is_measured():
     machine = Machine(0.003, 0.002, 0.0001, lambda w: 0.003 + 0.001 * w, compiles=0.02, cut=0.0004)
     assert machine.measure(7).cut_s == pytest.approx(0.0004)

@@ -224,18 +224,30 @@ Note: No CPU power status has been recorded
 LIMITED = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Available_CPUs \t= 8\n\tCPU_Speed_Limit \t= 62\n"
 
 
-@pytest.mark.parametrize("batt, therm, slowed", [
-    ("Now drawing from 'AC Power'\n -InternalBattery-0 (id=1)\t100%; charged", AT_EASE, ""),
-    ("Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t71%; discharging", AT_EASE, "battery"),
-    ("Now drawing from 'AC Power'", LIMITED, "heat"),
-    ("Now drawing from 'AC Power'", LIMITED.replace("62", "100"), ""),
-    ("Now drawing from 'AC Power'", "Note: Thermal warning level set to 5", "heat"),
-    ("Now drawing from 'Battery Power'", LIMITED, "battery and heat"),
-    ("", "", ""),
+IN_USE = """System-wide power settings:
+Currently in use:
+ standby              1
+ powermode            0
+ lowpowermode         0
+ sleep                1 (sleep prevented by powerd)
+"""
+
+
+@pytest.mark.parametrize("batt, therm, live, slowed", [
+    ("Now drawing from 'AC Power'\n -InternalBattery-0 (id=1)\t100%; charged", AT_EASE, IN_USE, ""),
+    ("Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t71%; discharging", AT_EASE, IN_USE, "battery"),
+    ("Now drawing from 'AC Power'", LIMITED, IN_USE, "heat"),
+    ("Now drawing from 'AC Power'", LIMITED.replace("62", "100"), IN_USE, ""),
+    ("Now drawing from 'AC Power'", "Note: Thermal warning level set to 5", IN_USE, "heat"),
+    ("Now drawing from 'AC Power'", AT_EASE, IN_USE.replace("lowpowermode         0", "lowpowermode         1"), "low power mode"),
+    ("Now drawing from 'AC Power'", AT_EASE, " powermode            1\n", "low power mode"),
+    ("Now drawing from 'AC Power'", AT_EASE, " powermode            2\n", ""),
+    ("Now drawing from 'Battery Power'", LIMITED, " lowpowermode 1", "battery and heat and low power mode"),
+    ("", "", "", ""),
 ])  # fmt: skip
-def test_what_pmset_prints_is_read(batt, therm, slowed, monkeypatch):
+def test_what_pmset_prints_is_read(batt, therm, live, slowed, monkeypatch):
     """Texts as pmset's manual and users show them; none was read on a Mac here."""
-    monkeypatch.setattr(machine, "_pmset", {"batt": batt, "therm": therm}.get)
+    monkeypatch.setattr(machine, "_pmset", {"batt": batt, "therm": therm, "live": live}.get)
     monkeypatch.setattr(sys, "platform", "linux")
     assert machine.slowed_by() == ""
     monkeypatch.setattr(sys, "platform", "darwin")
