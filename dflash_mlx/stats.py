@@ -21,6 +21,8 @@ class Round(dict):
             raise AttributeError(name) from None
 
 
+# Tokens that a rate needs before a gain is said of it.
+_TIMED_TOKENS = 16
 # Share of plain rounds from which drafting is said to be off.
 _OFF = 0.9
 
@@ -69,6 +71,11 @@ class GenerationStats:
         """Tokens a second of plain decoding with this target on this machine, as timed in rounds or kept; None: not known."""
         plain_s = self.rule and self.rule.plain_s
         return 1 / plain_s if plain_s else None
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether the target and the drafter were timed between the tokens of this run, which was slower for that."""
+        return bool(self.rule and self.rule.has_measured)
 
     @property
     def width_reason(self) -> str | None:
@@ -131,6 +138,7 @@ class GenerationStats:
             "confidence_cut": dict(sorted(self.confidence_cut.items())),
             "sources": self.sources,
             "plain_tps": self.plain_tps,
+            "has_measured": self.has_measured,
             "width_reason": self.width_reason,
             "seconds": self.seconds,
         }
@@ -144,6 +152,15 @@ def is_off(summary: Mapping[str, Any]) -> bool:
     plain, cut = ({int(width): n for width, n in summary[name].items()}.get(0, 0) for name in ("widths", "confidence_cut"))
     rounds = sum(summary["widths"].values())
     return bool(rounds and summary["width_reason"] and plain - cut >= _OFF * rounds)
+
+
+def gain_over_plain(tokens: int, tps: float, plain_tps: float | None) -> float | None:
+    """An answer's rate over that of plain decoding, as timed on this machine with this target; None where that is not known, or
+    the answer is too short.
+
+    tps: of all tokens since the prompt was read. The first of them comes with the prompt, so its time is not in that.
+    """
+    return tps * (tokens - 1) / tokens / plain_tps if plain_tps and tokens >= _TIMED_TOKENS else None
 
 
 def figures_of(response: Any) -> str:

@@ -75,6 +75,8 @@ _DECIDED_HERE = [
     r"Timing the model and its drafter once, [^.]*\.( Ctrl-C skips this\.)?",
     r"Not done after # s; the next run tries again\. To time them without a limit: dflash-mlx doctor( --(draft-)?model tiny){2}",
     r"Drafting (is|was) (on|off)[^.]*\.",
+    r"Meanwhile the model and its drafter were timed, once; that slowed this answer\.",
+    r", slowed once by timing the model",
     r", # times plain decoding",
     r"(?<=tokens/s), # tokens a round",
     r", drafting off, as it would be slower here",

@@ -171,6 +171,10 @@ class RowPolicy:
         return self.own.plain_s
 
     @property
+    def has_measured(self) -> bool:
+        return self.own.has_measured
+
+    @property
     def _goes_by_batch(self) -> bool:
         return self.in_company and self.is_free
 

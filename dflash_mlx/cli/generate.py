@@ -449,6 +449,7 @@ def fields_of(text: list[str], ids: list[int], last: Any, reason: str | None) ->
         "confidence_cut": {},
         "sources": {},
         "plain_tps": None,
+        "has_measured": False,
         "width_reason": None,
         "seconds": dict.fromkeys(("draft", "verify", "rollback", "host")),
     }

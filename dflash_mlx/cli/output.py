@@ -8,11 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..stats import is_off
+from ..stats import gain_over_plain, is_off
 from ..tools.columns import count, wrap
-
-# Tokens that a rate needs before a gain is said of it.
-_TIMED_TOKENS = 16
 
 
 def say(text: str) -> None:
@@ -48,6 +45,8 @@ def figures(result: dict[str, Any], details: bool = False, seed: int | None = No
     lines = [headline(result) + (f", seed {seed}" if seed is not None else "")]
     if is_off(result):
         lines.append(f"Drafting is off: on this {device()} it would be slower.")
+    if result["has_measured"]:
+        lines.append("Meanwhile the model and its drafter were timed, once; that slowed this answer.")
     if result["finish_reason"] == "length":
         n = result["generation_tokens"]
         lines.append(f"Stopped at the limit of {count(n, 'token')}: --max-tokens {2 * n} allows more, -1 any number.")
@@ -65,9 +64,7 @@ def headline(result: dict[str, Any]) -> str:
     n, rounds = result["generation_tokens"], sum(result["widths"].values())
     parts = [count(n, "token"), f"{result['generation_tps']:.1f} tokens/s"]
     if rounds and result["tau"] is not None and not is_off(result):
-        if result["plain_tps"] and n >= _TIMED_TOKENS:
-            # The first token comes with the prompt, and its time is not in the rate.
-            gain = result["generation_tps"] * (n - 1) / n / result["plain_tps"]
+        if gain := gain_over_plain(n, result["generation_tps"], result["plain_tps"]):
             parts.append(f"{gain:.1f} times plain decoding")
         parts.append(f"{(n - 1) / rounds:.1f} tokens a round")
     return ", ".join(parts)

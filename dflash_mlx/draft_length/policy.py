@@ -54,7 +54,7 @@ _CUT_FADE = 0.97
 class FixedDraftLength:
     """The same width in every round, whatever the drafter's confidence."""
 
-    ready, wants_confidence, cuts_by_confidence, plain_s = True, False, False, None
+    ready, wants_confidence, cuts_by_confidence, plain_s, has_measured = True, False, False, None, False
 
     def __init__(self, width: int):
         self.width = width
@@ -107,8 +107,8 @@ class DraftLengthPolicy:
     ):
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
-        # Whether the rest of the measurement waits for the end of the answer.
-        self._later = self._is_slowed = False
+        # _later: the rest of the measurement waits for the end of the answer; has_measured: all of it was run between tokens.
+        self._later = self._is_slowed = self.has_measured = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
         # last: the last round's width; _trying: the next round's number in a try, 0 if it is not in one.
@@ -156,7 +156,7 @@ class DraftLengthPolicy:
             if isinstance(found, NotYet):
                 self._later, self._is_slowed = found is NotYet.LATER, True
                 return 0
-            self.cost_model = found
+            self.cost_model, self.has_measured = found, self._is_slowed
         costs, plain_s = self.cost_model, self.cost_model.plain()
         self.cuts_by_confidence = False
         if self.credit is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DFlashError
 from ..machine import array_bytes, chip, size_text, state_directory
-from ..stats import tokens_a_round
+from ..stats import gain_over_plain, tokens_a_round
 from ..tools.columns import age_text, count
 from .conversation import Conversation, Pair, Settings
 from .sessions import read_session
@@ -83,10 +83,15 @@ def figures(talk: Conversation) -> str:
     """The line under an answer."""
     last = talk.last
     parts = [count(last.generation_tokens, "token"), f"{last.generation_tps:.1f} tokens/s"]
+    stats, is_off = last.stats, bool(last.stats and last.stats.is_off)
     if (rate := tokens_a_round(last)) is not None:
+        gain = None if is_off else gain_over_plain(last.generation_tokens, last.generation_tps, stats.plain_tps)
+        parts += [f"{gain:.1f} times plain decoding"] if gain else []
         parts.append(f"{rate:.1f} tokens a round")
-    if last.stats and last.stats.is_off:
+    if is_off:
         parts.append("drafting off, as it would be slower here")
+    if stats and stats.has_measured:
+        parts.append("slowed once by timing the model")
     limit = f" of {talk.limit}" if talk.limit else ""
     if talk.used:
         parts.append(f"context {talk.used}{limit} ({talk.held} reused)")

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from kit import figures_of
@@ -19,6 +20,7 @@ from dflash_mlx.cli import live as cli_live
 from dflash_mlx.cli.live import Line
 from dflash_mlx.progress import hub_bar, listening, tell
 from dflash_mlx.serving import interrupt
+from dflash_mlx.stats import GenerationStats
 
 HELLO = "import time; print('hello ' * 5); print('word ' * 2); time.sleep(0.4); input('name? ')"
 
@@ -288,6 +290,33 @@ def test_where_drafting_is_off_the_device_is_named(monkeypatch, available, gpu, 
     assert said == ["110 tokens, 10.0 tokens/s", f"Drafting is off: on {named} it would be slower."]
     # A width that was asked for is none that was chosen.
     assert not output.is_off(figures_of(widths={0: 100}))
+
+
+def test_an_answer_that_was_slowed_by_timing_says_so():
+    slowed = "Meanwhile the model and its drafter were timed, once; that slowed this answer."
+    assert slowed in output.figures(figures_of(has_measured=True)).splitlines()
+    assert slowed not in output.figures(figures_of())
+
+
+def test_a_chats_answer_has_its_gain_too():
+    from dflash_mlx.serving import recap
+
+    class Rule(SimpleNamespace):
+        def reason(self, *rounds):
+            return "chosen"
+
+    def line(tokens=256, plain_s=1 / 5.3, drafted=True, has_measured=False):
+        stats = GenerationStats(16, rule=Rule(plain_s=plain_s, has_measured=has_measured))
+        for n in range(85):
+            stats.add_round([1] * 7, 2, 1, 7 if drafted or n < 2 else 0, "drafter")
+        last = SimpleNamespace(generation_tokens=tokens, generation_tps=11.2, stats=stats, finish_reason="stop")
+        return recap.figures(SimpleNamespace(last=last, limit=None, used=None, stopped=False))
+
+    assert line() == "256 tokens, 11.2 tokens/s, 2.1 times plain decoding, 3.0 tokens a round"
+    measured = line(plain_s=None, has_measured=True)
+    assert measured == "256 tokens, 11.2 tokens/s, 3.0 tokens a round, slowed once by timing the model"
+    assert "plain" not in line(tokens=15)
+    assert line(drafted=False) == "256 tokens, 11.2 tokens/s, 3.0 tokens a round, drafting off, as it would be slower here"
 
 
 def test_a_cut_answer_says_how_to_go_on_and_one_is_singular():

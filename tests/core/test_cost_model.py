@@ -135,6 +135,21 @@ def test_a_stall_of_a_minute_leaves_no_width_unmeasured(stalled):
     assert costs.verify_s == pytest.approx({w: 0.006 + 0.0005 * w for w in (1, 3, 7, 15)})
 
 
+def test_a_run_says_that_passes_were_timed_between_its_tokens():
+    costs, answers = CostModel(1.0, 0.1, 0.0, {1: 1.0, 7: 1.0}), [NotYet.MORE]
+    history = DraftLengthHistory()
+    first = history.next_policy(7, lambda: answers.pop() if answers else costs)
+    said = []
+    for _ in range(2):
+        first.next_length()
+        said.append((first.has_measured, first.plain_s))
+    # Until costs are there, nothing was found; the runs after it are as fast as they can be.
+    assert said == [(False, None), (True, None)]
+    second = history.next_policy(7, lambda: costs)
+    second.next_length()
+    assert (second.has_measured, second.plain_s) == (False, 1.0)
+
+
 def test_what_a_cut_adds_is_measured():
     machine = Machine(0.003, 0.002, 0.0001, lambda w: 0.003 + 0.001 * w, compiles=0.02, cut=0.0004)
     assert machine.measure(7).cut_s == pytest.approx(0.0004)

@@ -239,7 +239,7 @@ Currently in use:
     ("Now drawing from 'AC Power'", LIMITED, IN_USE, "heat"),
     ("Now drawing from 'AC Power'", LIMITED.replace("62", "100"), IN_USE, ""),
     ("Now drawing from 'AC Power'", "Note: Thermal warning level set to 5", IN_USE, "heat"),
-    ("Now drawing from 'AC Power'", AT_EASE, IN_USE.replace("lowpowermode         0", "lowpowermode         1"), "low power mode"),
+    ("Now drawing from 'AC Power'", AT_EASE, IN_USE.replace("lowpowermode         0", "lowpowermode 1"), "low power mode"),
     ("Now drawing from 'AC Power'", AT_EASE, " powermode            1\n", "low power mode"),
     ("Now drawing from 'AC Power'", AT_EASE, " powermode            2\n", ""),
     ("Now drawing from 'Battery Power'", LIMITED, " lowpowermode 1", "battery and heat and low power mode"),

@@ -123,7 +123,9 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_would(metal):
     assert "sudo sysctl iogpu.wired_limit_mb=19254" in text
 
 
-@pytest.mark.parametrize("has_gib, may_gib, needs_gb, told", [(8, 5.3, 6.5, False), (16, 10.7, 12.5, True), (16, 10.7, 14, False)])
+@pytest.mark.parametrize(
+    "has_gib, may_gib, needs_gb, told", [(8, 5.3, 6.5, False), (16, 10.7, 12.5, True), (16, 10.7, 14, False)]
+)
 def test_a_gpu_is_to_hold_more_only_where_enough_is_left_for_macos(metal, monkeypatch, has_gib, may_gib, needs_gb, told):
     info = {"memory_size": has_gib << 30, "max_recommended_working_set_size": int(may_gib * 2**30)}
     monkeypatch.setattr(mx, "device_info", lambda *_: info)

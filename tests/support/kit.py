@@ -367,6 +367,7 @@ def scripted(line, vocab=61, wait_s=0.0):
 def figures_of(**more):
     """The fields of `generate --json` that the figures under an answer are made from: 24 tokens in plain decoding, or `more`."""
     fields = {"prompt_tokens": 3, "prompt_tps": 90.0, "generation_tokens": 24, "generation_tps": 10.0, "finish_reason": "stop"}
-    fields |= {"peak_memory_gb": 0.1, "tau": None, "plain_tps": None, "widths": {}, "confidence_cut": {}, "width_reason": None}
+    fields |= {"peak_memory_gb": 0.1, "tau": None, "plain_tps": None, "has_measured": False, "widths": {}, "confidence_cut": {}}
+    fields |= {"width_reason": None}
     sources = {name: {"rounds": 0, "accepted": 0} for name in ("drafter", "prompt_lookup")}
     return fields | {"acceptance_lengths": [], "sources": sources, "seconds": {"draft": None}, "seed": None} | more
