@@ -25,14 +25,22 @@ _DOWNLOAD = [
 ]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 
+# the address of a page of a repository, of a branch, or of a folder or file in it
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(/[^?#]+?)?/?(?:[?#].*)?"
+)
+
 
 def locate(path_or_repo: str | Path, revision: str | None) -> Path:
-    """The directory or .gguf file that a name means; a hub repository is fetched, or found in the hub cache.
+    """The directory or .gguf file that a name means. A hub repository, or the address of its page, is fetched, or found in the
+    hub cache.
 
     Raises:
       CheckpointError: there is no such thing, or it cannot be fetched.
     """
     path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if page := _PAGE.fullmatch(text):
+        text, revision = page[1] + (page[3] or ""), revision or page[2]
     if text and path.is_dir():
         return snapshot_in(path, revision)
     if text and path.exists():

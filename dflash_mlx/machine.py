@@ -93,6 +93,15 @@ def switch(name: str) -> str:
     return os.environ.get(ENVIRONMENT[name].name, "").strip()
 
 
+def mistyped_switches() -> dict[str, str]:
+    """Variables that are set, are none of `ENVIRONMENT` and look like one; and which one."""
+    from difflib import get_close_matches
+
+    ours = [name for name in ENVIRONMENT if name.startswith("DFLASH")]
+    unknown = (name for name in sorted(os.environ) if name.startswith("DFLASH") and name not in ENVIRONMENT)
+    return {name: near[0] for name in unknown if (near := get_close_matches(name, ours, 1, cutoff=0.855))}
+
+
 def switches_set() -> dict[str, str]:
     """Those of `ENVIRONMENT` that change speed and are set, for records of measurements."""
     return {name: os.environ[name] for name, known in ENVIRONMENT.items() if known.speed and name in os.environ}

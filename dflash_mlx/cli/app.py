@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from ..errors import error_text
-from ..machine import switch
+from ..machine import mistyped_switches, switch
 from ..serving.interrupt import bring_back, is_ctrl_c
 from ..version import __version__
 from . import generate, lists, over_ranks, serving, tools, train
@@ -94,7 +94,8 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    for name, meant in mistyped_switches().items():
+        say(f"{name} is set and nothing reads it. Did you mean {meant}?")
 
 
 if __name__ == "__main__":

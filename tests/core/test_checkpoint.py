@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 from convert_kit import SOME_CONFIG, shards, write_checkpoint
 from gguf_files import FAMILIES, random_weights, write_model
 
+from dflash_mlx import hub
 from dflash_mlx.checkpoint import inspect_checkpoint, require_drafter, require_target
 from dflash_mlx.errors import CheckpointError
 
@@ -149,6 +151,27 @@ def test_a_folder_of_a_hub_repository_is_named_behind_it(tmp_path, monkeypatch):
     (snapshot / "none").mkdir()
     with pytest.raises(CheckpointError, match="org/name/none has no config.json. If it holds GGUF files, name one of them"):
         inspect_checkpoint("org/name/none")
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "revision"),
+    [
+        ("https://huggingface.co/org/name", "org/name", None),
+        ("https://huggingface.co/org/name/", "org/name", None),
+        ("http://www.huggingface.co/org/name?show=1#files", "org/name", None),
+        ("https://hf.co/org/name/tree/v2", "org/name", "v2"),
+        ("https://huggingface.co/org/name/tree/main/draft/4bit", "org/name/draft/4bit", "main"),
+        ("https://huggingface.co/org/name/blob/main/m.Q4_K_M.gguf", "org/name/m.Q4_K_M.gguf", "main"),
+        ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name/m.gguf", "main"),
+    ],
+)
+def test_the_address_of_a_page_names_its_repository(monkeypatch, address, name, revision):
+    asked = []
+    monkeypatch.setattr(hub, "_download", lambda *given: asked.append(given) or Path("found"))
+    assert hub.locate(address, None) == Path("found") and hub.locate(address, "v1") == Path("found")
+    assert asked == [(name, revision), (name, "v1")]
+    with pytest.raises(CheckpointError, match="does not exist; it must be a directory"):
+        hub.locate("https://example.org/org/name", None)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "additional_chat_templates/tool.jinja", "merges.txt"])

@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import cli_kit
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -210,6 +211,21 @@ def test_every_variable_of_ours_is_described_once_and_read_through_the_table():
     assert all(switch.about and switch.values for switch in machine.ENVIRONMENT.values())
     with pytest.raises(KeyError):
         machine.switch("DFLASH_MLX_TYPO")
+
+
+@pytest.mark.parametrize(
+    "name,meant",
+    [
+        *(("DFLASH_MLX_KERNEL", "DFLASH_MLX_KERNELS"), ("DFLASH_KERNELS", "DFLASH_MLX_KERNELS")),
+        *(("DFLASH_MLX_CACHE_DIR", "DFLASH_MLX_CACHE"), ("DFLASH_MLX_API_KEY", "DFLASH_API_KEY")),
+        *(("DFLASH_MLX_COMPILE", None), ("DFLASH_MLX_TEST_ROWS", None), ("DFLASH_OTHER_TOOL", None), ("MLX_KERNELS", None)),
+    ],
+)
+def test_a_variable_that_is_mistyped_is_said_in_every_command(monkeypatch, name, meant):
+    monkeypatch.setenv(name, "auto")
+    assert machine.mistyped_switches() == ({name: meant} if meant else {})
+    said = cli_kit.run("models", env={name: "auto"}).stderr
+    assert (f"{name} is set and nothing reads it. Did you mean {meant}?" in said) == bool(meant)
 
 
 def test_the_machine_module_needs_no_mlx():

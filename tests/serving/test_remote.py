@@ -137,7 +137,9 @@ def test_a_server_that_fails_is_told_in_its_own_words_and_what_came_stays(lines,
 
 
 def test_no_server_no_address_and_several_models_are_one_sentence():
-    with pytest.raises(DFlashError, match=r"no server answers at http://127.0.0.1:9/v1: .*Start it, or give another --url"):
+    with pytest.raises(
+        DFlashError, match=r"no server answers at http://127.0.0.1:9/v1: [A-Z][a-z ]+\. Start it, or give another --url"
+    ):
         talking("127.0.0.1:9")
     with pytest.raises(DFlashError, match="no address"):
         Remote("ftp://x")
