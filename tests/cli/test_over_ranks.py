@@ -8,9 +8,17 @@ import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import contextmanager
+from io import StringIO
 
 import pytest
+from cli_kit import run
+from kit import with_template
 from launching import SUPPORT, free_port, launched, output_of
+from sharded import saved_family
+
+from dflash_mlx.serving.chat import Chat
+from dflash_mlx.serving.remote import Remote, RemoteConversation
 
 CLI = SUPPORT / "over_ranks_cli.py"
 TINY = ("--model", "tiny", "--draft-model", "tiny")
@@ -55,6 +63,17 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
     ):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 2 and sentence in " ".join(result.output.split()).replace("│ ", ""), result.output
+
+
+@pytest.mark.full
+def test_a_pipeline_of_two_ranks_writes_what_one_process_writes(tmp_path):
+    """Each has some of the layers; sums are not split, so all bits are the same."""
+    words = ("generate", "--model", saved_family(tmp_path, "qwen3_moe"), "-p", "def test_", "-m", "8", "--json")
+    alone = json.loads(run(*words).stdout)
+    said = output_of(2, CLI, tmp_path, *words, "--draft-model", "none", "--pipeline")
+    assert said.count('"token_ids"') == 1, said
+    assert json.loads(next(line for line in said.splitlines() if '"token_ids"' in line))["token_ids"] == alone["token_ids"]
+    assert len(set(alone["token_ids"])) > 4
 
 
 @pytest.mark.parametrize("dies", [0, 1])
@@ -112,20 +131,29 @@ def leave_in_the_middle(port):
         client.recv(400)
 
 
+@contextmanager
+def serving(count, tmp_path, *words):
+    """A server on so many ranks that is ready: its port, its lines so far, and its process."""
+    port = free_port()
+    process = launched(count, CLI, tmp_path, "serve", *words, "--port", port)
+    shown = []
+    threading.Thread(target=lambda: [shown.append(line) for line in process.stdout], daemon=True).start()
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until and process.poll() is None and not any("Serving" in line for line in shown):
+            time.sleep(0.2)
+        yield port, shown, process
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize("rows", ["1", "3"])
 def test_a_server_on_two_ranks_answers_as_one_rank_does(tmp_path, rows):
     prompts = ["import os\n", "def test_", "class A:\n    def"]
     bodies = [{"prompt": p} for p in prompts] + [{"prompt": prompts[0], "temperature": 0.8, "seed": 3}]
     answers = {}
     for count in (1, 2):
-        port = free_port()
-        process = launched(count, CLI, tmp_path, "serve", *TINY, "--port", port, "--max-batch", rows, "--block-size", "4")
-        shown = []
-        threading.Thread(target=lambda p=process, s=shown: [s.append(line) for line in p.stdout], daemon=True).start()
-        try:
-            until = time.monotonic() + 120
-            while time.monotonic() < until and not any("Serving" in line for line in shown):
-                time.sleep(0.2)
+        with serving(count, tmp_path, *TINY, "--max-batch", rows, "--block-size", "4") as (port, shown, process):
             found = [None] * len(bodies)
 
             def one(i, found=found, port=port):
@@ -141,7 +169,39 @@ def test_a_server_on_two_ranks_answers_as_one_rank_does(tmp_path, rows):
             answers[count] = [*found, ask(port, **bodies[0])]
             os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGINT)
             process.wait(30)
-        finally:
-            process.kill()
         assert "Error" not in "".join(shown), shown
     assert answers[2] == answers[1] and answers[2][0] == answers[2][-1]
+
+
+class Deadly(StringIO):
+    """The screen of a chat whose server loses a rank as the first word of an answer comes. began_at: when."""
+
+    def __init__(self, pid):
+        super().__init__()
+        self.pid, self.began_at = pid, None
+
+    def write(self, text):
+        if text.strip() and self.began_at is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.began_at = time.monotonic()
+        return super().write(text)
+
+
+@pytest.mark.full
+def test_chat_talks_to_two_ranks_and_says_that_they_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = ("--model", with_template(tmp_path), "--draft-model", "tiny")
+    alone = run("chat", *words, "--temp", "0", "-m", "12", stdin="def f\n")
+    with serving(2, tmp_path, *words, "--block-size", "4") as (port, shown, process):
+        url = f"127.0.0.1:{port}"
+        done = run("chat", "--url", url, "--temp", "0", "-m", "12", stdin="def f\n")
+        assert done.returncode == 0 and done.stdout == alone.stdout and "12 tokens" in done.stderr, done.stderr
+        remote, notes = Remote(url), StringIO()
+        talk = RemoteConversation(remote, remote.pair(None), {"temp": 0.0, "max_tokens": 3000})
+        screen = Deadly(int((tmp_path / "pid-1").read_text()))
+        Chat(talk, None, stdin=StringIO("def f\nand more\n"), stdout=screen, stderr=notes).run()
+        took = time.monotonic() - screen.began_at
+        process.wait(20)
+    said = notes.getvalue()
+    assert took < 5 and f"Error: http://{url}/v1 broke off" in said and f"no server answers at http://{url}/v1" in said, said
+    assert "Error: rank 1 has ended, and rank 0 cannot go on without it." in "".join(shown), shown

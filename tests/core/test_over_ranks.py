@@ -1,12 +1,16 @@
 """Several ranks of `mlx.launch` over the loopback: one text, the same ids and widths everywhere, with drafts and without."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from kit import TINY
 from launching import SUPPORT, output_of
 from near_ties import NEAR, compare, parting
-from sharded import sharded_families
+from sharded import sharded_families, sharded_family
+
+from dflash_mlx.ranks import RanksError
+from dflash_mlx.shares import take_share
 
 
 def found_by(tmp_path, count, cases, timeout=300):
@@ -62,6 +66,17 @@ def test_two_ranks_write_one_text(tmp_path):
     assert first["qwen3_5"]["batch"][0]["ids"] == first["qwen3_5"]["plain"]["ids"]
     # A rank of other logits, other drafts and another clock (`check`) has rank 0's drafts and its widths too.
     assert {r[3] for r in first["astray"]["chosen"]["rounds"]} > {0}
+
+
+def test_a_pipeline_takes_layers_and_a_family_without_one_is_refused():
+    second_of_two = SimpleNamespace(group=SimpleNamespace(rank=lambda: 1, size=lambda: 2), size=2)
+    model = sharded_family("qwen3_moe", layers=5)
+    layers = model.layers
+    take_share(model, second_of_two, "it", pipeline=True)
+    # Rank 0 has the last ones, and of an odd number one more.
+    assert [one is layers[i] for i, one in enumerate(model.layers)] == [True, True]
+    with pytest.raises(RanksError, match=r"it is of a family that mlx-lm .* does not pipeline\. Leave --pipeline out"):
+        take_share(sharded_family("gpt_oss"), second_of_two, "it", pipeline=True)
 
 
 def test_loading_holds_the_share_and_one_tensor(tmp_path):

@@ -1,9 +1,14 @@
 """Tiny targets of every family that mlx-lm shards, whose heads and vocabulary divide by 2 and by 3."""
 
 import importlib
+import json
+import shutil
+from dataclasses import asdict
 
 import mlx.core as mx
 from families import BASE, FAMILIES, OTHERS, varied
+from kit import TINY
+from mlx.utils import tree_flatten
 
 SIXES = {"vocab_size": 66, "hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
 # What divides by 6 wherever a family has it.
@@ -109,12 +114,22 @@ def sharded_families():
     return found
 
 
-def sharded_family(name, seed=3, factor=3.0, layers=None):
-    """A random whole model of a family, float32, whose sizes divide by 6."""
+def sharded_family(name, seed=3, factor=3.0, layers=None, **sizes):
+    """A random whole model of a family, float32, whose sizes divide by 6. sizes: others than these."""
     module, args = {**FAMILIES, **OTHERS, **MORE}[name]
     module = importlib.import_module(f"mlx_lm.models.{module}")
     mx.random.seed(seed)
-    args = _sized({**BASE, **SIXES, "model_type": module.__name__.rpartition(".")[2], **args})
+    args = _sized({**BASE, **SIXES, "model_type": module.__name__.rpartition(".")[2], **args}) | sizes
     if layers is not None:
         args["num_hidden_layers"] = layers
     return varied(module.Model(module.ModelArgs.from_dict(args)), factor)
+
+
+def saved_family(folder, name):
+    """Such a model with the built-in pair's tokenizer, as files in a folder."""
+    model = sharded_family(name, vocab_size=1536)
+    for file in (TINY / "target").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(asdict(model.args)))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    return str(folder)
