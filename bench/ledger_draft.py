@@ -24,6 +24,7 @@ from ledger_metal import Gpu, Launch, Ledger
 from ledger_walk import Walk, as_on_metal
 
 from dflash_mlx.kernels import autotune, block_linear
+from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.traced import buffers, compiled, fusion
 
@@ -43,7 +44,7 @@ def small(block: int) -> Drafter:
 
 def _chosen(question: autotune.Question, rows: int) -> Any:
     """Our texts wherever they may serve, but attention's, which is two launches."""
-    return next((c for c in question.candidates if c.kernel.name != "block_attention"), None)
+    return next((c for c in question.candidates if isinstance(c.kernel, Kernel) and c.kernel.name != "block_attention"), None)
 
 
 def _untried(passes: compiled.CompiledPass, arrays: Any, filled: Any, cache: Any, place: Any, length: int, *_: Any) -> Any:

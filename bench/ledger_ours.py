@@ -1,21 +1,29 @@
 """A round with our own products on Macs, by the model of `ledger_time`: PREDICTIONS, nothing here was measured.
 
-    python bench/ledger_ours.py            rounds of 4, 8 and 16 rows in plain steps, at 1k
+    python bench/ledger_ours.py            rounds of 4, 8 and 16 rows in plain steps, at 1k; of 8 rows at 4k and 32k
 
 Every quantized product takes MLX's kernel or ours, whichever the model says is quicker, as a trial would decide. Ours takes the
 longer of reading its weights once and its instructions (`INSTRUCTIONS`, counted by the emulator, 4 bit, group 64, bfloat16) at
 0.79 of a chip's rate: the share that MLX's matrix kernel shows on an M3 Max (mlx 3863). Bandwidth 0.85 of the maker's, 0.97 on an
-M3 Max, 0.93 on an M5 Max (`ledger_time`). Matrix units of an M5 are not counted on. Launches are those of MLX's round.
+M3 Max, 0.93 on an M5 Max (`ledger_time`). Matrix units of an M5 are not counted on. Launches are those of MLX's round; at 4k and
+32k, a stage's are also those with attention over folded rows (`small_batch`) where the model says that they are quicker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from unittest import mock
 
 import ledger
+import ledger_models
 import ledger_time
-from ledger_metal import Gpu, Launch
+from ledger_metal import Gpu, Launch, Ledger
 from ledger_time import Chip
+from ledger_walk import Round, Walk
+
+from dflash_mlx.kernels import autotune
+from dflash_mlx.kernels.small_batch import FOLDED
 
 # Rows: instructions a weight. docs/kernels.md has the table, tests/kernels/test_instructions.py the count.
 INSTRUCTIONS = {1: 4.0, 2: 5.4, 4: 8.2, 8: 10.8, 16: 20.8}
@@ -28,6 +36,7 @@ OTHERS = [
     ("M3 Ultra (80 cores)", Gpu(15, "d"), 819, 28.3),
 ]
 MODELS, ROWS = ("qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.6-35b-a3b"), (4, 8, 16)
+LONG = 4096, 32768
 
 
 def chips() -> list[Chip]:
@@ -79,5 +88,33 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@cache
+def folded(name: str, rows: int, context: int) -> Round:
+    """The round with attention over folded rows wherever it may serve, and none of our texts."""
+    choose = lambda question, rows: next((c for c in question.candidates if c.kernel is FOLDED), None)  # noqa: E731
+    with mock.patch.object(autotune, "choose", choose), mock.patch.object(autotune, "_plans", {}):
+        walk = Walk(ledger_models.build(ledger_models.published()[name]), context, kernels=True)
+        return walk.primitives(rows, rows // 2, rows // 2 + 1)
+
+
+def folding_ms(name: str, rows: int, context: int, chip: Chip) -> tuple[float, float]:
+    """Milliseconds of a round with MLX's attention, and with the quicker of it and folded rows in each stage."""
+    gpu = f"{chip.gpu.generation}{chip.gpu.size}"
+    ways = ledger.ledger(name, rows, context, gpu).launches, Ledger(folded(name, rows, context), chip.gpu).launches
+    stages = [[round_ms([launch for launch in way if launch.stage == s], chip) for way in ways] for s in {x.stage for x in ways[0]}]
+    return sum(stock for stock, _ in stages), sum(map(min, stages))
+
+
+def long_table() -> str:
+    """At 8 rows, by the context."""
+    lines = ["| model | context | " + " | ".join(chip.name for chip in chips()) + " |"]
+    lines.append("| --- | ---: |" + " ---: |" * len(chips()))
+    for name in MODELS:
+        for context in LONG:
+            cells = ["{:.1f}, {:.1f} ms".format(*folding_ms(name, 8, context, chip)) for chip in chips()]
+            lines.append(f"| {name} | {context // 1024}k | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), long_table(), sep="\n\n")

@@ -52,7 +52,7 @@ REGISTRY: dict[str, Registered] = {
         Registered("block_attention", "block_attention", "attention of 1 to 16 rows to a long cache", ("KERNEL", "REDUCE")),
         Registered("gated_delta", "gated_delta", "the gated delta rule over 1 to 16 rows, and again over the first of them"),
         Registered("matmul_as_gemv", "small_batch", "float products of 2 to 16 rows", ("PRODUCTS",), ("cuda",), text=False),
-        Registered("gqa_folded_attention", "small_batch", "attention of 2 to 16 rows", ("FOLDED",), ("cuda",), text=False),
+        Registered("gqa_folded_attention", "small_batch", "attention of 2 to 16 rows", ("FOLDED",), text=False),
     )
 }
 

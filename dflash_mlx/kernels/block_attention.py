@@ -21,6 +21,7 @@ import mlx.core as mx
 from . import autotune
 from .block_qmm import MAX_ROWS, TYPES, row_tile
 from .launch import Kernel
+from .small_batch import FOLDED, Folded, folded_mask
 from .trials import lazy
 
 CHUNK_TILES = 8
@@ -217,11 +218,16 @@ def block_attention_ops(
 ) -> mx.array:
     """The answer, in MLX's own operation. Shapes as in `block_attention`."""
     m, s = queries.shape[2], keys.shape[2]
-    mask = "causal" if causal else None
-    if window and s > window:
-        row, key = mx.arange(s - m, s)[:, None], mx.arange(s)[None]
-        mask = (key <= row) & (key > row - window)
+    mask = _mask(m, s, causal, window)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _mask(m: int, s: int, causal: bool, window: int) -> mx.array | str | None:
+    """What the last m of s rows see, as MLX's attention takes it."""
+    if not window or s <= window:
+        return "causal" if causal else None
+    row, key = mx.arange(s - m, s)[:, None], mx.arange(s)[None]
+    return (key <= row) & (key > row - window)
 
 
 def layout(rows: int, head_dim: int, simdgroups: int | None = None) -> tuple[int, int, int]:
@@ -356,17 +362,21 @@ def block_attention_plan(
     causal: bool = True,
     window: int = 0,
     sinks: mx.array | None = None,
-) -> Callable[..., mx.array] | None:
+    folds: bool = False,
+) -> Callable[..., mx.array] | Folded | None:
     """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start, held) to; None: MLX.
 
     For callers with a way of their own. Whether it is None is one answer for all lengths.
+
+    Args:
+      folds: whether it may be MLX's attention over folded rows: a `Folded`, which takes the pass's mask.
     """
     _, hk, s, _ = k_shape = keys.shape
     if s < queries.shape[2] or values.shape != k_shape:  # all rows are among the keys
         return None
     has_sinks = sinks is not None
     return autotune.planned(
-        _plan, queries.shape, queries.dtype, hk, k_shape[3], keys.dtype, values.dtype, scale, causal, window, has_sinks
+        _plan, queries.shape, queries.dtype, hk, k_shape[3], keys.dtype, values.dtype, scale, causal, window, has_sinks, folds
     )
 
 
@@ -381,7 +391,8 @@ def _plan(
     causal: bool,
     window: int,
     has_sinks: bool,
-) -> Callable[..., mx.array] | None:
+    folds: bool,
+) -> Callable[..., mx.array] | Folded | None:
     """`block_attention_plan` for arrays of these shapes and types."""
     b, hq, m, d = shape
     if not (1 <= m <= MAX_ROWS and math.prod(shape) >= 8):  # sums in registers; in device memory
@@ -401,8 +412,14 @@ def _plan(
     if not eligible:
         return None
     made = partial(trials, hq, hk, d, length, dtype, causal, window, has_sinks)
-    question = autotune.Question(about, candidates(), made, nbytes=2 * hk * length * d * dtype.size)
+    # A sink is a head's own; on CUDA the form is asked about by itself.
+    folded = folds and hq > hk and not has_sinks and not mx.cuda.is_available()
+    ways = (*candidates(), *((autotune.Candidate(FOLDED),) if folded else ()))
+    question = autotune.Question(about, ways, made, nbytes=2 * hk * length * d * dtype.size)
     chosen = autotune.choose(question, m)
+    if chosen and chosen.kernel is FOLDED:
+        # MLX has more kernels for one row, which a trial at this length does not see.
+        return Folded(scale) if m > 1 else None
     return prepare(shape, dtype, hk, scale, causal, window, has_sinks, **dict(chosen.options)) if chosen else None
 
 
@@ -436,6 +453,12 @@ def trials(
         some, about = q[:, :, :m], (dtype, hk, d**-0.5, causal, window, has_sinks)
 
         def ours(way: autotune.Candidate) -> Callable[[mx.array], list[mx.array]]:
+            if way.kernel is FOLDED:
+                mask = _mask(m, s, causal, window)
+                # Made beforehand, as a pass makes it once for its layers.
+                added = None if mask is None else folded_mask(mask, m, s, hq // hk, dtype)
+                mx.eval(added)
+                return lambda q: [Folded(d**-0.5)(q, k, v, mask, lambda *_: added)]
             launch = lazy(lambda: prepare(some.shape, *about, **dict(way.options)))
             return lambda q: [launch(q, k, v, sinks, 0)]
 

@@ -113,10 +113,13 @@ class Attention(KernelRoute):
         said = isinstance(scale, (int, float))
         if laid and said:
             k, v, start, window = laid
-            if launch := block_attention_plan(queries, k, v, scale, True, window, sinks):
+            launch = block_attention_plan(queries, k, v, scale, True, window, sinks, folds=True)
+            if isinstance(launch, small_batch.Folded):
+                return launch(queries, keys, values, mask, self._masks.folded)
+            if launch:
                 self.passes.served.add(self)
                 return launch(queries, k, v, sinks, start, mask.end if buffer else None)
-        if said and sinks is None and mask is not None and isinstance(keys, mx.array):
+        if small_batch.here() and said and sinks is None and mask is not None and isinstance(keys, mx.array):
             out = small_batch.folded_or_none(queries, keys, values, scale, mask, buffer, self._masks.folded)
             if out is not None:
                 return out

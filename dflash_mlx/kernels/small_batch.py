@@ -1,4 +1,4 @@
-"""Products and attention of a block's few rows, said in the operations of MLX that CUDA runs with least ado.
+"""Products and attention of a block's few rows, said in the operations of MLX that a GPU runs with least ado.
 
 MLX's CUDA build records operations as graphs and updates a graph that it has seen. A product of several rows is cuBLAS's, whose
 kernels on an H100 come in clusters, and a graph with those is made anew each time; a product of one row is a kernel of MLX's
@@ -24,6 +24,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -45,7 +46,7 @@ Launch = Callable[..., mx.array]
 
 
 def here() -> bool:
-    """Whether either can be of use: on a GPU whose backend is CUDA."""
+    """Whether products can be of use: on a GPU whose backend is CUDA."""
     return mx.cuda.is_available() and autotune.has_gpu()
 
 
@@ -148,11 +149,11 @@ def folded_mask(mask: mx.array | str, m: int, s: int, shared: int, dtype: mx.Dty
         mask = mx.arange(s)[None] <= mx.arange(s - m, s)[:, None]
     mask = mx.reshape(mask, (m, s))
     added = mx.where(mask, mx.array(0, dtype), mx.array(-math.inf, dtype)) if mask.dtype == mx.bool_ else mask.astype(dtype)
-    return mx.concatenate([added] * shared) if shared > 1 else added
+    return mx.broadcast_to(added, (shared, m, s)).reshape(shared * m, s)
 
 
 def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> mx.array:
-    """Attention in three operations.
+    """Attention in three operations; on Metal in MLX's one.
 
     Shapes:
       - queries: [1, HQ, M, D]; keys: [1, HK, S, D]; values: [1, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]; None: each
@@ -163,6 +164,9 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
     _, hq, m, d = queries.shape
     hk = keys.shape[1]
     folded = mx.reshape(queries, (1, hk, hq // hk * m, d))
+    if not mx.cuda.is_available():
+        out = mx.fast.scaled_dot_product_attention(folded, keys, values, scale=scale, mask=mask)
+        return out.reshape(1, hq, m, values.shape[3])
     keys = keys.swapaxes(-1, -2)
     scores = (folded * scale) @ keys if mask is None else mx.addmm(mask, folded, keys, alpha=scale)
     return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(1, hq, m, values.shape[3])
@@ -170,7 +174,7 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
     """MLX's attention of a few rows to a number of keys that is another one each time."""
-    out = folded_or_none(queries, keys, values, scale, mask)
+    out = folded_or_none(queries, keys, values, scale, mask) if autotune.may_run() else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask) if out is None else out
 
 
@@ -189,16 +193,31 @@ def folded_or_none(
       buffer: as in `gqa_folded_attention_plan`; fold: makes the folded mask in the place of `folded_mask`.
     """
     launch = gqa_folded_attention_plan(queries, keys, values, scale, mask, buffer)
-    if launch is None:
-        return None
-    m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
-    return launch(queries, keys, values, None if mask is None else (fold or folded_mask)(mask, m, s, shared, queries.dtype))
+    return launch(queries, keys, values, mask, fold or folded_mask) if launch else None
+
+
+class Folded(NamedTuple):
+    """`gqa_folded_attention` as a plan: of queries, keys, values and a mask that `fold` folds, as `folded_mask` does."""
+
+    scale: float
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array | str | None,
+        fold: Callable[..., mx.array] = folded_mask,
+    ) -> mx.array:
+        m, s, shared = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+        added = None if mask is None else fold(mask, m, s, shared, queries.dtype)
+        return gqa_folded_attention(queries, keys, values, added, self.scale)
 
 
 def gqa_folded_attention_plan(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None, buffer: bool = False
-) -> Launch | None:
-    """What to hand (queries, keys, values, folded mask) to; None: MLX.
+) -> Folded | None:
+    """What to hand (queries, keys, values, mask) to; None: MLX.
 
     Args:
       buffer: whether the keys are a buffer, which is as long in the next pass.
@@ -211,27 +230,32 @@ def gqa_folded_attention_plan(
 
 def _attention(
     shape: tuple[int, ...], hk: int, e: int, types: tuple[mx.Dtype, ...], scale: float, buffer: bool, unmasked: bool
-) -> Launch | None:
-    b, hq, m, d = shape
-    cudnn = _cudnn_takes(types[0], d, e)
-    if not (here() and b == 1 and (2 if cudnn else LEAST_ATTENTION_ROWS) <= m <= MAX_ROWS and hq % hk == 0):
+) -> Folded | None:
+    (b, hq, m, d), dtype = shape, types[0]
+    if not (autotune.has_gpu() and b == 1 and m <= MAX_ROWS and hq % hk == 0 and {*types} == {dtype} and dtype in TYPES):
         return None
-    if len(set(types)) > 1 or types[0] not in TYPES or unmasked and not cudnn:
-        return None
-    if cudnn:
+    about, least = f"attention {dtype} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}", LEAST_ATTENTION_ROWS
+    if not mx.cuda.is_available():
+        # MLX has a kernel for up to 8 rows and one for more. A target's attention is a question of `block_attention`.
+        about, least = f"{about} of a drafter{' full' if unmasked else ''}", MAX_ROWS // 2
+        if hq == hk:
+            return None
+    elif _cudnn_takes(dtype, d, e):
         # Known without a trial: a plan is dearer than anything that is done instead, and one operation is cheapest where few
         # lengths occur (16-row pass, H100: 6.3 ms, folded 6.8; 4 rows: 4.6, 5.4).
-        return functools.partial(gqa_folded_attention, scale=scale) if not buffer and autotune.allowed(FOLDED) else None
-    about = f"attention {types[0]} HQ {hq} HK {hk} D {d}{f' E {e}' if e != d else ''}"
-    made = functools.partial(attention_trials, hq, hk, d, e, types[0])
-    question = autotune.Question(about, (autotune.Candidate(FOLDED),), made, (LEAST_ATTENTION_ROWS, MAX_ROWS))
-    return functools.partial(gqa_folded_attention, scale=scale) if autotune.choose(question, m) else None
+        return Folded(scale) if m > 1 and not buffer and autotune.allowed(FOLDED) else None
+    elif m < least or unmasked:
+        return None
+    made = functools.partial(attention_trials, hq, hk, d, e, dtype, unmasked)
+    question = autotune.Question(about, (autotune.Candidate(FOLDED),), made, (least, MAX_ROWS))
+    return Folded(scale) if autotune.choose(question, m) else None
 
 
 def attention_trials(
-    hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, ways: Sequence[autotune.Candidate]
+    hq: int, hk: int, d: int, e: int, dtype: mx.Dtype, unmasked: bool, ways: Sequence[autotune.Candidate]
 ) -> Callable[[int], autotune.Trial]:
-    """Comparisons with MLX's attention, causal, 512 keys; the mask is made beforehand, as a pass makes it once for its layers."""
+    """Comparisons with MLX's attention to 512 keys, causal unless unmasked. On CUDA the mask is made beforehand, as a target's
+    pass makes it once for its layers; a drafter's layers make it each."""
     key = mx.random.split(mx.random.key(0), 3)
     q = mx.random.normal((1, hq, MAX_ROWS, d), dtype=dtype, key=key[0])
     k = mx.random.normal((1, hk, TRIAL_KEYS, d), dtype=dtype, key=key[1])
@@ -240,10 +264,13 @@ def attention_trials(
     same, scale = autotune.same_floats({mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]), d**-0.5
 
     def one(m: int) -> autotune.Trial:
-        mask = folded_mask("causal", m, TRIAL_KEYS, hq // hk, dtype)
-        mx.eval(mask)
-        ours = lambda q: [gqa_folded_attention(q, k, v, mask, scale)]  # noqa: E731
-        stock = lambda q: [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")]  # noqa: E731
+        causal, fold = None if unmasked else "causal", folded_mask
+        if mx.cuda.is_available() and causal:
+            mask = folded_mask(causal, m, TRIAL_KEYS, hq // hk, dtype)
+            mx.eval(mask)
+            fold = lambda *_: mask  # noqa: E731
+        ours = lambda q: [Folded(scale)(q, k, v, causal, fold)]  # noqa: E731
+        stock = lambda q: [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=causal)]  # noqa: E731
         return autotune.Trial(q[:, :, :m], [ours for _ in ways], stock, same)
 
     return one

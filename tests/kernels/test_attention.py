@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from types import FunctionType
 
 import emulator
 import mlx.core as mx
@@ -9,13 +10,15 @@ import mlx.nn as nn
 import pytest
 from families import BASE, FAMILIES, OTHERS, family, known_drafter, some_line, varied
 from kit import greedy_ids, ids_of, run
+from metal_device import MetalDevice
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from dflash_mlx.kernels import autotune, block_attention
+from dflash_mlx.kernels import autotune, block_attention, small_batch
 from dflash_mlx.kernels import routing as layers
 from dflash_mlx.kernels.block_attention import block_attention_ops
 from dflash_mlx.kernels.routing import attention_calls
+from dflash_mlx.kernels.small_batch import FOLDED
 from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import exact_windows, rollback_point
@@ -113,7 +116,7 @@ def test_ids_are_plain_decodings_through_wrapped_windows(name, stand_in):
 def test_every_familys_ids_are_plain_decodings_and_one_row_goes_where_many_go(name, stand_in, monkeypatch):
     """Heads of any width, as if the kernel took them."""
 
-    def taken(q, k, v, scale, causal, window, sinks):
+    def taken(q, k, v, scale, causal, window, sinks, folds):
         takes = q.shape[2] <= 16 and k.shape == v.shape
         return takes and block_attention.prepare(q.shape, q.dtype, k.shape[1], scale, causal, window, sinks is not None)
 
@@ -333,6 +336,74 @@ def test_one_verdict_serves_all_lengths(monkeypatch):
         q, k = mx.zeros((1, 4, m, 32)), mx.zeros((1, 2, s, 32))
         assert not block_attention.block_attention_plan(q, k, k, 0.2)
     assert asked == [("attention mlx.core.float32 HQ 4 HK 2 D 32", rows) for rows in (1, 16)]
+
+
+# Heads, key heads and their size, as in Qwen3.5-9B, 27B and 35B-A3B, and where each has keys of its own.
+@pytest.mark.parametrize("hq, hk, d", [(16, 4, 256), (24, 4, 256), (16, 2, 256), (4, 4, 64)])
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("sinks, cuda", [(False, False), (True, False), (False, True)])
+def test_who_may_serve_a_targets_attention(hq, hk, d, folds, sinks, cuda, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(autotune, "_plans", {})
+    monkeypatch.setattr(autotune, "choose", lambda question, rows: asked.update({rows: [c.name for c in question.candidates]}))
+    for m in (1, 8, 16):
+        q, k = mx.zeros((1, hq, m, d), dtype=mx.bfloat16), mx.zeros((1, hk, 300, d), dtype=mx.bfloat16)
+        block_attention.block_attention_plan(q, k, k, 0.2, True, 0, mx.zeros((hq,)) if sinks else None, folds)
+    texts = ["block_attention"] if cuda else ["block_attention simdgroups 8", "block_attention simdgroups 4"]
+    # Exact runs never ask for it: a row's bits there are its own.
+    folded = ["gqa_folded_attention"] if folds and hq > hk and not sinks and not cuda else []
+    assert asked == dict.fromkeys((1, 8, 16), texts + folded)
+
+
+@pytest.fixture
+def folding(monkeypatch):
+    """MLX's attention over folded rows serves wherever it may, no kernel does; (queries, keys, mask) of each call."""
+    for name in ("may_run", "has_gpu"):
+        monkeypatch.setattr(autotune, name, lambda: True)
+    folded = lambda question, rows: next((c for c in question.candidates if c.kernel is FOLDED), None)  # noqa: E731
+    monkeypatch.setattr(autotune, "choose", folded)
+    monkeypatch.setattr(autotune, "_plans", {})
+    calls, form = [], small_batch.gqa_folded_attention
+
+    def noted(q, k, v, mask, scale):
+        calls.append((q.shape, k.shape, mask if mask is None else mask.shape))
+        return form(q, k, v, mask, scale)
+
+    monkeypatch.setattr(small_batch, "gqa_folded_attention", noted)
+    return calls
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("name", SERVED)
+def test_ids_are_plain_decodings_over_folded_rows(name, compiled, folding, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_COMPILE", compiled)
+    model, prompt = wide(name), some_line(21)
+    want = greedy_ids(model, prompt, 70)
+    folding.clear()
+    assert [r.token for r in run(model, known_drafter(model, [*prompt, *want], "noisy"), prompt, 70)] == want
+    targets = [call for call in folding if call[0][1:4:2] == (4, 32)]
+    assert bool(targets) == (name != "gpt_oss") and all(k[1] == 2 for _, k, _ in targets)
+    # Masks have the rows of both heads that share keys. One row is MLX's: it has more kernels for it.
+    assert all(q[2] > 1 and mask[0] in (1, 2 * q[2]) for q, _, mask in targets)
+
+
+@pytest.mark.parametrize("folded_s, served", [(5e-4, small_batch.Folded), (1.5e-3, FunctionType)])
+def test_a_text_and_folded_rows_are_tried_in_one_question(folded_s, served, monkeypatch, tmp_path):
+    device = MetalDevice().install(monkeypatch, tmp_path)
+    device.stock_costs = lambda name: folded_s if name == "gqa_folded_attention" else 2e-3
+    q, k = mx.zeros((1, 4, 8, 32)), mx.zeros((1, 2, 40, 32))
+    ask = lambda: block_attention.block_attention_plan(q, k, k, 0.2, folds=True)  # noqa: E731
+    assert ask() is None and len(autotune._waiting) == 1
+    autotune.try_waiting(9.0)
+    assert autotune._waiting == {} and type(ask()) is served and {r.kernel for r in autotune.results()} == {"block_attention", "gqa_folded_attention"}
+
+
+def test_a_targets_attention_is_asked_about_once(monkeypatch, tmp_path):
+    MetalDevice().install(monkeypatch, tmp_path)
+    model = wide("llama")
+    Target(model)(mx.array([[1, 2, 3]]), make_prompt_cache(model), kernels=True)
+    assert [question.shape for question, _ in autotune._waiting.values()] == ["attention mlx.core.float32 HQ 4 HK 2 D 32"]
 
 
 def test_heads_with_sinks_are_tried_with_sinks(monkeypatch):

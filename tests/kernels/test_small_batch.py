@@ -64,9 +64,11 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("hq, hk, d, e, m, s", [(4, 4, 32, 32, 4, 20), (9, 3, 64, 64, 16, 33), (8, 1, 16, 24, 7, 40)])
-def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s):
+def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s, cuda, monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
     q, k, v = normal(1, hq, m, d), normal(1, hk, s, d, seed=1), normal(1, hk, s, e, seed=2)
     mask, seen = MASKS[kind](m, s)
     got = gqa_folded_attention(q, k, v, folded_mask(mask, m, s, hq // hk, q.dtype), 0.3)
@@ -126,7 +128,59 @@ def test_they_run_unasked_on_cuda_and_nowhere_else(cuda, monkeypatch):
         assert bool(small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32))) is runs, value
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     autotune._forget()
-    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32)) is None and attention_plan() is None
+    assert small_batch.matmul_as_gemv_plan(normal(1, 4, 32), normal(8, 32)) is None and small_batch.here() is False
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "an array"])
+def test_on_metal_attention_is_one_call_of_mlxs_over_folded_rows(mask, monkeypatch):
+    given, attend = [], mx.fast.scaled_dot_product_attention
+    q, k, v = normal(1, 6, 9, 16), normal(1, 2, 21, 16, seed=1), normal(1, 2, 21, 16, seed=2)
+    seen = mx.arange(21)[None] <= mx.arange(12, 21)[:, None] if mask == "an array" else mask
+    want = attend(q, k, v, scale=0.3, mask=seen)
+    monkeypatch.setattr(
+        mx.fast, "scaled_dot_product_attention", lambda q, *a, **more: given.append(q.shape) or attend(q, *a, **more)
+    )
+    got = small_batch.Folded(0.3)(q, k, v, seen)
+    assert given == [(1, 2, 27, 16)] and got.shape == want.shape and mx.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_drafters_attention_is_folded_on_metal_where_a_trial_finds_it_faster(monkeypatch, tmp_path):
+    MetalDevice().install(monkeypatch, tmp_path)
+    monkeypatch.setattr(small_batch, "TRIAL_KEYS", 40)
+    left = [{"b": 2}, {"m": 17, "s": 20}, {"kv": mx.float16}, {"hq": 3}, {"hq": 2}]
+    assert all(attention_plan(**g) is None for g in [{}, {"mask": None}, *left])
+    # What is not known runs on MLX's: two questions wait, one of them about blocks that see all of themselves.
+    waiting = [question for question, _ in autotune._waiting.values()]
+    assert [question.shape.partition(" of ")[2] for question in waiting] == ["a drafter", "a drafter full"]
+    times = lambda *calls, x, **_: [1.0, 2.0] if x.shape[2] == 16 else [2.0, 1.0]  # noqa: E731
+    monkeypatch.setattr(trials, "medians_s", times)
+    autotune.try_waiting(9.0)
+    # MLX has one kernel for up to 8 rows and another for more.
+    for mask in ("causal", None, mx.ones((9, 12), dtype=mx.bool_)):
+        assert attention_plan(m=9, mask=mask) == small_batch.Folded(0.2) and attention_plan(m=8, mask="causal") is None
+    assert [g for g in left if attention_plan(**{"m": 9, "s": 20} | g)] == []
+
+
+@pytest.mark.parametrize("mask", ["causal", None])
+def test_a_wrong_form_fails_its_trial_on_metal(mask, monkeypatch, tmp_path):
+    MetalDevice().install(monkeypatch, tmp_path)
+    monkeypatch.setattr(small_batch, "TRIAL_KEYS", 40)
+    monkeypatch.setattr(trials, "medians_s", lambda *calls, **_: [*range(1, len(calls) + 1)])
+    masks = []
+
+    def right(q, k, v, mask, scale):
+        masks.append(mask)
+        return gqa_folded_attention(q, k, v, mask, scale)
+
+    # Rows in another order, as if those of a head lay apart.
+    turned = lambda q, k, v, mask, scale: gqa_folded_attention(q[:, :, ::-1], k, v, mask, scale)  # noqa: E731
+    for form, use in ((right, True), (turned, False)):
+        monkeypatch.setattr(small_batch, "gqa_folded_attention", form)
+        attention_plan(m=9, mask=mask), autotune.try_waiting(9.0)
+        assert bool(attention_plan(m=9, mask=mask)) is use
+        autotune._known.clear(), autotune._results.path.unlink(), autotune._forget()
+    # As a drafter's pass: a block that sees all of itself has no mask.
+    assert masks and all((made is None) == (mask is None) for made in masks)
 
 
 def test_slower_ones_do_not_run(cuda, monkeypatch):
