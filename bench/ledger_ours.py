@@ -101,7 +101,8 @@ def folding_ms(name: str, rows: int, context: int, chip: Chip) -> tuple[float, f
     """Milliseconds of a round with MLX's attention, and with the quicker of it and folded rows in each stage."""
     gpu = f"{chip.gpu.generation}{chip.gpu.size}"
     ways = ledger.ledger(name, rows, context, gpu).launches, Ledger(folded(name, rows, context), chip.gpu).launches
-    stages = [[round_ms([launch for launch in way if launch.stage == s], chip) for way in ways] for s in {x.stage for x in ways[0]}]
+    names = {launch.stage for launch in ways[0]}
+    stages = [[round_ms([launch for launch in way if launch.stage == stage], chip) for way in ways] for stage in names]
     return sum(stock for stock, _ in stages), sum(map(min, stages))
 
 

@@ -396,7 +396,8 @@ def test_a_text_and_folded_rows_are_tried_in_one_question(folded_s, served, monk
     ask = lambda: block_attention.block_attention_plan(q, k, k, 0.2, folds=True)  # noqa: E731
     assert ask() is None and len(autotune._waiting) == 1
     autotune.try_waiting(9.0)
-    assert autotune._waiting == {} and type(ask()) is served and {r.kernel for r in autotune.results()} == {"block_attention", "gqa_folded_attention"}
+    assert autotune._waiting == {} and type(ask()) is served
+    assert {result.kernel for result in autotune.results()} == {"block_attention", "gqa_folded_attention"}
 
 
 def test_a_targets_attention_is_asked_about_once(monkeypatch, tmp_path):

@@ -194,7 +194,25 @@ def test_a_product_of_ours_takes_the_longer_of_reading_and_its_instructions():
 
 @pytest.mark.full
 def test_docs_hold_the_prediction_with_our_own_products(ledger):
-    assert importlib.import_module("ledger_ours").table() in ledger.DOCS.read_text(), "python bench/ledger_ours.py"
+    ours, docs = importlib.import_module("ledger_ours"), ledger.DOCS.read_text()
+    assert ours.table() in docs and ours.long_table() in docs, "python bench/ledger_ours.py"
+
+
+def test_folded_rows_read_keys_once_for_all_heads_that_share_them(ledger):
+    ours, rows, context, keys = importlib.import_module("ledger_ours"), 8, 4096, 4 * 4104 * 256 * 2
+    ways = ledger.walk("qwen3.5-27b", context).primitives(rows, 4, 5), ours.folded("qwen3.5-27b", rows, context)
+    launches = [ledger.Ledger(way, ledger.GPU).launches for way in ways]
+    products = [[x for x in way if x.kernel == "matmul" and x.stage == "verify"] for way in launches]
+    # Two in each of 16 layers, of 24 heads to 4; as many multiply-adds.
+    stock, folded = ([product.nbytes for product in way] for way in products)
+    assert len(stock) == len(folded) == 32 and sum(stock) - sum(folded) == pytest.approx(32 * 5 * keys, rel=0.01)
+    assert sum(x.macs for x in products[0]) == sum(x.macs for x in products[1])
+    chip = next(chip for chip in ours.chips() if chip.name.startswith("M1"))
+    before, after = ours.folding_ms("qwen3.5-27b", rows, context, chip)
+    assert 0.9 < after / before < 0.95
+    # One row, and what MLX does as well, stays MLX's.
+    stock_ms, folded_ms = ours.folding_ms("qwen3.5-27b", 1, context, chip)
+    assert stock_ms == pytest.approx(folded_ms)
 
 
 @pytest.mark.parametrize("block, ordinary, traced", [(8, 138, 111), (16, 154, 106)])
