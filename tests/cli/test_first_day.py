@@ -182,3 +182,10 @@ def test_what_is_timed_behind_a_first_answer_ends_and_says_how(monkeypatch, caps
 
 def test_a_full_disk_is_a_sentence_also_where_the_system_names_no_file():
     assert sentence(OSError(errno.ENOSPC, "No space left on device")) == "The disk is full. Free some space."
+
+
+def test_a_locale_that_lacks_a_character_does_not_end_the_answer():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    command = [*COMMAND, "generate", "--model", "tiny", "--draft-model", "none", "-p", "# größe — ü 日本", "-m", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "?" in done.stdout and "8 tokens" in done.stderr, done.stderr

