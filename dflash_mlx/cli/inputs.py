@@ -71,7 +71,7 @@ def check_revision(revision: str | None, *names: str | None) -> None:
 def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
     """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
     from ..pairs import builtin
-    from ..pairs.published import published_drafter
+    from ..pairs.published import nearest_target, published_drafter
 
     if draft_model is not None and drafter_name(draft_model) == "none":
         return model or builtin.DEFAULT_PAIR, None
@@ -84,9 +84,11 @@ def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | 
         return model, model
     found = published_drafter(model)
     if found is None:
+        near = nearest_target(model)
         raise DFlashError(
-            f"no drafter is known for {model}, so --draft-model auto finds none",
-            "`dflash-mlx models` lists the known ones: name a drafter's directory or repo, or train one",
+            f"no drafter is known for {model}{f' (there is one for {near})' if near else ''}, so --draft-model auto finds none",
+            "Leave --draft-model out to run without drafts, or name a drafter's directory or repo; `dflash-mlx models` lists the "
+            "known ones, `dflash-mlx train` makes one",
         )
     say(f"Drafter: {found.repo}, published for {found.target}{f' ({found.note})' if found.note else ''}.")
     return model, found.repo

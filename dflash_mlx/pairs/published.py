@@ -8,6 +8,7 @@ are of bfloat16 weights: computed from the published shapes, or the repo's own w
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -111,6 +112,13 @@ def published_drafter(model: str) -> PublishedDrafter | None:
         if found := known.get(base_name(name)):
             return found
     return None
+
+
+def nearest_target(model: str) -> str | None:
+    """The target with a published drafter whose name is most like a model's; None: none is like it."""
+    known = {base_name(entry.target): entry.target for entry in PUBLISHED}
+    near = difflib.get_close_matches(base_name(model), known, n=1, cutoff=0.7)
+    return known[near[0]] if near else None
 
 
 # What a card says of the template's setting, and how.

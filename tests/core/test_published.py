@@ -1,10 +1,13 @@
 """Which published drafter a target name leads to."""
 
 import json
+import re
 
 import pytest
 
-from dflash_mlx.pairs.published import PUBLISHED, base_name, published_drafter, stated_thinking
+from dflash_mlx.cli.inputs import choose_pair
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.pairs.published import PUBLISHED, base_name, nearest_target, published_drafter, stated_thinking
 
 # Ends of names, of unsloth, bartowski, mradermacher, RedHat, Intel and mlx-community.
 PACKINGS = [
@@ -46,6 +49,20 @@ def test_any_packing_of_a_model_leads_to_its_drafter(name, drafter):
 )
 def test_another_model_of_a_similar_name_leads_nowhere(name):
     assert published_drafter(name) is None
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("mlx-community/Qwen3-8B-4bitt", "Qwen/Qwen3-8B"),
+    ("~/.lmstudio/models/x/Llama-3.2-3B-Instruct-4bit", "meta-llama/Llama-3.1-8B-Instruct"),
+    ("openai/gtp-oss-20b", "openai/gpt-oss-20b"),
+    ("nobody/nothing", None),
+    ("", None),
+])  # fmt: skip
+def test_of_an_unknown_name_the_nearest_is_named(name, near):
+    assert nearest_target(name) == near
+    if near:
+        with pytest.raises(DFlashError, match=re.escape(f"for {name} (there is one for {near}), so --draft-model auto")):
+            choose_pair(name, "auto")
 
 
 def test_a_directory_is_known_by_what_it_was_made_from(tmp_path):
