@@ -5,6 +5,7 @@ Lists and deletes by name. Deletes only what it listed, and follows no link. Kno
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ KINDS = {
     "measured": "Measured times",
     "session": "Chat sessions",
     "prompts": "Prompt caches",
+    "unfinished": "Left by fetching or converting that was stopped",
 }
 
 
@@ -44,6 +46,7 @@ def stored() -> list[Stored]:
     """
     found = [*_hub_models(), *_own_models(), *_measured(), *_files("session", state_directory() / "sessions", ".json")]
     found += _files("prompts", cache_directory() / PROMPT_CACHES, ".safetensors")
+    found += _unfinished()
     kinds = [*KINDS]
     return sorted(found, key=lambda one: (kinds.index(one.kind), one.name))
 
@@ -89,10 +92,25 @@ def _own_models() -> Iterator[Stored]:
     """Targets of built-in pairs, converted into our cache directory."""
     for folder in _listing(cache_directory()):
         if folder.is_dir() and not folder.is_symlink() and (folder / "config.json").is_file():
-            files = [file.stat() for file in folder.rglob("*") if file.is_file()]
-            used = max(max(s.st_atime, s.st_mtime) for s in files)
-            size = sum(s.st_size for s in files)
-            yield Stored(folder.name, "model", size, used, folder, lambda folder=folder: shutil.rmtree(folder))
+            yield _folder(folder.name, "model", folder)
+
+
+def _unfinished() -> Iterator[Stored]:
+    """What a full disk, or an end that nobody could catch, left in our cache directory: the next run goes on with it or clears
+    it, if there is one. A process that is at work now has such a folder too."""
+    for folder in _listing(cache_directory(), hidden=True):
+        if folder.is_dir() and not folder.is_symlink() and _UNFINISHED.search(folder.name):
+            yield _folder(f"unfinished/{folder.name[1:]}", "unfinished", folder)
+
+
+# Names of `pairs/builtin.py`, and of `convert/write.py`.
+_UNFINISHED = re.compile(r"^\.fetch(ed)?-|\.(partial|replaced)-")
+
+
+def _folder(name: str, kind: str, folder: Path) -> Stored:
+    stats = [file.stat() for file in folder.rglob("*") if file.is_file()]
+    used = max(max(s.st_atime, s.st_mtime) for s in stats or [folder.stat()])
+    return Stored(name, kind, sum(s.st_size for s in stats), used, folder, lambda: shutil.rmtree(folder))
 
 
 def _measured() -> Iterator[Stored]:
@@ -109,14 +127,14 @@ def _files(kind: str, folder: Path, ending: str) -> Iterator[Stored]:
             yield Stored(f"{kind}/{file.stem}", kind, stat.st_size, max(stat.st_atime, stat.st_mtime), file, file.unlink)
 
 
-def _listing(folder: Path) -> list[Path]:
-    """A folder's entries but hidden ones; none where there is no folder.
+def _listing(folder: Path, hidden: bool = False) -> list[Path]:
+    """A folder's entries, those that are not hidden or those that are; none where there is no folder.
 
     Raises:
       CacheDirectoryError: it is a file, or may not be read.
     """
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        return sorted(path for path in folder.iterdir() if path.name.startswith(".") == hidden)
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -35,6 +35,7 @@ def kept(tmp_path, monkeypatch):
     (outside / "config.json").write_text("{}")
     for path in (
         *(cache / "SmolLM2" / "config.json", cache / ".fetched-1" / "x.gguf", cache / "cost_models.json"),
+        *(cache / ".SmolLM2.partial-mac-12-ab" / "model.safetensors", cache / ".other" / "x", cache / ".DS_Store"),
         *(cache / "kernels" / "tuning.json", cache / PROMPT_CACHES / "book.safetensors", cache / "notes.txt"),
         *(state / "dflash-mlx" / "sessions" / "last.json", state / "dflash-mlx" / "history"),
     ):
@@ -46,6 +47,7 @@ def kept(tmp_path, monkeypatch):
 
 
 NAMES = ["SmolLM2", "org/M-4bit", "measured/cost_models", "measured/tuning", "session/last", "prompts/book"]
+NAMES += ["unfinished/SmolLM2.partial-mac-12-ab", "unfinished/fetched-1"]
 
 
 def run(*words, answer=None):
@@ -99,7 +101,7 @@ def test_where_nobody_can_be_asked_nothing_is_deleted(kept):
     assert [one.name for one in stored()] == NAMES
 
 
-@pytest.mark.parametrize(("answer", "left"), [("y\n", 5), ("n\n", 6), ("\n", 6), ("", 6)])
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 7), ("n\n", 8), ("\n", 8), ("", 8)])
 def test_a_question_is_asked_first(kept, monkeypatch, answer, left):
     terminal = io.StringIO(answer)
     terminal.isatty = lambda: True
