@@ -70,13 +70,13 @@ class ConstrainedSampler(TargetSampler):
         return self.guide
 
     def set_width(self, draft: Draft, n: int) -> int:
-        """Without those that the constraint does not allow, where the host knows them."""
+        """As in `TargetSampler`; if the host knows the ids, the width also ends before the first that the constraint refuses."""
         width = super().set_width(draft, n)
         ids, confidence = draft.drafted_ids or (draft.ids if isinstance(draft.ids, list) else [], None)
         if width and ids and (legal := self.follow().legal(ids[:width])) < width:
             draft.width = legal
             if confidence:
-                # The policy takes drafts that were not verified at their word.
+                # The policy would count these drafts by their confidence; the constraint refuses them.
                 confidence[legal:] = [0.0] * (len(confidence) - legal)
         return draft.width
 
@@ -86,9 +86,9 @@ class ConstrainedSampler(TargetSampler):
             return super().enqueue(*args)
         mx.async_eval(output.hidden, output.features, context, output.logits)
         if width:
-            # Not a slice of it: that would be computed after the pass.
+            # The slice is taken on the host: on the device it would be computed after the pass.
             return self._start(self.follow().masks(drafted.tolist()[0][:width]), args)
-        # The token before this row may not be read yet: its choice is enqueued when it was.
+        # The token before this row may not be read yet, and the mask depends on it: the choice is enqueued later.
         late = functools.cache(lambda: self._start(self.follow().masks([]), args))
         return lambda: late()[0](), lambda: late()[1](), bool(target.finite_flag(output.hidden, compiled=output.compiled))
 
@@ -105,7 +105,7 @@ class ConstrainedSampler(TargetSampler):
         return token, read, ours
 
     def _sample(self, rows: mx.array, position: int) -> mx.array:
-        # Rows that processors saw are held already.
+        # With processors the constraint was the last of them, and the rows are masked already.
         return super()._sample(rows if self.processors else hold(rows, self._masks), position)
 
 
@@ -116,7 +116,7 @@ class ForcedProposer:
     """
 
     source = "grammar"
-    # What older counts keep at each new one; how likely a token is at first, and how many sights that is worth.
+    # Weight that older counts keep at each new one; the rate to begin with, and how many counts it weighs as much as.
     FADE, START, LEAN = 0.97, 0.95, 8.0
 
     def __init__(self, sampler: ConstrainedSampler):
@@ -133,7 +133,7 @@ class ForcedProposer:
         return [self._kept / self._seen] * len(self._tokens)
 
     def _count(self, ids: Sequence[int]) -> None:
-        """How often the target writes what is forced in the same tokens, whoever drafts it."""
+        """Count how often the target writes a forced text in the tokens that were drafted for it, whoever drafted them."""
         while self._forced and self._at < len(ids):
             wanted, *self._forced = self._forced
             hit = wanted == ids[self._at]

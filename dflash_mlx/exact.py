@@ -109,7 +109,7 @@ class ExactPair(DFlashPair):
         super().__init__(model, drafter)
         self._proved: Target | None = None
 
-    def begin(self) -> Target:
+    def prepare_target(self) -> Target:
         """The target for one run, compared with itself row by row before the first.
 
         Raises:
@@ -245,7 +245,7 @@ def check_models(model: nn.Module, drafter: Drafter | None, block_size: int | No
     """
     if drafter is not None:
         check_block(drafter, block_size)
-    _pair_of(model, drafter).begin()
+    _pair_of(model, drafter).prepare_target()
 
 
 def check_exact(options: Any) -> None:

@@ -109,7 +109,7 @@ def stream_generate(
     if not (exact or isinstance(draft_model, Drafter)):
         return _respond_plainly(plain_responses(options), logprobs)
     pair = exact_pair(options) if exact else DFlashPair.of(options.check_drafter())
-    target, prompt = pair.begin(), options.prompt_ids
+    target, prompt = pair.prepare_target(), options.prompt_ids
     cache = pair.open_cache(prompt_cache, max_kv_size)
     options.check_prompt(target, cache)
     cache = pair.prepare_cache(cache, options)
@@ -118,7 +118,7 @@ def stream_generate(
         # Nothing was refused: a fresh list from mlx-lm's own make_prompt_cache gets the drafter's part.
         prompt_cache[:] = cache.entries
         cache.entries = prompt_cache
-    return _respond(run, cache.open(generate_steps(run, prompt)))
+    return _respond(run, cache.register_writer(generate_steps(run, prompt)))
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: str | mx.array | list[int], verbose: bool = False, **kwargs: Any) -> str:
@@ -142,12 +142,13 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
         at_end.callback(run.counter.finish)
         responder = Responder(run, options.prompt_ids)
         for step in steps:
-            # Caches are at the last token before the caller sees it.
+            # At the last token this closes the steps, so the caches are settled before the caller sees it.
             response = responder.respond(step, steps.close)
             yield response
             if response.finish_reason:
                 run.drafter.model.pair.after_answer()
                 return
+    # No finish reason: the call that read this prompt cache next has closed the steps (`PairCache.read`).
     raise GenerationError(
         "a later call uses this stream's prompt cache, so this stream cannot go on",
         "Give each stream a prompt cache of its own",

@@ -130,7 +130,7 @@ class Run:
     rows: n + 1, prompt_end: rows after the prompt; point: undoes the last target pass; emitted: tokens handed out.
     """
 
-    proposer_class = DrafterProposer
+    proposer_class = DrafterProposer  # a subclass where several machines share the target (`rank_run`)
 
     def __init__(
         self,
@@ -153,9 +153,9 @@ class Run:
         self.counter = RoundCounter(stats, policy, self.drafter)
         # Whether two single-token passes can be undone. A full ring buffer cannot: the second pass overwrote a row.
         self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
-        # Entries with arrays that stay unevaluated after a rollback or a pass, and those where a pass alone does that.
+        # Entries with arrays that stay unevaluated: after a rollback or a pass, and after a plain pass.
         self.lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
-        self._states = [entry for entry in self.lazy if type(entry) is ArraysCache]
+        self._recurrent = [entry for entry in self.lazy if type(entry) is ArraysCache]
 
     @property
     def finished(self) -> bool:
@@ -164,7 +164,7 @@ class Run:
     def prefill(self, prompt: list[int]) -> int:
         """Read the prompt in chunks, and put their features into the drafter's cache. Returns its last token, still unread."""
         cache, progress = self.cache, self.options.progress
-        cache.begin()
+        cache.mark_in_use()
         feed = cache.ids[cache.rows :] + prompt
         self._prompt_rows = len(feed)
         progress(0, len(feed))
@@ -202,14 +202,14 @@ class Run:
 
     def propose(self, anchor: int | mx.array, n: int) -> Draft:
         """Draft tokens to follow the anchor; n of them will be verified. n = 0 drafts nothing."""
-        began, block = time.perf_counter(), self.stats.block_size
+        began, most = time.perf_counter(), self.stats.block_size - 1
         with mx.stream(self.stream):
             if n and self.proposer is self.drafter:
-                draft = self.drafter.propose(_row(anchor), block - 1, n)
-                began += self.roll_back()
+                draft = self.drafter.propose(_row(anchor), most, n)
+                began += self.roll_back()  # these seconds count as rollback, not as draft
                 self._cut_by_confidence(draft, began)
             else:
-                draft = self.proposer.propose(_row(anchor), block - 1) if n else Draft([])
+                draft = self.proposer.propose(_row(anchor), most) if n else Draft([])
                 check_draft(draft, self.target.vocabulary)
                 self.target_sampler.set_width(draft, n)
                 if self.drafter.context.pending.nbytes > _PENDING_BYTES:
@@ -249,19 +249,19 @@ class Run:
 
     def _enqueue(self, anchor: mx.array, draft: Draft, lookahead: bool) -> PendingPass:
         drafted, by_drafter = draft.row, draft.by_drafter
-        # If the drafter did not run, its entries have not changed.
-        context = [entry.state for entry in self.cache.drafter] if by_drafter else []
+        # Evaluated with the pass. If the drafter did not run, its entries have not changed.
+        drafter_states = [entry.state for entry in self.cache.drafter] if by_drafter else []
         confidence = None if draft.drafted_ids else draft.confidence
         output = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
-        args = (self.target, output, drafted, context, self.rows + 1, confidence)
+        args = (self.target, output, drafted, drafter_states, self.rows + 1, confidence)
         token, read, may_be_nonfinite = self.target_sampler.enqueue(*args)
         if not draft.width:
-            evaluate(self._states)
+            evaluate(self._recurrent)
         sliding = self.drafter.sliding() if by_drafter else self.drafter.context.sliding
         return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
     def accept(self, output: PendingPass) -> Kept:
-        """Wait for the pass; run it again without kernels if it was not finite."""
+        """Wait for the pass. If it gave a value that is not finite, run it again without kernels."""
         while True:
             try:
                 return self.read(output)
@@ -277,13 +277,13 @@ class Run:
         return Kept(output, result)
 
     def retry(self, output: PendingPass, following: PendingPass | None = None) -> PendingPass:
-        """Undo a target pass, and the plain one enqueued after it, and enqueue it again."""
+        """Enqueue a target pass again after undoing it, and `following`, the plain pass that was enqueued after it."""
         with mx.stream(self.stream):
             if following is not None:
                 rollback(self.cache.target, following.point, following.point.length)
             self.point = output.point
             if not output.draft.width:
-                self.rows -= 1
+                self.rows -= 1  # `commit_row` kept its row before it was read
                 self.drafter.context.pending.drop()
             rollback(self.cache.target, self.point, self.rows)
             self.point.rows = 0
@@ -305,7 +305,8 @@ class Run:
             evaluate(self.lazy if kept.result.accepted == kept.output.draft.width else [], features)
 
     def roll_back(self) -> float:
-        """Remove rejected rows from the target's cache, once the next draft is enqueued, which needs none. Returns: seconds."""
+        """Remove the last round's rejected rows from the target's cache. Returns: seconds.
+        Called after the next draft was enqueued, which does not read this cache, so that the device has work meanwhile."""
         began = time.perf_counter()
         if self.rows < self.point.length + self.point.rows:
             rollback(self.cache.target, self.point, self.rows)
@@ -319,7 +320,7 @@ class Run:
         result = kept.result
         if self.emitted:
             self.counter.add(kept)
-        else:
+        else:  # the first token's pass ends the prefill, and is no round
             self.options.progress(self._prompt_rows, self._prompt_rows)
         for i, token in enumerate([*result.drafted[: result.accepted], result.bonus]):
             # First, because it may fail: the token is then not counted as handed out.
@@ -336,14 +337,14 @@ class Run:
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
         """Enqueue the next plain pass before the last one is read. None: the host has to decide something in between."""
         self.next_width = None
-        last, measures = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
+        last, times_passes = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
         # A pass that may have to run again must be the last one, unless both can be undone.
         quantizes = self.quantization is not None and self.rows == max(self.quantization.start, self.prompt_end + 1)
         may_be_nonfinite = output.may_be_nonfinite and (quantizes or not self._two_undoable)
-        if last or measures or self.target_sampler.processors or may_be_nonfinite:
+        if last or times_passes or self.target_sampler.processors or may_be_nonfinite:
             return None
         n = self._draft_length()
-        # A draft source that copies needs to know the token first.
+        # Where the next round drafts, this pass is read first and `generate_steps` goes on.
         if n or self._best_source(0)[1]:
             self.next_width = n
             return None

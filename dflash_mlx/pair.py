@@ -44,7 +44,7 @@ class DFlashPair:
     """
 
     target_class = Target
-    # What a run of it is, where that is not `loop.Run`.
+    # The class of its runs; None: `loop.Run`.
     run_class: type | None = None
     clock = staticmethod(time.perf_counter)
 
@@ -79,18 +79,21 @@ class DFlashPair:
         return self._drafter()
 
     def told(self, value: Any, what: str) -> Any:
-        """What this machine has read, as all that run the target with it know it (`rank_run`)."""
+        """Where several machines share the target (`rank_run`), rank 0's value on each of them; here, the value itself.
+
+        what: names the value in errors.
+        """
         return value
 
     def first(self, ids: mx.array) -> mx.array:
-        """Integers on the device, likewise."""
+        """As `told`, for integers on the device."""
         return ids
 
     def told_result(self, result: Any) -> Any:
-        """A `RoundResult`, likewise."""
+        """As `told`, for a `RoundResult`."""
         return result
 
-    def begin(self) -> Target:
+    def prepare_target(self) -> Target:
         """The target for one run, with an accelerator that fits the models as they are now."""
         with self._lock:
             self._renew()

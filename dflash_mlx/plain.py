@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .constraint import ConstraintError, ConstraintProcessor, Guide, begin_constraint
 from .errors import CacheError
-from .models.target import token_embedding
+from .models.parts import token_embedding
 from .options import RunOptions, check_ids
 from .prompt_cache import PairCache, is_pair_cache
 from .rollback import leaves

@@ -21,12 +21,12 @@ from mlx_lm.models.cache import ArraysCache
 from .errors import CacheError, GenerationError
 from .rollback import check_rollback, cut_entries, leaves
 
-# Stands for the id of a row that mlx-lm read, which no file says.
+# In the place of ids that are not known: of rows that mlx-lm read into the cache.
 UNKNOWN = -1
 # First number of the layout row: tells our ArraysCache from a recurrent layer's.
 _MAGIC, _VERSION = 0x0DF1A54, 2
-# In the place of the rows while a stream writes to the list: entries are ahead of what is stored then, some by a pass that may be
-# rolled back. mlx-lm's classes have no hook that could end the stream first where the list is copied or saved.
+# Stored as the number of rows while a stream writes to the list. The entries are then ahead of the stored ids, some by a pass
+# that may be rolled back. A copy of such a list is of no use, and mlx-lm's classes have no hook that could end the stream first.
 _AT_WORK = -1
 
 
@@ -72,7 +72,7 @@ class KVQuantization:
         return min(width, self.start - rows - 1) if rows < self.start else width
 
 
-# Who writes to a pair's list, by its last entry. A stream that was left open must not keep others from its cache.
+# The generator that writes to a pair's list, by the list's last entry. One that was left open must not block the cache.
 _streams: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
 
 
@@ -175,13 +175,13 @@ class PairCache:
         cls(entries, len(target), [UNKNOWN] * rows, rows, None).write()
         return entries
 
-    def open(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """Note who writes to this list from now on. Whoever reads the list next ends it there."""
+    def register_writer(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Record the generator that writes to this list from now on. `read` closes it when the list is used again."""
         _streams[self.entries[-1]] = weakref.ref(steps)
         return steps
 
-    def begin(self) -> None:
-        """Note that entries move from now on. Until `write`, a copy of the list is refused."""
+    def mark_in_use(self) -> None:
+        """Record that passes write to the entries from now on. Until `write`, a copy of the list is refused."""
         self._store_layout(_AT_WORK)
         self.entries[-1].exact = self.exact
 
@@ -224,7 +224,7 @@ def trim_prompt_cache(entries: list[Any], num_tokens: int) -> int:
             check_rollback(entries, "this target")
         except CacheError:
             return [entry.trim(num_tokens) for entry in entries][0]
-        # mlx-lm's own trim minds neither the rows in front that a chunk has dropped nor those of concatenated entries.
+        # mlx-lm's own trim is wrong for chunked entries that dropped their first rows, and for concatenated ones.
         rows = max(entry.offset for entry in leaves(entries))
         num_tokens = min(num_tokens, rows)
         return num_tokens if cut_entries(entries, rows - num_tokens) else 0

@@ -142,15 +142,20 @@ class DrafterProposer:
     ):
         self.model, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
         self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
-        self.skipped = self.context.rows - cache[0].offset  # first rows, read before there was a drafter: `PairCache.adopt`
+        # The first rows of the text, if the target read them before there was a drafter (`PairCache.adopt`). The drafter counts
+        # its positions from the row after them.
+        self.skipped = self.context.rows - cache[0].offset
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """Enqueue a drafter pass for n drafts after the anchor [1], or as many as the policy needs. Then no rows are pending."""
+        """Enqueue a drafter pass over a block of the anchor [1] and n masks. It also reads the pending rows into the cache.
+
+        width: how many drafts will be verified. The head runs for the first `drafts_needed(width)` masks only.
+        """
         features, rows = self.context.pending.joined(), self.context.rows
-        args = (anchor, features, self.cache, rows - self.skipped, n + 1), self.policy.drafts_needed(width)
-        drafted, confidence = self._sampler.draft(self.model, *args, position=rows + features.shape[1] + 1)
+        block, position = (anchor, features, self.cache, rows - self.skipped, n + 1), rows + features.shape[1] + 1
+        drafted, confidence = self._sampler.draft(self.model, block, self.policy.drafts_needed(width), position)
         draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
-        # Started before the host builds the target's pass, which for a large model takes as long as the draft on the device.
+        # Started before the host builds the target's pass: for a large model that takes the host as long as the device drafts.
         mx.async_eval(draft.row, draft.confidence)
         return draft
 

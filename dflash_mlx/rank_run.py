@@ -137,7 +137,7 @@ class RankPair(DFlashPair):
     def told_result(self, result: RoundResult) -> RoundResult:
         return _result(self.ranks.told(_fields(result), "a row"), result.row_logprobs)
 
-    def begin(self) -> Target:
+    def prepare_target(self) -> Target:
         """The target for one run. No pass is put together once: a collective operation has no place in one that is replayed."""
         with self._lock:
             self._renew()

@@ -3,7 +3,7 @@
 Knows mlx-lm's cache classes. Knows nothing of models, tokens or the loop.
 
 A target pass over a block is undone in two calls: `rollback_point(entries, length)` before it, `rollback(entries, point, keep)`
-after it. The kind of entry decides how (`_CUT` and the two kinds beside it):
+after it. The kind of entry decides how (`_CUT`, `_undo`):
 
     entry                                       before the pass          to keep the first n rows of it
     KV, quantized, chunked, concatenated, MLA   its offset               cut the later rows
@@ -32,26 +32,6 @@ from mlx_lm.models.cache import (
 
 from .errors import CacheError
 from .kernels.masks import WindowMask
-
-
-def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-    """Append rows to a sliding context cache and keep the last `max_size`, always in time order.
-
-    mlx-lm's own update writes a single row in ring order, which a mask by position then misreads.
-
-    Shapes:
-      - k, v: [B, n_kv_heads, S, D], S may be 0
-    Returns: all rows now held, [B, n_kv_heads, min(offset, max_size), D] each.
-    """
-    new = k.shape[2]
-    if cache.keys is not None:
-        # Up to _idx: mlx-lm's trim moves that mark and leaves the rows behind it.
-        k = mx.concatenate([cache.keys[:, :, : cache._idx], k], axis=2)
-        v = mx.concatenate([cache.values[:, :, : cache._idx], v], axis=2)
-    cache.keys, cache.values = k[:, :, -cache.max_size :], v[:, :, -cache.max_size :]
-    cache.offset += new
-    cache._idx = cache.keys.shape[2]
-    return cache.keys, cache.values
 
 
 def _cut_concatenated(entry: ConcatenateKVCache, n: int) -> None:
@@ -134,7 +114,8 @@ class RollbackPoint:
     rows: rows of the pass after it has ended; 0 before that, and if it was interrupted.
     replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the one module that changed the
       entry's arrays. The pass puts them here; they hold that module's inputs for the block.
-    whole: id(entry) -> its attributes until the pass has ended, because an interruption may fall between keys and values.
+    whole: id(entry) -> its attributes, until the pass has ended. They undo a pass that was interrupted after it wrote an entry's
+      keys and before its values.
     """
 
     length: int
@@ -183,7 +164,7 @@ def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
 def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
     replays = point.replays.get(id(entry), [])
     if type(entry) is CacheList:
-        # A module that gets the whole list appends to all of it when it is replayed.
+        # A module that is given the whole list appends to all of it in its replay, so each entry is emptied of the pass first.
         for inner, inner_saved in zip(entry.caches, saved, strict=True):
             _undo(inner, inner_saved, point, 0 if replays and keep < point.rows else keep)
     elif type(entry) is not ArraysCache:
@@ -272,3 +253,23 @@ def cut_entries(entries: Sequence[Any], length: int) -> bool:
         if entry.offset > length:
             _CUT[type(entry)](entry, entry.offset - length)
     return True
+
+
+def append_window(cache: RotatingKVCache, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    """Append rows to a sliding context cache and keep the last `max_size`, always in time order.
+
+    mlx-lm's own update writes a single row in ring order, which a mask by position then misreads.
+
+    Shapes:
+      - k, v: [B, n_kv_heads, S, D], S may be 0
+    Returns: all rows now held, [B, n_kv_heads, min(offset, max_size), D] each.
+    """
+    new = k.shape[2]
+    if cache.keys is not None:
+        # Up to _idx: mlx-lm's trim moves that mark and leaves the rows behind it.
+        k = mx.concatenate([cache.keys[:, :, : cache._idx], k], axis=2)
+        v = mx.concatenate([cache.values[:, :, : cache._idx], v], axis=2)
+    cache.keys, cache.values = k[:, :, -cache.max_size :], v[:, :, -cache.max_size :]
+    cache.offset += new
+    cache._idx = cache.keys.shape[2]
+    return cache.keys, cache.values

@@ -18,7 +18,7 @@ from .models.target import Target, TargetOutput
 from .sampling import Distribution, History, KeyedNoise, LogitsProcessor, Sampler, choose_seed, process, sample_rows
 from .verify import logprobs
 
-# Ids and probabilities travel in one array of int32.
+# Probabilities travel with ids in one int32 array, as multiples of 1 / _ONE.
 _ONE = 1 << 20
 
 
@@ -83,14 +83,16 @@ class TargetSampler:
         target: Target,
         output: TargetOutput,
         drafted: mx.array,
-        context: list[Any],
+        drafter_states: list[Any],
         position: int,
         confidence: mx.array | None = None,
     ) -> tuple[Callable[[], mx.array] | None, Callable[[], RoundResult], bool]:
         """Enqueue the sampling of a pass's tokens and their comparison with the drafts.
 
         Shapes:
-          - output: of N + 1 rows; drafted, confidence: [1, >= N]; row 0 chooses the token at absolute `position`, after `history`
+          - output: of N + 1 rows; drafted, confidence: [1, >= N]
+        Args:
+          drafter_states: arrays of the drafter's cache to evaluate as well; position: absolute, of the token that row 0 predicts.
         Returns: a function for the token [1] on the device at N = 0 (None with processors); a function that waits for the result,
           the round's one wait, and raises NotFiniteError if a kernel or compiled pass failed; whether any of those ran.
         """
@@ -99,13 +101,13 @@ class TargetSampler:
         if self.processors:
             flag = target.finite_flag(hidden, compiled=compiled)
             drafts = pack_drafts(drafted, confidence)
-            mx.async_eval(drafts, hidden, features, context, flag)
+            mx.async_eval(drafts, hidden, features, drafter_states, flag)
             n = drafted.shape[1]
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, compiled), bool(flag)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if block.shape[1] and mx.default_device() != mx.cpu:
             # The device starts on the last layers while the host builds the rest. After a single row the next pass does that.
-            mx.async_eval(hidden, features, context)
+            mx.async_eval(hidden, features, drafter_states)
         if self.sampler is None and not self.needs_rows and (found := target.greedy_ids(hidden)):
             choices, margin = found
             accepted, bonus = accept_match(block, choices)
@@ -122,7 +124,7 @@ class TargetSampler:
             parts = [pack_drafts(drafted, confidence), accepted, bonus, *flag]
         packed = mx.concatenate(parts) if len(parts) > 1 else token
         # Everything is enqueued; reading one small array is the only wait.
-        mx.async_eval(packed, hidden, features, context)
+        mx.async_eval(packed, hidden, features, drafter_states)
 
         def read() -> RoundResult:
             values = packed.tolist()
@@ -136,10 +138,13 @@ class TargetSampler:
             # Computed again from the hidden row, so that neither the block's logits nor the caches stay alive.
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
-        return lambda: token, read, bool(flag)
+        return (lambda: token), read, bool(flag)
 
     def set_width(self, draft: Any, n: int) -> int:
-        """Set a `Draft`'s width to n, or to the number of its ids if that is smaller. Returns: the width."""
+        """Set a `Draft`'s width to n, or to the number of its ids if that is smaller. Returns: the width.
+
+        A constraint makes it smaller still (`constrained.ConstrainedSampler`).
+        """
         draft.width = min(n, draft.row.shape[1])
         return draft.width
 

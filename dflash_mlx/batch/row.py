@@ -111,7 +111,7 @@ class Row:
             self._steps = None
             self._resume()
         if self._is_written:
-            self.run.cache.begin()
+            self.run.cache.mark_in_use()
             self._is_written = False
         self.policy.in_company, self.policy.waits = True, not self.run.emitted
         self.seat = self.seat or self._find_seat()
@@ -191,7 +191,7 @@ def make_row(uid: int, options: RunOptions, pair: DFlashPair) -> Row:
       GenerationError, CacheError, PairError, ValueError: as `stream_generate`.
     """
     options.check_drafter()
-    target, prompt = pair.begin(), options.prompt_ids
+    target, prompt = pair.prepare_target(), options.prompt_ids
     cache = pair.open_cache(options.prompt_cache, options.max_kv_size)
     options.check_prompt(target, cache)
     run = make_run(options, pair, cache)

@@ -94,6 +94,7 @@ class Attention(nn.Module):
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
         k, v = self.cached_kv(mx.concatenate([context, x], axis=1), start)
+        # Rows that the cache holds already are left out. In a compiled pass both are one array, whose value is not known yet.
         if cache.offset is not start:
             held = cache.offset - start
             k, v = k[:, :, held:], v[:, :, held:]
@@ -298,6 +299,32 @@ class Drafter(nn.Module):
             return block
         return mx.where((ids == self.config.mask_token_id)[..., None], self.mask_embedding.astype(block.dtype), block)
 
+    def choose(
+        self, hidden: mx.array, anchor: mx.array, noised: Noised | None = None, noise: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """The likeliest token in each mask slot, and its probability.
+
+        Shapes:
+          - hidden: [B, N, H] normed rows of the mask slots; anchor: [B]
+        Args:
+          noised, noise: how the target adds noise, and its noise [B, N, V] at these slots. The ids are then drawn with it.
+        Returns: ids [B, N] int32; the greatest probabilities, without noise, [B, N] float32. Both are lazy.
+        """
+        logits = self._head(hidden)
+        scores = logits if noised is None else self._noised(logits.astype(mx.float32), noise, noised)
+        return self.target_ids(mx.argmax(scores, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
+
+    def _noised(self, logits: mx.array, noise: mx.array, noised: Noised) -> mx.array:
+        """Add the target's noise [..., V] to the head's logits [..., R]: scores of the head's tokens, whose argmax is drawn."""
+        if "d2t" in self:
+            noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
+        both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
+        return noised(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
+
+    def target_ids(self, ids: mx.array) -> mx.array:
+        """Map the head's ids to the target's. A head with a reduced vocabulary has a table d2t: target id minus head id."""
+        return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)
+
     def draw(
         self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array]:
@@ -317,7 +344,7 @@ class Drafter(nn.Module):
         return self.target_ids(drawn), every, q
 
     def first_not_finite(self, features: mx.array) -> tuple[str, str] | None:
-        """Draft one token from features [1, S, n_taps * H_target] alone: the first part that overflows and its type, or None."""
+        """The first part whose output overflows in a pass over features [1, S, n_taps * H_target], and its type; or None."""
         block = self.embed_block(mx.full((1, 2), self.config.mask_token_id, dtype=mx.int32))
         hidden = self(block, features, self.make_cache(), 0)
         parts = {
@@ -330,26 +357,3 @@ class Drafter(nn.Module):
             if not mx.isfinite(values).all().item():
                 return name, str(values.dtype).removeprefix("mlx.core.")
         return None
-
-    def choose(
-        self, hidden: mx.array, anchor: mx.array, noised: Noised | None = None, noise: mx.array | None = None
-    ) -> tuple[mx.array, mx.array | None]:
-        """[B, N, H] normed rows of the mask slots to the likeliest token ids [B, N] int32, and the greatest probabilities [B, N]
-        float32, which are lazy.
-
-        noised, noise: how the target adds noise, and its noise [B, N, V] at these slots: then ids are what it would draw.
-        """
-        logits = self._head(hidden)
-        scores = logits if noised is None else self._noised(logits.astype(mx.float32), noise, noised)
-        return self.target_ids(mx.argmax(scores, axis=-1)), mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1)
-
-    def _noised(self, logits: mx.array, noise: mx.array, noised: Noised) -> mx.array:
-        """Add the target's noise [..., V] to the head's logits [..., R]: scores of the head's tokens, whose argmax is drawn."""
-        if "d2t" in self:
-            noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
-        both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
-        return noised(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
-
-    def target_ids(self, ids: mx.array) -> mx.array:
-        """Map the head's ids to the target's. A head with a reduced vocabulary has a table d2t: target id minus head id."""
-        return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)

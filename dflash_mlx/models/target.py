@@ -1,12 +1,12 @@
 """A target pass of any mlx-lm model that also returns the outputs of some layers (taps); its embedding and head for the drafter.
 
-Finds a model's layers and the module that owns them (the backbone). Knows no family by name, and no drafter. `intercept` catches
-calls of layers, `recurrent` keeps recurrent states, `kernels.layer_routes` sends calls to kernels.
+Knows no family by name, and no drafter. `parts` finds the module that owns the layers (the backbone) and the embedding,
+`intercept` catches calls of layers, `recurrent` keeps recurrent states, `kernels.layer_routes` sends calls to kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from ..kernels.layer_routes import LayerRoutes, finite_bits, is_finite
 from ..kernels.masks import WatchedArray
 from ..rollback import RollbackPoint
 from .intercept import Handler, intercept, own_class
+from .parts import context_length, find_backbone, learned_positions, token_embedding
 from .recurrent import StatefulModules
 
 
@@ -101,8 +102,8 @@ class Target:
             )
         # Kept, because named_modules takes 0.6 ms for a model of 30 layers.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.backbone = _find_backbone(self.modules, self.layers[0], self.family)
-        # Memory after the rows of a position embedding may hold NaN, which would spoil a whole block.
+        self.backbone = find_backbone(self.modules, self.layers[0], self.family)
+        # The most rows it can have. What lies after a learned table of positions may be NaN, which would spoil a whole block.
         self.positions = learned_positions(model)
         # Sends layers to kernels in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
@@ -118,7 +119,7 @@ class Target:
     @property
     def context_length(self) -> int | None:
         """Positions that the model's own config gives it, scaled RoPE included; None where it gives none."""
-        return _context_length(self.modules.values())
+        return context_length(self.modules.values())
 
     @cached_property
     def embedding(self) -> nn.Module:
@@ -148,7 +149,7 @@ class Target:
         Args:
           point: made by `rollback_point(cache)` just now; then `rollback` takes back rows of this pass. For blocks only:
             inputs of stateful modules are kept, for every row.
-          kernels: let our kernels serve the layers of a pass of few rows. The caller must then read `finite_flag`.
+          kernels: let our kernels run the layers of a pass of few rows. The caller must then read `finite_flag`.
           eager: start evaluating each tap at once, so that the device works while the host builds the later layers. Not inside
             a compiled function.
         Raises:
@@ -226,9 +227,9 @@ class Target:
         int32, the bits of a float32.
 
         Args:
-          hidden, compiled: the last pass's output; margin: from `greedy_ids`; logits: from `head`, normalised or not.
+          hidden, compiled: of the pass's output; margin: from `greedy_ids`; logits: from `head`, normalised or not.
         """
-        # `served`, because another thread may have switched routes off since this pass.
+        # `served`: whether kernels ran in this pass. Another thread may have switched them off since then.
         if margin is None and not (compiled or self.routes.served):
             return []
         return [finite_bits(hidden, margin, logits if self.routes.served else None)]
@@ -237,7 +238,7 @@ class Target:
         """If a value is not finite, switch off what may have caused it, with one line in the log: the accelerator or all kernels.
 
         Args:
-          flag: what `finite_flag` gave; compiled: the output's, False where its states are sound and only `head` is in doubt.
+          flag: what `finite_flag` gave; compiled: of the pass's output. False where only `head` ran since the last check.
         Raises:
           NotFiniteError: a value is not finite. The pass must run again.
         """
@@ -306,58 +307,9 @@ class Target:
         return found[-1](hidden) if found else self.embedding.as_linear(hidden)
 
 
-def learned_positions(model: nn.Module) -> int | None:
-    """Rows of a model's position embedding, as in GPT-2; None if it learned none."""
-    return getattr(getattr(model, "args", None), "n_positions", None)
-
-
-def token_embedding(model: nn.Module, *others: nn.Module) -> nn.Module | None:
-    """The token embedding of a model and `others` of its modules, without any scale that the model applies; None if it has none.
-
-    It is the one with the most rows that are not positions.
-    """
-    positions = learned_positions(model)
-    modules = [m for part in (*others, model) for _, m in part.named_modules()]
-    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
-    return max(tables, key=lambda table: (table.weight.shape[0] != positions, table.weight.shape[0]), default=None)
-
-
-def _find_backbone(modules: dict[str, nn.Module], first: nn.Module, family: str) -> nn.Module:
-    """The innermost module that holds the layers and the token embedding: its output is the final normed hidden state.
-
-    The list of layers may be in an inner module that is never called, or whose output is not normed yet.
-    """
-    owners = [path for path, m in modules.items() if any(isinstance(v, list) and any(x is first for x in v) for v in m.values())]
-    if len(owners) != 1 or owners[0] == "":
-        raise TapError(
-            f"{len(owners)} modules of {family} own its layers; there must be one, inside the model",
-            "This model keeps its head and its layers in one module and cannot be tapped",
-        )
-    embeddings = [path for path, m in modules.items() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
-    outwards = owners[0]
-    while outwards:
-        if any(path.startswith(f"{outwards}.") for path in embeddings):
-            return modules[outwards]
-        outwards = outwards.rpartition(".")[0]
-    return modules[owners[0]]
-
-
 def _why_not_once(runs: dict[str, int], layers: Sequence[Any]) -> str:
     if max(runs.values()) > 1:
         return "It runs its layers in loops, so a layer has several outputs: no drafter can be fed with them."
     if not callable(layers[0]):
         return "It runs its layers piece by piece, never as a whole, so they have no output: no drafter can be fed with it."
     return "If the model or a part of it was compiled, pass the uncompiled one."
-
-
-def _context_length(modules: Iterable[nn.Module]) -> int | None:
-    for module in modules:
-        for args in (getattr(module, "args", None), getattr(module, "config", None)):
-            args = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-            for part in (args, args.get("text_config")):
-                part = part if isinstance(part, dict) else getattr(part, "__dict__", {})
-                if isinstance(length := part.get("max_position_embeddings"), int):
-                    scaling = part.get("rope_scaling") or part.get("rope_parameters") or {}
-                    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-                    return max(length, int(factor * original)) if factor and original else length
-    return None

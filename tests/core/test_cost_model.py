@@ -344,7 +344,7 @@ def measurement(monkeypatch, machine, most=7):
     monkeypatch.setattr(measure, "save_cost_model", lambda key, costs: kept.append(costs))
     monkeypatch.setattr(measure, "measuring", lambda *_: machine.turns(most))
     model = tiny_target(seed=2)
-    made = measure.Measurement(DFlashPair.of(drafter := tiny_drafter(model)).begin(), drafter)
+    made = measure.Measurement(DFlashPair.of(drafter := tiny_drafter(model)).prepare_target(), drafter)
     made.holds = drafter
     made._clock = lambda: machine.now
     return made, kept

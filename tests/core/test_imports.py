@@ -49,6 +49,7 @@ ORDER = (
     "pairs",
     "models.intercept",
     "models.recurrent",
+    "models.parts",
     "models.target",
     "traced",
     "first_use",

@@ -350,7 +350,7 @@ def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch,
 
     monkeypatch.setattr(timing, "turns", measure)
     drafter = tiny_drafter(model)
-    timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
+    timing.measure_cost_model(DFlashPair.of(drafter).prepare_target(), drafter)
     for second in (False, True, False):
         before = waits["wait"]
         passes["both"](3, second)
@@ -378,13 +378,13 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
 
     monkeypatch.setattr(timing, "turns", measure)
-    timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
+    timing.measure_cost_model(DFlashPair.of(drafter).prepare_target(), drafter)
 
 
 def test_measuring_touches_neither_the_caches_nor_the_random_state(tiny):
     model, line, _ = tiny
     drafter, state = tiny_drafter(model), mx.random.state[0].tolist()
-    costs = timing.measure_cost_model(DFlashPair.of(drafter).begin(), drafter)
+    costs = timing.measure_cost_model(DFlashPair.of(drafter).prepare_target(), drafter)
     assert mx.random.state[0].tolist() == state and set(costs.verify_s) == {1, 2, 3, 4}
     assert all(s > 0 for s in (costs.plain_s, costs.draft_s, costs.inject_s, *costs.verify_s.values()))
     assert {type(layer).__name__ for layer in model.layers} == {"TransformerBlock"}

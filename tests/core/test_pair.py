@@ -49,10 +49,10 @@ def test_the_target_is_made_once_a_pair(monkeypatch):
 def test_modules_put_in_others_places_make_a_new_target():
     model = tiny_target(seed=2)
     drafter = tiny_drafter(model)
-    before = DFlashPair.of(drafter).begin()
-    assert DFlashPair.of(drafter).begin() is before
+    before = DFlashPair.of(drafter).prepare_target()
+    assert DFlashPair.of(drafter).prepare_target() is before
     model.layers[1].mlp.up_proj = nn.Linear(24, 44, bias=False)
-    assert DFlashPair.of(drafter).begin() is not before
+    assert DFlashPair.of(drafter).prepare_target() is not before
     assert ids_of(run(model, drafter, PROMPT, 12)) == greedy_ids(model, PROMPT, 12)
 
 

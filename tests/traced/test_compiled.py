@@ -131,7 +131,7 @@ def test_what_is_kept_with_a_drafter_is_no_item_of_the_module(forced):
     drafter = tiny_drafter(model)
     # Another thread may be walking through it.
     for _ in drafter.items():
-        DFlashPair.of(drafter).begin()
+        DFlashPair.of(drafter).prepare_target()
     assert drafter.pair.accelerator and "pair" not in drafter
 
 
@@ -242,10 +242,10 @@ def test_without_cuda_no_pass_is_compiled_unless_asked_for(monkeypatch):
         monkeypatch.delenv(traced.VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(traced.VARIABLE, value)
-        assert DFlashPair.of(drafter).begin().accelerator is None
+        assert DFlashPair.of(drafter).prepare_target().accelerator is None
     monkeypatch.setenv(traced.VARIABLE, "yes")
     with pytest.raises(CompileError, match="DFLASH_MLX_COMPILE is 'yes'; it must be off, auto or on. Correct"):
-        DFlashPair.of(drafter).begin()
+        DFlashPair.of(drafter).prepare_target()
 
 
 @pytest.mark.parametrize("value", ["off", "on"])

@@ -156,7 +156,7 @@ def test_costs_are_measured_and_kept_apart_from_those_of_uncompiled_passes(force
     monkeypatch.setattr(costs, "save_cost_model", lambda key, _: keys.append(key))
     for value in ("on", "off"):
         monkeypatch.setenv(traced.VARIABLE, value)
-        target = DFlashPair.of(drafter).begin()
+        target = DFlashPair.of(drafter).prepare_target()
         costs.Measurement(target, drafter).finish()
         assert value == "off" or drafter.pair.accelerator.passes[0].passes
     assert len(set(keys)) == 2

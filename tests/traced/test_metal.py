@@ -78,7 +78,7 @@ def test_a_drafters_products_are_tried_with_the_targets_and_served(device, pair)
 def test_passes_are_not_put_together_before_an_answer_to_measure_them(device, pair, monkeypatch):
     model, drafter = pair
     monkeypatch.setattr("dflash_mlx.draft_length.measure.Measurement.prepare", lambda self: pytest.fail("put together before"))
-    target = DFlashPair.of(drafter).begin()
+    target = DFlashPair.of(drafter).prepare_target()
     assert target.accelerator and DFlashPair.of(drafter).draft_length_policy(mx.default_stream(mx.cpu))
 
 
