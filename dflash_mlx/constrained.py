@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .constraint import Constraint, ConstraintError, ConstraintProcessor, Guide, begin_constraint, hold
+from .constraint import Constraint, ConstraintError, ConstraintProcessor, Guide, apply_masks, begin_constraint
 from .models.target import Target, TargetOutput
 from .options import RunOptions
 from .proposers import Draft, Proposer
@@ -99,14 +99,14 @@ class ConstrainedSampler(TargetSampler):
         def read() -> RoundResult:
             result = wait()
             free = result.row_logprobs
-            result.row_logprobs = lambda i: hold(free(i)[None], None if masks is None else masks[i : i + 1])[0]
+            result.row_logprobs = lambda i: apply_masks(free(i)[None], None if masks is None else masks[i : i + 1])[0]
             return result
 
         return token, read, ours
 
     def _sample(self, rows: mx.array, position: int) -> mx.array:
         # With processors the constraint was the last of them, and the rows are masked already.
-        return super()._sample(rows if self.processors else hold(rows, self._masks), position)
+        return super()._sample(rows if self.processors else apply_masks(rows, self._masks), position)
 
 
 class ForcedProposer:

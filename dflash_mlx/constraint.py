@@ -1,6 +1,6 @@
 """What an answer may say: a JSON schema, a regular expression or a grammar, as masks over the next token.
 
-Knows tokens and grammars, by llguidance, an optional extra. Knows no models, no drafts' sources and no HTTP.
+Knows tokens and grammars, by llguidance, an optional extra. Knows no models, no draft sources and no HTTP.
 
     grammar = json_schema({"type": "object", ...})          text, bound to no tokenizer; one serves many runs
     stream_generate(..., constraint=grammar)                each run begins a constraint of its own
@@ -24,14 +24,14 @@ import numpy as np
 
 from .errors import GenerationError
 
-# Keywords of JSON Schema that llguidance passes over: of old drafts. Those that it knows and cannot do it names itself.
+# Keywords of older JSON Schema versions, which llguidance would ignore. Keywords that it knows and cannot do, it refuses itself.
 _DROPPED = ("disallow", "divisibleBy", "extends")
-# Its own settings of a schema, of which these say how the text is laid out; others would loosen what the schema says.
+# The keys of `x-guidance`, llguidance's own settings, that a schema may have: its layout. Others would loosen the schema.
 _LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
-# As Python's json.dumps writes: what targets write most, and blanks that are fixed are drafted for nothing.
+# The layout of Python's json.dumps, which targets write most often. Blanks that are fixed are forced, and need no drafter pass.
 _AS_PYTHON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _HELD_GRAMMARS = 64
-# Formats of which llguidance takes a year 0, the 29th of any February and the 60th second of any minute.
+# Patterns for formats. llguidance's own would accept the year 0, February 29 in any year, and second 60 in any minute.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _BY_4 = "(?:0[48]|[2468][048]|[13579][26])"
@@ -46,7 +46,7 @@ class ConstraintError(GenerationError):
 
 
 class UnsupportedError(ConstraintError):
-    """What is installed, or how the target writes, allows no holding, whatever is asked for."""
+    """No constraint works here, whatever it asks for: a package is missing, or the target's way of writing is not supported."""
 
 
 class Constraint(Protocol):
@@ -56,14 +56,13 @@ class Constraint(Protocol):
         """Bits [ceil(V / 32)] uint32, bit i % 32 of word i // 32 for token i; None: any token may come."""
 
     def advance(self, token: int) -> bool:
-        """Move on by a token; False, and nothing has changed, where it may not come."""
+        """Move on by a token. Returns: False, with nothing changed, if that token may not come."""
 
     def rollback(self, n: int) -> None:
         """Undo the last n calls of `advance`."""
 
     def forced(self) -> list[int]:
-        """Tokens that follow whatever the target says, as its tokenizer would write them; [] where there are none or it is not
-        known."""
+        """The tokens that must come next, as the target's tokenizer would write their text; [] if none is certain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ class Grammar:
         object.__setattr__(self, "_lock", threading.Lock())
 
     def begin(self, tokenizer: Any) -> GrammarConstraint:
-        """A constraint at its start, for one run with this tokenizer (mlx-lm's wrapper). The first takes up to a second.
+        """A constraint at its start, for one run with this tokenizer (mlx-lm's wrapper). A tokenizer's first takes up to 1 s.
 
         Raises:
           ConstraintError: the grammar cannot be held to; ImportError: llguidance is not installed.
@@ -94,7 +93,7 @@ class Grammar:
             return GrammarConstraint(found[1].deep_copy(), words.vocab_size, eos)
 
     def validate(self) -> None:
-        """Without a tokenizer. Raises: ConstraintError where it can be held to with none."""
+        """Check it without a tokenizer. Raises: ConstraintError if it would fail with any."""
         failed, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(self.lark)
         if failed:
             raise self._error(messages[0])
@@ -111,11 +110,11 @@ class Grammar:
 
 
 def _sentence(error: str) -> str:
-    """The first line that says something of an error of llguidance's."""
+    """The line of an llguidance error that gives the reason."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if line.startswith("error:")), None)
     told = (last or lines[0] if lines else "no reason is told").removeprefix("error:").strip()
-    # Where in the text that was made of a schema.
+    # Without the position: it is one in the text made from a schema, which the user has not seen.
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", told)[:300]
 
 
@@ -124,7 +123,7 @@ class GrammarConstraint:
 
     def __init__(self, matcher: Any, vocabulary: int, eos: Sequence[int]):
         self._matcher, self._words, self._eos = matcher, (vocabulary + 31) // 32, list(eos)
-        # Tokens from the answer's end on: whoever looks ahead runs past it.
+        # How many tokens came from the answer's end on: drafts may run past it.
         self._over = 0
 
     def mask(self) -> np.ndarray | None:
@@ -176,7 +175,7 @@ class Guide:
         """Move on by committed tokens.
 
         Raises:
-          ConstraintError: by one that was not allowed: no token was.
+          ConstraintError: one was not allowed, which happens only where no token is.
         """
         for token in tokens:
             if not self.constraint.advance(token):
@@ -184,13 +183,13 @@ class Guide:
             self.seen += 1
 
     def legal(self, drafts: Sequence[int]) -> int:
-        """How many of these drafts, from the first on, may come."""
+        """How many of the leading drafts may come."""
         return sum(1 for _ in self._along(drafts)) - 1
 
     def masks(self, drafts: Sequence[int]) -> mx.array | None:
         """Masks [len(drafts) + 1, words] uint32 of what may follow the committed tokens and each draft; None: anything.
 
-        Behind a draft that may not come all bits are set: no row there is looked at.
+        After the first draft that may not come all bits are set: those rows are not used.
         """
         rows = [self.constraint.mask() for _ in self._along(drafts)]
         if all(row is None for row in rows):
@@ -200,7 +199,7 @@ class Guide:
         return mx.array(np.stack(rows))
 
     def _along(self, drafts: Sequence[int]) -> Iterator[int]:
-        """Stops before the drafts and after each allowed one. At the end the constraint is where it was."""
+        """Yield with the constraint before the drafts, then after each allowed one: their number. At the end it is moved back."""
         taken = 0
         try:
             yield taken
@@ -213,8 +212,8 @@ class Guide:
             self.constraint.rollback(taken)
 
 
-def hold(rows: mx.array, masks: mx.array | None) -> mx.array:
-    """Log-probabilities [N, V] under masks [N, words] of `Guide.masks`: of what may not come -inf, the rest normalised."""
+def apply_masks(rows: mx.array, masks: mx.array | None) -> mx.array:
+    """Apply masks [N, words] of `Guide.masks` to log-probabilities [N, V]: -inf where a token may not come, normalised again."""
     if masks is None:
         return rows
     bits = (masks[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
@@ -227,7 +226,7 @@ def hold(rows: mx.array, masks: mx.array | None) -> mx.array:
 
 
 class ConstraintProcessor:
-    """A constraint as a logits processor of mlx-lm's kind, the last of them: where tokens are chosen row by row anyway."""
+    """A constraint as the last of mlx-lm's logits processors, for runs that sample row by row."""
 
     def __init__(self, guide: Guide):
         self.guide = guide
@@ -241,11 +240,11 @@ class ConstraintProcessor:
         mx.async_eval(new)
         mx.async_eval(logits)
         self.guide.follow(new.tolist())
-        return hold(logits - mx.logsumexp(logits, axis=-1, keepdims=True), self.guide.masks([]))
+        return apply_masks(logits - mx.logsumexp(logits, axis=-1, keepdims=True), self.guide.masks([]))
 
 
 def begin_constraint(constraint: Grammar | Constraint, tokenizer: Any) -> Constraint:
-    """What was given as `constraint`, for one run.
+    """The constraint of one run, from the argument `constraint`.
 
     Raises:
       ConstraintError: it is neither a grammar nor a constraint, or the grammar cannot be held to.
@@ -283,7 +282,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> Grammar:
 
 
 def json_rule(schema: Mapping[str, Any] | bool | str, **more: Any) -> str:
-    """A schema as what stands in a rule of a grammar; more: further settings of llguidance's. Raises: as `json_schema`."""
+    """A schema as the right side of a Lark rule. more: further settings of llguidance. Raises: as `json_schema`."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -308,7 +307,7 @@ def _readied(schema: Any) -> Any:
     """A schema with `_FORMATS` as patterns.
 
     Raises:
-      ConstraintError: it has a keyword that llguidance would pass over or hold to by halves.
+      ConstraintError: it has a keyword that llguidance would ignore, wholly or in part.
     """
     if isinstance(schema, list):
         return [_readied(part) for part in schema]
@@ -386,5 +385,5 @@ def _words(tokenizer: Any) -> Any:
 
 
 def is_special(tokenizer: Any, token: int) -> bool:
-    """Whether a grammar names a token by its number: text does not match it."""
+    """Whether a token is a special one: text does not match it, so a grammar has to name it by its number."""
     return _words(tokenizer).is_special_token(token)

@@ -1,6 +1,7 @@
-"""Kernels of the fused verify step: each file holds one text, its reference in MLX ops, its launch and its contract.
+"""Kernels of the fused verify step: each file holds one, with its reference in MLX operations, its launch and its contract.
 
-Knows arrays and devices; knows nothing of models' families, caches or the loop. `docs/kernels.md` draws each kernel.
+Knows arrays and devices; knows nothing of models' families, caches or the loop. `docs/kernels.md` draws each kernel, and explains
+the words of this folder: text, body, candidate, family, plan, question, trial.
 `REGISTRY` is the only list of them: the names that users give, the tests, the bench and the docs' lists are made from it.
 """
 
@@ -20,10 +21,10 @@ class Registered:
 
     Args:
       name: what a user gives in DFLASH_MLX_KERNELS and `--kernels`, and what records call it.
-      module: of `dflash_mlx.kernels`, that holds it; attributes: its kernels there, that which a trial is about first.
+      module: its file in this folder; attributes: its kernels there, first the one that trials compare.
       serves: what it does, in a few words, for lists.
       on: where it can run: "metal", "cuda".
-      text: whether it is a text of ours; else MLX's own operations put together otherwise.
+      text: True: a kernel of our own; False: MLX's operations, arranged in another way.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Registered:
     text: bool = True
 
     def load(self) -> tuple[Kernel | Form, ...]:
-        """Its kernels: the one that a trial is about, then those that it launches besides."""
+        """Its kernels: the one that trials compare, then others that its launch needs."""
         module = importlib.import_module(f"{__name__}.{self.module}")
         return tuple(getattr(module, attribute) for attribute in self.attributes)
 

@@ -10,7 +10,7 @@ Knows no kernel: each asks a `Question`. Unset on Metal, no pass waits for a tri
 `try_waiting` is called before the first answer and after answers. Where kernels were asked for, and on CUDA, the first pass that
 asks runs the trial. A trial in which a process died is found by its marker (`crash_marker`).
 
-`sure` asks who gives a row the same bits among any number of rows: no time decides that.
+`sure` finds candidates that give a row the same bits among any number of rows, whatever their time.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _OLD_NAMES = {"row_products": "matmul_as_gemv", "folded_attention": "gqa_folded_
 
 # Limits of time: of one trial, of all before the first answer, of all after an answer.
 TRIAL_S, FIRST_S, AFTER_S = 5.0, 20.0, 2.0
-# GPUs on which trials may come before the first answer, by how their architecture begins. A peer saw a stall of 105 s
-# on g17, and a newer one may have another.
+# GPUs on which trials may come before the first answer: beginnings of architecture names. Another project saw a stall of 105 s on
+# g17, and a newer one may have another.
 _TRIED_FIRST = ("applegpu_g13", "applegpu_g14", "applegpu_g15", "applegpu_g16")
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dflash_mlx.kernels")
-# What this process knows of each question, by row count; kernels switched off in it by name, with the reason.
+# What this process knows of each question, by row count. Kernels that it has switched off, by name, with the reason.
 _known: dict[tuple[str, ...], dict[int, Measured]] = {}
 _off: dict[str, str] = {}
-# Questions with row counts that are not tried yet, and the bytes that their calls read in a pass; those whose trial took too long
-# once.
+# Questions with row counts that are not tried yet, with the bytes that their calls read in a pass. Keys of trials that took too
+# long once.
 _waiting: dict[tuple[str, ...], tuple[Question, int]] = {}
 _slow: set[str] = set()
 # Whether another machine's results hold here (`share_results`).
@@ -72,10 +72,10 @@ class _Here(threading.local):
 
 
 _here = _Here()
-# (who decides, on what) -> what was decided; see `planned`. Another dictionary where a decision may no longer hold: one that is
-# being made meanwhile is kept in the old one, where nobody looks.
+# (function, arguments) -> its decision; see `planned`. When decisions may no longer hold, a new dictionary takes its place; what
+# another thread is deciding then goes into the old one, where nobody looks.
 _plans: dict[tuple, Any] = {}
-# What all plans rest on, as `may_run` saw it last.
+# What all plans depend on, as `may_run` saw it last: the setting, whether there is a GPU, and what compiles kernels.
 _ground: tuple | None = None
 
 
@@ -84,7 +84,7 @@ class KernelError(DFlashError, RuntimeError):
 
 
 class NotFiniteError(ArithmeticError):
-    """A pass in which kernels ran gave a value that is not finite. They are off by then: the pass is to be run again."""
+    """A pass in which kernels ran gave a value that is not finite. They are off now: the pass must run again."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Question:
 
     Args:
       shape: what the time depends on besides the rows, e.g. "float16 4 bit group 64 N 4096 K 4096"; no other operation's.
-      candidates: who may, the plan that is likeliest first.
-      make: given candidates, makes the arrays of their trials once; what it returns gives the trial at a row count.
+      candidates: ways to serve it, the most promising first.
+      make: given candidates, makes the arrays of their trials once. It returns a function from a row count to its trial.
       rows: counts that are tried, in this order.
-      nbytes: that one call reads: what takes the largest share of a pass is tried first.
+      nbytes: bytes that one call reads. Questions with the largest share of a pass are tried first.
     """
 
     shape: str
@@ -167,7 +167,7 @@ def parse_setting(value: str, source: str = VARIABLE) -> str | frozenset[str]:
 
 
 def has_gpu() -> bool:
-    """Whether launches have somewhere to go: a GPU that MLX sees and that is the default device."""
+    """Whether MLX sees a GPU, and it is the default device."""
     return (mx.metal.is_available() or mx.cuda.is_available()) and mx.default_device() == mx.Device(mx.gpu)
 
 
@@ -179,7 +179,7 @@ def _directory() -> Path:
 def may_run() -> bool:
     """Whether any kernel may run here: the cheap question that comes before a pass and before looking at a model's layers.
 
-    What was planned before DFLASH_MLX_KERNELS or the device changed is forgotten here, so once a pass.
+    Called once a pass: if DFLASH_MLX_KERNELS or the device has changed, it forgets all plans.
 
     Raises:
       KernelError: if kernels were named and there is no GPU.
@@ -224,7 +224,7 @@ def choose(question: Question, rows: int) -> Candidate | None:
         if forced or mx.cuda.is_available():
             _try(question, missing)
         else:
-            # The newest one: what an older one was to be tried on may be gone.
+            # The newest one is kept: layers on which an older one would be tried may be gone.
             _, share = _waiting.get(question.about, (None, question.nbytes))
             _waiting[question.about] = (question, share)
     off = {c.name for c in asked} - {c.name for c in _on(question)}
@@ -300,15 +300,14 @@ def _wanted(kernel: Kernel | Form) -> bool:
 
 
 def allowed(kernel: Kernel | Form) -> bool:
-    """Whether one runs that needs no trial, or whose trials are found right and faster."""
+    """Whether a kernel may run that needs no trial, or whose trial found it right and faster."""
     return _wanted(kernel) and kernel.name not in _off
 
 
 def planned(decide: Callable[..., T], *about: Any, given: tuple = ()) -> T:
-    """What `decide(*about, *given)` answers, asked once: until a kernel is switched off, trials find something, or `may_run` sees
-    other ground.
+    """`decide(*about, *given)`, remembered until a kernel is switched off, a trial finds something, or `may_run` sees a change.
 
-    A pass asks at each of its products, hundreds of times. The answer may rest on `about` and on what is named above alone.
+    A pass asks at each of its products, hundreds of times. The answer may depend on `about` and on these three alone.
 
     Args:
       given: for trials only, such as a layer's own weights; not held.
@@ -325,7 +324,7 @@ def planned(decide: Callable[..., T], *about: Any, given: tuple = ()) -> T:
 
 
 def plans() -> object:
-    """The same object as long as what was planned holds."""
+    """An object that is replaced when decisions may no longer hold."""
     return _plans
 
 
@@ -354,7 +353,7 @@ def disable_all(reason: str) -> None:
 
 
 def share_results(told: Callable[[Any, str], Any]) -> None:
-    """Over several machines: go by what the first one knows. From here on nothing is tried, and nothing read of this machine's.
+    """On several machines: use the first one's results. From then on nothing is tried, and no results of this machine are read.
 
     told: returns the first machine's value, like `Ranks.told`.
     """
@@ -392,7 +391,7 @@ def results() -> list[TuningResult]:
 
 
 def fingerprint() -> str:
-    """A name for who serves what, as far as this process knows: passes cost something else where it is another."""
+    """A name for what serves each operation, as far as this process knows. With another name, passes have other costs."""
     serving = [(about, sorted(verdicts(table).items())) for about, table in _known.items()]
     wanted = setting()
     said = wanted if isinstance(wanted, str) else ",".join(sorted(wanted))
@@ -435,7 +434,7 @@ def _table(question: Question) -> dict[int, Measured]:
 
 
 class _Survey:
-    """Counts what the passes ask that one thread puts together."""
+    """Collects the questions of the passes that one thread builds."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -452,8 +451,10 @@ def _surveyed() -> bool:
 
 @contextlib.contextmanager
 def survey() -> Iterator[None]:
-    """Note what is asked meanwhile in this thread, so that `try_waiting` knows it and its share of a pass. All runs on stock MLX;
-    nothing need be evaluated."""
+    """Collect the questions of passes that this thread builds meanwhile, for `try_waiting`, with their shares of a pass.
+
+    Stock MLX serves everything in these passes, and they need not be evaluated.
+    """
     global _survey
     _survey = noted = _Survey()
     try:

@@ -143,8 +143,8 @@ class Kernel:
       header: helper functions, each `METAL_FUNC`, on values: no address space is named in it.
       cuda_header: the same functions where CUDA has other instructions for them; None: `header` serves both.
       row_contiguous: False hands inputs over as they lie, so that a slice of a long cache is not copied.
-      form: which of several texts of this name, for MLX, which knows a text by its name.
-      at_once: whether it runs on CUDA without being asked for. MLX compiles it anew there in every process, some 2 s.
+      form: added to the name: MLX caches kernels by name, so several texts of one name need different forms.
+      at_once: whether it may run on CUDA by default. MLX compiles it there in every process, which takes some 2 s.
     """
 
     name: str
@@ -159,19 +159,19 @@ class Kernel:
 
     @property
     def text(self) -> str:
-        """What a tuning result is about."""
+        """What tuning results depend on."""
         return self.header + self.source
 
     def __call__(self, inputs: Sequence[mx.array], **given: Any) -> list[mx.array]:
-        """One launch, with the arguments of what `mx.fast.metal_kernel` makes."""
+        """Launch once, with the arguments of a kernel of `mx.fast.metal_kernel`."""
         return self.prepared(**given)(inputs=list(inputs))
 
     def prepared(self, *, threadgroup: Triple, grid: Triple | None = None, **given: Any) -> Callable[..., list[mx.array]]:
-        """A launch with these of its arguments, for many calls with the others, all by name.
+        """A launch with these arguments fixed. Each call gives the others, by name.
 
         Raises:
           ValueError: if the grid is not a multiple of the threadgroup (Metal would cut the last group, CUDA would not). A grid
-            that is given later is the caller's to see to.
+            that is given later must be checked by the caller.
           RuntimeError: if there is no GPU.
         """
         if grid is not None:
@@ -183,9 +183,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Form:
-    """Another way to say an operation in MLX's own, chosen as kernels are.
+    """Another way to compute something with MLX's own operations, tuned as kernels are.
 
-    text: changed when the way is, so that its tuning results are new.
+    text: a version. Change it with the code, so that older tuning results no longer apply.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Form:
 
 
 def maker() -> Callable[..., Any]:
-    """What makes a launch of a text here. Tests put an emulator in its place."""
+    """What compiles a kernel's source here. Tests put an emulator in its place."""
     return mx.fast.cuda_kernel if mx.cuda.is_available() else mx.fast.metal_kernel
 
 
@@ -207,7 +207,7 @@ def _make(kernel: Kernel, make: Callable, cuda: bool) -> Callable[..., list[mx.a
         header = f"{_CUDA_PRELUDE}namespace mlx::core::cu {{\n{own}\n}}\n{_CUDA_WORDS}"
     source = kernel.source
     if cuda:
-        # What MLX looks for in a text to know what to hand over.
+        # MLX searches the source for these names, to know which shapes and strides to pass.
         named = {f"{name}{end}" for name in kernel.inputs for end in ("_shape", "_strides", "_ndim") if f"{name}{end}" in source}
         header, source = _filed(header), f"// {' '.join(sorted(named))}\n{_filed(source)}"
     return make(

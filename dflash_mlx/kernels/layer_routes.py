@@ -1,6 +1,6 @@
-"""How a target's passes over few rows call its layers and its head by other ways than the model's own, and whether one did.
+"""Which layers of a target run in another way than the model's own code in a pass of few rows, and which of them did.
 
-Knows the routes (`routing`) and what was tuned (`autotune`); knows no pass.
+The head too. Knows the routes (`routing`) and what was tuned (`autotune`); knows no pass.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NOT_FINITE = 0x7F800000
 
 
 class LayerRoutes:
-    """The routes of one model, by the rows of a pass; row by row the same for any number of rows.
+    """The routes of one model, for each number of rows in a pass.
 
-    own_class: a module's class, also while a pass holds it in a made one.
+    own_class: gives a module's own class, also during a pass, when `intercept` has given it another.
     """
 
     def __init__(self, model: nn.Module, own_class: Callable[[nn.Module], type]):
         self.model, self._own_class, self._passes = model, own_class, PassState()
-        # Layers that may be served, from the first pass of few rows on a GPU.
+        # Layers that a kernel may serve; listed in the first pass of few rows on a GPU.
         self._calls: list[tuple[nn.Module, KernelRoute, str]] | None = None
-        # Rows of a pass -> what the plans rested on, and which of those layers are routed.
+        # Rows of a pass -> `autotune.plans()` then, and the layers that were still routed.
         self._routed: dict[int, tuple[object, list[tuple[nn.Module, KernelRoute, str]]]] = {}
 
     def calls(self, rows: int) -> list[tuple[nn.Module, KernelRoute, str]]:
-        """(layer, handler, method) of those that a pass over so many rows, one included, routes."""
+        """(layer, handler, method) of each layer that is routed in a pass of so many rows, which may be one."""
         if rows > MAX_ROWS or not autotune.may_run():
             return []
         if self._calls is None:
@@ -56,26 +56,26 @@ class LayerRoutes:
         return {id(module): route for module, route, _ in found}
 
     def begin(self) -> None:
-        """A pass of this thread begins: none has served a layer in it."""
+        """To be called before a pass of this thread."""
         self._passes.served.clear()
         self._passes.left.clear()
 
     def ended(self, rows: int) -> None:
-        """After a pass: layers that it left to MLX are not routed for as many rows, as long as what was planned holds."""
+        """."""
         plans, calls = self._routed.get(rows, (None, ()))
         if (idle := self._passes.left - self._passes.served) and plans is autotune.plans():
             self._routed[rows] = (plans, [call for call in calls if call[1] not in idle])
 
     @property
     def served(self) -> bool:
-        """Whether a layer of this thread's last pass, or the head since, was served."""
+        """Whether a kernel ran for a layer in this thread's last pass, or for the head since then."""
         return bool(self._passes.served)
 
     def can_argmax(self, rows: int) -> bool:
         return rows <= MAX_ROWS and autotune.may_run()
 
     def greedy_ids(self, hidden: mx.array, head: nn.Module) -> tuple[mx.array, mx.array] | None:
-        """The argmax of each row's logits without the logits; None: take it from the head.
+        """The argmax of each row's logits, by a kernel that writes no logits; None: there is no such kernel here.
 
         Shapes:
           - hidden: [B, L, H] final normed states; ids: [B, L] int32; margin: [B, L] float32, NaN where a logit is
@@ -100,7 +100,7 @@ def finite_bits(hidden: mx.array, margin: mx.array | None = None, logits: mx.arr
     if margin is not None:
         total = total + margin.sum()
     if logits is not None:
-        # What MLX's own head makes of sound states is the model's own; so is a logit of minus infinity.
+        # logsumexp, because a single logit of minus infinity is no fault.
         total = total + mx.logsumexp(logits, axis=-1).astype(mx.float32).sum()
     return total[None].view(mx.int32)
 

@@ -1,4 +1,4 @@
-"""Masks that say what they are: attention's routes know them again where a model hands them on unchanged.
+"""Masks that carry what they mean: attention's routes recognise one that a model passed on unchanged.
 
 Knows mlx-lm's way of making masks, and how scores take one; knows no cache and no kernel's text.
 """
@@ -35,16 +35,16 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 class WindowMask(WatchedArray):
     """The mask [N, S] of the last N positions of a text, each of which sees its last `window` of S keys in order.
 
-    What a model makes of it is an ordinary array again, and no kernel takes it for this one.
+    If a model computes with it, the result is an ordinary array, which no kernel takes for a window.
     """
 
     window: int
 
 
 class BufferMask(WatchedArray):
-    """A mask [N, S] over a buffer of S keys, True: seen, for the last N of the keys that it holds, each seeing all up to its own.
+    """A mask [N, S], True: seen, over a buffer of S keys. Row i is that of the i-th of the last N keys held, and sees all up to it.
 
-    added: the same as floats to add; end: [1] int32, how many keys that is.
+    added: the same mask as floats to add to scores; end: [1] int32, how many keys the buffer holds.
     """
 
     added: mx.array

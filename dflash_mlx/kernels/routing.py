@@ -1,10 +1,11 @@
-"""The calls of a model's layers that go through kernels: quantized ones by block_qmm and block_gather_qmm, attention by
-block_attention, gated delta rules by gated_delta; and on CUDA, those of few rows through other operations of MLX's (see
-`small_batch`).
+"""Finds the calls of a model that kernels can serve, and makes the handlers that send them there.
 
-Knows MLX's `Linear` and `QuantizedLinear`, the head that an `Embedding` is in tied models, quantized or not, by its name and
-call mlx-lm's `QuantizedSwitchLinear`, mlx-lm's `scaled_dot_product_attention` with the caches and masks that it is given, and its
-`gated_delta_update`, of which a call's inputs may be noted: see `Recurred`.
+    quantized products    block_qmm           quantized experts     block_gather_qmm
+    attention             block_attention     gated delta rules     gated_delta
+    on CUDA, also float products and attention of few rows: other operations of MLX (`small_batch`)
+
+Knows MLX's linear layers and embeddings, which are the head of tied models; mlx-lm's `QuantizedSwitchLinear`, by its name; its
+`scaled_dot_product_attention` with caches and masks; and its `gated_delta_update`, whose inputs are kept in a `Recurred`.
 Knows no family, and not how a call is intercepted: `models.intercept` does that, for the length of a pass.
 """
 
@@ -40,8 +41,7 @@ Handler = Callable[[Callable[..., Any], tuple, dict], Any]
 class PassState(threading.local):
     """What happened to the calls of a model's layers since this thread's last pass began.
 
-    served: routes whose module a kernel of ours served; left: those of which a call was left to MLX as it is, as all will be at
-      this number of rows.
+    served: routes by which a kernel of ours ran; left: routes that left a call to MLX, as they will at this number of rows.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def attention_calls(
 
 
 def renamed(call: FunctionType, name: str, value: Any) -> FunctionType:
-    """A copy of a function in which a global name is another's, so that nobody else's calls change."""
+    """A copy of a function that sees another value under a global name. The function itself is not changed."""
     named = {**call.__globals__, name: value}
     copied = FunctionType(call.__code__, named, call.__name__, call.__defaults__, call.__closure__)
     copied.__kwdefaults__ = call.__kwdefaults__
@@ -95,8 +95,8 @@ class Attention(KernelRoute):
     def __init__(self, module: nn.Module, call: FunctionType, masks: PassMasks, passes: PassState):
         super().__init__(module, passes)
         self._masks = masks
-        # Several rows are given a mask that the kernel has no words for, where one row is given none: then neither is the
-        # kernel's.
+        # Set once a pass came with a mask that the kernel cannot express. A single row has no mask, but the kernel must not serve
+        # it either: it would get other bits than among several.
         self._other_mask = False
         self._call = renamed(call, ATTENTION, self._attend)
 
@@ -104,7 +104,7 @@ class Attention(KernelRoute):
         return self._call(self.module, *args, **kwargs)
 
     def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
-        # A trace's: the cache's whole buffers (see `compiled`).
+        # In a compiled pass attention gets the cache's whole buffers.
         buffer = isinstance(mask, BufferMask) and not mask.changed and keys is cache.keys and values is cache.values
         self._other_mask = self._other_mask or isinstance(mask, mx.array) and not buffer and not _is_window(mask, cache)
         laid = None
@@ -125,7 +125,7 @@ class Attention(KernelRoute):
                 return out
         if laid is not None:
             self.passes.left.add(self)
-        # MLX would make floats of it, and one of all heads, in each layer.
+        # Otherwise MLX would convert and broadcast it again in each layer.
         mask = self._masks.spread(mask, (*queries.shape[:3], keys.shape[2])) if buffer else mask
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
@@ -138,8 +138,8 @@ def _recurrence_plan(*given: mx.array) -> Launch | None:
 class Recurred:
     """What a call of a recurrence was given, and the state that it left: enough to run its first rows again in one launch.
 
-    given: (q, k, v, g, beta, state) as `gated_delta` takes them; steps: mlx-lm's own code for this call; plan: says what
-    may run in its place.
+    given: (q, k, v, g, beta, state) as `gated_delta` takes them; steps: mlx-lm's own code for this call; plan: gives the kernel
+    to run in its place, or None.
     """
 
     given: tuple[mx.array, ...]
@@ -153,7 +153,7 @@ class Recurred:
 
 
 class _Listening(threading.local):
-    """In this thread: where a call that is under way is noted, if it is, and whether a kernel may serve it."""
+    """Of this thread's running call: the list that keeps its recurrences, if any, and whether a kernel may serve it."""
 
     noted: list[Recurred] | None = None
     kernels = True
@@ -191,7 +191,7 @@ class Recurrence(KernelRoute):
             state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], q.shape[3]), dtype=mx.float32)
         if mask is not None:
             return gated_delta_ops(q, k, v, g, beta, state, None, mask, use_kernel)
-        # A slice of the convolution's output: a kernel would copy it, now and in a rollback.
+        # v is a slice of the convolution's output. A kernel would copy it twice: now, and in a rollback.
         given = (q, k, v if here.noted is None else mx.contiguous(v), g, beta, state)
         launch = self.plan(*given) if here.kernels else None
         (self.passes.served if launch else self.passes.left).add(self)
@@ -224,8 +224,8 @@ def _is_window(mask: mx.array, cache: Any) -> bool:
 def laid_keys(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, mask: Any
 ) -> tuple[mx.array, mx.array, int, int] | None:
-    """What a cache has just handed out, as the kernel takes it: keys and values in the order of the text, the position of the
-    first, and the window (0: none). None where it is not that, or the rows do not see all keys up to their own in the window.
+    """The keys and values that a cache has just returned, as the kernel takes them: in the order of the text, with the position
+    of the first, and the window (0: none). None if they are of another kind, or a row sees fewer keys than those up to its own.
     """
     rotates = isinstance(cache, RotatingKVCache)
     if not (type(cache) is KVCache or rotates and not cache.keep) or queries.shape[0] != 1:
@@ -241,7 +241,7 @@ def laid_keys(
     if not rotates:
         return keys, values, 0, 0
     if (turn := cache._idx) < s:
-        # A row was written over the oldest one. Chunks are counted in the order of the text: its bits come from that.
+        # The ring has wrapped. The kernel sums in the order of the text, on which the bits depend.
         keys, values = (mx.concatenate([a[:, :, turn:], a[:, :, :turn]], axis=2) for a in (keys, values))
     return keys, values, cache.offset - s, cache.max_size
 
@@ -249,7 +249,7 @@ def laid_keys(
 def kernel_calls(
     model: nn.Module, class_of: Callable[[nn.Module], type] = type, passes: PassState | None = None
 ) -> list[tuple[nn.Module, KernelRoute, str]]:
-    """(layer, handler, method) for each affine quantized layer, on CUDA for those not quantized too: its products of 1..16 rows.
+    """(layer, handler, method) for the products of each affine quantized layer; on CUDA also of layers that are not quantized.
 
     Only layers of exactly the classes that the handlers were written for. `class_of`, `passes`: as in `attention_calls`.
     """

@@ -1,7 +1,7 @@
-"""One trial: candidates for an operation against stock MLX at one row count, right first, then timed.
+"""One trial: candidates for an operation against stock MLX at one row count. They are checked, then timed.
 
-Calls are timed as a pass makes them: each takes an input that hangs on the output of the one before. MLX encodes calls that do
-not depend on each other concurrently, and such loops misprice. Knows no kernel; keeps nothing.
+Calls are timed as a pass makes them: the input of each depends on the output of the one before. MLX runs independent calls
+concurrently, so a loop over such calls would time something else. Knows no kernel; keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _local = threading.local()
 
 
 class TrialError(RuntimeError):
-    """A trial that tells nothing of its candidates: memory was short, or stock MLX failed."""
+    """A trial that says nothing about its candidates: memory was short, or stock MLX failed."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """What one row count compares: all calls return the same outputs of the same input.
 
-    x: that input, the arrays besides are the calls' own; ours: one call a candidate; stock: stock MLX's.
+    x: that input; other arrays belong to the calls. ours: one call for each candidate; stock: stock MLX's.
     `same(ours, stock)` says whether a candidate is right: None, or what is wrong.
     """
 
@@ -50,15 +50,15 @@ class Trial:
 
 
 def lazy(make: Callable[[], Callable]) -> Callable:
-    """`make()`, made at the first call: a plan that cannot be prepared is its candidate's fault, not the trial's."""
+    """What `make()` returns, made at the first call: so a plan that cannot be prepared fails its candidate, not the trial."""
     made = functools.cache(make)
     return lambda *arrays: made()(*arrays)
 
 
 def run_trial(candidates: Sequence[Candidate], make: Callable[[], Trial], limit_s: float) -> Measured | None:
-    """What one trial finds; None: nothing, for `limit_s` was over before each side was timed once.
+    """What one trial finds; None: nothing, because `limit_s` was over before each side was timed once.
 
-    A call that runs is not ended: the limit is looked at between calls. The trial runs on this thread's own stream for trials.
+    The limit is checked between calls; a call that runs is not ended. The trial runs on this thread's own stream for trials.
 
     Raises:
       TrialError: its arrays or stock MLX's call could not be made.
@@ -106,7 +106,7 @@ def _stream() -> mx.Stream:
 def medians_s(*calls: Call, x: mx.array, until: float = float("inf")) -> list[float] | None:
     """Seconds of one call of each: the median over `SAMPLES` chains of `LENGTH` calls; None if `until` comes before one each.
 
-    By turns, because a machine is now faster, now slower.
+    The calls take turns, because a machine's speed varies.
     """
     times: list[list[float]] = [[] for _ in calls]
     for n in range(SAMPLES):
@@ -120,7 +120,7 @@ def medians_s(*calls: Call, x: mx.array, until: float = float("inf")) -> list[fl
 
 
 def chained(call: Call, x: mx.array, length: int) -> Sequence[mx.array]:
-    """The outputs of the last of `length` calls, each of which is given x and nothing times what the one before gave."""
+    """The outputs of the last of `length` calls. Each is given x plus 0 times the output of the one before."""
     out = call(x)
     for _ in range(length - 1):
         nothing = mx.reshape(out[0], (-1,))[:1] * 0

@@ -1,4 +1,4 @@
-"""From what trials measured to who serves each row count. Pure: knows no device, no file and no clock."""
+"""Which candidate serves each row count, from what trials measured. Pure: knows no device, no file and no clock."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .launch import Form, Kernel
 
 # Row counts at which an operation is tried, the one-row check first. A count between two of them takes the larger one's verdict.
 ROWS = (1, 2, 4, 8, 16)
-# One row may take so much longer than stock MLX's, for then it has the bits that it has among others. Else stock MLX serves it.
+# At one row a candidate may take up to this many times stock MLX's time: the row then has the same bits alone as among others.
 ONE_ROW_SLACK = 1.03
-# Two rows and more are another family's only where it takes less of the time than this: bits of a row change there.
+# From two rows on, another family takes a row count over only if it needs less than this share of the time: bits differ there.
 ANOTHER_FAMILY = 0.9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to serve an operation: a text in one of its plans.
+    """One way to serve an operation: a kernel with launch options (its plan).
 
-    options: of the launch, by name, such as columns; order: those that change the order of a row's sums. Candidates of one
-      `family` give a row the same bits.
+    options: by name, such as columns; order: names of the options that change the order of a row's sums. Candidates of one
+      `family` differ in no such option, and give a row the same bits.
     """
 
     kernel: Kernel | Form
@@ -44,7 +44,7 @@ class Measured:
     """What the trial of an operation at one row count found, by candidates' names.
 
     families: of all candidates; seconds: of one call; wrong: whose values differ, and how; refused: what did not compile or
-      launch, and why. Who is in none of the three was not reached within the trial's time.
+      launch, and why. A candidate in none of the three was not reached within the trial's time.
     crash: why there was no trial.
     """
 
@@ -71,16 +71,16 @@ def tried_rows(rows: int, tried: Sequence[int]) -> int:
 
 
 def verdicts(table: Mapping[int, Measured], forced: bool = False, off: Collection[str] = ()) -> dict[int, str]:
-    """Who serves each row count: candidates' names. Stock MLX serves the counts that are left out.
+    """The candidate that serves each row count, by name. Stock MLX serves the counts that are left out.
 
                      A, 2 columns   A, 4 columns    B      stock      verdict
           1 row         10.4           10.2         9         10      A, 4 columns: within 3 %
           4 rows        12             11          10.5       20      A, 4 columns
          16 rows        15             30          21         20      A, 2 columns
 
-    One family serves the counts that are not stock MLX's, that which saves most in sum, so that these rows agree bit for bit; at
-    each count by its quickest plan. Of two rows and more another one serves those at which it is quicker by a tenth, unless
-    `forced`: the text for 4 rows is not that for 8. A candidate that was wrong or refused at one count serves none.
+    One family serves all counts at which it is faster than stock MLX, each by its fastest plan, so that these rows agree bit for
+    bit: the family that saves most time in sum. From two rows on, another family takes over a count where it is a tenth faster,
+    unless `forced`. A candidate that was wrong or refused at one count serves none.
 
     Args:
       table: by row count. forced: faster than stock MLX or not. off: candidates that are to serve none.

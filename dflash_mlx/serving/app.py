@@ -45,9 +45,9 @@ from .responses import Completion, Writer, error_body, joined, total
 from .thinking_budget import ThinkingBudget
 
 _log = logging.getLogger(__name__)
-# Names that nobody can register: no foreign page can have one of them point here.
+# Endings of names that nobody can register. So no foreign web page can have such a name, and point it at this machine.
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
-# Seconds that the rest of a body that is too large is read on for. A client that is still sending would see a reset otherwise.
+# How long the rest of a body that is too large is read: a client that is still sending would otherwise see a reset.
 _DRAIN_S = 2.0
 
 
@@ -103,7 +103,7 @@ def make_app(engine: Engine) -> ASGIApp:
 
 
 def refusal(request: Request, error: RequestError) -> Response:
-    """An error in the words of the API that was asked."""
+    """An error in the form of the API that was asked."""
     request.app.state.metrics.refused.labels(error.status).inc()
     if request.scope["path"].startswith("/messages"):
         return _json(*anthropic_error(error), error.headers)
@@ -144,7 +144,7 @@ class Guard:
 
 
 def _check_host(request: Request, options: Options) -> None:
-    """Raises: RequestError for a foreign name of this machine."""
+    """Raises: RequestError for a Host header that does not name this server."""
     host, allowed = request.headers.get("Host", ""), options.allowed_origins
     if "*" not in allowed and not is_own_name(host, options.host, allowed):
         problem = f"the request is for the host {host[:80]!r}, which is not a name of this server"
@@ -173,7 +173,7 @@ def _check_client(request: Request, options: Options) -> None:
 def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
     """Whether a Host header names this server: an address, a name that no stranger can register, or one that was admitted.
 
-    A page of a foreign name that its owner has pointed at this machine would otherwise read answers as its own.
+    Otherwise the owner of a foreign page could point its name at this machine, and the page could read answers (DNS rebinding).
     """
     name = host
     if host.isascii() and not set(host) & set("/?#@\\ "):
@@ -200,7 +200,7 @@ def metrics(request: Request) -> Response:
 
 
 def health(request: Request) -> Response:
-    """Whether requests are taken, how many wait, and how far the prompt of the running one is."""
+    """Whether requests are taken, how many wait, and how much of the running one's prompt is read."""
     engine: Engine = request.app.state.engine
     body = {"status": "ok" if engine.is_healthy else "unavailable", "queue": engine.waiting, "running": engine.running}
     body["loaded"] = engine.is_loaded
@@ -379,14 +379,14 @@ def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair, index: in
 class Answer:
     """What is generated, as one object or as the events of a stream. A client that leaves ends it."""
 
-    # Seconds without a word after which a stream gets a comment: the first time, then again.
+    # Seconds without text after which a stream gets a comment: the first, and each further one.
     first_comment_s, next_comment_s = 1.0, 3.0
 
     def __init__(self, request: CompletionRequest, writers: list[Writer], metrics: Metrics):
         self.request, self.writers, self.metrics, self.failed = request, writers, metrics, False
         self.headers = {}
         if request.ignored:
-            # Names of a stranger's: letters of a header alone, and not too many.
+            # A client chose these names: only letters that a header may have, and not too many.
             names = ", ".join(dict.fromkeys(request.ignored))[:2000]
             self.headers["x-ignored-fields"] = re.sub(r"[^\x20-\x7e]", "?", names)
         if "seed" in request.body and request.sampling.seed is not None:
@@ -413,7 +413,7 @@ class Answer:
             writer.generation.cancel()
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
-        """A client that closes only the half it writes to counts as gone too: HTTP clients do not."""
+        """Cancel when the client is gone. One that closes its sending side alone counts as gone too: HTTP clients do not."""
         message: Message = {"type": ""}
         while message["type"] != "http.disconnect":
             message = await receive()
@@ -432,7 +432,7 @@ class Answer:
             return refusal(request, error)
 
     async def _events(self) -> AsyncIterator[str]:
-        """Events as they come; something else when nothing was written for long, which tells how far the prompt is."""
+        """Events as they come. If there is none for long, a comment says how much of the prompt is read."""
         try:
             for writer in self.writers:
                 async for text in self._written(writer):
@@ -451,7 +451,7 @@ class Answer:
             yield writer.error(RequestError(f"{type(error).__name__}: {error}", status=500))
 
     async def _written(self, writer: Writer) -> AsyncIterator[str]:
-        """What comes together is written at once: a client that left is then noticed in between."""
+        """A writer's events. Tokens of a round go out as one text: a client that left is then noticed between rounds."""
         yield "".join(writer.start())
         wait, written = self.first_comment_s, time.monotonic()
         async for tokens in writer.generation.bursts(min(0.25, self.first_comment_s)):

@@ -46,12 +46,12 @@ class Piece:
 
 
 class Channels:
-    """Tells growing text of one answer apart.
+    """Splits the text of one answer by kind while it is written.
 
     Args:
-      before: the end of the prompt, from behind the last message on: it may have opened the reasoning.
-      tools: what the client offered. Without tools a written call stays text, marks kept; so does one that cannot be read.
-      live: tell calls as they are written, where `live_calls` can.
+      before: the end of the prompt, after the last message: it may have opened the reasoning.
+      tools: what the client offered. Without tools a call stays text, with its marks; so does a call that cannot be read.
+      live: report calls while they are written, where `live_calls` knows the grammar.
       marked: calls come with their marks, as an answer that is held to a grammar writes them.
     """
 
@@ -68,7 +68,7 @@ class Channels:
         self._reader = reader
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
-        """The pieces that this text completes; letters that may begin a mark wait for the next call, or for `last`."""
+        """The pieces that this text completes. Letters that may begin a mark are held until more text comes, or until `last`."""
         pieces = self._reader.feed(text, last)
         return [piece for piece in pieces if piece.text or piece.calls]
 
@@ -90,7 +90,7 @@ def has_reasoning(tokenizer: Any) -> bool:
 
 
 def end_of_thinking(tokenizer: Any) -> tuple[int, int] | None:
-    """The tokens that open and close reasoning; None where its marks are no single tokens, or there are none."""
+    """The ids of the tokens that open and close reasoning; None if there are no marks, or a mark is not a single token."""
     marks = None if is_harmony(tokenizer) else thinking_marks(tokenizer)
     ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks or ()]
     return (ids[0][0], ids[1][0]) if [len(one) for one in ids] == [1, 1] else None
@@ -103,7 +103,7 @@ def opens_reasoning(tokenizer: Any, before: str) -> bool:
 
 
 def template_source(tokenizer: Any) -> str:
-    """The text of the chat templates; "" where the template is none or a program."""
+    """The text of the chat templates; "" if there is none, or it is a Python function."""
     source = getattr(tokenizer, "chat_template", None)
     if isinstance(source, dict):
         source = "\n".join(str(text) for text in source.values())
@@ -186,7 +186,7 @@ def call_spelling(tokenizer: Any) -> Callable[[Sequence[tuple[str, str]]], str]:
     return lambda calls: spell(calls, start, end, read, template_source(tokenizer))
 
 
-def _told(parts: Sequence[Part]) -> list[Piece]:
+def _streamed(parts: Sequence[Part]) -> list[Piece]:
     return [Piece("begun", calls=[part.call]) if part.call else Piece("arguments", part.arguments) for part in parts]
 
 
@@ -212,17 +212,17 @@ class _Scanner:
         return text, None
 
 
-# Letters of a call that may be held after an end of it that stands within a value. A value that goes on for longer is taken to
-# be one that was never closed.
+# An end mark inside a value does not end a call. At most so many letters are held after such a mark: a value that is longer is
+# taken for one that was never closed.
 _MOST_HELD = 32_768
 
 
 class _Frame:
-    """Takes marks that are text off an answer: one where it begins, and then the other where it ends. Elsewhere they are text."""
+    """Removes marks that are ordinary text: one where an answer begins, the other where it ends. Elsewhere they stay."""
 
     def __init__(self, start: str, end: str, before: str):
         self.start, self.end, self.held = start, end, ""
-        # Whether the mark may still come; None: it is settled.
+        # Whether the first mark may still come; None: it came, or cannot come any more.
         self.begins: bool | None = not before.rstrip().endswith(start)
         self.within = not self.begins
 
@@ -231,7 +231,7 @@ class _Frame:
         self.begins, self.within = None, True
 
     def feed(self, text: str, last: bool) -> str:
-        """The part of an answer that is certain; `last`: nothing of it follows, or what follows is no text."""
+        """The text that is the answer's for certain. last: the answer ends after this text."""
         self.held += text
         said = ""
         if self.begins:
@@ -257,28 +257,28 @@ class _Frame:
 
 
 class _Json:
-    """Whether growing text can still be one JSON value, and where it stands within a string."""
+    """Whether growing text can still be JSON (possible), and whether it ends within a string (within)."""
 
     def __init__(self) -> None:
         self.possible, self.within, self._escaped, self._over = True, False, False, False
-        # Of objects and lists; None: none has begun.
+        # How many objects and lists are open; None: none was opened yet.
         self._depth: int | None = None
 
     def feed(self, text: str) -> bool:
-        """Whether this text can follow it."""
+        """Add text. Returns: whether it can still be JSON."""
         for letter in text if self.possible and not self._over else "":
             if self._escaped:
                 self._escaped = False
             elif self.within:
-                # A string holds no line ends: so text of which a string was never closed is soon known to be no call.
+                # No string holds a line end. So text with a string that was never closed is soon known to be no call.
                 self.possible = letter >= " "
                 self.within, self._escaped = letter != '"', letter == "\\"
             elif self._depth == 0 and letter == "<":
-                # Behind it marks may stand.
+                # Marks may follow.
                 self._over = True
                 break
             elif self._depth == 0 and letter == ";":
-                # Another call of Llama's.
+                # Llama writes it between calls.
                 self._depth = None
             elif self._depth == 0 and letter == "{":
                 self._depth = 1
@@ -292,7 +292,7 @@ class _Json:
 
 
 class _Marked:
-    """Grammars of marks in one stream of text: states, and in each the marks that lead to another."""
+    """Reads grammars whose marks stand in one stream of text: states, and in each the marks that lead to another one."""
 
     def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool, marked: bool):
         self.tokenizer, self.tools, self.scanner, self.lives = tokenizer, tools, _Scanner(), live
@@ -307,8 +307,8 @@ class _Marked:
         self.frame = _Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
         self.bare = bool(self.calls) and self.calls[0] in BARE
-        # Of a call on its way: the state before it, the mark that opened it, its text, and whether that may be JSON, if it must;
-        # head: its mark where that is a part of the call.
+        # Of the call that is being read: the state before it, its opening mark, its text, and whether that can still be JSON; head:
+        # the mark, if it is a part of the call.
         self.before, self.mark, self.call, self.json, self.head = self.state, "", "", _Json(), ""
         self.live = LiveCalls(())
 
@@ -344,7 +344,7 @@ class _Marked:
             part, mark = self.scanner.next(list(ways), last)
             if self.state == "tool":
                 self.call += part
-                pieces += _told(self.live.feed(part))
+                pieces += _streamed(self.live.feed(part))
                 if self._given_up(part):
                     self._reread(mark or "", pieces)
                     continue
@@ -359,7 +359,7 @@ class _Marked:
             self._open(ways[mark], mark)
 
     def _open(self, state: str, mark: str) -> None:
-        """Go on in a state that a mark opens. In "tool" a call begins, and where it has no mark the whole answer is one."""
+        """Enter the state that a mark opens. In "tool" a call begins; with mark "" the whole answer is the call."""
         if state == "tool":
             self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
             self.head = mark if mark in self.heads else ""
@@ -368,15 +368,16 @@ class _Marked:
         self.state = state
 
     def _text(self, text: str, ends: bool) -> Piece:
-        """ends: what follows is no text of this kind."""
+        """A piece of text in the present state. ends: text of another kind follows, or none."""
         if self.state == "reasoning":
             return Piece("reasoning", text)
         return Piece("answer", self.frame.feed(text, ends) if self.frame else text)
 
     def _closed(self, end: str, pieces: list[Piece]) -> bool:
-        """Whether the call could be read.
+        """Read the call at an end mark (end; "": the answer ends). Returns: whether there is a call.
 
-        Else it goes on where its end stands within a value. If not, its mark is text, and what came after it is read anew.
+        If the mark lies inside a value, the call goes on. Otherwise it was none: its opening mark is text, and what came after
+        that is read again.
         """
         text, (_, mark, read) = self.head + self.call, self.calls
         value = open_value(text, mark)
@@ -392,22 +393,22 @@ class _Marked:
         if end and value:
             self.json.feed(end)
             self.call += end
-            pieces += _told(self.live.feed(end))
+            pieces += _streamed(self.live.feed(end))
         elif self.live.begun:
-            # What was told stays a call.
+            # What was streamed as a call stays one.
             return True
         else:
             self._reread(end, pieces)
         return False
 
     def _given_up(self, part: str) -> bool:
-        """Whether what is held can be no call any more, whatever follows; part: the newest of it."""
+        """Whether the held text cannot become a call any more. part: its newest letters."""
         _, end, read = self.calls
         if (is_json(read) or not self.mark) and not begins_python(self.call) and not self.json.feed(part):
             return True
         if not self.mark and not begins_bare(self.call):
             return True
-        # An end that is held stands within a value.
+        # An end mark that is still held lies inside a value.
         at = self.call.find(end) if end and len(self.call) > _MOST_HELD else -1
         return 0 <= at < len(self.call) - _MOST_HELD
 
@@ -427,8 +428,8 @@ class _Harmony:
     The final channel and commentary to nobody are the answer, commentary to functions.NAME is a call, the rest is reasoning.
     A prompt ends after `<|start|>assistant`, so an answer begins within a header.
 
-    A target may also write about its marks. One that ends a message has a header after it, or nothing; any other is text. So is
-    one within a string of a call, or of an answer in JSON.
+    A target may also write about these marks. A mark ends a message only if a header follows, or nothing; any other is text. So
+    is a mark inside a string of a call, or of an answer in JSON.
     """
 
     _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -444,7 +445,8 @@ class _Harmony:
     def __init__(self, before: str, tools: Any, live: bool):
         self.tools, self.scanner, self.lives, self.live = tools, _Scanner(), live, LiveCalls(())
         self.header, self.body, self.kind, self.first = "", "", "header", True
-        # Whether a body is JSON, and where in a call's the first mark stands within a string.
+        # json: whether the body can be JSON; torn: where in a call's body the first mark inside a string is, -1 if there is none;
+        # given_up: the body began as a call and is text.
         self.json, self.torn, self.given_up = _Json(), -1, False
         opened = before.rpartition("<|start|>")[2]
         if "<|channel|>" in opened and not any(end in opened for end in self._ENDS):
@@ -508,7 +510,7 @@ class _Harmony:
             return self._give_up(mark or "", pieces)
         if mark is not None and not (ends := self._ends(mark, last)):
             if ends is None:
-                # The text after it will show.
+                # Only the text after it shows that.
                 self.scanner.held = mark + self.scanner.held
                 return False
             return self._add(mark, pieces) or self._give_up("", pieces)
@@ -525,21 +527,21 @@ class _Harmony:
         return True
 
     def _add(self, text: str, pieces: list[Piece]) -> bool:
-        """Text of a body. An answer's and reasoning's goes out, a call's is held. False: that can be no call."""
+        """Add text to a body. An answer's and reasoning's goes out, a call's is held. Returns: False if it can be no call."""
         possible = self.json.feed(text)
         if self.kind != "call":
             pieces.append(Piece(self.kind, text))
             return True
         self.body += text
-        pieces += _told(self.live.feed(text))
+        pieces += _streamed(self.live.feed(text))
         return bool(self.tools) and possible and not 0 <= self.torn < len(self.body) - _MOST_HELD
 
     def _give_up(self, mark: str, pieces: list[Piece]) -> bool:
-        """What is held is no call but text, its marks too. From the first mark within a string on it is read anew: one that was
-        never closed costs no other message."""
+        """The held body is no call: it is text, with its marks. From the first mark inside a string on it is read again: a string
+        that was never closed must not swallow the messages after it."""
         at = self.torn if self.torn >= 0 else len(self.body)
         if self.live.begun:
-            # What was told stays a call.
+            # What was streamed as a call stays one.
             self.scanner.held = mark + self.scanner.held
             self.kind, self.given_up, self.json.possible = "answer", True, False
             return True
@@ -554,16 +556,16 @@ class _Harmony:
         if within and self.kind == "call":
             self.torn = len(self.body) if self.torn < 0 else self.torn
             return False
-        behind = self.scanner.held
-        start, follows = behind.lstrip(), self._FOLLOWS.get(mark, (*self._STARTS, "assistant<|channel|>"))
-        if self._HEADER.match(behind) and start.startswith(follows):
+        after = self.scanner.held
+        start, follows = after.lstrip(), self._FOLLOWS.get(mark, (*self._STARTS, "assistant<|channel|>"))
+        if self._HEADER.match(after) and start.startswith(follows):
             return True
         if last:
             # Cut off within a header.
             cut = not start and mark in self._ENDS or start and any(words.startswith(start) for words in follows)
             return not within and bool(cut or start.startswith(follows))
         waits = start.startswith(follows) or any(words.startswith(start) for words in follows)
-        return None if waits and len(behind) <= self._LONGEST_HEADER else False
+        return None if waits and len(after) <= self._LONGEST_HEADER else False
 
     def _closed(self, end: str) -> Piece:
         name, body = self._called(), self.body

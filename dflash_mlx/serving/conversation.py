@@ -236,10 +236,10 @@ class Conversation:
 
         def kept(pieces: list[Piece]) -> list[tuple[str, str]]:
             # At least one piece per token, because each carries the mark of how its token was drafted.
-            told = [("thinking" if piece.kind == "reasoning" else "answer", piece.text) for piece in pieces] or [("answer", "")]
-            for kind, text in told:
+            said = [("thinking" if piece.kind == "reasoning" else "answer", piece.text) for piece in pieces] or [("answer", "")]
+            for kind, text in said:
                 texts[kind] += text
-            return told
+            return said
 
         try:
             with closing(turn.responses) as responses:

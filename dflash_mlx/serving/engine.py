@@ -48,7 +48,8 @@ class Options:
     model_name, aliases: further names of the target; any_model_name: accept any name.
     max_queue: requests that may wait. unload_after_s: free the models after so long without a request; None: never.
     recommended: sampling settings from the target's generation_config.json. They apply unless the user or the request sets
-    them, or the request's temperature is 0. prompt_cache_bytes: None: no limit; 0: keep nothing.
+    them, or the request's temperature is 0. prompt_cache_size: prompts kept in memory, at most prompt_cache_bytes in all (None:
+    no limit; 0: keep nothing); prompt_cache_dir: where they are also kept in files.
     log_prompts: log the text of each prompt. max_batch: requests answered at the same time; None: `usual_rows()` with a
     drafter, else 1, because only drafted requests run together. prefill_share: as in `BatchGenerator`.
     """
@@ -384,7 +385,7 @@ class Engine:
         _log.info("models unloaded: no request for %g s", self.options.unload_after_s)
 
     def _read(self, value: bool) -> bool:
-        """What other threads have said. By this and the next three the generating thread of `RankEngine` hears of rank 0's."""
+        """A value that another thread may set. `RankEngine` overrides this and the next three: all ranks act on rank 0's."""
         return value
 
     def _next_job(self) -> Generation:
@@ -397,6 +398,7 @@ class Engine:
         self._queue.get()
 
     def _start(self, generation: Generation, stream: Any) -> None:
+        """Begin a request in the batch, if requests run together here; else answer it alone, to its end."""
         if self._read(generation.cancelled):
             return
         self._alone = generation
@@ -515,7 +517,7 @@ class _AnswerText:
         # With the whole prompt: the run gets only the part that was not cached.
         self.stream, self.stop = TextStream(tokenizer, job.prompt, job.after_template), StopText(job.stop)
         self.kinds = DraftKinds()
-        # Characters given out so far, and bytes of tokens whose characters were not.
+        # Characters given out so far; bytes of tokens whose characters are still held back.
         self.letters, self.held = 0, b""
 
     def token(self, response: Any) -> Token:
@@ -551,7 +553,7 @@ class _AnswerText:
         elif piece:
             known = self.held.decode(errors="ignore")
             rest = self.held[len(known[: len(piece)].encode()) :]
-            # Bytes that are no character by themselves cannot stay for long.
+            # No character has more than 4 bytes: longer rests are not the beginning of one.
             self.held = rest if len(rest) < 4 or known[len(piece) :] else b""
         return start
 

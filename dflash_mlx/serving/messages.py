@@ -38,7 +38,7 @@ class Prompt:
     """A prompt's token ids.
 
     shared: (length, kind) of the beginnings that later prompts will have in common with it, for the prefix cache.
-    before: its text from behind the last message on, which may open the reasoning.
+    before: its text after the last message, which may open the reasoning.
     """
 
     ids: list[int]
@@ -81,7 +81,7 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str])
 
 
 def _shorten_ids(message: dict[str, Any]) -> None:
-    """Ids of calls as Mistral's templates want them, nine letters or digits; the same one for a call and for its result."""
+    """Change ids of calls to nine letters or digits, as Mistral's templates want them; a call and its result get the same."""
     holders = [(call, "id") for call in message.get("tool_calls", ())]
     if message["role"] == "tool":
         holders.append((message, "tool_call_id"))
@@ -204,7 +204,7 @@ def render_chat(
         return render_text(tokenizer, convert_chat([*messages], dict(role_mapping) if role_mapping else None))
     variables = {"tools": list(tools) if tools else None, **(template_args or {})}
     if not tokenizer.has_thinking and has_reasoning(tokenizer):
-        # mlx-lm switches thinking off for marks that it does not know.
+        # For marks that it does not know, mlx-lm would switch thinking off.
         variables.setdefault("enable_thinking", True)
 
     def write(some: Sequence[dict[str, Any]], **more: Any) -> Rendered:
@@ -255,7 +255,7 @@ def _with_tools(
 
 
 def _template_for_null(tokenizer: Any) -> dict[str, str]:
-    """A chat template that takes content without a value as null: transformers leaves such keys out of a message."""
+    """The chat template, changed to take a message without content as one whose content is null: transformers drops such keys."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str) or not _ASKS_FOR_NULL.search(template):
         return {}
@@ -269,7 +269,10 @@ def _template_for_null(tokenizer: Any) -> dict[str, str]:
 def _shared(
     tokenizer: Any, messages: Sequence[dict[str, Any]], ids: list[int], write: Callable[..., Rendered]
 ) -> list[tuple[int, str]]:
-    """Where later prompts part from this one: after the system message, before an open reasoning, before the last token."""
+    """Where later prompts may differ from this one: after the system message, before open reasoning, before the last token.
+
+    Returns: (length in tokens, kind) each, as in `Prompt.shared`.
+    """
     shared = []
     count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count:

@@ -36,7 +36,7 @@ class CompletionRequest:
 
     api: a name of `fields.APIS`. prompts: of a text completion, each a text or token ids; one answer for each.
     n: answers to each prompt. continues: the last message begins the answer. thinking_budget: tokens of it, None is no limit.
-    demand: what the answer is held to. ignored: names of fields that had no effect. body: as it came, without what was not read.
+    demand: what the answer is held to. ignored: names of fields that had no effect. body: the fields that were read.
     """
 
     api: str
@@ -65,7 +65,7 @@ class CompletionRequest:
 
     @property
     def chat(self) -> bool:
-        """Whether messages come and an answer goes; else texts are continued."""
+        """Whether it has messages, which get an answer; else texts, which are continued."""
         return self.api != TEXT
 
     def render(self, tokenizer: Any) -> list[Prompt]:
@@ -82,7 +82,7 @@ class CompletionRequest:
         return [prompt for prompt in found for _ in range(self.n)]
 
     def sampling_of(self, index: int) -> SamplingSettings:
-        """Of one answer: the first to a prompt is the one that it would be alone."""
+        """Those of answer `index`. With a seed, the first answer to a prompt has this seed, the others the seeds after it."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.n) % (1 << 32))
 
@@ -132,7 +132,7 @@ def _finite(kind: type) -> Callable[[str], Any]:
 def read_request(
     body: Any, api: str, pair: LoadedPair, options: Options, earlier: Callable[[str], list[Any]] = lambda name: []
 ) -> CompletionRequest:
-    """What a body asks for; what it leaves out is as the server was started.
+    """What a body asks for. Fields that it leaves out have the server's defaults.
 
     earlier: the messages after a `previous_response_id`.
     Raises:
@@ -253,7 +253,7 @@ def _is_id(value: Any, pair: LoadedPair) -> bool:
 
 
 def fold_seed(seed: Any) -> int:
-    """A seed of 64 bits as one of 32, which is what noise is keyed by. -1 draws one."""
+    """A seed of up to 64 bits as one of 32, by which noise is keyed. -1: a random one."""
     if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
         raise RequestError(f"seed is {shown(seed)}; it must be a whole number of at most 64 bits, or -1 for one that is drawn")
     if 0 <= seed < 1 << 32:
@@ -314,7 +314,7 @@ def _as_sent(problem: str, name: str, field: str, value: Any) -> str:
 
 
 def _max_tokens(body: Mapping[str, Any], options: Options) -> int:
-    """Of two limits the smaller holds; -1 is none."""
+    """The smaller of two limits; -1: no limit."""
     given = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if name in body}
     for name, value in given.items():
         try:
@@ -362,7 +362,7 @@ def _logit_bias(body: Mapping[str, Any], pair: LoadedPair) -> dict[int, float]:
 
 
 def _block_size(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> int | None:
-    """The anchor and so many drafted tokens; None leaves the number to each round."""
+    """The anchor and the drafted tokens that the body asks for; None: each round chooses their number."""
     count = body.get("num_draft_tokens")
     if count is None:
         return options.block_size if pair.most_drafts is not None else None
@@ -429,9 +429,9 @@ def _ignore(ignored: list[str], api: str, *names: str) -> None:
 def _held_calls(
     demand: Demand, body: Mapping[str, Any], tools: list[dict[str, Any]], pair: LoadedPair, api: str, ignored: list[str]
 ) -> Demand:
-    """A demand with the calls that are offered, and how: which must come, how many, and whose arguments are held to.
+    """Add to a demand which calls may or must come, how many, and whose arguments must follow their schema.
 
-    tools: of a target whose calls cannot be held to, those that may not be called are taken out of it: they are not offered.
+    tools: changed if this target's calls cannot be held to a grammar: tools that `tool_choice` rules out are removed from it.
     """
     one = "parallel_tool_calls" in body and not _flag(body, "parallel_tool_calls")
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
@@ -463,8 +463,7 @@ def _held_calls(
 
 
 def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
-    """The functions that a `tool_choice` lets be called, None: any; and whether one must be. In the shape of either of OpenAI's
-    APIs."""
+    """The functions that a `tool_choice` allows, None: all; and whether one must be called. Either of OpenAI's APIs' shapes."""
     if choice in ("auto", "none", "required"):
         return None, choice == "required"
     if (name := _named(choice)) is not None:

@@ -1,7 +1,7 @@
 """Tool calls in the text that a target writes: which grammars there are, and how a call is read.
 
-Reading is mlx-lm's tool parsers'. `CALLS` holds the grammars that mlx-lm's wrapper lacks. Knows no streams: `channels` finds
-where a call begins and ends.
+Most calls are read by mlx-lm's tool parsers; `CALLS` holds the grammars that mlx-lm's wrapper lacks. Knows no streams: `channels`
+finds where a call begins and ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call:
 
 
 def _json_calls(text: str, tools: Any) -> Any:
-    """An object or a list; also several objects in a row (MiniMax-M1), of Llama with semicolons between."""
+    """An object or a list; also several objects in a row (MiniMax-M1), or with semicolons between them (Llama)."""
     text, calls = text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>").strip(), []
     while text:
         call, end = json.JSONDecoder().raw_decode(text)
@@ -52,7 +52,7 @@ def _llama_calls(text: str, tools: Any) -> Any:
 
 
 def _llama4_calls(text: str, tools: Any) -> Any:
-    """Llama 4's: between its marks, or after them where they hold nothing."""
+    """Llama 4's: between its marks, or after them if there is nothing between."""
     within, _, behind = text.partition("<|python_end|>")
     if within.strip() and behind.strip():
         raise ValueError("something stands beside a call")
@@ -99,7 +99,7 @@ _DSML_ENDS = re.compile(r"\s*(?:｜DSML｜)? ?\w*calls>\s*</｜DSML｜ ?\w*calls
 
 
 def _dsml_calls(text: str, tools: Any) -> Any:
-    """Arguments are text where they are said to be, else JSON; a call may also hold one JSON object."""
+    """An argument is text if its attribute `string` or the schema says so, else JSON. A call may also hold one JSON object."""
     found = _DSML_CALL.findall(text)
     if not found or not _DSML_ENDS.fullmatch(_DSML_CALL.sub("", text)):
         raise ValueError("not all of it is calls")
@@ -136,7 +136,7 @@ def _mistral(read: Reader) -> Reader:
 
 
 def _pythonic(read: Reader) -> Reader:
-    """mlx-lm's parser, without its guess at what is no Python: it takes several calls for one, and the rest for a value."""
+    """mlx-lm's parser, without its guess at text that is no Python: it would read several calls as one with a long value."""
 
     def read_python(text: str, tools: Any) -> Any:
         parsed = read(text, tools)
@@ -167,7 +167,7 @@ _K3_PART = re.compile(
 
 
 def _kimi_k3(read: Reader) -> Reader:
-    """mlx-lm's parser, for arguments that state no type, or another than the tool's schema does: it is the schema's."""
+    """mlx-lm's parser, with the type of the tool's schema for arguments that state no type or another one."""
 
     def typed(found: re.Match, schemas: dict[str, Any]) -> str:
         key = re.search(r'\bkey="([^"]*)"', found[3])
@@ -206,7 +206,7 @@ def _muse(read: Reader) -> Reader:
     return lambda text, tools: read(_with_schemas(_MUSE_PART, text, tools, typed), tools)
 
 
-# What mlx-lm's parsers lack, by the mark that starts their calls.
+# Corrections of mlx-lm's parsers, by the mark that starts their calls.
 _MENDED = {
     "[TOOL_CALLS]": _mistral,
     "<|tool_call_start|>": _pythonic,
@@ -217,7 +217,7 @@ _MENDED = {
 
 
 def mended(start: str, read: Reader) -> Reader:
-    """A parser of mlx-lm's with what it lacks."""
+    """A parser of mlx-lm, corrected if `_MENDED` has its mark."""
     return _MENDED[start](read) if start in _MENDED else read
 
 
@@ -253,9 +253,9 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
 
 
 def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, source: str) -> str:
-    """Calls as a target writes them, where its template writes none: in the marks of a grammar of JSON or of DeepSeek's.
+    """Calls as a target would write them, for chat templates that write none.
 
-    Of another grammar, or of none, they are JSON alone.
+    They get the marks of a grammar of JSON or of DeepSeek's. For any other grammar, or none, they are JSON alone.
 
     calls: names and arguments as JSON; source: of the chat template, which tells DeepSeek's two spellings apart.
     """
@@ -286,7 +286,7 @@ def begins_bare(text: str) -> bool:
 
 
 def begins_python(text: str) -> bool:
-    """Whether a call of Llama's is written as Python writes it, or is a list."""
+    """Whether a call of Llama's is in brackets: calls as Python writes them, or a list."""
     return text.lstrip()[:1] == "["
 
 
@@ -345,7 +345,7 @@ _CALL = re.compile(r"<function=|<invoke\b|<atem:invoke\b|<\|open\|>call\b|<\|too
 
 
 def read_whole(read: Reader, text: str, tools: Any) -> Any:
-    """What a parser gives for the text of a call, marks within values being the values', and no call left out.
+    """Parse the text of a call. Marks inside values are part of the values, and no call is left out.
 
     mlx-lm's parsers end a call at its first end mark, in a value too, and some read only the first of several calls.
     """
@@ -372,7 +372,7 @@ def _read_each(read: Reader, text: str, tools: Any) -> Any:
 
 
 def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
-    """A call's text with letters that begin a mark replaced within its values, and the table that gives them back."""
+    """A call's text in which letters that may begin a mark are replaced inside values; and the table that puts them back."""
     spare = (chr(n) for n in range(0xF0000, 0xFFFFE) if chr(n) not in text)
     hidden = dict(zip("<[{}", spare, strict=False))
 
@@ -390,7 +390,7 @@ def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
 
 
 def _show(value: Any, shown: dict[int, str]) -> Any:
-    """Give the letters back, in everything that was read."""
+    """Put the letters back, in everything that was read."""
     if isinstance(value, str):
         return value.translate(shown)
     if isinstance(value, dict):
@@ -399,9 +399,9 @@ def _show(value: Any, shown: dict[int, str]) -> Any:
 
 
 def tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-    """The calls, or none where they cannot be read: parsers raise what they like on what a target may write.
+    """The calls, or [] if they cannot be read: on bad text mlx-lm's parsers raise errors of many kinds.
 
-    Others take anything for a call. So a name must be one that was offered or written.
+    Some take anything for a call. So each name must be one that was offered, or stand in the text.
     """
     try:
         calls = read_calls(read())
@@ -415,7 +415,7 @@ def tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]
 
 # The argument under which mlx-lm's glm47 and laguna give what they could not read.
 _UNREAD = {"raw"}
-# Of a function: no blanks, and no letters of JSON, of marks or of Python calls; no end tag.
+# A function's name: no blanks, no letters that JSON, marks or Python calls need, and no end tag.
 _NAME = re.compile(r"""(?!/)[^\s{}\[\]()<>"'=|,]+""")
 
 
@@ -444,13 +444,13 @@ def _ends_of(value: re.Match) -> tuple[str, str]:
 
 
 def open_value(text: str, end: str) -> str:
-    """The value within which this text of a call ends, from its opening on; "" where none is open.
+    """The value that is still open where this text of a call ends, from its opening mark on; "" if none is.
 
     A value that runs over the end of a call into the tags of the next one is open too: it was never closed.
     """
-    behind = "\0"
-    for found in _VALUE.finditer(text + behind):
+    text_end = "\0"
+    for found in _VALUE.finditer(text + text_end):
         torn = (found["tag"] or found["part"]) and end and end in found[0] and not found[0].endswith(_ends_of(found)[1])
-        if torn or found[0].endswith(behind):
+        if torn or found[0].endswith(text_end):
             return found[0]
     return ""

@@ -97,7 +97,12 @@ def test_drafted_ids_are_those_of_plain_decoding_under_the_same_constraint(tiny,
 
 FAULTS = {
     "a guide that is not undone": (constraint.Guide, "_along", "self.constraint.rollback(taken)", "pass"),
-    "rows that are not masked": (constrained, "hold", "mx.where(allowed, rows, mx.array(-mx.inf, dtype=rows.dtype))", "rows"),
+    "rows that are not masked": (
+        constrained,
+        "apply_masks",
+        "mx.where(allowed, rows, mx.array(-mx.inf, dtype=rows.dtype))",
+        "rows",
+    ),
     "one mask for all rows": (constraint.Guide, "masks", "np.stack(rows)", "np.stack([rows[0]] * len(rows))"),
     "masks a row late": (constraint.Guide, "masks", "np.stack(rows)", "np.stack([rows[0], *rows[:-1]])"),
     "a token of the run before it": (
