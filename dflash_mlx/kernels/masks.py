@@ -42,7 +42,7 @@ class WindowMask(WatchedArray):
 
 
 class BufferMask(WatchedArray):
-    """A mask [N, S], True: seen, over a buffer of S keys. Row i is that of the i-th of the last N keys held, and sees all up to it.
+    """A mask [N, S], True: seen, over a buffer of S keys. Its rows are the last N keys held; each sees all keys up to its own.
 
     added: the same mask as floats to add to scores; end: [1] int32, how many keys the buffer holds.
     """
