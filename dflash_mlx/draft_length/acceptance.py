@@ -20,7 +20,11 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
 
 
 class AcceptanceRate:
-    """How often each slot is accepted if the slots before it are: fading counts; a slot with few leans on the one before."""
+    """How often each slot is accepted if the slots before it are.
+
+    FADE: weight that older rounds keep at each new one. A slot with few rounds takes part of its rate from the slot before it, as
+    if it had been seen LEAN times more with that rate; START: the rate before the first slot.
+    """
 
     FADE, LEAN, START = 0.97, 2.0, 0.7
 

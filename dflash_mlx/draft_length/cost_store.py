@@ -32,9 +32,9 @@ def pair_key(models: Sequence[Any], *others: object) -> str:
 
 
 def load_cost_model(key: str) -> CostModel | None:
-    """What was measured lately, on any run on this machine; None if nothing was, or the file does not say it right.
+    """What an earlier run on this machine measured, if it is recent; None if there is nothing, or the file is damaged.
 
-    None too for what was measured on battery, in heat or in Low Power Mode, once this machine is slowed by none of them.
+    None also if it was measured while battery, heat or Low Power Mode slowed the machine, and none of them does now.
     """
     try:
         entry = _records.read()[key]
@@ -51,7 +51,7 @@ def load_cost_model(key: str) -> CostModel | None:
 
 
 def save_cost_model(key: str, costs: CostModel) -> None:
-    """Keep costs beside the newest others. A file that cannot be written is not needed: the next run measures again."""
+    """Store costs, and keep the newest others. If the file cannot be written, the next run measures again."""
     costs.keep = partial(save_cost_model, key)
     about = {"saved_at": time.time(), "slowed_by": slowed_by()}
     _records.put(key, {name: getattr(costs, name) for name in (*_SECONDS, "verify_s", "cut_s")} | about)

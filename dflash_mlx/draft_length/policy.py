@@ -107,7 +107,8 @@ class DraftLengthPolicy:
     ):
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
-        # _later: the rest of the measurement waits for the end of the answer; has_measured: all of it was run between tokens.
+        # _later: the rest of the measurement waits for the end of the answer; _is_slowed: measuring slowed this run; has_measured: all
+        # of it was run between tokens.
         self._later = self._is_slowed = self.has_measured = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
@@ -117,7 +118,7 @@ class DraftLengthPolicy:
         self._saves = True
         # Rounds of width 0 since plain decoding was last timed.
         self._plain = 0
-        # Offers of prompt lookup declined since one was taken, and after how many its measured costs are forgotten.
+        # Offers of prompt lookup that were declined since its costs were last forgotten, and after how many they are forgotten.
         self._declined, self._patience = 0, _LOOK_AGAIN
         # For how many more offers that are no better than the last declined one the answer stays no.
         self._lookup_rest, self._declined_at = 0, 0.0
@@ -297,8 +298,8 @@ class DraftLengthPolicy:
     ) -> None:
         """Learn from a round: its time, and whether it ran like most rounds of its width (usual).
 
-        accepted, more: as for `AcceptanceRate.add`; confidence: of a round of the drafter's, where they were asked for; waited:
-        the host waited for its drafts, to cut them or to time them.
+        accepted, more: as for `AcceptanceRate.add`; confidence: the drafter's, if asked for; waited: whether the host waited
+        for the drafts, to cut or to time them.
         """
         if self.cost_model is None:
             return

@@ -60,7 +60,7 @@ def accept_kernel(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array
 
 
 def prepare(b: int, n: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
-    """`accept_kernel` for drafts [b, n]: what takes (draft, target), as often as one likes."""
+    """`accept_kernel` for drafts [b, n], as a function of (draft, target)."""
     launch = KERNEL.prepared(
         template=[],
         grid=(32 * b, 1, 1),
@@ -89,13 +89,13 @@ def accept(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array, mx.ar
     """
     if target.shape != (draft.shape[0], draft.shape[1] + 1):
         raise ValueError(f"target is {target.shape} for drafts {draft.shape}; it must have one choice more than there are drafts")
-    # No pass of a target that uses kernels need have come before this call.
+    # This may be the first call in this process that asks for kernels.
     launch = autotune.planned(_plan, *draft.shape, draft.dtype, target.dtype) if autotune.may_run() else None
     return launch(draft, target) if launch else accept_ops(draft, target)
 
 
 def _plan(b: int, n: int, dtype: mx.Dtype, target_dtype: mx.Dtype) -> Callable[..., tuple[mx.array, mx.array, mx.array]] | None:
-    """What `accept` hands (draft, target) of these shapes and types to; None: MLX's operations."""
+    """A function of (draft, target) of these shapes and types by a kernel; None: MLX's operations serve them."""
     eligible = (
         b * n > 0  # an empty array has no buffer
         and dtype == target_dtype == mx.int32  # ids are compared as they are

@@ -26,7 +26,7 @@ from .trials import lazy
 
 CHUNK_TILES = 8
 CHUNK = 32 * CHUNK_TILES
-# Keys of a trial. One tuning result for all lengths: a row takes the same text however long the text has become.
+# Keys of a trial. Its result holds for all lengths, so that a row is served in the same way however long the text has become.
 TRIAL_KEYS = 4096
 # Outputs that a thread holds: 48 floats beside scores and weights stay in an Apple GPU's registers.
 MAX_HELD = 48
@@ -364,9 +364,9 @@ def block_attention_plan(
     sinks: mx.array | None = None,
     folds: bool = False,
 ) -> Callable[..., mx.array] | Folded | None:
-    """What `block_attention` of the same arguments hands (queries, keys, values, sinks, start, held) to; None: MLX.
+    """`block_attention` of these arguments by a kernel, as a function of (queries, keys, values, sinks, start, held); None: MLX.
 
-    For callers with a way of their own. Whether it is None is one answer for all lengths.
+    For callers that have another way where it is None, which is so for all lengths or for none.
 
     Args:
       folds: whether it may be MLX's attention over folded rows: a `Folded`, which takes the pass's mask.

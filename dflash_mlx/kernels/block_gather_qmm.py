@@ -161,7 +161,7 @@ def prepare(
     columns: int = COLUMNS,
     tile: int | None = None,
 ) -> Callable[..., mx.array]:
-    """`block_gather_qmm_kernel` for arrays of these shapes: what takes (x, w, scales, biases, indices), as often as one likes.
+    """`block_gather_qmm_kernel` for arrays of these shapes, as a function of (x, w, scales, biases, indices).
 
     columns: of a simd group; tile: rows of one expert in one pass over its weights. Results depend on neither.
     """
@@ -214,7 +214,7 @@ def block_gather_qmm(
 def block_gather_qmm_plan(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, indices: mx.array, group_size: int, bits: int
 ) -> Callable[..., mx.array] | None:
-    """What `block_gather_qmm` of the same arguments hands (x, w, scales, biases, indices) to; None: MLX."""
+    """`block_gather_qmm` of these arguments by a kernel, as a function of (x, w, scales, biases, indices); None: MLX."""
     if biases is None:  # not affine
         return None
     about = (x.shape, x.dtype, w.shape, scales.dtype, indices.shape, group_size, bits)
@@ -247,7 +247,7 @@ def _plan(
         return None
     about = f"experts {dtype} {bits} bit group {group_size} E {e} N {n} K {k} pairs a row {share}"
     counts = autotune.ROWS if share > 1 else _PAIRS
-    # A question that waits for its trial keeps no layer in memory.
+    # A question that waits for its trial must not keep a layer in memory.
     made = partial(trials, share, group_size, bits, dtype, [weakref.ref(a) for a in weights])
     question = autotune.Question(about, candidates(), made, counts, nbytes=min(e, 8) * n * k * bits // 8)
     chosen = autotune.choose(question, math.prod(shape[:-1]))
@@ -255,7 +255,7 @@ def _plan(
 
 
 def candidates() -> tuple[autotune.Candidate, ...]:
-    """The plans that a Mac may find quickest; on CUDA the one that is made without a word."""
+    """The plans that a Mac may find quickest; on CUDA only the default one."""
     if mx.cuda.is_available():
         return (autotune.Candidate(KERNEL),)
     return tuple(autotune.Candidate(KERNEL, (("columns", c), ("tile", r))) for c, r in ((4, 4), (4, 8), (2, 4), (2, 8)))
@@ -272,7 +272,7 @@ def trials(
     """Comparisons with MLX on a layer's own weights, experts chosen at random; for a row count.
 
     Args:
-      share: pairs of a row; weights: w, scales and biases, each by what gives it, None where the layer is gone.
+      share: pairs of a row; weights: w, scales and biases, each as a function that returns it, or None if the layer is gone.
     Raises:
       LookupError: the layer is gone.
     """

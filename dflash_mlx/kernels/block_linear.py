@@ -1,11 +1,13 @@
-"""A layer's product of 1..16 rows together with what stands around it, in one launch: for passes that launches bind.
+"""A layer's product of 1..16 rows with the norm before it and the sum or gate after it, in one launch.
+
+For passes whose time is that of their launches.
 
     x -- RMSNorm --> Linear -->        one launch for two         norm=(weight, eps)
               o_proj, down_proj --> + residual                    residual=r
     x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
 
 In matrix units, so for 16-bit types: row_tiles.py on Metal, tile_product.py on CUDA. Weights may be affine or of x's type. A row
-is the same among few and many. Knows arrays only; which layers belong together, `fusion` sees.
+gets the same bits among few and many. Knows arrays only; `fusion` sees which layers belong together.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def prepare(
     simdgroups: int | None = None,
     tile: int | None = None,
 ) -> Launch:
-    """`block_linear_kernel` for x [..., K] of a shape and a type: what takes (x, weights, norm's weight, residual), often.
+    """`block_linear_kernel` for x [..., K] of one shape and type, as a function of (x, weights, norm's weight, residual).
 
     Args:
       eps: of the norm; None: there is none.
@@ -149,7 +151,7 @@ def _kernel(bits: int, norm: bool, residual: bool, gated: bool, tile: int | None
 
 
 def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool) -> Launch | None:
-    """What to hand (x, weights, norm's weight, residual) to; None: MLX's operations."""
+    """A function of (x, weights, norm's weight, residual) by a kernel; None: MLX's operations serve them."""
     scales = None if weights.scales is None else weights.scales.dtype
     if weights.scales is not None and weights.biases is None:  # not affine
         return None

@@ -28,8 +28,8 @@ from .trials import lazy
 MAX_ROWS = 16
 SIMDGROUPS = 4
 TILE_SIMDGROUPS = 8
-# A trial makes its own weights: of an LM head, a part tells as much. Copies in turn, or a cache would hold what a pass reads
-# from memory.
+# A trial makes its own weights; a part of an LM head is enough. It uses copies in turn: otherwise the GPU's cache would hold what
+# a pass reads from memory.
 TRIAL_COLUMNS = 16384
 TRIAL_BYTES = 128_000_000
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -125,7 +125,7 @@ def block_qmm_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, 
 
 
 def row_tile(rows: int) -> int:
-    """Rows that the text is compiled for: few values, because each is a compile; the exact number is read from the shape.
+    """Rows that the text is compiled for: few values, because each needs a compile. It reads the exact number from the shape.
 
     Raises:
       ValueError: for rows outside 1..16.
@@ -159,7 +159,7 @@ def block_qmm_kernel(
 def prepare(
     shape: tuple[int, ...], dtype: mx.Dtype, n: int, group_size: int, bits: int, columns: int | None = None
 ) -> Callable[..., mx.array]:
-    """`block_qmm_kernel` for x [..., K] of a shape and a type: what takes (x, w, scales, biases), as often as one likes."""
+    """`block_qmm_kernel` for x [..., K] of one shape and type, as a function of (x, w, scales, biases)."""
     rows = math.prod(shape[:-1])
     # Sums and unpacked weights stay in registers: 16 x 4 sums and 4 x 8 weights are near an Apple GPU's 128 a thread.
     # Not timed on a Mac. Results do not depend on it.
@@ -287,9 +287,10 @@ def block_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, grou
 def block_qmm_plan(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int
 ) -> Callable[..., mx.array] | None:
-    """What `block_qmm` of the same arguments hands (x, w, scales, biases) to; None: MLX. For callers with a way of their own.
+    """`block_qmm` of these arguments by a kernel, as a function of (x, w, scales, biases); None: MLX.
 
-    Of one weight matrix all row counts that a text of ours serves agree bit for bit; MLX may serve the others.
+    For callers that have another way where it is None. For one weight matrix, all row counts that one family of ours serves agree
+    bit for bit; MLX may serve the others.
     """
     if biases is None:  # not affine
         return None

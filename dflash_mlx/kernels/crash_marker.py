@@ -1,4 +1,4 @@
-"""Which trials processes died in: a marker file beside the results, locked while a trial runs. Knows no kernel."""
+"""Remembers trials in which a process died: a marker file beside the results, locked while a trial runs. Knows no kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-# Starts at which a trial is left out after a process died in it, for each time that one did.
+# For how many starts a trial is left out after a process died in it, for each time that one did.
 OFF_STARTS = 5
 
 
@@ -21,8 +21,8 @@ OFF_STARTS = 5
 class Marker:
     """What is known of processes that died in one trial.
 
-    locked: whether this process may run the trial as its own. Where another one is at it, or there is no cache, the result is
-      this process's alone.
+    locked: whether this process may store the trial's result. If another one runs the same trial, or there is no cache directory,
+      the result is for this process alone.
     crash: why there is to be no trial; None: try. done: set when the trial's result is kept, so that nothing is left behind.
     """
 

@@ -1,16 +1,16 @@
-"""Which way each operation of a target's pass takes where a row must have the same bits alone and among up to 16: `--exact`.
+"""How an exact pass (`--exact`) computes each operation, so that a row gets the same bits alone and among up to 16.
 
-    products          affine 4, 8 bit: block_qmm or its tiles      16 bits: block_linear's bare product
-                      other floats: a product of a matrix and a vector a row       other quantized ones: a call a row
-    attention         block_attention; heads that it does not take: a call of MLX's a row, over that row's own keys
-    experts           block_gather_qmm; others: a call of all experts a row
-    recurrences       gated_delta; states that it does not take: mlx-lm's code, a step a row
-    convolutions      a product and a sum a tap; those that are not of one channel each: a call a row
+    products          affine 4, 8 bit: block_qmm or its tiles      16 bits: block_linear without norm or sum
+                      other floats: for each row a product of a matrix and a vector       other quantized ones: row by row
+    attention         block_attention; heads that it cannot take: MLX's, row by row, over that row's own keys
+    experts           block_gather_qmm; others: all experts of a row in one call, row by row
+    recurrences       gated_delta; states that it cannot take: mlx-lm's code, row by row
+    convolutions      for each tap a product and a sum; those that mix channels: row by row
     rotations         MLX's kernel for several rows, also for one
 
-What is not named here is MLX's own: its norms, softmax, log-sum-exp, argmax, sums over few experts and elementwise operations
-take a row by itself (docs/kernels.md). That holds until somebody shows otherwise: `dflash_mlx.exact` compares whole passes.
-No time decides here, and no number of rows. Knows no pass and no cache beyond what its attention is handed.
+Everything else is MLX's own: its norms, softmax, log-sum-exp, argmax, sums over few experts and elementwise operations compute
+each row by itself, as far as is known (docs/kernels.md); `dflash_mlx.exact` compares whole passes. Neither time nor the number of
+rows changes a route. Knows no pass, and of caches only what its attention is given.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .small_batch import rows_apart
 
 # A group of K for weights that are not quantized: what a lane of the text takes at once.
 _GROUP = 64
-# Taps of a convolution that are summed one by one.
+# The most taps of a convolution that are summed one by one.
 _MOST_TAPS = 16
 
 Call = tuple[nn.Module, KernelRoute, str]
@@ -49,7 +49,7 @@ class ExactRoutes(LayerRoutes):
     def calls(self, rows: int) -> list[Call]:
         if rows > MAX_ROWS:
             return []
-        # Plans of another device or setting are forgotten.
+        # It forgets plans that were made for another device or setting.
         autotune.may_run()
         if self._calls is None:
             about = (self.model, self._own_class, self._passes)
@@ -71,7 +71,7 @@ class ExactRoutes(LayerRoutes):
 
 
 def exact_calls(model: nn.Module, class_of: Callable[[nn.Module], type], passes: PassState) -> list[Call]:
-    """(layer, handler, method) of the calls that take another way than MLX's own, attention and recurrences apart."""
+    """(layer, handler, method) of the calls that are routed, except attention and recurrences."""
     found: list[Call] = []
     inside: set[int] = set()
     for _, module in model.named_modules():
@@ -115,7 +115,7 @@ def _rotates(module: nn.Module, cls: type) -> bool:
 
 
 class Product(KernelRoute):
-    """A layer's product, then its own bias: rows sixteen by sixteen."""
+    """A layer's product, at most 16 rows at a time, then its own bias."""
 
     def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()

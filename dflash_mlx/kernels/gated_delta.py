@@ -94,7 +94,7 @@ def gated_delta_ops(
 ) -> tuple[mx.array, mx.array]:
     """The answer, by mlx-lm's own code: its kernel on Metal, a row at a time elsewhere. Shapes as in `gated_delta`.
 
-    mask: [B, M], rows that count; use_kernel: as mlx-lm's `gated_delta_update`, whose choice this is.
+    mask: [B, M], rows that count; use_kernel: as in mlx-lm's `gated_delta_update`, which chooses in the same way.
     """
     if rows is not None:
         q, k, v, g, beta = (a[:, :rows] for a in (q, k, v, g, beta))
@@ -111,7 +111,7 @@ def gated_delta_kernel(
 
 @cache
 def _count(rows: int) -> mx.array:
-    # Once a process: CUDA fetches an array of the host's by a page fault, and a rollback would have one for each layer.
+    # Made once a process: on CUDA each new array from the host costs a page fault, and a rollback would have one for each layer.
     return mx.array([rows], dtype=mx.int32)
 
 
@@ -152,7 +152,7 @@ def gated_delta(
 
 
 def gated_delta_plan(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array) -> Launch | None:
-    """What `gated_delta` hands its arguments to; None: mlx-lm's own code."""
+    """The kernel that `gated_delta` launches for arrays like these; None: mlx-lm's own code."""
     types = q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype, state.dtype
     return autotune.planned(_plan, k.shape, v.shape, g.ndim == 4, *types)
 

@@ -253,7 +253,7 @@ def prepare(
 
     Args:
       quantized: (group size, bits), None where w is not. columns: of a simd group at a time, 2 to the n up to 32.
-    Returns: what takes (x, w, scales, biases, logit_bias), None for those that it has not, as often as one likes.
+    Returns: a function of (x, w, scales, biases, logit_bias), None for those that there are not.
     """
     flat = m, _ = math.prod(shape[:-1]), shape[-1]
     group_size, bits = quantized or (64, 8)  # not quantized: two vectors of 4, as two words of 8 bit
@@ -333,9 +333,9 @@ def head_argmax_plan(
     softcap: float | None = None,
     logit_bias: mx.array | None = None,
 ) -> Callable[..., tuple[mx.array, mx.array]] | None:
-    """What `head_argmax` of the same arguments hands (x, w, scales, biases, logit_bias) to; None: MLX's operations.
+    """`head_argmax` of these arguments by a kernel, as a function of (x, w, scales, biases, logit_bias); None: MLX's operations.
 
-    For callers with a way of their own.
+    For callers that have another way where it is None.
     """
     if scales is None:
         quantized, type_of_weights = None, w.dtype
@@ -385,7 +385,7 @@ def candidates() -> tuple[autotune.Candidate, ...]:
 def trials(
     v: int, h: int, dtype: mx.Dtype, quantized: tuple[int, int] | None, ways: Sequence[autotune.Candidate]
 ) -> Callable[[int], autotune.Trial]:
-    """Comparisons with MLX on made-up values, for a row count; ids may differ where the margin is a rounding's."""
+    """Comparisons with MLX on made-up values, for a row count; ids may differ where the margin is within rounding."""
     keys, whole, v = mx.random.split(mx.random.key(0), 2), v, min(v, TRIAL_COLUMNS)
     w = mx.random.normal((v, h), dtype=dtype, key=keys[0])
     x = mx.random.normal((MAX_ROWS, h), dtype=dtype, key=keys[1])
@@ -393,7 +393,7 @@ def trials(
     mx.eval(weights[:3], x)
 
     def product(m: int) -> Callable[..., mx.array]:
-        """What a loop does without this kernel: a text of ours, where one serves the head's product."""
+        """The head's product as the loop computes it without this kernel: by another kernel of ours, if one serves it."""
         way = quantized and block_qmm.candidate(m, dtype, whole, h, *quantized)
         if not way:
             return lambda x: x @ w.T if quantized is None else block_qmm.block_qmm_ops(x, *weights)

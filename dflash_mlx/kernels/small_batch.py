@@ -1,4 +1,4 @@
-"""Products and attention of a block's few rows, said in the operations of MLX that a GPU runs with least ado.
+"""Products and attention of a block's few rows, by the MLX operations that cost a GPU the least.
 
 MLX's CUDA build records operations as graphs and updates a graph that it has seen. A product of several rows is cuBLAS's, whose
 kernels on an H100 come in clusters, and a graph with those is made anew each time; a product of one row is a kernel of MLX's
@@ -51,9 +51,9 @@ def here() -> bool:
 
 
 def choose_cudnn(few_lengths: bool) -> None:
-    """Say whether MLX asks cuDNN for attention in this process; before the first attention on a GPU.
+    """Set whether MLX uses cuDNN for attention in this process. To be called before the first attention on a GPU.
 
-    Only on CUDA, and only where neither the user nor a pair loaded earlier has said it: MLX reads it once.
+    It has an effect only on CUDA, and only if neither the user nor a pair loaded earlier has set it: MLX reads it once.
 
     Args:
       few_lengths: whether passes run over buffers, of which few lengths occur. cuDNN plans anew for each number of keys, and an
@@ -104,7 +104,7 @@ def fixed_product(w: mx.array) -> Callable[[mx.array], mx.array]:
 
 
 def matmul_as_gemv_plan(x: mx.array, w: mx.array) -> Launch | None:
-    """What to hand (x, w) to: `matmul_as_gemv`; None: MLX's product."""
+    """`matmul_as_gemv`, if it serves (x, w); None: MLX's product does."""
     return autotune.planned(_products, x.shape, x.dtype, w.shape, w.dtype)
 
 
@@ -173,7 +173,7 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """MLX's attention of a few rows to a number of keys that is another one each time."""
+    """MLX's attention of a few rows, when each call has another number of keys."""
     out = folded_or_none(queries, keys, values, scale, mask) if autotune.may_run() else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask) if out is None else out
 
@@ -187,7 +187,7 @@ def folded_or_none(
     buffer: bool = False,
     fold: Callable[..., mx.array] | None = None,
 ) -> mx.array | None:
-    """`gqa_folded_attention` where it is planned here; None: it is MLX's.
+    """`gqa_folded_attention`, if it serves these arguments; None: MLX's attention does.
 
     Args:
       buffer: as in `gqa_folded_attention_plan`; fold: makes the folded mask in the place of `folded_mask`.
@@ -217,7 +217,7 @@ class Folded(NamedTuple):
 def gqa_folded_attention_plan(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None, buffer: bool = False
 ) -> Folded | None:
-    """What to hand (queries, keys, values, mask) to; None: MLX.
+    """A function of (queries, keys, values, mask); None: MLX's attention serves them.
 
     Args:
       buffer: whether the keys are a buffer, which is as long in the next pass.

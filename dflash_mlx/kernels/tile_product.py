@@ -1,4 +1,4 @@
-"""A product of a few rows in matrix units, one text for what may stand around it: see tiles.py for the units.
+"""A product of a few rows in matrix units, with what may come before and after it in one text. tiles.py has the units.
 
     y = x[M, K] W[N, K]^T                 W affine in 4 or 8 bit, or of x's type
     NORM       x = rms(x) * weight        each threadgroup norms all rows: they are few

@@ -83,7 +83,7 @@ def _repeated(ids: np.ndarray, n: int = 4) -> float:
 
 @dataclass
 class _Filter:
-    """Keeps what is worth learning; remembers what it has seen.
+    """Keeps text that is worth learning, and remembers what it has seen.
 
     looped_share: how much of what it keeps may be loops. kept, loops: conversations so far.
     """
@@ -129,7 +129,7 @@ class _Filter:
                 continue
             first, in_loop = int(flags.argmax()), n < len(w.ids)
             if in_loop and not self.has_room:
-                # One loop too many: what was said before it is as good as any other text.
+                # One loop too many: only the text before it is kept, which is as good as any other.
                 one, flags, in_loop = w.ids[: once[i]], w.answer[: once[i]], False
             asked = one[len(w.row.given) : first - len(self.frame.glue)]
             if w.row.user and (len(asked) < 4 or _repeated(asked) > 0.3 or not self.special.isdisjoint(asked.tolist())):
@@ -265,7 +265,7 @@ class _Maker:
         special = frozenset(getattr(tokenizer, "all_special_ids", None) or frame.eos)
         self.keep = _Filter(config, frame, special, config.looped_share)
         self.answers = self.docs_made = self.made_here = self.number = 0
-        # For how far it is: begin and deadline, or how many tokens of answers are wanted.
+        # For progress: beginning and deadline, or how many tokens of answers are wanted.
         self.until: tuple[float, float] | None = None
         self.wanted: int | None = None
         self.waiting: list[Future] = []
@@ -345,7 +345,7 @@ class _Maker:
         if not rows:
             return False
         if number >= 2:
-            # Behind the filter of the shard before, in the same thread: pools then hold all before the next but this one.
+            # In the filter's thread, after the shard before: so the pools hold all shards before the next one, except this one.
             self.planned = number + 1, helper.submit(self.planner.shard, number + 1, self.pools)
         begun, seed = time.monotonic(), config.seed * 100_003 + number
         written = write_rows(self.model, rows, self.frame, config.max_len, seed, progress=self.tell, deadline=deadline)

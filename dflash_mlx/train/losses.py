@@ -81,7 +81,7 @@ class Wanted:
     rows: mx.array | None = None
 
     def part(self, start: int, stop: int) -> Wanted:
-        """Some of the blocks, one of `cuts`."""
+        """The blocks from one of `cuts`."""
         soft = stop <= self.soft
         rest = (self.teacher, self.rows[start:stop]) if soft else (None, None)
         heat = None if self.heat is None else self.heat[start:stop]
@@ -250,7 +250,7 @@ def _selector_loss(
     return loss
 
 
-def _behind(markov: MarkovHead, want: Wanted, like: mx.array) -> Callable[..., mx.array]:
+def _markov_term(markov: MarkovHead, want: Wanted, like: mx.array) -> Callable[..., mx.array]:
     """A function of (hidden [R, N, H], Markov head's weights) to what slots' logits [R, N, V], `like` these, get of the text's
     token before them; of rows times `scale` [R, N, 1], if that is given."""
 
@@ -283,7 +283,7 @@ def _chunk_loss(
 ) -> _Chunk:
     """Loss and slopes of some blocks: hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
     logits = head(hidden)
-    term = _behind(selector, want, logits) if isinstance(selector, MarkovHead) else None
+    term = _markov_term(selector, want, logits) if isinstance(selector, MarkovHead) else None
     if term is not None:
         logits = logits + term(hidden, weights)
     rows = _SlotRows(logits, want)

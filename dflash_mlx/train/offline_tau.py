@@ -147,7 +147,7 @@ def replay_docs(
 
 
 def lookup_guess(K: int) -> Guess:
-    """Prompt lookup as the loop does it (`draft_length.prompt_lookup`), without its choice of where it pays."""
+    """Prompt lookup as in the loop (`draft_length.prompt_lookup`), used in every round, whether it gains or not."""
     lookups: dict[int, PromptLookup] = {}
 
     def guess(ids: np.ndarray, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -184,7 +184,7 @@ def bigram_guess(train: Docs, K: int) -> Guess:
 
 
 def perfect_guesses(target: Target, ids: np.ndarray, K: int, candidates: int = 16, docs_at_once: int = 8) -> dict[str, Guess]:
-    """What perfect drafters would have of texts that the target drew, [B, S], from the target's own rows.
+    """The drafts of perfect drafters for texts that the target drew, [B, S], from the target's own rows.
 
     Returns:
       - perfect_argmax: drafts the likeliest token of each of the target's rows

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 
 class Ranks:
-    """The processes that `mlx.launch` started; alone, everything here gives back what it is given."""
+    """The processes that `mlx.launch` started. With one process, every method returns what it is given."""
 
     def __init__(self) -> None:
         self.group = mx.distributed.init()
@@ -30,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def check(self, batch: int, **numbers: int) -> None:
-        """Raises ConfigError if a batch cannot be shared out evenly, or if a number is not the same in all processes."""
+        """Raises ConfigError if a batch cannot be divided evenly, or if a number is not the same in all processes."""
         if batch % self.size:
             raise ConfigError(f"a batch of {batch} is no multiple of {self.size} processes", "Give --batch such a multiple")
         for name, mine in numbers.items():
@@ -60,12 +60,12 @@ class Ranks:
         return (told if before is None else before).tolist()
 
     def wait(self) -> None:
-        """Until every process is here: one that ends with a message under way takes the others along."""
+        """Wait until every process is here: one that ended while a message was under way would end the others too."""
         mx.eval(self._told, mx.distributed.all_sum(mx.array(0), group=self.group))
 
     def join(self, loss: mx.array, sums: dict[str, mx.array], gradients: dict) -> tuple[mx.array, dict[str, mx.array], dict]:
-        """Of all parts of a batch: the mean loss and its gradients, and the sums. A part counts by its sums["norm"], the number
-        that its loss was divided by."""
+        """The mean loss and its gradients, and the sums, over all parts of a batch. A part's weight is its sums["norm"], by which
+        its loss was divided."""
         if self.size == 1:
             return loss, sums, gradients
         parts = tree_map(lambda a: a * sums["norm"], {"loss": loss, "gradients": gradients})

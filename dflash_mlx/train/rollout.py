@@ -236,7 +236,7 @@ class _Rollout:
 
 @contextmanager
 def quick_switches() -> Iterator[None]:
-    """Python's threads take turns ten times as often: one that filters keeps the one that launches kernels waiting each time."""
+    """Let Python switch threads ten times as often: else the one that filters text keeps the one that launches kernels waiting."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-4)
     try:
@@ -275,7 +275,7 @@ def write_rows(
         written += run.store(pending, first, position)
         pending, first = [], position
         done = run.done(position)
-        # Buffers of outgrown caches would pile up until the device is full. Not each time: all are then asked for anew.
+        # Buffers of outgrown caches would pile up until the device is full. Not at each step: then all would be allocated again.
         if mx.get_cache_memory() > mx.get_active_memory() / 2:
             mx.clear_cache()
         if progress:

@@ -93,7 +93,7 @@ def drafter_config(
 
 
 def own_share(model: nn.Module, docs: Docs, conversations: int = 8, max_len: int = 256) -> float | None:
-    """Which share of greedy answers' tokens the target itself holds likeliest there; None where no answer is greedy."""
+    """The share of tokens of greedy answers that the target itself finds likeliest there; None if no answer is greedy."""
     greedy = np.flatnonzero(docs.temp == 0)
     same = many = 0
     for i in greedy[np.linspace(0, len(greedy) - 1, min(conversations, len(greedy))).astype(int)] if len(greedy) else []:
@@ -109,7 +109,7 @@ def check_text(model: nn.Module, docs: Docs, name: str) -> None:
     """Refuse text that another target wrote. The same target in other number types still says nine tokens of ten.
 
     Raises:
-      ConfigError: less than 0.7 of the greedy answers is what this target, called so, would say.
+      ConfigError: less than 0.7 of the tokens of greedy answers are what this target would write.
     """
     share = own_share(model, docs)
     if share is not None and share < 0.7:

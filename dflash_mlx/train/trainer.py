@@ -94,7 +94,7 @@ class TrainConfig:
     chunk_blocks: int = 512
 
     def check(self) -> None:
-        """Raises ConfigError for what no run can have."""
+        """Raises ConfigError for settings that no run can have."""
         if (self.steps is None) == (self.seconds is None):
             which = "neither steps nor seconds" if self.steps is None else "both steps and seconds"
             raise ConfigError(f"{which} is given to end the run", "Give one of them")
@@ -209,7 +209,7 @@ class Trainer:
             temps = np.array(one[4])
             places = np.argsort(-temps, kind="stable")
             order, sampled = mx.array(places), int((temps > 0).sum())
-            # Temperatures stay on the host, which would wait for the device to have them back.
+            # Temperatures stay on the host: reading them back from the device would be a wait.
             features, one = features[order], (*(a[order] for a in one[:4]), temps[places])
             if sampled:
                 states = mx.stop_gradient(output.hidden[order[:sampled]])
@@ -316,7 +316,7 @@ class Trainer:
         save_drafter(out, self.raw, dict(tree_flatten(self.packing.tree(self.kept))))
 
     def restore(self, out: Path) -> None:
-        """Go back to what `save` wrote.
+        """Continue from what `save` wrote.
 
         Raises:
           CheckpointError: if the state is of another drafter or another run.
@@ -514,7 +514,7 @@ class _Run:
         return loss
 
     def _look_up(self) -> None:
-        """Save and evaluate where that is due."""
+        """Save and evaluate if it is time to."""
         now, c = time.monotonic(), self.trainer.config
         if self.ranks.leads and now - self.saved > c.save_every_s:
             self.trainer.save(self.out)
