@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from .draft_length.cost_model import CostModel
 from .draft_length.measure import Measurement
-from .errors import GenerationError
 from .first_use import try_before_answers
 from .kernels import autotune
 from .kernels.autotune import NotFiniteError
@@ -172,10 +171,3 @@ class RankMeasurement(Measurement):
         super().__init__(target, drafter, ranks.clock)
         known = ranks.told(None if self.costs is None else [getattr(self.costs, name) for name in _COSTS], "costs")
         self.costs = None if known is None else CostModel(*known[:3], {int(width): s for width, s in known[3].items()}, known[4])
-
-
-def refuse_over_ranks(**given: Any) -> None:
-    """Raises GenerationError for the first of these that was given."""
-    for name, value in given.items():
-        if value not in (None, False):
-            raise GenerationError(f"{name} was given, and does not work over several machines", "Leave it out")

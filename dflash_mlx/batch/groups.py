@@ -73,6 +73,7 @@ class SlotKV(KVCache):
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As KVCache's, for layers of mlx-lm that share another layer's keys."""
         return self.keys, self.values
 
     def empty(self) -> bool:

@@ -236,7 +236,7 @@ class _Rollout:
 
 @contextmanager
 def quick_switches() -> Iterator[None]:
-    """Let Python switch threads ten times as often: else the one that filters text keeps the one that launches kernels waiting."""
+    """Let Python switch threads ten times as often: so the thread that filters text does not make the one with kernels wait."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-4)
     try:
