@@ -421,7 +421,7 @@ class Engine:
         if pair.drafter is None or most == 1 or options.caches.exact:
             return False
         if self._together is None:
-            held, key = options.caches, (pair.name, pair.draft_name)
+            models, key = (pair.model, pair.tokenizer, pair.drafter), (pair.name, pair.draft_name)
             how = {
                 "max_batch": most,
                 "prefill_share": options.prefill_share,
@@ -429,8 +429,7 @@ class Engine:
                 "told": _request_error,
                 "is_cancelled": lambda generation: self._read(generation.cancelled),
             }
-            models = pair.model, pair.tokenizer, pair.drafter
-            self._together = Together(*models, self._cache, key, held, stream=stream, **how)
+            self._together = Together(*models, self._cache, key, options.caches, stream=stream, **how)
         return True
 
     def _start_in_batch(self, generation: Generation) -> None:
