@@ -27,10 +27,11 @@ from ..errors import DFlashError
 from ..exact import row_test
 from ..generation import stream_generate
 from ..kernels import autotune
-from ..loading import check_memory, drafter_bytes, held_bits, load, load_drafter, loaded_dtype, mask_row_fault, weight_bytes
+from ..loading import check_memory, drafter_bytes, held_bits, load, load_drafter, loaded_dtype, weight_bytes
 from ..machine import limit_bytes, limit_text, size_text
 from ..memory import RunSize, cache_bytes, entries_after_rows, model_bytes
 from ..models.target import Target
+from ..pair_checks import mask_row_fault
 from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
 from ..progress import tell

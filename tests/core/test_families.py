@@ -36,11 +36,11 @@ from mlx_lm.models import gemma3n, iquestloopcoder, nanbeige
 from dflash_mlx import generation, make_prompt_cache, prompt_cache, verify
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.errors import CacheError, GenerationError, TapError
-from dflash_mlx.loading import check_pair
 from dflash_mlx.models import intercept, recurrent
 from dflash_mlx.models import target as taps
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair_checks import check_pair
 
 # Those whose plain passes over one row and over many differ by rounding: other sums in MLA, Mamba-2 and rings.
 TOLERANCE = 1e-4

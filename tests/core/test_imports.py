@@ -75,6 +75,7 @@ ORDER = (
     "pair",
     "memory",
     "weight_layout",
+    "pair_checks",
     "loading",
     "drafter_checks",
     "options",

@@ -12,9 +12,10 @@ from kit import TINY, flat, grow, ids_of, raw_config, run, tiny_qwen3, tiny_targ
 from dflash_mlx import load, load_drafter
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import CheckpointError, ConfigError, DFlashError, PairError
-from dflash_mlx.loading import make_drafter, mask_row_fault
+from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair_checks import mask_row_fault
 
 
 def weights_for(raw, seed=1):

@@ -15,10 +15,10 @@ from rows import tolerance
 from dflash_mlx import stream_generate
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.errors import GenerationError, TapError
-from dflash_mlx.loading import check_pair
 from dflash_mlx.models import intercept as taps_module
 from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair_checks import check_pair
 
 IDS = [5, 9, 33, 7, 20, 41, 3]
 
