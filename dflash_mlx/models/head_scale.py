@@ -1,4 +1,4 @@
-"""The scale and soft-cap that a drafter's config repeats of its target's head, put where the head's own code has not got them.
+"""Adds the scale and soft-cap of logits that a drafter's config states to a head whose own code lacks them.
 
 Knows two functions of a head. Knows no drafter and no target.
 """
@@ -19,7 +19,7 @@ def finish_head(
     matrix: Callable[[mx.array], mx.array],
     whose: str,
 ) -> Callable[[mx.array], mx.array]:
-    """A head with the config's scale and soft-cap, each added only where the head has not got it in its own code.
+    """The head with the config's scale and soft-cap. Each is added only if the head's own code lacks it.
 
     The config repeats what the target does to its logits, for code that has only the target's matrix.
 
@@ -37,7 +37,7 @@ def finish_head(
         return mx.abs((of(n * probe) - of(0 * probe)).astype(mx.float32)).mean().item()
 
     if scale:
-        # Of a small row: a soft-cap leaves it as it is. 0.02 is more than the rounding of a scale kept in bfloat16.
+        # Of a small row, which a soft-cap does not change. 0.02 is more than the rounding of a scale kept in bfloat16.
         has = size(head, 1e-3) / size(matrix, 1e-3)
         if abs(has / scale - 1) < 0.02:
             scale = None

@@ -1,9 +1,9 @@
-"""Calls of a model's modules go through handlers for the length of a pass, in one thread, and nothing is left on the model.
+"""Route the calls of a model's modules through handlers, for one pass and in one thread. Nothing is left on the model.
 
-Knows modules and their classes; knows no model, no target and what no handler does.
+Knows modules and their classes; knows no model, no target and no handler.
 
 mlx-lm models offer no hook, and many build `model.layers` afresh at each access. What works for all of them: the module
-OBJECT gets a subclass of its own class, and its old class back afterwards.
+OBJECT gets a made class, a subclass of its own class whose calls look for a handler, and its own class back afterwards.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Handler = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
 class _Local(threading.local):
-    """Per thread: (id(module), method) -> what to do with its call. Never on a module, where an array would be a parameter."""
+    """Per thread: (id(module), method) -> its handler. They are not kept on a module, where an array would become a parameter."""
 
     handlers: dict[tuple[int, str], Handler] = {}
 
 
-# One made class per class: a new type each pass would defeat caches keyed by type.
+# class -> its made class. There is one, because a new type in each pass would defeat caches keyed by type.
 _made: dict[type, type] = {}
 _local = _Local()
-# The modules, by id, that each pass of any thread holds in their made classes.
+# Each pass under way, of any thread -> ids of the modules that have made classes for it.
 _held: dict[object, Collection[int]] = {}
 _lock = threading.Lock()
 
 
 def _swapped(cls: type) -> type:
-    """The subclass of a module's class whose calls go through this thread's handlers, where it has one.
+    """The made class of a class: its calls go to this thread's handler for the module, if there is one.
 
-    An embedding's `as_linear`, the head of a tied model, is such a call too.
+    `as_linear` of an embedding, which is the head of a tied model, is such a call too.
     """
     made = _made.get(cls)
     if made is None:
@@ -50,7 +50,7 @@ def _swapped(cls: type) -> type:
 def _through_handler(made: type, method: str) -> Callable[..., Any]:
     def call(self, *args, **kwargs):
         handler = _local.handlers.get((id(self), method))
-        # Not by `super`: another thread, which alone held the module, may have let go of it since this call was looked up.
+        # Not by `super`: another thread may have given the module its own class back since this method was looked up.
         inner = getattr(made.__base__, method).__get__(self)
         return inner(*args, **kwargs) if handler is None else handler(inner, args, kwargs)
 
@@ -58,12 +58,12 @@ def _through_handler(made: type, method: str) -> Callable[..., Any]:
 
 
 def _is_swapped(cls: type) -> bool:
-    """Whether a module's class is a made one. A class of its own that inherits from one that was tapped is not that."""
+    """Whether a class is a made one. A subclass that a model itself has of a class with a made one is not."""
     return _made.get(cls.__base__) is cls
 
 
 def own_class(module: nn.Module) -> type:
-    """A module's class, also while a pass of some thread holds it in a made one."""
+    """A module's own class, also while it has a made one for a pass of some thread."""
     cls = type(module)
     return cls.__base__ if _is_swapped(cls) else cls
 
@@ -72,15 +72,16 @@ def _chain(outer: Handler, within: Handler) -> Handler:
     return lambda inner, args, kwargs: outer(lambda *a, **k: within(inner, a, k), args, kwargs)
 
 
-# nn.Module's own looks whether the value is a parameter, which takes as long as the rest of an interception.
+# nn.Module's own `__setattr__` checks whether the value is a parameter, which takes as long as the rest of an interception.
 _set = object.__setattr__
 
 
 @contextmanager
 def intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Handler, str]]) -> Iterator[None]:
-    """Route the calls of some modules through handlers, in this thread, until the block ends; the newest is outermost.
+    """Route the calls of some modules through handlers, in this thread, until the block ends.
 
-    A third item names another method than `__call__`.
+    handlers: (module, handler), or (module, handler, name of a method other than `__call__`). Of several for one module the last
+      one is called first.
     """
     before, me = _local.handlers, object()
     routed, modules = dict(before), {}
@@ -93,7 +94,7 @@ def intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Ha
             _held[me] = modules.keys()
             for module in modules.values():
                 cls = type(module)
-                # Of hundreds of modules the classes are few: most are known here.
+                # Hundreds of modules have few classes, so most have a made one already.
                 if made := _made.get(cls):
                     _set(module, "__class__", made)
                 elif not _is_swapped(cls):
@@ -103,7 +104,7 @@ def intercept(handlers: Sequence[tuple[nn.Module, Handler] | tuple[nn.Module, Ha
     finally:
         _local.handlers = before
         with _lock:
-            # Right for any part of the above that an interruption left undone.
+            # This is right also if an interruption left a part of the above undone.
             _held.pop(me, None)
             others = set().union(*_held.values())
             for key, module in modules.items():

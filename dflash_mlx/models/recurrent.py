@@ -1,8 +1,9 @@
-"""The modules of a target that change a recurrent or convolution state: which they are, and running them again.
+"""Finds the modules of a target that change a recurrent or convolution state, and runs a pass's first rows through them again.
 
-Their inputs are remembered for the length of a block, so that any number of the block's rows can be run through them again.
-Of a gated delta rule those of the recurrence itself are: its first rows are one launch (`kernels.gated_delta`), and a
-convolution's state is a piece of its input. Any other module is run again from its linear layers' outputs.
+A rollback needs the state after any number of a pass's rows, so what these modules were given is kept until the next pass. Of a
+gated delta rule it is the inputs of the recurrence, whose first rows are one launch (`kernels.gated_delta`), and of its
+convolutions, whose states are pieces of their inputs. Any other module keeps the outputs of its linear layers, and the rest runs
+again.
 Knows calls of modules and cache entries; knows no family by name.
 """
 
@@ -26,7 +27,7 @@ from .intercept import Handler, intercept
 
 
 class StatefulModules:
-    """The smallest modules of a model outside of which no `ArraysCache` changes; found in the first pass that has one."""
+    """The modules of a model that change an `ArraysCache`, as few and small as possible; found in the first pass that has one."""
 
     def __init__(self, model: nn.Module, family: str, routes: LayerRoutes):
         self.model, self.family, self._routes = model, family, routes
@@ -38,9 +39,9 @@ class StatefulModules:
     def during(
         self, cache: Sequence[Any] | None, point: RollbackPoint | None, rows: int, kernels: bool
     ) -> AbstractContextManager:
-        """Round one pass of `rows` rows: the first one finds the modules, those with a rollback point record their inputs.
+        """To be entered for one pass of `rows` rows. The first pass finds the modules; one with a rollback point keeps inputs.
 
-        kernels: whether one may serve a recurrence.
+        kernels: whether a kernel may serve a recurrence.
         """
         if not any(type(entry) is ArraysCache for entry in leaves(cache or ())):
             return nullcontext()
@@ -61,9 +62,9 @@ class StatefulModules:
 
     @contextmanager
     def _find_stateful(self, cache: Sequence[Any]) -> Iterator[None]:
-        """Watch one pass for the smallest modules outside of which no `ArraysCache` changes.
+        """Watch one pass for the modules that change an `ArraysCache`.
 
-        A call is charged with a change that happens before, between or after the calls inside it.
+        Calls are nested. A call is charged with a change that happened in it, but in none of the calls inside it.
 
         Raises:
           CacheError: if a state changes where no module can be run again.
@@ -109,7 +110,7 @@ class StatefulModules:
 
 
 def _given(args: tuple, kwargs: dict) -> list[Any]:
-    """The caches among a call's arguments: entries, not lists of a whole model's."""
+    """The cache entries among a call's arguments; a list of a whole model's entries does not count."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, (ArraysCache, CacheList))]
 
 
@@ -121,7 +122,7 @@ def _recurrence_recorder(
         convolution's input    s0 s1 s2 | x0 x1 x2 x3     its state after n rows: the three before x[n]
         recurrence's input     q k v g beta, a row each   its first n rows, once more
 
-    Handlers of the module and of its convolutions.
+    Returns: handlers of the module and of its convolutions.
     """
     inputs: list[mx.array] = []
 
@@ -149,8 +150,8 @@ class Form(NamedTuple):
     """How to compute an entry's arrays after the first n rows of a pass from the pass's input; the same for passes of any
     number of rows.
 
-    size: how many arrays; kept: of each that a convolution left, its place among them and its rows; the others are what the
-    recurrence left. steps, plan: as of `Recurred`.
+    size: how many arrays; kept: (index, number of rows) of each array that is a convolution's state; the other one is the
+    recurrence's. steps, plan: as in `Recurred`.
     """
 
     size: int
@@ -164,7 +165,7 @@ class Form(NamedTuple):
         return len(self.kept) + 6
 
     def states(self, n: int, given: Sequence[mx.array]) -> list[mx.array]:
-        """The entry's arrays. given: as `Recorded`'s."""
+        """The entry's arrays after n rows. given: as in `Recorded`."""
         inputs, recurred = given[: len(self.kept)], tuple(given[len(self.kept) :])
         found = [Recurred(recurred, self.steps, self.plan).first(n)] * self.size
         for (i, more), array in zip(self.kept, inputs, strict=True):
@@ -195,8 +196,8 @@ def recorded(entries: Sequence[Any], point: RollbackPoint) -> list[Recorded] | N
 
 
 def _recorded(entry: Any, inputs: list[mx.array], calls: list[Recurred], rows: int) -> Recorded | None:
-    """What is known of the call of `rows` rows that left an entry as it is; None: more than one recurrence and its convolutions,
-    whose states are the last rows of their inputs, in their order.
+    """The call of `rows` rows that left an entry as it is; None if it was not one recurrence with its convolutions, each of which
+    has the last rows of its input as its state.
     """
     if type(entry) is not ArraysCache or entry.lengths is not None or entry.left_padding is not None or len(calls) != 1:
         return None
@@ -212,10 +213,10 @@ def _recorded(entry: Any, inputs: list[mx.array], calls: list[Recurred], rows: i
 
 
 def _recorder(module: nn.Module, point: RollbackPoint, rows: int) -> Handler:
-    """Leaves in `point` how to run the first n rows of this call again, for the state that it leaves in its cache entry.
+    """Stores in `point` how to run the first n rows of this call again, for the state that it leaves in its cache entry.
 
     Linear layers inside work row by row, so their outputs are kept and cut instead of computed again; what is left to do is
-    the convolution and the recurrence. What the call returns is not looked at, and MLX computes only what is.
+    the convolution and the recurrence. What the call returns is not used, so MLX, which is lazy, does not compute it.
     """
     linears = [m for _, m in module.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))]
 
