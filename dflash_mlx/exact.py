@@ -1,14 +1,15 @@
-"""Exact runs: ids and log-probabilities that depend on nobody's drafts, on no block size, and not on whether there is a drafter.
+"""Exact runs: ids and log-probabilities do not depend on drafts, on the block size, or on whether there is a drafter.
 
-Every pass of up to 16 rows takes routes that give a row the same bits alone and among others (`kernels.exact_routes`); a run
-without a drafter is the same loop with none. Prompts are read in whole chunks between multiples of the step, counted from the
-text's first token, by MLX's own operations; rows after the last such border are read like a block's.
+Every pass of up to 16 rows takes routes that give a row the same bits alone and among others (`kernels.exact_routes`). A run
+without a drafter uses the same loop. MLX's own operations read a prompt in chunks of `step` tokens, which begin at multiples of
+the step from the start of the text; the rows after the last whole chunk are read in passes of up to 16.
 
-    prompt        |---- step ----|---- step ----|- 16 -|- 16 -|- 9 -| a
-    bits          of the chunk's tokens          of a row's own
+    prompt             |---- step ----|---- step ----|- 16 -|- 16 -|- 9 -| a
+    a row's bits       depend on its whole chunk      depend on no other row of the pass
 
-What cannot be honoured is refused here by name. Before a pair's first exact answer its passes are compared (`row_differences`):
-a target that is not row-equal is refused. On a CPU in float32 MLX's own operations mostly are, and then nothing is routed.
+Options that cannot be honoured are refused here by name. Before a pair's first exact answer its passes are compared
+(`row_differences`): a target that is not row-equal is refused. On a CPU in float32 MLX's own operations mostly are row-equal, and
+then nothing is routed.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _FEW_ROWS, _LONG = (4, 16), 272
 
 
 class ExactTarget(Target):
-    """A target whose passes of up to 16 rows give each row the bits that it has alone.
+    """A target whose passes of up to 16 rows give each row the bits that it would get alone.
 
-    routed: False leaves all to MLX's own operations.
+    routed: False: MLX's own operations serve everything.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Any = (), routed: bool = True):
@@ -77,7 +78,7 @@ class ExactTarget(Target):
         return step if to_border == step <= left else min(to_border, left, MAX_ROWS)
 
     def check(self, flag: list[int], compiled: bool = False) -> None:
-        """Raises: GenerationError where a value is not finite. Only a traced pass is run again, by the same operations."""
+        """Raises: GenerationError if a value is not finite. Only a compiled pass runs again, by the same operations."""
         try:
             super().check(flag, compiled)
         except autotune.NotFiniteError:
@@ -92,7 +93,7 @@ class ExactTarget(Target):
 def may_be_row_equal(model: nn.Module) -> bool:
     """Whether MLX's own operations may be row-equal for this model: on a CPU, where all that is not packed is float32.
 
-    Not with a window: its keys lie in another order for one row once the ring has wrapped.
+    Not with a sliding window: once its ring has wrapped, one row and several see the keys in different orders.
     """
     if any(isinstance(entry, RotatingKVCache) for entry in leaves(make_target_cache(model))):
         return False
@@ -126,13 +127,13 @@ class ExactPair(DFlashPair):
             return self.target
 
     def prepare_cache(self, cache: PairCache, options: RunOptions) -> PairCache:
-        """The cache cut back to where its rows are those that reading the whole text anew would give.
+        """The cache, cut back to the rows that reading the whole text from its start would also give.
 
-        Rows up to a border are a whole chunk's. Where the text now reaches over a border that the cache's rows were not read
-        up to, or the cache was cut inside of a chunk, they are read again from the border before.
+        A border is a multiple of the step; rows before the last border of a text belong to whole chunks. If the text now reaches
+        over another border, or the cache was cut inside a chunk, the rows after the border before that are read again.
 
             read      |---- chunk ----|---- chunk ----|- 16 -|        whole: the second border
-            cut                             ^                         good to the first: a chunk's other rows are missing
+            cut                             ^                         good up to the first: its chunk lacks the other rows
 
         Raises:
           CacheError: the cache does not say which tokens those are.
@@ -140,7 +141,7 @@ class ExactPair(DFlashPair):
         step = options.prefill_step_size or STEP
         border = (len(cache.ids) + len(options.prompt_ids) - 1) // step * step
         held_step, whole = getattr(cache.entries[-1], "exact", None) or (None, None)
-        # How far its rows are good: not at all where another kind of run wrote them.
+        # How many of its rows are good: none if another kind of run wrote them.
         good = 0 if held_step != step else cache.rows if border == whole <= cache.rows else min(cache.rows, border, whole)
         if good < border:
             good -= good % step
@@ -167,7 +168,7 @@ class ExactPair(DFlashPair):
 
 
 class NoDrafter(nn.Module):
-    """Stands in a run where a drafter would: it is given no features and asked for no drafts."""
+    """Takes the place of a drafter in a run without one: it gets no features and is asked for no drafts."""
 
     stated_thinking = None
 
@@ -178,7 +179,7 @@ class NoDrafter(nn.Module):
         vars(self).update(config=config, target=model, layers=[None], pair=None)
 
     def make_cache(self) -> list[Any]:
-        """An entry that stays empty, in the drafter's place of a prompt cache."""
+        """One entry that stays empty, for the drafter's part of a prompt cache."""
         return [KVCache()]
 
     def inject(self, features: mx.array, cache: list[Any], start: int) -> None:
@@ -198,7 +199,7 @@ class ExactAlone(ExactPair):
         return FixedDraftLength(0)
 
     def open_cache(self, entries: list[Any] | None, max_kv_size: int | None = None) -> PairCache:
-        """The target's part of a prompt cache, whoever drafted: from here on it is the target's alone."""
+        """The target's part of a prompt cache, with or without a drafter's. From here on the cache is the target's alone."""
         if entries and is_pair_cache(entries):
             held = PairCache.read(entries)
             own = [*held.target, *self._nobody.make_cache(), ArraysCache(3)]

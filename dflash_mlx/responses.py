@@ -25,7 +25,7 @@ class GenerationResponse(MlxLmResponse):
 
 
 class Responder:
-    """Makes responses of a run's steps. prompt: what the run is given to read."""
+    """Makes a response of each step of a run. prompt: the ids that the run reads."""
 
     def __init__(self, run: Run, prompt: Sequence[int]):
         self.run, self.prompt_tokens, self.prompt_tps, self.n = run, len(prompt), 0.0, 0
@@ -33,7 +33,7 @@ class Responder:
         self._began = time.perf_counter()
 
     def respond(self, step: Step, at_end: Callable[[], None] = lambda: None) -> GenerationResponse:
-        """at_end: called in front of the last response."""
+        """The response for one token. at_end: called before the last response is returned."""
         (token, row, from_draft), options, stats = step, self.run.options, self.run.stats
         self.n += 1
         if self.n == 1:
