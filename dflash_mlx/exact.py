@@ -36,7 +36,7 @@ from .options import RunOptions
 from .pair import DFlashPair
 from .progress import tell
 from .prompt_cache import UNKNOWN, PairCache, is_pair_cache, trim_prompt_cache
-from .rollback import exact_windows, leaves
+from .rollback import leaves, masks_by_row
 from .row_differences import ROWS, first_difference
 from .traced import accelerate
 
@@ -69,7 +69,7 @@ class ExactTarget(Target):
     ) -> TargetOutput:
         if ids.size > MAX_ROWS:
             return super().__call__(ids, cache, point)
-        with exact_windows(cache or ()):
+        with masks_by_row(cache or ()):
             return super().__call__(ids, cache, point, kernels=True, eager=eager)
 
     def prefill_chunk(self, at: int, step: int | None, left: int) -> int:

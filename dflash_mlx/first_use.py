@@ -19,7 +19,7 @@ from .kernels.block_qmm import MAX_ROWS
 from .machine import open_streams
 from .models.drafter import Drafter
 from .models.target import Target
-from .rollback import exact_windows
+from .rollback import masks_by_row
 
 _log = logging.getLogger("dflash_mlx.kernels")
 
@@ -36,7 +36,7 @@ def try_before_answers(target: Target, always: bool = False, drafter: Drafter | 
         return False
     with autotune.survey():
         entries, ids = make_prompt_cache(target.model), mx.arange(MAX_ROWS, dtype=mx.int32)[None] % target.vocabulary
-        with exact_windows(entries):
+        with masks_by_row(entries):
             output = target(ids, entries, kernels=True)
         hidden = output.hidden
         target.head(hidden)

@@ -22,7 +22,7 @@ from .options import RunOptions
 from .pair import DFlashPair
 from .prompt_cache import PairCache
 from .proposers import Context, Draft, DrafterProposer, PromptLookupProposer, Proposer, best_offer, check_draft
-from .rollback import RollbackPoint, leaves, plain_windows, rollback, rollback_point
+from .rollback import RollbackPoint, leaves, restore_masks, rollback, rollback_point
 from .round_counter import RoundCounter
 from .stats import GenerationStats
 from .target_sampler import RoundResult, TargetSampler
@@ -372,7 +372,7 @@ class Run:
         # The last token handed out is the anchor, which is not in the target's cache. Only the last pass can be undone.
         keep = max(point.length, min(self.rows, len(cache.ids) - 1))
         with mx.stream(self.stream):
-            plain_windows(cache.target)
+            restore_masks(cache.target)
             rollback(cache.target, point, keep)
             if self.quantization:
                 self.quantization.apply(cache)

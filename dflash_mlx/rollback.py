@@ -194,7 +194,7 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
         )
 
 
-class _ExactWindow(RotatingKVCache):
+class _MasksByRow(RotatingKVCache):
     """A rotating cache whose mask for several rows shows each row what it would see alone.
 
     mlx-lm's own mask hides the j oldest rows of the buffer from row j, also those that `keep` should keep; and with a window
@@ -223,21 +223,21 @@ class _ExactWindow(RotatingKVCache):
 
 
 @contextmanager
-def exact_windows(entries: Sequence[Any]) -> Iterator[None]:
-    """During one pass over a block, let each row see in rotating caches what it would see alone."""
+def masks_by_row(entries: Sequence[Any]) -> Iterator[None]:
+    """During one pass over a block, rotating caches give each row a mask that shows what it would see alone."""
     try:
         for entry in leaves(entries):
             if type(entry) is RotatingKVCache:
-                entry.__class__ = _ExactWindow
+                entry.__class__ = _MasksByRow
         yield
     finally:
-        plain_windows(entries)
+        restore_masks(entries)
 
 
-def plain_windows(entries: Sequence[Any]) -> None:
-    """Give rotating caches mlx-lm's own class back, also after an interruption of `exact_windows`."""
+def restore_masks(entries: Sequence[Any]) -> None:
+    """Give rotating caches mlx-lm's own class and masks back, also after an interruption of `masks_by_row`."""
     for entry in leaves(entries):
-        if type(entry) is _ExactWindow:
+        if type(entry) is _MasksByRow:
             entry.__class__ = RotatingKVCache
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from .models.target import Target, TargetOutput
-from .rollback import RollbackPoint, exact_windows
+from .rollback import RollbackPoint, masks_by_row
 
 
 def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput:
@@ -31,7 +31,7 @@ def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Seq
         out = target(block, cache, kernels=True, eager=True)
         point.ended(1)
         return out
-    with exact_windows(cache):
+    with masks_by_row(cache):
         return target(block, cache, point, kernels=True, eager=True)
 
 

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..kernels.routing import ATTENTION, renamed
 from ..models.intercept import intercept, own_class
 from ..models.target import Target, TargetOutput
-from ..rollback import RollbackPoint, exact_windows, rollback_point
+from ..rollback import RollbackPoint, masks_by_row, rollback_point
 from .group_pass import GroupPass
 from .groups import Groups, Seat, SlotKV, group_spans, seat_of
 
@@ -242,7 +242,7 @@ class BatchTarget:
         columns = zip(*(row.entries for row in rows), strict=True)
         cache = [RowsEntry(self._layout, list(column)) for column in columns]
         try:
-            with exact_windows([entry for row in rows for entry in row.entries]), intercept(self._handlers):
+            with masks_by_row([entry for row in rows for entry in row.entries]), intercept(self._handlers):
                 out = self.target(ids[:, None], cache, eager=eager)
         finally:
             self._layout = None
@@ -323,7 +323,7 @@ class BatchTarget:
     def _singles(self, blocks: list[list[int]], make_cache: Callable[[], list[Any]]) -> list[mx.array]:
         found = []
         for entries, block in zip(self._prompts(make_cache), blocks, strict=True):
-            with exact_windows(entries):
+            with masks_by_row(entries):
                 found.append(self.target(mx.array([block]), entries, rollback_point(entries, 0)).hidden[0])
         return found
 

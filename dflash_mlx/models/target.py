@@ -155,6 +155,7 @@ class Target:
         Raises:
           TapError: if a tapped layer did not run exactly once (a model compiled beforehand never calls it).
         """
+        # Each tap goes into a list of its own; a tap after the final norm is the backbone's output.
         final: list[mx.array] = []
         got: dict[int, list[mx.array]] = {i: [] if i < len(self.layers) else final for i in self.layer_ids}
         handlers = [(self.layers[max(i, 0)], _keep(kept, eager, i < 0)) for i, kept in got.items() if kept is not final]
@@ -186,7 +187,7 @@ class Target:
         return TargetOutput(final[0], features, _array(out) if ids.size == 1 else None)
 
     def clone(self) -> Target:
-        """A new target of the same model and taps."""
+        """A new target of the same model and taps, for passes that are watched or compiled."""
         return Target(self.model, self.layer_ids)
 
     def prefill_chunk(self, at: int, step: int | None, left: int) -> int:

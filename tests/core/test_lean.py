@@ -590,7 +590,7 @@ def test_an_interruption_that_leaves_a_window_in_its_made_class_is_put_right_at_
     got = [next(steps).token for _ in range(12)]
     rotating = [entry for entry in cache[: len(model.layers)] if type(entry) is RotatingKVCache]
     for entry in rotating:
-        entry.__class__ = cache_module._ExactWindow
+        entry.__class__ = cache_module._MasksByRow
     steps.close()
     assert rotating and all(type(entry) is RotatingKVCache for entry in rotating)
     assert got == line[:12] and ids_of(run(model, drafter, line[12:13], 10, prompt_cache=cache)) == line[13:23]

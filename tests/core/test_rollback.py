@@ -120,7 +120,7 @@ def test_kept_rows_are_seen_by_every_row_of_a_block(start):
 
 
 def test_without_the_mask_for_kept_rows_blocks_are_wrong(monkeypatch):
-    monkeypatch.setattr(cache_module, "_ExactWindow", RotatingKVCache)
+    monkeypatch.setattr(cache_module, "_MasksByRow", RotatingKVCache)
     with pytest.raises(AssertionError):
         test_kept_rows_are_seen_by_every_row_of_a_block(13)
 
@@ -129,7 +129,7 @@ def test_a_window_inside_kept_rows_is_refused():
     entry = RotatingKVCache(max_size=12, keep=4)
     entry.update_and_fetch(mx.zeros((1, 1, 12, 4)), mx.zeros((1, 1, 12, 4)))
     with (
-        cache_module.exact_windows([entry]),
+        cache_module.masks_by_row([entry]),
         pytest.raises(CacheError, match="inside a rotating cache that keeps 4 first rows; they exclude each other"),
     ):
         entry.make_mask(3, window_size=5)

@@ -21,7 +21,7 @@ from dflash_mlx.kernels.routing import attention_calls
 from dflash_mlx.kernels.small_batch import FOLDED
 from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
-from dflash_mlx.rollback import exact_windows, rollback_point
+from dflash_mlx.rollback import masks_by_row, rollback_point
 from dflash_mlx.verify import verify_block
 
 needs_compiler = pytest.mark.emulator
@@ -139,7 +139,7 @@ def test_a_blocks_rows_are_bit_for_bit_those_of_one_row_at_a_time(name, everywhe
     target = Target(model)
 
     def run(ids, cache):
-        with exact_windows(cache if ids.shape[1] > 1 else []):
+        with masks_by_row(cache if ids.shape[1] > 1 else []):
             hidden = target(ids, cache, kernels=True).hidden
         mx.eval(hidden, [entry.state for entry in cache])
         return hidden
@@ -199,7 +199,7 @@ def window_mask(window=WINDOW, change=lambda mask: mask):
     """Makes a cache's mask for three rows."""
 
     def make(cache):
-        with exact_windows([cache]):
+        with masks_by_row([cache]):
             return change(create_attention_mask(mx.zeros((1, 3, 1)), cache, window_size=window))
 
     return make
