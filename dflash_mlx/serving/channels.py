@@ -307,8 +307,8 @@ class _Marked:
         self.frame = _Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
         self.bare = bool(self.calls) and self.calls[0] in BARE
-        # Of the call that is being read: the state before it, its opening mark, its text, and whether that can still be JSON; head:
-        # the mark, if it is a part of the call.
+        # Of the call that is being read: the state before it, its opening mark, its text, and whether that can still be JSON;
+        # head: the mark, if it is a part of the call.
         self.before, self.mark, self.call, self.json, self.head = self.state, "", "", _Json(), ""
         self.live = LiveCalls(())
 
