@@ -107,8 +107,7 @@ class DraftLengthPolicy:
     ):
         self.most, self.acceptance, self.cost_model, self._measure = most, acceptance, costs, measure
         self._lock = lock or threading.RLock()
-        # _later: the rest of the measurement waits for the end of the answer; _is_slowed: measuring slowed this run; has_measured: all
-        # of it was run between tokens.
+        # _later: measuring waits for the end of the answer; _is_slowed: it slowed this run; has_measured: it ran in it.
         self._later = self._is_slowed = self.has_measured = False
         self.share = _TRY_SHARE
         self.credit: float | None = None
