@@ -2,7 +2,7 @@
 
     quantized products    block_qmm           quantized experts     block_gather_qmm
     attention             block_attention     gated delta rules     gated_delta
-    on CUDA, also float products and attention of few rows: other operations of MLX (`small_batch`)
+    by other operations of MLX (`small_batch`): attention of few rows, and on CUDA float products
 
 Knows MLX's linear layers and embeddings, which are the head of tied models; mlx-lm's `QuantizedSwitchLinear`, by its name; its
 `scaled_dot_product_attention` with caches and masks; and its `gated_delta_update`, whose inputs are kept in a `Recurred`.
