@@ -9,6 +9,7 @@ from launching import SUPPORT, output_of
 from near_ties import NEAR, compare, parting
 from sharded import sharded_families, sharded_family
 
+from dflash_mlx import loading
 from dflash_mlx.ranks import RanksError
 from dflash_mlx.shares import take_share
 
@@ -68,15 +69,29 @@ def test_two_ranks_write_one_text(tmp_path):
     assert {r[3] for r in first["astray"]["chosen"]["rounds"]} > {0}
 
 
+def one_of(size, rank):
+    """A rank whose others are not there: enough for what is said before a message is sent."""
+    return SimpleNamespace(group=SimpleNamespace(rank=lambda: rank, size=lambda: size), size=size, agree=lambda values: None)
+
+
+def test_heads_that_do_not_divide_are_found_before_a_weight_is_read(monkeypatch):
+    read = []
+    monkeypatch.setattr(loading, "read_weights", lambda *about: read.append(about))
+    with pytest.raises(RanksError, match=r"tiny does not divide by 3 ranks: n_kv_heads is 2\."):
+        loading.load("tiny", ranks=one_of(3, 1))
+    assert not read
+    loading.load("tiny", ranks=one_of(2, 1))
+    assert len(read) == 1
+
+
 def test_a_pipeline_takes_layers_and_a_family_without_one_is_refused():
-    second_of_two = SimpleNamespace(group=SimpleNamespace(rank=lambda: 1, size=lambda: 2), size=2)
     model = sharded_family("qwen3_moe", layers=5)
     layers = model.layers
-    take_share(model, second_of_two, "it", pipeline=True)
+    take_share(model, one_of(2, 1), "it", pipeline=True)
     # Rank 0 has the last ones, and of an odd number one more.
     assert [one is layers[i] for i, one in enumerate(model.layers)] == [True, True]
     with pytest.raises(RanksError, match=r"it is of a family that mlx-lm .* does not pipeline\. Leave --pipeline out"):
-        take_share(sharded_family("gpt_oss"), second_of_two, "it", pipeline=True)
+        take_share(sharded_family("gpt_oss"), one_of(2, 1), "it", pipeline=True)
 
 
 def test_loading_holds_the_share_and_one_tensor(tmp_path):
