@@ -7,6 +7,7 @@ that variants which this version cannot run still convert. A converted drafter k
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,8 @@ from .gguf.drafter import read_drafter_gguf
 from .layouts import Weights, unused_reason
 from .quantize import FLOAT_DTYPES, Predicate, Recipe, fate_of, mlx_options
 
-_PREFIX = "model."
+# what a wrapper puts before every name: a class with a head, torch.compile, data-parallel trainers, a training module
+_PREFIX = re.compile(r"(?:(?:model|_orig_mod|module|draft_model)\.)+")
 # where SpecForge's first Domino and DSpark drafters keep their heads
 _EARLY_PREFIX = "logit_head."
 # names of Muse-Glimmer's assistant, and of AngelSpec's and TorchSpec's trainers
@@ -101,23 +103,23 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
     bare: Weights = {}
     dropped: dict[str, str] = {}
     for name, value in _spread(weights, config).items():
-        short = name.removeprefix(_PREFIX).removeprefix(_EARLY_PREFIX)
+        prefix = _PREFIX.match(name)
+        short = name[prefix.end() if prefix else 0 :].removeprefix(_EARLY_PREFIX)
         reason = "the target's, repeated" if is_target_copy(short) else unused_reason(name, None)
         short = _RENAMED.get(short, short)
         if reason:
             dropped[name] = reason
         elif short in bare:
             raise CheckpointError(
-                f"{checkpoint.source} has {short} twice, with and without the prefix {_PREFIX}",
+                f"{checkpoint.source} has {short} twice, with and without a prefix",
                 "Delete the copy that does not belong",
             )
         else:
             bare[short] = value
     if options := raw.get("quantization"):
         raw["quantization"] = {one: of for name, of in options.items() for one in _spread_names(name)}
-    prefixed = sum(name.startswith(_PREFIX) for name in weights)
-    if prefixed:
-        notes.append(f"prefix {_PREFIX} removed from {prefixed} tensors")
+    for prefix, count in Counter(found[0] for found in map(_PREFIX.match, weights) if found).items():
+        notes.append(f"prefix {prefix} removed from {count} tensors")
     if not any(name.endswith(".scales") for name in bare):
         raw.pop("quantization", None)
     if "mask_embedding" not in bare and (vector := side_mask(checkpoint, config.hidden_size)) is not None:

@@ -61,6 +61,9 @@ _WRAPPER_PREFIXES = (
     ("model.", "language_model.model."),
     ("model.language_model.", "language_model.model."),
     ("transformer.", ""),
+    # of torch.compile and of data-parallel trainers
+    ("_orig_mod.", ""),
+    ("module.", ""),
 )
 
 # other spellings of the names around experts, tried when mlx-lm's `sanitize` does not recognise the usual ones

@@ -104,7 +104,9 @@ _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "
 def parse_body(raw: bytes) -> Any:
     """Raises: RequestError unless it is JSON in UTF-8 of whole characters and of numbers that a float can hold."""
     try:
-        body = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite(float), parse_int=_finite(int))
+        body = json.loads(
+            raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite(float), parse_int=_finite(int)
+        )
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON in UTF-8: {error}", "Send one JSON object") from None
     try:

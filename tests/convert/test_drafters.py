@@ -29,14 +29,15 @@ def hidden_of(drafter):
     return drafter(block, features, drafter.make_cache(), 0)
 
 
-def test_bare_and_prefixed_tensors_are_one_drafter(tmp_path, pair, published):
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.", "module._orig_mod.model.", "draft_model."])
+def test_bare_and_prefixed_tensors_are_one_drafter(tmp_path, pair, published, prefix):
     config, weights = published
-    prefixed = {f"model.{name}": value for name, value in weights.items()}
+    prefixed = {prefix + name: value for name, value in weights.items()}
     path = write_checkpoint(tmp_path / "prefixed", config, prefixed)
     expected = hidden_of(load_drafter("tiny", pair[0]))
     assert mx.array_equal(hidden_of(load_drafter(str(path), pair[0])), expected)
     done = convert(str(path), str(tmp_path / "mlx"))
-    assert done.kind == "drafter" and any("prefix model. removed" in note for note in done.notes)
+    assert done.kind == "drafter" and any(f"prefix {prefix} removed" in note for note in done.notes)
     assert set(mx.load(str(tmp_path / "mlx" / "model.safetensors"))) == set(weights)
     assert mx.array_equal(hidden_of(load_drafter(str(tmp_path / "mlx"), pair[0])), expected)
 
@@ -44,7 +45,7 @@ def test_bare_and_prefixed_tensors_are_one_drafter(tmp_path, pair, published):
 def test_a_tensor_with_and_without_prefix_is_refused(tmp_path, published):
     config, weights = published
     twice = weights | {"model.fc.weight": weights["fc.weight"]}
-    with pytest.raises(CheckpointError, match="has fc.weight twice, with and without the prefix"):
+    with pytest.raises(CheckpointError, match="has fc.weight twice, with and without a prefix"):
         load_drafter_weights(write_checkpoint(tmp_path / "twice", config, twice))
 
 

@@ -184,6 +184,13 @@ def test_extra_vision_and_mtp_tensors_are_dropped_and_said(tmp_path, plain):
     assert done.record["source_tensors"]["vision_tower.blocks.0.weight"] == "dropped: vision tower"
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_a_prefix_that_a_trainer_left_changes_nothing(tmp_path, plain, prefix):
+    weights, logits = plain
+    left = {prefix + name: value for name, value in weights.items()}
+    assert mx.array_equal(logits_of(write_checkpoint(tmp_path / "left", llama_config(), left)), logits)
+
+
 def test_a_text_model_inside_an_unknown_wrapper_is_taken_out(tmp_path, plain):
     weights, logits = plain
     wrapped = {f"language_model.{name}": value for name, value in weights.items()} | {"vision_tower.a.weight": mx.ones((2, 2))}

@@ -392,6 +392,12 @@ def test_a_whole_number_may_be_written_as_a_float(served):
     assert served.post("/v1/messages", {"messages": MESSAGES, "max_tokens": 2.0, **thinking})[0] == 200
 
 
+def test_a_body_may_begin_with_a_byte_order_mark(served):
+    """PowerShell and editors of Windows write one."""
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 2}).encode()
+    assert served.post("/v1/chat/completions", b"\xef\xbb\xbf" + body)[0] == 200
+
+
 @pytest.mark.parametrize("value,shown", [(True, "true"), ("0", '"0"'), ([1], "[1]"), ({}, "{}")])
 def test_a_refused_setting_is_shown_as_it_was_sent(served, value, shown):
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
