@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import mlx.core as mx
@@ -347,6 +348,12 @@ def load_drafter(
     """
     from .conversion.drafters import hold_in_bits, read_drafter
 
+    if not isinstance(path_or_hf_repo, (str, Path, NoneType)) or isinstance(model, tuple):
+        found = f"{type(path_or_hf_repo).__name__} and {type(model).__name__}"
+        raise PairError(
+            f"load_drafter was given {found}; it takes the drafter's name and the target",
+            "Write: model, tokenizer = load(...), then drafter = load_drafter(name, model)",
+        )
     _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
     read = read_drafter(checkpoint)
     if last_tap is not None:

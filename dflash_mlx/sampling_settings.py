@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from .errors import GenerationError
@@ -279,5 +280,6 @@ def parse(one: Field, text: str) -> Any:
 
 def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
     """Raises: GenerationError unless it is a positive whole number, or -1 for no limit."""
-    if type(value) is not int or value < 1 and value != -1:
+    # Also NumPy's.
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1 and value != -1:
         raise GenerationError(f"{name} is {value!r}; it must be a whole number of at least 1, or -1 for no limit")

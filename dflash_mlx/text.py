@@ -6,6 +6,7 @@ import codecs
 import re
 import weakref
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -21,19 +22,26 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
             raise GenerationError(f"the prompt has {half}, half of a surrogate pair", "Give text of whole characters")
         bos = tokenizer.bos_token
         return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
+    # Of MLX, NumPy or PyTorch.
+    is_array = hasattr(prompt, "tolist")
+    ids = prompt.tolist() if is_array else prompt
+    if not isinstance(ids, (list, tuple)) or not all(map(is_whole, ids)):
         what = f"of type {type(prompt).__name__}"
-        if isinstance(prompt, mx.array):
+        if is_array:
             what = f"an array of {str(prompt.dtype).removeprefix('mlx.core.')} and shape {list(prompt.shape)}"
         elif isinstance(ids, (list, tuple)):
-            odd = next(i for i in ids if type(i) is not int)
+            odd = next(i for i in ids if not is_whole(i))
             what = f"a list that holds {str(odd)[:40]!r} of type {type(odd).__name__}"
         raise GenerationError(
             f"the prompt is {what}; it must be text, a list of token ids or an array [T] of them",
             "Pass one prompt at a time",
         )
-    return list(ids)
+    return list(map(int, ids))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python or NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class TextStream:

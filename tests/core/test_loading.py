@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import family
-from kit import TINY, flat, grow, ids_of, raw_config, run, tiny_qwen3, tiny_target
+from kit import TINY, flat, grow, ids_of, letters, raw_config, run, tiny_qwen3, tiny_target
 
 from dflash_mlx import load, load_drafter
 from dflash_mlx.config import DrafterConfig
@@ -134,6 +134,12 @@ def test_a_pair_that_does_not_belong_together_is_refused(name):
     raw, message = PAIRS[name]
     with pytest.raises(PairError, match=f"do not belong together: {message}.* Use the drafter trained for this target"):
         pair_with(tiny_target(), raw)
+
+
+@pytest.mark.parametrize("swap", [lambda model: (model, "tiny"), lambda model: ("tiny", (model, letters()))])
+def test_what_is_no_name_and_no_target_is_said_with_how_to_load_them(swap):
+    with pytest.raises(PairError, match=r"load_drafter was given \w+ and \w+; it takes .* Write: model, tokenizer = load"):
+        load_drafter(*swap(tiny_target()))
 
 
 def test_all_faults_of_a_pair_are_in_one_message():

@@ -4,6 +4,7 @@ import gc
 import warnings
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from kit import greedy_ids, ids_of, letters, rounds_of, run, tiny_drafter, tiny_target
 from mlx_lm.models.cache import KVCache
@@ -28,6 +29,13 @@ def tiny():
 def test_lengths_that_are_none_are_refused(tiny, n, drafts):
     with pytest.raises(GenerationError, match=r"max_tokens is .*; it must be a whole number of at least 1, or -1 for no limit"):
         stream_generate(tiny[0], letters(), PROMPT, n, tiny[2] if drafts else None)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_whole_numbers_and_ids_may_be_numpys(tiny, drafts):
+    drafter = tiny[2] if drafts else None
+    ids = lambda prompt, n: [r.token for r in stream_generate(tiny[0], letters(), prompt, n, drafter)]  # noqa: E731
+    assert ids(np.array(PROMPT), np.int64(5)) == ids([*map(np.int32, PROMPT)], 5) == ids(PROMPT, 5)
 
 
 @pytest.mark.parametrize("drafts", [None, False, True], ids=["batch", "plain", "drafts"])
