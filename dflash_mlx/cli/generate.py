@@ -19,6 +19,7 @@ from ..kernels.crash_marker import leave_at_once
 from ..sampling_settings import recommended_text
 from ..serving.interrupt import at_ctrl_c
 from ..serving.keys import keys_wait
+from ..serving.log_lines import held_log
 from . import inputs, output, over_ranks
 from .live import live
 from .options import (
@@ -410,20 +411,23 @@ def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = outpu
     begun: an event that is set with the first response. end: called after the last one, before notes about the run.
     """
     text, ids, last, reason = [], [], None, None
-    try:
-        for last in responses:
-            if begun is not None:
-                begun.set()
-            text.append(last.text)
-            ids.append(last.token)
-            show(last)
-            if reason := last.finish_reason:
-                break
-    except KeyboardInterrupt:
-        reason = "interrupted"
-    finally:
-        end(last)
-        responses.close()
+    with contextlib.ExitStack() as log:
+        try:
+            for last in responses:
+                if not ids:
+                    log.enter_context(held_log())
+                if begun is not None:
+                    begun.set()
+                text.append(last.text)
+                ids.append(last.token)
+                show(last)
+                if reason := last.finish_reason:
+                    break
+        except KeyboardInterrupt:
+            reason = "interrupted"
+        finally:
+            end(last)
+            responses.close()
     _say_where_nothing_was_computed(last)
     return fields_of(text, ids, last, reason)
 

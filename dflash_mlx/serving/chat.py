@@ -24,6 +24,7 @@ from .conversation import Conversation, Pair
 from .draft_marks import DraftMarks
 from .editor import LineEditor, read_line
 from .keys import keys_wait
+from .log_lines import held_log
 from .recap import figures, first_line, nothing_shown, recap
 from .screen import MarkdownScreen, MarkedScreen, PlainScreen, stop_on_ctrl_c
 from .sessions import write_session
@@ -205,11 +206,14 @@ class Chat:
             with (
                 quiet,
                 stop_on_ctrl_c(lambda: talk.last or screen.stopping()) as pressed,
+                ExitStack() as log,
                 screen,
                 closing(talk.answer(pressed, screen.progress)) as pieces,
             ):
-                for kind, piece, response in pieces:
-                    screen.show(kind, piece, response)
+                for n, shown in enumerate(pieces):
+                    if n == 0:
+                        log.enter_context(held_log())
+                    screen.show(*shown)
         finally:
             if len(talk.messages) == count:
                 # Nothing came: the message is not part of the conversation.

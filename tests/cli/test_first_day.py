@@ -1,6 +1,7 @@
 """What someone meets on the first day: something not installed, a name with a typo, a command without its limit."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 import traceback
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from cli_kit import run
@@ -189,3 +191,35 @@ def test_a_locale_that_lacks_a_character_does_not_end_the_answer():
     command = [*COMMAND, "generate", "--model", "tiny", "--draft-model", "none", "-p", "# größe — ü 日本", "-m", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and "?" in done.stdout and "8 tokens" in done.stderr, done.stderr
+
+
+def test_the_log_comes_before_an_answer_or_after_it(monkeypatch):
+    shown, log = [], logging.getLogger("dflash_mlx.machine")
+    listener = logging.Handler()
+    listener.emit = lambda record: shown.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [listener])
+
+    def responses():
+        log.warning("before")
+        for token in range(3):
+            yield SimpleNamespace(text=str(token), token=token, finish_reason=None, stats=None)
+            log.warning("between")
+
+    monkeypatch.setattr(generate, "fields_of", lambda *_: {})
+    generate.run(responses(), lambda response: shown.append(response.text), end=lambda last: shown.append("end"))
+    assert shown == ["before", "0", "1", "2", "end", "between", "between", "between"]
+    log.warning("later")
+    assert shown[-1] == "later"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_cache_that_cannot_be_written_tears_no_line_of_an_answer(command, tmp_path):
+    """The costs of passes are saved, or are not, as soon as they are known, which may be in the middle of an answer."""
+    (tmp_path / "file").write_text("x")
+    environment = {**os.environ, "DFLASH_MLX_CACHE": str(tmp_path / "file"), "XDG_STATE_HOME": str(tmp_path)}
+    words = [*COMMAND, command, "--model", "tiny", "--draft-model", "tiny", "-m", "48"]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120, "env": environment}
+    done = subprocess.run(words, input="def test_\n", **piped)
+    assert done.returncode == 0, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "is not kept" in line]
+    assert line.startswith("cost_models.json is not kept"), done.stdout
