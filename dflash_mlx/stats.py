@@ -163,6 +163,11 @@ def gain_over_plain(tokens: int, tps: float, plain_tps: float | None) -> float |
     return tps * (tokens - 1) / tokens / plain_tps if plain_tps and tokens >= _TIMED_TOKENS else None
 
 
+def gain_text(gain: float) -> str:
+    """A gain over plain decoding, for a person."""
+    return f"{gain:.1f} times as fast as without drafts"
+
+
 def figures_of(response: Any) -> str:
     """The lines that mlx-lm prints after a verbose answer, and what drafting did where there was any."""
     lines = [

@@ -77,7 +77,7 @@ _DECIDED_HERE = [
     r"Drafting (is|was) (on|off)[^.]*\.",
     r"Meanwhile the model and its drafter were timed, once; that slowed this answer\.",
     r", slowed once by timing the model",
-    r", # times plain decoding",
+    r", # times as fast as without drafts",
     r"(?<=tokens/s), # tokens a round",
     r", drafting off, as it would be slower here",
     r"(Not faster|Faster|About as fast) here[^.]*\.",

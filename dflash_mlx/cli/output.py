@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..stats import gain_over_plain, is_off
+from ..stats import gain_over_plain, gain_text, is_off
 from ..tools.columns import count, wrap
 
 
@@ -56,7 +56,7 @@ def figures(result: dict[str, Any], details: bool = False, seed: int | None = No
 
 
 def headline(result: dict[str, Any]) -> str:
-    """ "256 tokens, 11.2 tokens/s, 2.1 times plain decoding, 3.0 tokens a round".
+    """ "256 tokens, 11.2 tokens/s, 2.1 times as fast as without drafts, 3.0 tokens a round".
 
     The gain is over plain passes that this machine ran with this model: those of this run, or the kept ones (`plain_tps`). Where
     there is none, or the answer is too short to time, none is said; so it is where drafting is off.
@@ -65,7 +65,7 @@ def headline(result: dict[str, Any]) -> str:
     parts = [count(n, "token"), f"{result['generation_tps']:.1f} tokens/s"]
     if rounds and result["tau"] is not None and not is_off(result):
         if gain := gain_over_plain(n, result["generation_tps"], result["plain_tps"]):
-            parts.append(f"{gain:.1f} times plain decoding")
+            parts.append(gain_text(gain))
         parts.append(f"{(n - 1) / rounds:.1f} tokens a round")
     return ", ".join(parts)
 

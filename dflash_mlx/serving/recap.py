@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DFlashError
 from ..machine import array_bytes, chip, size_text, state_directory
-from ..stats import gain_over_plain, tokens_a_round
+from ..stats import gain_over_plain, gain_text, tokens_a_round
 from ..tools.columns import age_text, count
 from .conversation import Conversation, Pair, Settings
 from .sessions import read_session
@@ -86,7 +86,7 @@ def figures(talk: Conversation) -> str:
     stats, is_off = last.stats, bool(last.stats and last.stats.is_off)
     if (rate := tokens_a_round(last)) is not None:
         gain = None if is_off else gain_over_plain(last.generation_tokens, last.generation_tps, stats.plain_tps)
-        parts += [f"{gain:.1f} times plain decoding"] if gain else []
+        parts += [gain_text(gain)] if gain else []
         parts.append(f"{rate:.1f} tokens a round")
     if is_off:
         parts.append("drafting off, as it would be slower here")

@@ -36,6 +36,7 @@ from ..pairs.builtin import BUILTIN_PAIRS, builtin_path
 from ..pairs.published import stated_thinking
 from ..progress import tell
 from ..rollback import check_rollback, leaves, rollback, rollback_point
+from ..stats import gain_text
 from ..verify import verify_block
 from . import system
 
@@ -442,8 +443,8 @@ def verdict(report: Mapping[str, Any]) -> list[str]:
     if speed["off"]:
         return [found, f"Not faster here: drafting turns itself off, as it would be slower. {rates}."]
     if speed["gain"] >= _FASTER:
-        return [found, f"Faster here: about {speed['gain']:.1f} times plain decoding, on one prompt. {rates}."]
-    return [found, f"About as fast here as plain decoding, on one prompt. {rates}."]
+        return [found, f"Faster here: about {gain_text(speed['gain'])}, on one prompt. {rates}."]
+    return [found, f"About as fast here as without drafts, on one prompt. {rates}."]
 
 
 def render(report: Mapping[str, Any], details: bool = False) -> str:
