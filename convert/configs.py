@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from dflash_mlx.errors import ConfigError
+from dflash_mlx.errors import ConfigError, one_line
 
 from .config_values import TEXT_CONFIG_KEYS, check_values, drop_empty_quantization
 from .families import special
@@ -294,14 +294,10 @@ def _transformers_config(text: dict, notes: list[str]):
                 values.pop("rope_scaling", None)
             reference = CONFIG_MAPPING[name].from_dict(values)
         except Exception as error:  # noqa: BLE001 - its validators raise many kinds; the text goes to the user
-            notes.append(f"transformers cannot read this config ({_one_line(error)}); keys that it lacks take mlx-lm's defaults")
+            notes.append(f"transformers cannot read this config ({one_line(error)}); keys that it lacks take mlx-lm's defaults")
             return None
     inner = getattr(reference, "text_config", None)
     return inner if inner is not None and hasattr(inner, "num_hidden_layers") else reference
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _reference_value(reference, key: str) -> tuple[bool, Any]:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
-from dflash_mlx.errors import ConversionError
+from dflash_mlx.errors import ConversionError, one_line
 from dflash_mlx.machine import size_text
 from dflash_mlx.models.architectures import not_computed
 
@@ -340,7 +340,7 @@ def _drafter_parity(checkpoint: Checkpoint, staging: Path, config: DrafterConfig
         source = report.drafter_outputs(config, read_drafter(checkpoint).weights, fill)
     except ValueError as error:
         raise ConversionError(
-            f"the tensors in {checkpoint.source} are not those that config.json describes: {' '.join(str(error).split())}",
+            f"the tensors in {checkpoint.source} are not those that config.json describes: {one_line(error, None)}",
             "Use the config that came with the weights, or download both again",
         ) from error
     written = report.drafter_outputs(config, read_drafter(inspect_checkpoint(staging)).weights, fill)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint, require_target
-from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFlashError
+from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError, DFlashError, one_line
 
 from .activations import correct_activation
 from .config_values import TEXT_CONFIG_KEYS, check_values
@@ -141,7 +141,7 @@ def build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Che
     except _BUILD_ERRORS as error:
         file = f"{where}/config.json" if checkpoint else where
         raise ConfigError(
-            f"no model can be built from {file}: {type(error).__name__} {' '.join(str(error).split())[:200]}",
+            f"no model can be built from {file}: {type(error).__name__} {one_line(error)}",
             "Compare it with the original repository's",
         ) from error
 
@@ -278,7 +278,7 @@ def _construct(target: TargetConfig) -> nn.Module:
             except (TypeError, ValueError, KeyError, AttributeError):
                 continue
         raise ConfigError(
-            f"mlx-lm's {target.family} cannot be built from config.json: {' '.join(str(error).split())}",
+            f"mlx-lm's {target.family} cannot be built from config.json: {one_line(error, None)}",
             "Compare config.json with the original repository's",
         ) from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.checkpoint import Checkpoint, inspect_checkpoint
-from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.errors import CheckpointError, ConfigError, one_line
 
 from .config_values import TEXT_CONFIG_KEYS
 from .configs import normalise_config
@@ -85,7 +85,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
             defaults=_tokenizer_defaults(config),
         )
     except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception on damaged files; the text goes to the user
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)
         if "trust_remote_code" in text:
             raise CheckpointError(
                 f"the tokenizer in {source} brings its own code, which is not run",
@@ -208,7 +208,7 @@ def check_tokenizer(directory: Path, source: str) -> str | None:
         _load(directory, source, config, {}, {"trust_remote_code": False})
     except CheckpointError as error:
         if isinstance(error.__cause__, ImportError):
-            return f"the tokenizer was copied but not tried: {' '.join(str(error.__cause__).split())[:200]}"
+            return f"the tokenizer was copied but not tried: {one_line(error.__cause__)}"
         settings = directory / "tokenizer_config.json"
         if settings.exists() and '"auto_map"' in settings.read_text():
             return "the tokenizer brings its own code, which was neither run nor copied: its files were copied but not tried"

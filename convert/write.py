@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.checkpoint import Checkpoint, sha256_of
-from dflash_mlx.errors import ConversionError
+from dflash_mlx.errors import ConversionError, one_line
 from dflash_mlx.machine import write_atomically
 from dflash_mlx.progress import tell
 
@@ -179,7 +179,7 @@ def _save(file: Path, part: dict[str, mx.array]) -> None:
     try:
         mx.save_safetensors(str(file), part, metadata={"format": "mlx"})
     except RuntimeError as error:
-        raise OSError(f"{file.name} could not be written ({' '.join(str(error).split())})") from error
+        raise OSError(f"{file.name} could not be written ({one_line(error, None)})") from error
     if file.stat().st_size < sum(value.nbytes for value in part.values()):
         raise OSError(f"{file.name} is cut short; the disk is full or a file size limit was met")
 

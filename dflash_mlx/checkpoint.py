@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, DFlashError
+from .errors import CheckpointError, DFlashError, one_line
 from .hub import locate, snapshot_of
 from .roles import OTHER_SPECULATORS, role_of
 
@@ -176,7 +176,7 @@ def _reading(what: str, where: str) -> Iterator[None]:
     except DFlashError:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        cause = _one_line(error)
+        cause = one_line(error)
         if isinstance(error, OSError) and error.strerror:
             cause = f"{error.strerror}: {Path(os.fsdecode(error.filename or where)).name[:_MOST_LETTERS]}"
         raise CheckpointError(f"{where} is no {what}: {cause}", "Download the file again") from error
@@ -208,10 +208,6 @@ def _require_file(file: Path) -> None:
     # a pipe would be waited for, a directory or a link to nowhere has no content
     if not file.is_file():
         raise ValueError("no ordinary file")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _some(names) -> str:
@@ -436,7 +432,7 @@ def _read_header(file: Path, name: str, source: str) -> list[TensorInfo]:
             described = [(tensor, part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices]
     except SafetensorError as error:
         # its own kind of error, which is no ValueError
-        raise ValueError(_one_line(error)) from error
+        raise ValueError(one_line(error)) from error
     unread = next(((tensor, dtype) for tensor, dtype, _ in described if dtype in _UNREAD_DTYPES), None)
     if unread:
         raise CheckpointError(

@@ -40,6 +40,11 @@ def error_text(error: Exception) -> str:
     return os_error_text(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
+def one_line(error: object, most: int | None = 200) -> str:
+    """An error's text in one line of at most `most` letters (None: all); the name of its class if it has no text."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class ConfigError(DFlashError, ValueError):
     """A config.json that cannot be read as a DFlash drafter or a target; all faults are in one message."""
 

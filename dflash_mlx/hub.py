@@ -8,7 +8,7 @@ import errno
 import re
 from pathlib import Path
 
-from .errors import CheckpointError
+from .errors import CheckpointError, one_line
 from .progress import hub_bar
 
 # what a hub repository is asked for: never code, and of PyTorch's files one vector, which is read without unpickling
@@ -149,7 +149,7 @@ def _download(name: str, revision: str | None) -> Path:
         if full := _full_disk(error):
             raise CheckpointError(*full) from None
         raise CheckpointError(
-            f"{repo}{at} could not be fetched from Hugging Face or its cache: {' '.join(str(error).split())[:200]}",
+            f"{repo}{at} could not be fetched from Hugging Face or its cache: {one_line(error)}",
             "Check the name and the connection, or give the path of a downloaded directory",
         ) from None
 

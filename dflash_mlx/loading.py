@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from . import memory
 from .checkpoint import Checkpoint, inspect_checkpoint
 from .config import LAST_TAPS, DrafterConfig
-from .errors import CheckpointError, ConfigError, PairError, TapError
+from .errors import CheckpointError, ConfigError, PairError, TapError, one_line
 from .machine import limit_bytes, machine_bytes, on_metal, size_text
 from .memory import Needs, RunSize, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
 from .models.architectures import ARCHITECTURES, build_drafter, not_computed
@@ -156,9 +156,8 @@ def _put_adapter(model: nn.Module, adapter_path: str, name: str) -> None:
             f"the adapter {adapter_path} cannot be read: {found}", "Give the directory that mlx_lm.lora wrote"
         ) from None
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split())
         raise CheckpointError(
-            f"the adapter {adapter_path} does not fit {name}: {said[:300]}",
+            f"the adapter {adapter_path} does not fit {name}: {one_line(error, 300)}",
             "Give the one that mlx_lm.lora trained for this model",
         ) from None
     model.eval()

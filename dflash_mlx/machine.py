@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DFlashError
+from .errors import DFlashError, one_line
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -192,7 +192,7 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[Path], o
         # MLX's writers raise RuntimeError. The system names no file where the disk is full.
         if isinstance(error, RuntimeError) and not str(error).startswith("[write]"):
             raise
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or one_line(error, None)
         raise FileWriteError(f"{path} cannot be written: {reason}", "Free some space, or write elsewhere") from error
     finally:
         with suppress(OSError):

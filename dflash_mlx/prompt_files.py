@@ -34,7 +34,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from safetensors import SafetensorError, safe_open
 
 from .checkpoint import sha256_of
-from .errors import CacheError, DFlashError
+from .errors import CacheError, DFlashError, one_line
 from .machine import FileWriteError, size_text, write_atomically
 from .prompt_cache import PairCache, can_trim_prompt_cache, is_pair_cache
 from .rollback import leaves
@@ -67,8 +67,7 @@ def read_cache_file(path: Path) -> tuple[list[Any], dict[str, str], int]:
     except _BROKEN as error:
         if isinstance(error, DFlashError):
             raise
-        said = " ".join(str(error).split())[:200]
-        raise CacheError(f"no prompt cache: {said}", "mlx_lm.cache_prompt makes one") from None
+        raise CacheError(f"no prompt cache: {one_line(error)}", "mlx_lm.cache_prompt makes one") from None
     return entries, metadata if isinstance(metadata, dict) else {}, rows
 
 
@@ -222,7 +221,7 @@ class PrefixFiles:
         """Say once that a file is not used."""
         self._known[path.name] = None
         if path.exists():
-            _log.warning("%s is not used: %s", path, " ".join(str(reason).split())[:200])
+            _log.warning("%s is not used: %s", path, one_line(reason))
 
     def find(self, tokens: Sequence[int], held: int) -> PrefixFile | None:
         """The file that spares a run most of these tokens; None where none spares more than `held`."""

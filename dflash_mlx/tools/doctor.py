@@ -23,7 +23,7 @@ from ..checkpoint import inspect_checkpoint
 from ..config import LAST_TAPS
 from ..conversion.targets import LoadedTarget
 from ..drafter_checks import FEW_ACCEPTED
-from ..errors import DFlashError
+from ..errors import DFlashError, one_line
 from ..exact import row_test
 from ..generation import stream_generate
 from ..kernels import autotune
@@ -148,7 +148,7 @@ def _float16_advice(
         try:
             load_drafter(draft_model, lm, revision=revision, bits=draft_bits)
         except DFlashError as error:
-            found = " ".join(str(error).split())
+            found = one_line(error, None)
     if found:
         return f"this GPU computes bfloat16 by way of float32, but float16 is not for this model: {found}"
     return "this GPU computes bfloat16 by way of float32, and this model's values stay finite in float16: try --dtype float16"
@@ -160,7 +160,7 @@ def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
         return step()
     except (DFlashError, OSError, ValueError, RuntimeError) as error:
         # Several steps may meet the same one.
-        if (text := " ".join(str(error).split())) not in faults:
+        if (text := one_line(error, None)) not in faults:
             faults.append(text)
         return None
 
