@@ -165,7 +165,7 @@ class _ByWindow:
         return self._piece(text, text)
 
     def _piece(self, text: str, certain: str) -> str:
-        start = len(self._before) if certain.startswith(self._before) else _common(self._before, certain)
+        start = len(self._before) if certain.startswith(self._before) else common_start(self._before, certain)
         piece = certain[start:]
         if piece:
             self._before = certain
@@ -233,16 +233,17 @@ def _template_end(tokenizer: Any, system: list[dict[str, str]], **settings: Any)
     try:
         messages = ([*system, {"role": "user", "content": text}] for text in ("x", "7"))
         a, b = (list(tokenizer.apply_chat_template(some, **options)) for some in messages)
-        shared = _common(a[::-1], b[::-1])
+        shared = common_start(a[::-1], b[::-1])
         end = a[len(a) - shared :][-_LONGEST_END:]
         return end if end and tokenizer.decode(end).strip() else []
     except Exception:  # noqa: BLE001 - a template is a program and may raise anything; this one then tells nothing
         return []
 
 
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_start(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next((i for i in range(n) if a[i] != b[i]), n)
 
 
 class StopText:
@@ -289,7 +290,7 @@ def prompt_thinking(tokenizer: Any, ids: Sequence[int]) -> bool | None:
         return None
     if on == off:
         return None
-    shared = _common(on, off)
+    shared = common_start(on, off)
     # Compare some ids before the difference too, so that an end that adds no ids is recognised too; the longer end first.
     ends = sorted(((rendered[max(shared - 3, 0) :], setting) for rendered, setting in ((on, True), (off, False))), key=_length)
     return next((setting for end, setting in reversed(ends) if list(ids[-len(end) :]) == end), None)

@@ -22,6 +22,7 @@ from ..generation import make_prompt_cache
 from ..machine import limit_bytes
 from ..memory import RunSize, cache_bytes, entries_after_rows, model_bytes
 from ..prompt_cache import PairCache, trim_prompt_cache
+from ..text import common_start
 from .prefix_cache import CacheOptions, PrefixCache, after_held, needs_copies
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Together:
         if not row.is_reading:
             return False
         ahead = [*row.run.cache.ids, *row.rest]
-        return _shared(ahead, prompt) > row.run.rows + _WORTH
+        return common_start(ahead, prompt) > row.run.rows + _WORTH
 
     def start(self, generation: Any, say: Callable[[RowResponse], bool], options: dict[str, Any]) -> None:
         """Add a request. options: as of `stream_generate`.
@@ -148,7 +149,7 @@ class Together:
         entries, rest = self.store.fetch_nearest_cache(self.key, prompt)
         held = len(prompt) - len(rest)
         for served in self._served.values():
-            common = min(_shared(served.row.run.cache.ids[: served.row.run.rows], prompt), len(prompt) - 1)
+            common = min(common_start(served.row.run.cache.ids[: served.row.run.rows], prompt), len(prompt) - 1)
             if common <= held + _WORTH or needs_copies(served.row.run.cache.entries):
                 continue
             copied = copy.deepcopy(served.row.leave_settled())
@@ -200,11 +201,3 @@ class Together:
                 # Its cache is dropped anyway.
                 _log.exception("a request could not be ended")
         self._close_if_idle()
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """Length of the longest common start."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])

@@ -40,6 +40,7 @@ from ..models.target import Target
 from ..progress import tell
 from ..sampling import KeyedSampler, SamplingSettings
 from ..stats import is_off
+from ..text import common_start
 from . import bench_batch
 from .bench_batch import BatchSides
 from .bench_prompts import BenchError, Prompts, builtin_prompts
@@ -305,7 +306,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token at which two answers differ, the shorter one's length if it is the other's beginning; or None."""
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    at = common_start(a, b)
     return None if at == len(a) == len(b) else at
 
 
