@@ -135,7 +135,7 @@ def measuring(target: Target, drafter: Callable[[], Drafter], clock: Callable[[]
         models.plain()
     # As many plain passes in a row as fit a piece: a single pass takes longer than one in a row.
     models.chain = max(1, min(4, int(PIECE_S / max(clock() - began, 1e-9))))
-    costs = yield from turns(models.plain, models.draft, models.inject, models.verify, models.both, models.K - 1)
+    costs = yield from turns(models.plain, models.draft, models.inject, models.verify, models.both, models.K - 1, clock=clock)
     costs.plain_s /= models.chain
     return costs
 

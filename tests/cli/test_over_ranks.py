@@ -43,6 +43,12 @@ def test_rank_0_alone_speaks_and_a_prompt_comes_from_its_file(tmp_path):
     assert {r["width"] for r in result["rounds"]} >= {3} and "WARN" not in said
 
 
+@pytest.mark.full
+def test_a_first_run_times_its_passes_on_both_ranks_and_ends(tmp_path):
+    said = output_of(2, CLI, tmp_path, "generate", *TINY, "-p", "def test_", "-m", "24", env={"DFLASH_MLX_CACHE": str(tmp_path)})
+    assert said.count("24 tokens, ") == 1 and "WARN" not in said and "Error" not in said, said
+
+
 def test_heads_that_do_not_divide_get_one_sentence(tmp_path):
     # The tiny pair has 6 heads, and 2 of keys: three ranks cannot have equal shares of these.
     said = output_of(3, CLI, tmp_path, "generate", *TINY, "-p", "a", "-m", "4")

@@ -1,10 +1,12 @@
 """What passes cost: corrected by rounds, timed by turns, kept on disk."""
 
+import itertools
 import json
 import os
 import platform
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import mlx.nn as nn
@@ -367,6 +369,15 @@ def test_costs_are_measured_in_pieces_of_at_most_200_ms_and_are_the_same(monkeyp
     assert len(took) > 5 and max(took) <= measure.PIECE_S == 0.2
     whole = Machine(*args).measure(7)
     assert kept == [found] and found == whole and sum(took) == pytest.approx(whole.measured_in_s)
+
+
+def test_all_passes_are_timed_by_the_clock_that_was_given():
+    """Over ranks it is rank 0's: by clocks of their own they would run different passes, and wait for each other for ever."""
+    model = tiny_target()
+    drafter, ticks = tiny_drafter(model), itertools.count()
+    target = DFlashPair(model, drafter).target
+    costs = measure.drained(measure.measuring(target, weakref.ref(drafter), lambda: next(ticks)))
+    assert costs.draft_s == 1 and set(costs.verify_s.values()) == {1}
 
 
 def test_a_pass_that_takes_longer_than_a_piece_waits_for_the_end_of_the_answer(monkeypatch):

@@ -343,7 +343,7 @@ def test_what_a_cut_adds_is_measured_with_the_wait_that_it_is(tiny, monkeypatch,
     model, *_ = tiny
     passes, counted = {}, []
 
-    def measure(plain, draft, inject, verify, both, most):
+    def measure(plain, draft, inject, verify, both, most, clock):
         passes["both"] = both
         yield from ()
         return CostModel(1.0, 1.0, 1.0, {1: 1.0})
@@ -367,7 +367,7 @@ def test_what_is_tried_at_first_use_is_tried_before_passes_are_timed(tiny, monke
         CompiledPass, "_tried", lambda self, *args: (tried.append((self.name, args[-1][-1])), original(self, *args))[1]
     )
 
-    def measure(plain, draft, inject, verify, both, most):
+    def measure(plain, draft, inject, verify, both, most, clock):
         before = [*tried]
         assert ("the drafter", most + 1) in before and ("llama", 1) in before
         for _ in range(2):
