@@ -46,7 +46,7 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
       waits: evaluate every round before the next one is put together.
     """
     # Replayed where the loop's are.
-    target = DFlashPair.of(drafter).begin()
+    target = DFlashPair.of(drafter).prepare_target()
     pair = PairCache.read(make_prompt_cache(model, drafter))
     features = target(mx.array([prompt]), pair.target).features
     # As after the loop's prefill: the drafter holds all context rows but the last.
