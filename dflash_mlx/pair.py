@@ -118,14 +118,20 @@ class DFlashPair:
         try_after_answer(own_streams=1)
 
     def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:
-        """Finish measuring passes, if that has begun. stop: called before each pass; True leaves the rest for later."""
+        """Finish measuring passes, if that has begun; exact ones too. stop: called before each pass; True leaves the rest for later."""
         until = time.monotonic() + limit_s
-        if self.measures_later:
+        if self._is_measuring:
             self.history.take(lambda: self._measurement.finish(lambda: stop() or time.monotonic() > until))
+        if self.exact is not None:
+            self.exact.finish_measuring(stop, until - time.monotonic())
 
     @property
     def measures_later(self) -> bool:
-        """Whether measuring has begun and is not finished."""
+        """Whether measuring has begun and is not finished, of exact passes too."""
+        return self._is_measuring or self.exact is not None and self.exact.measures_later
+
+    @property
+    def _is_measuring(self) -> bool:
         return self._measurement is not None and self._measurement.costs is None
 
     def measure(self, stream: Any) -> CostModel | NotYet:

@@ -9,6 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from dflash_mlx import exact, make_prompt_cache
 from dflash_mlx.batch.generator import options_of
+from dflash_mlx.draft_length import measure
+from dflash_mlx.draft_length.policy import NotYet
 from dflash_mlx.errors import CacheError, GenerationError
 from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels.exact_routes import ExactRoutes
@@ -107,6 +109,18 @@ def test_whole_chunks_find_the_buffers_that_a_fresh_reading_finds(pair, monkeypa
     seen.clear()
     run(model, None, [7], 1, exact=True, prefill_step_size=256, prompt_cache=cache)
     assert len(fresh) == 2 and seen == fresh[1:]
+
+
+def test_passes_that_take_long_are_timed_after_an_exact_answer(monkeypatch):
+    model = tiny_target(seed=2)
+    drafter = tiny_drafter(model)
+    monkeypatch.setattr(measure, "load_cost_model", lambda key: None)
+    monkeypatch.setattr(measure.Measurement, "piece", lambda self: NotYet.LATER)
+    assert run(model, drafter, PROMPT, 6, exact=True, block_size=None)[-1].stats.widths == {0: 5}
+    assert not drafter.pair.measures_later and drafter.pair.exact.draft_length_policy(None).ready
+    # What an answer is interrupted before counts as to be done, for who asks the drafter's pair.
+    drafter.pair.exact._measurement = measure.Measurement(drafter.pair.exact.target, drafter)
+    assert drafter.pair.measures_later
 
 
 def test_a_cache_that_was_not_exact_is_read_again(pair, rounds_otherwise):
