@@ -359,7 +359,7 @@ def share_results(told: Callable[[Any, str], Any]) -> None:
     """
     global _is_told
     mine = [[list(about), rows, dataclasses.asdict(found)] for about, of in _known.items() for rows, found in of.items()]
-    known, off = told([mine, _off], "results of kernels")
+    known, off = told([mine, dict(_off)], "results of kernels")
     _is_told = True
     _waiting.clear()
     _known.clear()

@@ -741,8 +741,9 @@ def test_another_machine_goes_by_what_the_first_one_found(gpu, monkeypatch):
     other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0];")
     assert should_use(KERNEL, "s", trial())
     messages = []
+    autotune.switch_off("head_argmax", "at fault there")
     autotune.share_results(lambda value, what: messages.append(json.dumps(value)) or value)
-    assert should_use(KERNEL, "s", lambda rows: pytest.fail("tried"))
+    assert should_use(KERNEL, "s", lambda rows: pytest.fail("tried")) and set(autotune._off) == {"head_argmax"}
     # There another kernel was at fault.
     monkeypatch.setattr(autotune, "_is_told", False)
     autotune._known.clear()
