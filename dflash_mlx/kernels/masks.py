@@ -58,22 +58,27 @@ class BufferMask(WatchedArray):
 
 
 class PassMasks:
-    """The mask of a pass as attention takes it, made once for all layers that are given the same."""
+    """The masks of a pass as attention takes them, each made once for all layers that are given it.
+
+    The last of each kind is kept: layers with a window and layers without one take turns.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, tuple, mx.array] | None = None
+        self._last: dict[Any, tuple[Any, tuple, mx.array]] = {}
 
     def spread(self, mask: BufferMask, shape: tuple[int, ...]) -> mx.array:
         """What to add to scores [1, heads, N, S]."""
-        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
-            self._last = (mask, shape, mx.broadcast_to(mask.added, shape))
-        return self._last[2]
+        return self._once("spread", mask, shape, lambda: mx.broadcast_to(mask.added, shape))
 
     def folded(self, mask: mx.array | str, *about: Any) -> mx.array:
         """`folded_mask` of the same arguments."""
+        made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
+        return self._once("folded", mask, about, lambda: small_batch.folded_mask(made, *about))
+
+    def _once(self, form: str, mask: mx.array | str, about: tuple, make: Callable[[], mx.array]) -> mx.array:
+        kind = form, mask if isinstance(mask, str) else type(mask)
+        found = self._last.get(kind)
         # An array is known by identity.
-        about = (mask if isinstance(mask, str) else None, *about)
-        if self._last is None or about[0] is None and self._last[0] is not mask or self._last[1] != about:
-            made = mask.added if isinstance(mask, BufferMask) and not mask.changed else mask
-            self._last = (mask, about, small_batch.folded_mask(made, *about[1:]))
-        return self._last[2]
+        if found is None or found[0] is not mask and not isinstance(mask, str) or found[1] != about:
+            found = self._last[kind] = mask, about, make()
+        return found[2]

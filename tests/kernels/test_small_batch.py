@@ -224,6 +224,9 @@ def test_the_mask_is_made_once_a_pass(cuda, monkeypatch):
     masks, (one, other) = PassMasks(), (mx.ones((4, 9), dtype=mx.bool_) for _ in range(2))
     got = [masks.folded(mask, 4, 9, 2, mx.float32) for mask in (one, one, other, one)]
     assert got[0] is got[1] and len(made) == 5
+    # Layers with a window and layers without one take turns.
+    turns = [masks.folded(mask, 4, 9, 2, mx.float32) for mask in ("causal", one, "causal", one)]
+    assert turns[0] is turns[2] and turns[1] is turns[3] is got[3] and len(made) == 6
 
 
 QUICK = ("llama", "gemma3", "qwen3_moe", "gpt_oss")
