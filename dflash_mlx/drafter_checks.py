@@ -13,7 +13,7 @@ from .models.target import Target
 from .text import prompt_thinking
 
 # A drafter with fewer accepted drafts a round than this, over so many rounds, is taken for a wrong one.
-FEW_ACCEPTED, _JUDGED = 0.1, 20
+FEW_ACCEPTED, _JUDGED = 0.1, 50
 
 
 def check_context(target: Target, drafter: Drafter, prompt_tokens: int, max_tokens: int) -> None:

@@ -150,7 +150,7 @@ class Run:
         # The draft source of the next round, and its width if it was chosen already.
         self.proposer: Proposer | DrafterProposer = self.drafter
         self.next_width: int | None = None
-        self.counter = RoundCounter(stats, policy, self.drafter)
+        self.counter = RoundCounter(stats, policy, self.drafter, not (options.logits_processors or options.constraint))
         # Whether two single-token passes can be undone. A full ring buffer cannot: the second pass overwrote a row.
         self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
         # Entries with arrays that stay unevaluated: after a rollback or a pass, and after a plain pass.

@@ -14,10 +14,15 @@ _REFUSED = 4
 
 
 class RoundCounter:
-    """Counts rounds for `stats`, and reports them to the policy."""
+    """Counts rounds for `stats`, and reports them to the policy.
 
-    def __init__(self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, drafter: DrafterProposer):
-        self.stats, self.policy, self.drafter = stats, policy, drafter
+    judges: whether few accepted drafts tell of the drafter: not where processors or a constraint, which it does not know, choose.
+    """
+
+    def __init__(
+        self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, drafter: DrafterProposer, judges: bool
+    ):
+        self.stats, self.policy, self.drafter, self._judges = stats, policy, drafter, judges
         # The kind of the last round, and the number of drafter rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
 
@@ -41,4 +46,5 @@ class RoundCounter:
 
     def finish(self) -> None:
         """The run has ended: count its rounds for the pair, and say so if its drafter is of no use."""
-        warn_of_few_accepted(self.drafter.model, **self.stats.sources["drafter"])
+        if self._judges:
+            warn_of_few_accepted(self.drafter.model, **self.stats.sources["drafter"])
