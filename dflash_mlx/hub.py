@@ -69,10 +69,11 @@ def _begins_as_gguf(path: Path) -> bool:
 def snapshot_in(path: Path, revision: str | None) -> Path:
     """Of the hub cache's own folder of a repository (`models--org--name`) that of a commit in it; any other directory itself."""
     try:
-        found = path / "snapshots" / (path / "refs" / (revision or "main")).read_text().strip()
+        commit = (path / "refs" / (revision or "main")).read_text().strip()
     except OSError:
-        return path
-    return found if found.is_dir() else path
+        commit = revision
+    found = path / "snapshots" / (commit or "")
+    return found if commit and found.is_dir() else path
 
 
 def _is_repo_id(text: str) -> bool:
