@@ -167,8 +167,8 @@ class Row:
 
     def end(self) -> list[Any]:
         """Leave the batch. Returns: the prompt cache, which holds exactly the tokens handed out."""
-        self.run.counter.finish()
         self._settle()
+        self.run.counter.finish()
         return self.run.cache.entries
 
     def _settle(self) -> None:
