@@ -56,7 +56,7 @@ class _OneRow:
     def head(self, hidden: mx.array) -> mx.array:
         return self._logits if hidden is self._hidden else self._target.head(hidden)
 
-    def choices(self, hidden: mx.array) -> None:
+    def greedy_ids(self, hidden: mx.array) -> None:
         return None
 
     def finite_flag(self, *_: Any, **__: Any) -> list[mx.array]:
