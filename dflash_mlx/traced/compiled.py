@@ -336,9 +336,10 @@ class CompiledPass:
         run = lambda calls: self._traced(calls)(arrays, spare, length)  # noqa: E731
         # Held here, the old weights of a model that is joined in place would stay in memory too.
         self.parts = [] if self.own else self.parts
-        noted = fused_linears(self._model(), run, self.kernels, columns, fused, self.own)
-        self.parts = _parts(self._model()) if self.own else self.parts
-        return noted
+        try:
+            return fused_linears(self._model(), run, self.kernels, columns, fused, self.own)
+        finally:
+            self.parts = _parts(self._model()) if self.own else self.parts
 
 
 @dataclass
