@@ -118,7 +118,7 @@ class DFlashPair:
         try_after_answer(own_streams=1)
 
     def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:
-        """Finish measuring passes, exact ones too, if that has begun. stop: called before each; True leaves the rest for later."""
+        """Finish measuring passes, exact ones too, if that has begun. stop: called before each; True leaves the rest."""
         until = time.monotonic() + limit_s
         if self._is_measuring:
             self.history.take(lambda: self._measurement.finish(lambda: stop() or time.monotonic() > until))
