@@ -404,7 +404,9 @@ class _Marked:
     def _given_up(self, part: str) -> bool:
         """Whether the held text cannot become a call any more. part: its newest letters."""
         _, end, read = self.calls
-        if (is_json(read) or not self.mark) and not begins_python(self.call) and not self.json.feed(part):
+        # Of the grammars that are JSON, Llama's alone may also be calls in Python.
+        python = self.calls[0] in BARE and begins_python(self.call)
+        if (is_json(read) or not self.mark) and not python and not self.json.feed(part):
             return True
         if not self.mark and not begins_bare(self.call):
             return True

@@ -222,7 +222,7 @@ def mended(start: str, read: Reader) -> Reader:
 
 
 def is_json(read: Reader) -> bool:
-    """Whether calls are JSON and nothing else."""
+    """Whether calls are JSON; of Llama's also calls as Python writes them (`begins_python`)."""
     return read in (_json_calls, _single_key_calls, _llama_calls, json_tools.parse_tool_call)
 
 

@@ -330,6 +330,13 @@ def test_tool_calls_that_mlx_lms_wrapper_lacks_are_read(marks, text, step):
     assert told(Marked(*marks), "Look: " + text, step=step) == [("answer", "Look: " + text)]
 
 
+@pytest.mark.parametrize("marks", [("<tool_calls>", "</tool_calls>"), ("<|tool_call|>",), ("<TOOLCALL>", "</TOOLCALL>")])
+def test_a_list_that_goes_on_as_text_flows_as_soon_as_it_is_no_json(marks):
+    channels = Channels(Marked(*marks), tools=[{"type": "function", "function": {"name": "ls"}}])
+    said = f"{marks[0]}[[1], see below] more words"
+    assert "".join(piece.text for letter in said for piece in channels.feed(letter)) == said
+
+
 def test_solar_opens_frames_reach_nobody():
     marks = ("<|begin|>", "<|end|>", "<|think|>", "<|content|>", "<|flush|>", "<|tool_calls|>")
     text = "<|think|>hm<|end|><|begin|>assistant<|content|>Hi <b>"
