@@ -113,7 +113,7 @@ def train_data(
         try:
             done = make_data(target, tokenizer, out, config, answer_tokens, seconds, prompts, say)
         except KeyboardInterrupt:
-            say(f"Stopped; {out} keeps its whole parts, and the same command goes on behind them.")
+            say(f"Stopped; {out} keeps its whole parts, and the same command goes on after them.")
             raise SystemExit(130) from None
     say(f"{done['conversations']} conversations, {done['answer_tokens']} answer tokens ({done['answer_tps']:.0f}/s) in {out}")
 
