@@ -242,9 +242,9 @@ def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
         for place, call in enumerate(message["tool_calls"]):
             again = {key: value for key, value in message.items() if key not in REASONING} | {"content": ""}
             found.append({**(again if place else message), "tool_calls": [call]})
-            own = [one for one in results if one.get("tool_call_id") in (None, call.get("id"))][:1]
-            found += own
-            results = [one for one in results if one not in own]
+            own = (at for at, one in enumerate(results) if one.get("tool_call_id") in (None, call.get("id")))
+            if (at := next(own, None)) is not None:
+                found.append(results.pop(at))
         found += results
     return found
 

@@ -64,6 +64,13 @@ def test_a_call_has_its_own_result_behind_it_where_one_is_taken_at_once(written)
     assert prompt == f"[user]{ASKED['content']}[assistant]Let me look.[assistant]{one}[assistant]{other}"
 
 
+def test_two_equal_results_without_ids_both_stand_behind_their_calls(written):
+    found = {"role": "tool", "content": "7"}
+    prompt = written(LACKS["several calls"], [ASKED, BOTH, found, {**found}])
+    calls = [f'[assistant]<weather:{{"city": "{city}"}}>[tool]7' for city in ("Oslo", "Rome")]
+    assert prompt == f"[user]{ASKED['content']}[assistant]Let me look.{''.join(calls)}"
+
+
 @pytest.mark.parametrize("template", LACKS.values(), ids=LACKS)
 def test_messages_of_one_role_in_a_row_and_an_answer_in_front_reach_every_template(written, template):
     hello, more = {"role": "assistant", "content": "Hello!"}, {"role": "assistant", "content": "Or Turin."}
