@@ -246,7 +246,8 @@ def _with_tools(
         front, *rest = messages
     for held in (json.dumps(functions, ensure_ascii=False), tools):
         first = {**front, "tools": held}
-        if all(json.dumps(function.get("name"), ensure_ascii=False) in written(first) for function in functions):
+        text = written(first)
+        if all(json.dumps(function.get("name"), ensure_ascii=False) in text for function in functions):
             return [first, *rest]
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     about = f"You can call these functions:\n{lines}\n\nTo call one, write its name and its arguments as JSON:\n"

@@ -115,3 +115,18 @@ def test_tools_reach_every_template(written, template, wanted):
     assert "Be brief." in written(template, [{"role": "system", "content": "Be brief."}, ASKED], WEATHER)
     if "<tool_call>" in template:
         assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
+
+
+def test_the_template_is_rendered_as_often_for_many_tools_as_for_one(tmp_path, monkeypatch):
+    # As Phi-4-mini's, which reads tools within a system message.
+    template = EACH.replace("[{{", "{% if m.tools %}{{ '<tools>' + m.tools }}{% endif %}[{{")
+    tokenizer = load_tokenizer(with_template(tmp_path, template) and tmp_path)
+    rendered, render = [], tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *given, **more: rendered.append(0) or render(*given, **more))
+    counts = []
+    for n in (1, 9):
+        rendered.clear()
+        tools = [{"type": "function", "function": {"name": f"weather{i}"}} for i in range(n)]
+        assert '"weather0"' in tokenizer.decode(render_chat(tokenizer, read_messages([ASKED], tokenizer), tools).ids)
+        counts.append(len(rendered))
+    assert counts[0] == counts[1] > 0
