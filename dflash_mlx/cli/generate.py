@@ -163,13 +163,17 @@ def generate(
         if as_json:
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         say(output.figures(result, show_stats, result["seed"]))
-        _measure_for_the_next(pair[0], pair[1], pair[4])
+        how = {"dtype": dtype, "draft_bits": draft_bits, "last_tap": last_tap, "revision": revision}
+        _measure_for_the_next(pair[0], pair[1], pair[4], how | {"adapter_path": adapter_path})
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
 
 
-def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any) -> None:
-    """Finish what was measured between tokens, where the answer was too short for it or a pass too long; Ctrl-C leaves it."""
+def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any, how: dict[str, Any]) -> None:
+    """Finish what was measured between tokens, where the answer was too short for it or a pass too long; Ctrl-C leaves it.
+
+    how: options that this pair was loaded with, and which `doctor` has too.
+    """
     if drafter is None or not drafter.pair.measures_later:
         return
     from ..pair import AFTER_S
@@ -185,7 +189,9 @@ def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any) -> 
             say("Skipped; the next run does it.")
             return
     if drafter.pair.measures_later:
-        command = shlex.join(["dflash-mlx", "doctor", "--model", model, "--draft-model", draft_model or "none"])
+        given = {"model": model, "draft_model": draft_model or "none", **how}
+        words = [word for name, value in given.items() if value is not None for word in (flag(name), str(value))]
+        command = shlex.join(["dflash-mlx", "doctor", *words])
         say(f"Not done after {AFTER_S:.0f} s; the next run tries again. To time them without a limit: {command}")
 
 

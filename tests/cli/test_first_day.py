@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from dflash_mlx import load, requirements
 from dflash_mlx.cli import generate
 from dflash_mlx.cli.app import app, sentence
+from dflash_mlx.cli.options import DraftBits, Dtype
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.pair import DFlashPair
 
@@ -170,11 +171,14 @@ def test_what_is_timed_behind_a_first_answer_ends_and_says_how(monkeypatch, caps
 
     pair._measurement = Measuring()
     monkeypatch.setattr("dflash_mlx.pair.time.monotonic", iter(range(0, 1000, 3 if ends == "in time" else 6)).__next__)
-    generate._measure_for_the_next("org/some model", "org/drafter", drafter)
+    how = {"dtype": Dtype.float16, "draft_bits": DraftBits.eight, "last_tap": None, "adapter_path": "my adapter"}
+    generate._measure_for_the_next("org/some model", "org/drafter", drafter, how)
     said = " ".join(capsys.readouterr().err.split())
     assert "at most 10 s" in said and "Ctrl-C skips" in said
     assert len(passes) == {"in time": 3, "not in time": 1, "by Ctrl-C": 1}[ends]
-    assert ("doctor --model 'org/some model' --draft-model org/drafter" in said) == (ends == "not in time")
+    names = "--model 'org/some model' --draft-model org/drafter"
+    command = f"doctor {names} --dtype float16 --draft-bits 8 --adapter-path 'my adapter'"
+    assert (command in said) == (ends == "not in time")
     assert ("Skipped" in said) == (ends == "by Ctrl-C")
     if ends == "not in time":
         # As much again where a caller's own loop waits for it.
