@@ -38,9 +38,8 @@ def locate(path_or_repo: str | Path, revision: str | None) -> Path:
     Raises:
       CheckpointError: there is no such thing, or it cannot be fetched.
     """
-    path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
-    if page := _PAGE.fullmatch(text):
-        text, revision = page[1] + (page[3] or ""), revision or page[2]
+    path = Path(path_or_repo).expanduser()
+    text, revision = hub_name(str(path_or_repo), revision)
     if text and path.is_dir():
         return snapshot_in(path, revision)
     if text and path.exists():
@@ -56,6 +55,29 @@ def locate(path_or_repo: str | Path, revision: str | None) -> Path:
             "Check the path",
         )
     return _download(text, revision)
+
+
+def hub_name(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The hub name and the revision that the address of a page means, unless another is given; any other name as it is."""
+    page = _PAGE.fullmatch(name)
+    return (page[1] + (page[3] or ""), revision or page[2]) if page else (name, revision)
+
+
+def file_beside(path_or_repo: str | Path, file: str, revision: str | None) -> Path | None:
+    """A file in the directory that a name means, as in `locate`; None: it is not on this machine. Nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    directory = snapshot_in(Path(path_or_repo).expanduser(), revision)
+    if directory.exists():
+        return found if (found := directory / file).is_file() else None
+    name, revision = hub_name(str(path_or_repo), revision)
+    repo, part = parts_of(name)
+    try:
+        cached = try_to_load_from_cache(repo, f"{part}/{file}" if part else file, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _begins_as_gguf(path: Path) -> bool:

@@ -165,24 +165,17 @@ def load_pair(
 def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[str, Any]:
     """What the generation_config.json beside a loaded target recommends, by settings; says what of it is ignored."""
     import json
-    from pathlib import Path
 
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    from ..hub import parts_of, snapshot_in
+    from ..hub import file_beside
     from ..models.target import Target
     from ..pairs.builtin import builtin_path
 
-    path = snapshot_in(Path(builtin_path(name, "target") or os.path.expanduser(name)), revision)
+    # Loading has fetched it. A GGUF file has none.
+    file = file_beside(builtin_path(name, "target") or name, _RECOMMENDS, revision)
     try:
-        # Loading has fetched it.
-        repo, part = parts_of(name)
-        inside = f"{part}/{_RECOMMENDS}" if part else _RECOMMENDS
-        file = path / _RECOMMENDS if path.exists() else try_to_load_from_cache(repo, inside, revision=revision)
-        config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, (str, Path)) else {}
-    except (OSError, ValueError, HFValidationError):
-        # A GGUF file has none, and one that is no JSON ended the loading.
+        config = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError):
+        # One that is no JSON ended the loading.
         return {}
     found, ignored = recommended(config, Target(model).vocabulary)
     for why in ignored.values():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hub import cached_repo
+from ..hub import cached_repo, hub_name
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def published_drafter(model: str) -> PublishedDrafter | None:
     """
     # Some publishers put the organisation into the name: Qwen_Qwen3-8B-Q4_K_M.gguf.
     known = {base_name(name): entry for entry in reversed(PUBLISHED) for name in (entry.target, entry.target.replace("/", "_"))}
-    for name in (*_origins(Path(model).expanduser()), model):
+    for name in (*_origins(Path(model).expanduser()), hub_name(model)[0]):
         if found := known.get(base_name(name)):
             return found
     return None

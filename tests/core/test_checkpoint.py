@@ -171,6 +171,10 @@ def test_the_address_of_a_page_names_its_repository(monkeypatch, address, name, 
     monkeypatch.setattr(hub, "_download", lambda *given: asked.append(given) or Path("found"))
     assert hub.locate(address, None) == Path("found") and hub.locate(address, "v1") == Path("found")
     assert asked == [(name, revision), (name, "v1")]
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *given, **more: asked.append((*given, more["revision"])))
+    assert hub.file_beside(address, "a.json", None) is None
+    inside = "/".join([*name.split("/")[2:], "a.json"])
+    assert asked[-1] == ("org/name", inside, revision)
     with pytest.raises(CheckpointError, match="does not exist; it must be a directory"):
         hub.locate("https://example.org/org/name", None)
 

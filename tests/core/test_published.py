@@ -27,6 +27,7 @@ PACKINGS = [
         ("Qwen3-4B-Q4_K_M.gguf", "z-lab/Qwen3-4B-DFlash-b16"),
         ("~/.lmstudio/models/bartowski/Qwen_Qwen3-8B-GGUF/Qwen_Qwen3-8B-Q4_K_M.gguf", "z-lab/Qwen3-8B-DFlash-b16"),
         ("bartowski/google_gemma-4-31B-it-GGUF", "z-lab/gemma-4-31B-it-DFlash"),
+        ("https://huggingface.co/mlx-community/Qwen3-8B-4bit/tree/main", "z-lab/Qwen3-8B-DFlash-b16"),
         ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
