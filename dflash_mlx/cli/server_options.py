@@ -85,7 +85,8 @@ def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
         **{name: given[name] for name in names},
         "unload_after_s": given["unload_after"],
         "aliases": _listed(given["model_aliases"]),
-        "allowed_origins": _listed(given["allowed_origins"]),
+        # An Origin header has no slash at its end.
+        "allowed_origins": [origin.rstrip("/") for origin in _listed(given["allowed_origins"])],
         "max_body_bytes": int(given["max_body_mb"] * 1e6),
     }
 

@@ -417,6 +417,13 @@ def test_what_has_no_effect_is_said_in_the_run(outcome, words, message):
     assert message in output and code in (0, 2), output
 
 
+def test_an_admitted_origin_may_end_with_a_slash(outcome):
+    serve = ["serve", *BASE["serve"], "--allowed-origins"]
+    slashed = outcome([*serve, "http://a.example/,*,http://b.example:8080/"])
+    assert slashed == outcome([*serve, "http://a.example,*,http://b.example:8080"])
+    assert "['http://a.example', '*', 'http://b.example:8080']" in str(slashed)
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thinking_is_said_to_have_no_effect_where_the_template_does_not_read_it(tmp_path, capsys, thinking):
     from dflash_mlx.cli.inputs import encode_prompt
