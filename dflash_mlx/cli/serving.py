@@ -153,13 +153,6 @@ def chat(
         from ..serving.conversation import Conversation
         from ..serving.sessions import read_session, session_path
 
-    load = _loader(model, adapter_path, last_tap, (dtype, draft_bits, revision, trust_remote_code, size))
-
-    def change(name: str | None, drafter: str | None) -> Any:
-        pair = load(name, drafter)
-        inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
-        return pair
-
     given = {**sampling, "max_tokens": max_tokens, "block_size": block_size, "thinking": thinking}
     given = {name: value for name, value in given.items() if value is not None}
     # A file that cannot be continued is found before the models are loaded.
@@ -167,6 +160,13 @@ def chat(
     if state and model is None and url in (None, state.get("url")):
         model, draft_model, url = state["model"], draft_model or state["draft_model"], state.get("url")
         _refuse_with_url(url, own)
+    load = _loader(model, adapter_path, last_tap, (dtype, draft_bits, revision, trust_remote_code, size))
+
+    def change(name: str | None, drafter: str | None) -> Any:
+        pair = load(name, drafter)
+        inputs.use_recommended(pair.name, pair.recommended, conversation.given, pair.drafter)
+        return pair
+
     if url is not None:
         conversation, change = _remote(url, api_key, model, given, system)
     else:

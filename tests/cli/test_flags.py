@@ -20,6 +20,8 @@ from dflash_mlx import load
 from dflash_mlx.chat_template import template_variables, without_effect
 from dflash_mlx.cli.app import app
 from dflash_mlx.sampling_settings import SamplingSettings
+from dflash_mlx.serving.conversation import VERSION
+from dflash_mlx.serving.sessions import write_session
 
 ROOT = get_command(app)
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}{% if enable_thinking %}hm{% endif %}"
@@ -422,6 +424,15 @@ def test_an_admitted_origin_may_end_with_a_slash(outcome):
     slashed = outcome([*serve, "http://a.example/,*,http://b.example:8080/"])
     assert slashed == outcome([*serve, "http://a.example,*,http://b.example:8080"])
     assert "['http://a.example', '*', 'http://b.example:8080']" in str(slashed)
+
+
+def test_an_adapter_belongs_to_the_model_of_the_session_that_is_continued(outcome, monkeypatch):
+    state = {"model": "M", "draft_model": None, "system": None, "settings": {}, "messages": []}
+    monkeypatch.setattr("dflash_mlx.serving.conversation.Conversation.restore", lambda *_: None)
+    write_session("s", state | {"version": VERSION})
+    code, output, _, calls = outcome(["chat", "--session", "s", "--adapter-path", "A"])
+    loaded = [more for place, _, more in calls if place == "loading.load"]
+    assert code == 0 and [one["adapter_path"] for one in loaded] == ["A"] and "runs without it" not in output
 
 
 @pytest.mark.parametrize("thinking", [True, False])
