@@ -350,11 +350,16 @@ def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
             raise refuse(flag(name), "it has no effect without --kv-bits")
 
 
+def has_no_drafter(model: str | None, draft_model: str | None) -> bool:
+    """Whether a command decodes plainly with these names; without any it runs the built-in pair."""
+    return draft_model == "none" or bool(model) and not draft_model
+
+
 def refuse_lonely_drafter(
     model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None, last_tap: LastTapKind | None = None
 ) -> None:
     """Usage errors for a drafter without a target, and for options of a drafter when there is none."""
-    if draft_model == "none" or model and not draft_model:
+    if has_no_drafter(model, draft_model):
         for name, given in (("--draft-bits", draft_bits), ("--last-tap", last_tap)):
             if given:
                 raise refuse(name, "it needs a drafter")

@@ -31,6 +31,7 @@ from .options import (
     cache_options,
     checked_max_tokens,
     flag,
+    has_no_drafter,
     mlx_lm_names,
     option,
     refuse,
@@ -44,8 +45,17 @@ from .server_options import API_KEY, SERVER, server_options
 
 
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
-    if block_size is not None and (draft_model == "none" or (model and not draft_model)):
+    if block_size is not None and has_no_drafter(model, draft_model):
         raise refuse("--block-size", "it needs a drafter")
+
+
+def _refuse_vain_batch(max_batch: int | None, exact: bool, model: str | None, draft_model: str | None) -> None:
+    if (max_batch or 1) == 1:
+        return
+    if has_no_drafter(model, draft_model):
+        raise refuse("--max-batch", "it needs a drafter: requests run together with one only")
+    if exact:
+        raise refuse("--exact", "it cannot honour --max-batch, whose passes hold rows of several requests; give one of the two")
 
 
 def _refuse_lonely_key(api_key: str | None) -> None:
@@ -267,6 +277,7 @@ def serve(
     refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
+    _refuse_vain_batch(server["max_batch"], caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     names = {"adapter_path": adapter_path, "prompt_cache_dir": prompt_cache_dir, "exact": caches["exact"]}
     ranks = over_ranks.begin(pipeline, draft_model, model, **names, unload_after=server["unload_after_s"])

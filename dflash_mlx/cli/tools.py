@@ -29,6 +29,7 @@ from .options import (
     Revision,
     TrustRemoteCode,
     drafter_name,
+    has_no_drafter,
     option,
     refuse,
     refuse_lonely_drafter,
@@ -325,7 +326,7 @@ def _check_bench(asked: SimpleNamespace) -> None:
     from ..sampling_settings import SamplingSettings
 
     refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
-    if asked.draft_model == "none" or asked.model and not asked.draft_model:
+    if has_no_drafter(asked.model, asked.draft_model):
         raise refuse("--draft-model", "give a drafter (or 'auto'): there is nothing to compare without")
     if asked.draft_bits not in (None, "none") and asked.dense:
         raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")

@@ -6,6 +6,7 @@ from cli_kit import run
 
 from dflash_mlx import load, load_drafter, loop
 from dflash_mlx.batch.generator import batch_generate
+from dflash_mlx.cli import inputs
 from dflash_mlx.errors import GenerationError
 from dflash_mlx.kernels import autotune
 from dflash_mlx.serving import server
@@ -69,6 +70,13 @@ def test_caches_that_are_not_exact_are_a_usage_error(command, option):
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
 def test_blocks_of_more_rows_than_a_kernel_takes_are_refused(command):
     refused(command, "block_size is 17 with exact; a pass of exact has at most 16 rows", "--block-size", "17")
+
+
+def test_a_server_of_batches_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(inputs, "load_pair", lambda *_: pytest.fail("a pair is loaded"))
+    done = run("serve", *COMMANDS["serve"], "--max-batch", "4")
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "--exact" in said and "it cannot honour --max-batch" in said
 
 
 def test_a_bench_of_batches_is_refused():
