@@ -292,7 +292,7 @@ def bench(
             _refuse_beside_compare(asked)
             print(wrapped(b.compare(*(b.read_record(path) for path in compare), columns_of(stdout)), stdout), file=stdout)
             return
-        _check_bench(asked)
+        _check_bench(asked, b)
         record = _bench(asked, b)
         print(json.dumps(record) if as_json else wrapped(b.table(record, columns_of(stdout)), stdout), file=stdout)
         _draw(record, plot, html)
@@ -321,7 +321,7 @@ def _refuse_beside_compare(asked: SimpleNamespace) -> None:
             raise refuse("--json" if name == "as_json" else f"--{name.replace('_', '-')}", "it has no effect with --compare")
 
 
-def _check_bench(asked: SimpleNamespace) -> None:
+def _check_bench(asked: SimpleNamespace, b: Any) -> None:
     """Usage errors that need no model."""
     from ..sampling_settings import SamplingSettings
 
@@ -342,10 +342,14 @@ def _check_bench(asked: SimpleNamespace) -> None:
         check_plot()
     if asked.seed is not None and not 0 <= asked.seed < 1 << 31:
         raise refuse("--seed", f"it is {asked.seed}; give a number from 0 to {(1 << 31) - 1}")
-    for temp in asked.temp or (1.0,):
-        refuse_without_effect(SamplingSettings(temp=temp, **asked.sampling), asked.sampling) if temp else None
-    if asked.temp and not any(asked.temp):
-        refuse_without_effect(SamplingSettings(temp=0, **asked.sampling), asked.sampling)
+    # At temperature 0 beside others, options of sampling rightly do nothing.
+    for temp in [temp for temp in _temps(asked, b) if temp] or [0.0]:
+        refuse_without_effect(SamplingSettings(temp=temp, **asked.sampling), asked.sampling)
+
+
+def _temps(asked: SimpleNamespace, b: Any) -> tuple[float, ...]:
+    """The temperatures of the plan."""
+    return tuple(dict.fromkeys(asked.temp)) if asked.temp else (0.0,) if asked.batch else b.Plan.temps
 
 
 def _rows(text: str | None) -> tuple[int, ...]:
@@ -385,7 +389,7 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     own = read_prompts(asked.prompts, tokenizer.has_chat_template) if asked.prompts else None
     plan = b.Plan(
         kinds=tuple(kind.strip() for kind in asked.kinds.split(",")) if asked.kinds else (),
-        temps=tuple(dict.fromkeys(asked.temp)) if asked.temp else (0.0,) if asked.batch else b.Plan.temps,
+        temps=_temps(asked, b),
         # On a CPU a prompt of 1,024 tokens can take a minute.
         contexts=tuple(dict.fromkeys(asked.context or ([0] if own or b.machine()["device"] == "cpu" else [0, 1024]))),
         max_tokens=asked.max_tokens or 128,

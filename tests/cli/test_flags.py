@@ -400,6 +400,7 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["train", "eval", *BASE["train eval"], "--dense"], "--dense has no effect on the target"),
         (["train", "run", *BASE["train run"], "--no-dense"], "--no-dense has no effect: on this device that is the default"),
         (["bench", "--temp", "0", "--top-k", "3"], "no effect at temperature 0"),
+        (["bench", "--batch", "4", "--top-p", "0.9"], "no effect at temperature 0; give --temp"),
         (["serve", "--draft-model", "none", "--max-batch", "4"], "requests run together with one only"),
         (["bench", "--compare", "A", "B", "--trials", "3"], "no effect with --compare"),
         (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
