@@ -184,7 +184,7 @@ def main() -> None:
     drafter = load_drafter(args.draft_model or args.model, model)
     drafter = dense(drafter, dtype) if args.dense else drafter
     text = args.prompt or (BUILTIN_PAIRS[args.model].prompt if args.model in BUILTIN_PAIRS else "Explain why the sky is blue.")
-    prompt = bench.chat_ids(tokenizer, text)
+    prompt = bench.chat_ids(tokenizer, text, drafter)
     K = args.block_size or drafter.config.block_size
     result = measure(model, tokenizer, drafter, prompt, K, args.tokens, args.repeats)
     record = {"what": "bench/host.py", "model": args.model, "machine": bench.machine(), "versions": bench.versions()}

@@ -43,7 +43,7 @@ from ..stats import is_off
 from ..text import common_start
 from . import bench_batch
 from .bench_batch import BatchSides
-from .bench_prompts import BenchError, Prompts, builtin_prompts
+from .bench_prompts import BenchError, Prompts, builtin_prompts, chat_ids, stated_thinking
 from .columns import align, count
 from .place import bits_of, kernels, machine, versions, weights_of
 
@@ -119,6 +119,7 @@ class Bench:
         one = [(kind, temp, context) for context in plan.contexts for temp in plan.temps for kind in kinds]
         self.cells = self.batches.cells() if self.batches else one
         self._fillers: dict[tuple[int, int], str] = {}
+        stated = stated_thinking(tokenizer, drafter)
         self.record: dict[str, Any] = {
             "what": "dflash-mlx bench",
             "format": FORMAT,
@@ -130,6 +131,7 @@ class Bench:
             "draft_model": names[1],
             "drafter_sha256": drafter and drafter.digest(),
             "draft_bits": drafter and bits_of(drafter),
+            "thinking": stated and {"setting": stated[0], "stated_by": stated[1]},
             "weights": weights_of(model),
             "settings": json.loads(json.dumps(asdict(plan)))
             | {"kinds": list(kinds), "prompts": self.prompts.source, "digest": self.prompts.digest()},
@@ -206,7 +208,7 @@ class Bench:
                 filler = self.prompts.filler(context, lambda line: len(self.tokenizer.encode(line)), self.plan.seed + trial)
                 self._fillers[context, trial] = filler
             text = self._fillers[context, trial] + text
-        return chat_ids(self.tokenizer, text)
+        return chat_ids(self.tokenizer, text, self.drafter)
 
     def _responses(self, side: str, ids: list[int], temp: float, seed: int, max_tokens: int) -> Iterator[Any]:
         sampler, processors = SamplingSettings(temp=temp, **self.plan.sampling).make(self.tokenizer)
@@ -334,14 +336,6 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
-def chat_ids(tokenizer: Any, text: str) -> list[int]:
-    """A user's message as a prompt, through the chat template where there is one."""
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text))
-    messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
-
-
 def summarise(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row a cell, in the order of the runs, then one for all kinds of each (temperature, context).
 
@@ -455,6 +449,9 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     lines = list(bench_batch.MEANINGS if "batches" in record else _MEANINGS)
     exact = is_exact(record)
     lines += _exact_notes(record) if exact else []
+    if (thinking := record.get("thinking")) is not None:
+        trained = f"trained {'with' if thinking['setting'] else 'without'} it ({thinking['stated_by']} says so)"
+        lines.append(f"Thinking is {_on_off(thinking)} for both sides, because the drafter was {trained}.")
     cold = record["cold"]
     if all(side in cold for side in SIDES):
         lines.append(
@@ -490,6 +487,11 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     elif _differing(record):
         lines.append("A pass over many rows may round differently from a pass over one row and flip a near tie.")
     return lines
+
+
+def _on_off(thinking: Mapping[str, Any] | None) -> str:
+    """A record's `thinking` in a word; None: the chat template's default."""
+    return "by default" if thinking is None else "on" if thinking["setting"] else "off"
 
 
 def is_exact(record: Mapping[str, Any]) -> bool:
@@ -565,6 +567,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], width: int | None = None
     pairs += [("drafter_sha256", *(record.get("drafter_sha256", "not recorded") for record in (a, b)))]
     pairs += [(k, a["versions"].get(k), b["versions"].get(k)) for k in {**a["versions"], **b["versions"]}]
     pairs += [("machine", a["machine"]["chip"], b["machine"]["chip"]), ("ended", a["ended"], b["ended"])]
+    pairs += [("thinking", *(_on_off(record.get("thinking")) for record in (a, b)))]
     # A setting that an older record lacks was not there to set.
     lines += [f"differs: {name}: A {x}, B {y}" for name, x, y in pairs if x != y and (x or y)]
     of_b = {(row["kind"], row["temp"], row["context"]): row for row in b["summary"]}

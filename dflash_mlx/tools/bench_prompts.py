@@ -1,4 +1,5 @@
-"""Prompts of `dflash-mlx bench`: the package's own by kind, or a user's file; and the text before a prompt of a long context."""
+"""Prompts of `dflash-mlx bench`: the package's own by kind, or a user's file; the text before a prompt of a long context; and how
+a prompt is rendered."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from ..chat_template import without_effect
 from ..errors import DFlashError
 
 
@@ -76,3 +78,21 @@ def read_prompts(path: str, chat: bool) -> Prompts:
     if not kinds:
         raise BenchError(f"{path} holds no prompts", "Write one a line")
     return Prompts(str(path), kinds, builtin_prompts(chat).before)
+
+
+def stated_thinking(tokenizer: Any, drafter: Any) -> tuple[bool, str] | None:
+    """`drafter.stated_thinking`; None where there is no drafter, or the chat template does not read enable_thinking."""
+    stated = getattr(drafter, "stated_thinking", None)
+    return None if stated is None or without_effect(tokenizer, ["enable_thinking"]) else stated
+
+
+def chat_ids(tokenizer: Any, text: str, drafter: Any = None) -> list[int]:
+    """A user's message as a prompt, through the chat template where there is one.
+
+    drafter: its prompt thinks or not as this drafter was trained, where that is stated.
+    """
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    stated, messages = stated_thinking(tokenizer, drafter), [{"role": "user", "content": text}]
+    extra = {"enable_thinking": stated[0]} if stated else {}
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **extra))

@@ -39,6 +39,7 @@ from ..rollback import check_rollback, leaves, rollback, rollback_point
 from ..stats import gain_text
 from ..verify import verify_block
 from . import system
+from .bench_prompts import chat_ids
 
 CONTEXTS = (4096, 32768, 131072)
 # Mean tokens a round of the built-in drafters on their own prompt; other drafters' cards state no number in a fixed place.
@@ -334,13 +335,9 @@ def _prompt(tokenizer: Any, draft: Any, model: str) -> tuple[str, list[int]]:
     """What a target is asked in tests, in words and in ids."""
     builtin = BUILTIN_PAIRS.get(model)
     text = builtin.prompt if builtin else "Write a Python function that returns the n-th Fibonacci number."
-    prompt: Any = [1, 2, 3, 4]
+    prompt = [1, 2, 3, 4]
     try:
-        prompt = list(tokenizer.encode(text))
-        if tokenizer.has_chat_template:
-            # As the drafter was trained, where that is stated.
-            extra = {"enable_thinking": draft.stated_thinking[0]} if draft.stated_thinking else {}
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **extra)
+        prompt = chat_ids(tokenizer, text, draft)
     except (AttributeError, NotImplementedError, DFlashError):
         text = "token ids 1 2 3 4: this target has no tokenizer"
     return text, prompt

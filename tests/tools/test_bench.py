@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from screen import private_words
 
+from dflash_mlx import load, load_drafter
 from dflash_mlx.machine import switches_set
 from dflash_mlx.stats import is_off
 from dflash_mlx.tools import bench, bench_plot, bench_prompts
@@ -131,6 +132,31 @@ def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, 
     assert bench.faults(record) == 0 and "near tie" in bench.table(record)
     record["weights"]["dtype"], record["machine"]["device"] = "float32", "gpu"
     assert bench.faults(record) == 0
+
+
+@pytest.mark.filterwarnings("error:thinking is")
+def test_both_sides_think_as_the_drafter_was_trained_and_that_is_said(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if enable_thinking %}<think>{% else %}[A]{% endif %}"
+    model, tokenizer = load(kit.with_template(tmp_path, template))
+    drafter, plan = load_drafter("tiny", model), replace(SMALL, kinds=("code",), temps=(0.0,), max_tokens=4, trials=1)
+    shown = {}
+    for setting, end in ((False, "[A]"), (True, "<think>")):
+        drafter.stated_thinking = (setting, "its card")
+        run = Bench(model, tokenizer, drafter, plan, names=("tiny", "tiny"))
+        assert tokenizer.decode(run.ids(("code", 0.0, 0), 0)).endswith(end)
+        shown[setting] = run.go()
+        assert shown[setting]["thinking"] == {"setting": setting, "stated_by": "its card"}
+    said = "for both sides, because the drafter was trained"
+    assert f"Thinking is off {said} without it (its card says so)." in bench.table(shown[False])
+    assert f"Thinking is on {said} with it (its card says so)." in bench.table(shown[True])
+    assert "differs: thinking: A off, B on" in bench.compare(shown[False], shown[True])
+    # A template that does not read it, or a drafter that states nothing.
+    drafter.stated_thinking = None
+    assert Bench(model, tokenizer, drafter, plan).record["thinking"] is None
+    drafter.stated_thinking = (False, "its card")
+    (tmp_path / "other").mkdir()
+    _, other = load(kit.with_template(tmp_path / "other"))
+    assert Bench(model, other, drafter, plan).record["thinking"] is None
 
 
 def test_exact_is_compared_with_its_own_text_without_a_drafter(pair, monkeypatch):
