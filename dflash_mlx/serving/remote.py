@@ -24,6 +24,7 @@ from .fields import SAMPLING
 _POLL_S = 0.1
 # What a server writes while it reads a prompt: ours, and mlx_lm.server's.
 _PROGRESS = re.compile(r": ?(?:prompt|keepalive) (\d+)/(\d+)")
+_BROKE_OFF = "ended the answer in the middle"
 
 
 class Remote:
@@ -102,11 +103,13 @@ class Remote:
                 runner.run(asyncio.wait([pump]))
 
     async def _pump(self, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
+        broke_off = "closed the connection before it answered"
         try:
             async with (
                 httpx.AsyncClient(**self.client) as client,
                 client.stream("POST", f"{self.url}/chat/completions", json=body) as answer,
             ):
+                broke_off = _BROKE_OFF
                 if answer.status_code != 200:
                     raise _refused(answer.status_code, await answer.aread())
                 if "json" in answer.headers.get("content-type", ""):
@@ -121,6 +124,8 @@ class Remote:
             events.put_nowait(None)
         except httpx.ConnectError as error:
             events.put_nowait(self._unreached(error))
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            events.put_nowait(DFlashError(f"{self.url} {broke_off}", "/retry asks again"))
         except httpx.HTTPError as error:
             events.put_nowait(DFlashError(f"{self.url} broke off: {str(error) or type(error).__name__}", "/retry asks again"))
         except Exception as error:
@@ -246,7 +251,7 @@ class RemoteConversation(Conversation):
                 if last.finish_reason:
                     self.last = last
             if not should_stop() and last.finish_reason is None:
-                raise DFlashError(f"{self.url} ended the answer in the middle", "/retry asks again")
+                raise DFlashError(f"{self.url} {_BROKE_OFF}", "/retry asks again")
         finally:
             self.stopped = last.finish_reason is None
             if self.last is not None:

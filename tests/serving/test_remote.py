@@ -1,6 +1,7 @@
 """`chat --url`: answers of our own server over its socket, and of others that speak OpenAI's API in other words."""
 
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -134,6 +135,27 @@ def test_a_server_that_fails_is_told_in_its_own_words_and_what_came_stays(lines,
         with pytest.raises(DFlashError, match=message):
             answered(talk)
     assert len(talk.messages) == (2 if "data: {" in lines[0] and status == 200 else 1)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n", "ended the answer in the middle"),
+        (b"", "closed the connection before it answered"),
+    ],
+)
+def test_a_server_that_is_lost_is_told_in_words_not_in_those_of_the_transport(head, message):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def lose_one():
+            with listener.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(head)
+
+        threading.Thread(target=lose_one, daemon=True).start()
+        remote = Remote(f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(DFlashError, match=rf"^{remote.url} {message}\. /retry asks again\.$"):
+            list(remote.events({}, lambda: False))
 
 
 def test_no_server_no_address_and_several_models_are_one_sentence():
