@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def commands():
         for block in blocks(page, "") + blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 line = re.sub(r"\s{2,}#.*$", "", line).strip()
-                if re.match(r"(dflash-mlx|pip|pytest|python|bash|curl|DFLASH_MLX_\w+=\S+)\s", line):
+                if re.match(r"(mlx\.\w+|dflash-mlx|pip|pytest|python|bash|curl|DFLASH_MLX_\w+=\S+)\s", line):
                     yield page, line
 
 
@@ -138,9 +139,25 @@ def parse(arguments):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "dflash-mlx " in c])
 def test_every_command_of_the_docs_is_one_that_the_command_line_takes(command):
     for part in re.split(r"&&|;|\|", command):
-        words = shlex.split(re.sub(r"^(\s*\w+=\S+)*", "", part))
+        words = shlex.split(re.sub(r"^(\s*\w+=\S+)*|^\s*mlx\.launch .*(?=dflash-mlx )", "", part))
         if words and words[0] == "dflash-mlx":
             parse(words[1:])
+
+
+def test_options_of_mlxs_own_commands_are_written_out():
+    folder = Path(find_spec("mlx._distributed_utils.launch").origin).parent
+    found = set()
+    for command in (command for command in COMMANDS if command.startswith("mlx.")):
+        tool, *words = shlex.split(command.partition(" dflash-mlx ")[0].removesuffix(" --"))
+        source = (folder / {"mlx.launch": "launch.py", "mlx.distributed_config": "config.py"}[tool]).read_text()
+        found |= {(tool, word) for word in words if word.startswith("--")}
+        assert not [name for of, name in found if of == tool and f'"{name}"' not in source]
+    assert len(found) > 4
+
+
+def test_a_drafter_trained_without_thinking_is_shown_without_thinking():
+    shown = [c for c in COMMANDS if re.search(r"dflash-mlx (generate|chat|serve) .*Qwen3-8B\S* --draft-model auto", c)]
+    assert len(shown) > 3 and not [command for command in shown if "--no-thinking" not in command]
 
 
 @pytest.mark.parametrize("wrong", ["generate --modle x", "generate --max-tokens many", "generate --temp warm", "no-such-command"])
