@@ -136,10 +136,12 @@ class Ranks:
                 raise RanksError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank 0", "Use the same on all machines")
 
     def leave(self) -> None:
-        """Say that this rank ends, and is not lost."""
+        """Say that this rank ends, and is not lost. One that an error ends does not, unless it is rank 0, which has shown it."""
         if not self._is_left:
             self._is_left = True
-            if not self.is_failed:
+            # Python keeps there what nobody caught, before it calls this at exit. Ctrl-C is no error.
+            has_raised = not self.leads and issubclass(getattr(sys, "last_type", KeyboardInterrupt), Exception)
+            if not (self.is_failed or has_raised):
                 self._send(_LEAVES)
 
     def has_ended(self, within_s: float) -> bool:

@@ -20,7 +20,7 @@ from ..serving.interrupt import bring_back, is_ctrl_c
 from ..version import __version__
 from . import generate, lists, over_ranks, serving, tools, train
 from .narrow_help import HelpfulGroup
-from .options import NamingWhatIsMissing, example
+from .options import CheckedCommand, example
 from .output import say, wrapped
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ _COMMANDS = (
     (lists.cache, "dflash-mlx cache --delete measured/cost_models"),
 )
 for command, shown in _COMMANDS:
-    app.command(cls=NamingWhatIsMissing, epilog=example(shown))(command)
+    app.command(cls=CheckedCommand, epilog=example(shown))(command)
 app.add_typer(train.train_app, name="train")
 
 
@@ -70,9 +70,10 @@ def main() -> None:
     except Exception as error:
         if is_ctrl_c(error):
             raise SystemExit(130) from None
+        said = over_ranks.failed(f"Error: {sentence(error)}")
         if switch("DFLASH_TRACEBACK"):
             raise
-        if said := over_ranks.failed(f"Error: {sentence(error)}"):
+        if said:
             say(said)
         raise SystemExit(1) from None
 

@@ -1,22 +1,28 @@
 """`mlx.launch ... dflash-mlx generate | serve`: what is refused, who speaks, and what happens when a rank dies."""
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from contextlib import contextmanager
 from io import StringIO
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from cli_kit import run
 from kit import with_template
 from launching import SUPPORT, free_port, launched, output_of
 from sharded import saved_family
 
+from dflash_mlx import ranks
+from dflash_mlx.cli import app, generate, over_ranks, server_options
 from dflash_mlx.serving.chat import Chat
 from dflash_mlx.serving.remote import Remote, RemoteConversation
 
@@ -69,6 +75,42 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
     ):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 2 and sentence in " ".join(result.output.split()).replace("│ ", ""), result.output
+
+
+@pytest.fixture
+def as_rank_1(monkeypatch):
+    """Rank 1 of two in this process, whose rank 0 tells "told" whenever it is asked."""
+    asked = []
+
+    def told_of(make, what):
+        asked.append(what)
+        return json.dumps({"type": "integer"})
+
+    one = SimpleNamespace(
+        rank=1, size=2, leads=False, is_failed=False, asked=asked, told_of=told_of, has_ended=lambda s: False, leave=lambda: None
+    )
+    monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setattr(ranks, "join", lambda: one)
+    monkeypatch.setattr(ranks, "joined", lambda: one)
+    monkeypatch.setattr(over_ranks, "_muted", [])
+    handler = signal.getsignal(signal.SIGINT)
+    yield one
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
+    def fails():
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(app, "app", fails)
+    monkeypatch.setenv("DFLASH_TRACEBACK", "1")
+    muted, shown = StringIO(), StringIO()
+    over_ranks._muted[:] = [muted]
+    monkeypatch.setattr(sys, "__stderr__", shown)
+    monkeypatch.setattr(sys, "stderr", muted)
+    with pytest.raises(ValueError, match="a fault"):
+        app.main()
+    assert as_rank_1.is_failed and sys.stderr is shown
 
 
 @pytest.mark.full

@@ -1,6 +1,9 @@
 """Several ranks of `mlx.launch` over the loopback: one text, the same ids and widths everywhere, with drafts and without."""
 
 import json
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +75,32 @@ def test_two_ranks_write_one_text(tmp_path):
 def one_of(size, rank):
     """A rank whose others are not there: enough for what is said before a message is sent."""
     return SimpleNamespace(group=SimpleNamespace(rank=lambda: rank, size=lambda: size), size=size, agree=lambda values: None)
+
+
+RANK = """
+import socket, sys
+from types import SimpleNamespace
+from dflash_mlx import ranks
+peer = socket.socket(fileno=int(sys.argv[1]))
+ranks._connect = lambda of: [(1 - of.rank, peer)]
+ranks.Ranks(SimpleNamespace(rank=lambda: int(sys.argv[2]), size=lambda: 2))
+exec(sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "end", "leaves"),
+    [(1, "pass", True), (1, "raise KeyboardInterrupt", True), (1, "raise ValueError('a fault')", False), (0, "1 / 0", True)],
+)
+def test_a_rank_that_an_error_ends_does_not_take_leave(rank, end, leaves):
+    mine, its = socket.socketpair()
+    with mine, its:
+        arguments = [sys.executable, "-c", RANK, str(its.fileno()), str(rank), end]
+        process = subprocess.Popen(arguments, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+        its.close()
+        said = b"".join(iter(lambda: mine.recv(4096), b""))
+        errors = process.communicate()[1]
+    assert (b"Traceback" in errors) is (end != "pass") and said.endswith(b"false") is leaves
 
 
 def test_heads_that_do_not_divide_are_found_before_a_weight_is_read(monkeypatch):

@@ -140,7 +140,10 @@ def test_a_server_that_fails_is_told_in_its_own_words_and_what_came_stays(lines,
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n", "ended the answer in the middle"),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+            "ended the answer in the middle",
+        ),
         (b"", "closed the connection before it answered"),
     ],
 )
