@@ -234,8 +234,7 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     if launched and asked.prompt == "-":
         raise refuse("--prompt", "mlx.launch never ends standard input; give the text, or --prompt-file")
     if asked.prompt_file is not None:
-        read = lambda: inputs.file_text(asked.prompt_file)  # noqa: E731
-        asked.prompt = asked.ranks.told_of(read, "the prompt") if asked.ranks else read()
+        asked.prompt = _file_text(asked.prompt_file, "the prompt", asked.ranks)
     elif asked.prompt == "-":
         asked.prompt = inputs.standard_input()
     elif asked.prompt is not None:
@@ -243,7 +242,7 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     elif inputs.is_piped() and not launched:
         # Nothing there, as of a program that is started by another: as if there were no pipe.
         asked.prompt = inputs.standard_input() or None
-    asked.demand = None if asked.json_schema is None else _read_schema(asked.json_schema)
+    asked.demand = None if asked.json_schema is None else _read_schema(asked.json_schema, asked.ranks)
     for name in ("system", "prefill_response"):
         if (text := getattr(asked, name)) is not None:
             setattr(asked, name, inputs.utf8(os.fsencode(text), f"of {flag(name)}"))
@@ -251,14 +250,21 @@ def _read_prompt(asked: SimpleNamespace) -> None:
         raise refuse("--prompt", "it is empty; give some text")
 
 
-def _read_schema(given: str) -> Any:
+def _file_text(path: str, what: str, ranks: Any) -> str:
+    """The text of a file, which over ranks lies on rank 0's machine. what: names it to the ranks."""
+    read = lambda: inputs.file_text(path)  # noqa: E731
+    return ranks.told_of(read, what) if ranks else read()
+
+
+def _read_schema(given: str, ranks: Any = None) -> Any:
     """What a file, or a schema itself, holds answers to.
 
     Raises: DFlashError where it is no schema, or has what they cannot be held to.
     """
     from ..serving.answer_grammar import read_answer
 
-    return read_answer({"json_schema": given if given.lstrip().startswith("{") else inputs.file_text(given)})
+    text = given if given.lstrip().startswith("{") else _file_text(given, "the schema", ranks)
+    return read_answer({"json_schema": text})
 
 
 def _grammar(asked: SimpleNamespace, tokenizer: Any, ids: list[int], is_rendered: bool) -> Any:

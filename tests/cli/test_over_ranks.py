@@ -98,6 +98,11 @@ def as_rank_1(monkeypatch):
     signal.signal(signal.SIGINT, handler)
 
 
+def test_a_schema_file_is_read_on_rank_0_alone(as_rank_1, tmp_path):
+    demand = generate._read_schema(str(tmp_path / "only on rank 0.json"), as_rank_1)
+    assert demand == generate._read_schema('{"type": "integer"}') and as_rank_1.asked == ["the schema"]
+
+
 def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
     def fails():
         raise ValueError("a fault")
