@@ -164,7 +164,8 @@ def generate(
             print(json.dumps({**result, "model": pair[0], "draft_model": pair[1]}), file=stdout)
         say(output.figures(result, show_stats, result["seed"]))
         how = {"dtype": dtype, "draft_bits": draft_bits, "last_tap": last_tap, "revision": revision}
-        _measure_for_the_next(pair[0], pair[1], pair[4], how | {"adapter_path": adapter_path})
+        if over_ranks.may_compute_after(result["finish_reason"]):
+            _measure_for_the_next(pair[0], pair[1], pair[4], how | {"adapter_path": adapter_path})
     if result["finish_reason"] == "interrupted":
         raise SystemExit(130)
 
@@ -440,7 +441,8 @@ def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = outpu
         finally:
             end(last)
             responses.close()
-    _say_where_nothing_was_computed(last)
+    if over_ranks.may_compute_after(reason):
+        _say_where_nothing_was_computed(last)
     return fields_of(text, ids, last, reason)
 
 

@@ -23,6 +23,11 @@ def is_over_ranks() -> bool:
     return "MLX_RANK" in os.environ
 
 
+def may_compute_after(finish_reason: str | None) -> bool:
+    """Whether this process may compute more with its model. Ctrl-C is rank 0's alone: the others are still in the run."""
+    return finish_reason != "interrupted" or not is_over_ranks()
+
+
 def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: Any) -> Any:
     """The ranks of this command; None: it is alone. Rank 0 keeps the terminal; the others end when it does.
 

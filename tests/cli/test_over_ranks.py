@@ -103,6 +103,31 @@ def test_a_schema_file_is_read_on_rank_0_alone(as_rank_1, tmp_path):
     assert demand == generate._read_schema('{"type": "integer"}') and as_rank_1.asked == ["the schema"]
 
 
+@pytest.mark.parametrize("launched", [True, False])
+def test_after_ctrl_c_nothing_is_computed_that_other_ranks_do_not_compute(launched, monkeypatch, capsys):
+    if launched:
+        monkeypatch.setenv("MLX_RANK", "0")
+    else:
+        monkeypatch.delenv("MLX_RANK", raising=False)
+    computed = []
+
+    class Last:
+        text, token, finish_reason, stats = "x", 1, None, None
+        prompt_tokens = prompt_tps = generation_tps = peak_memory = 0
+
+        @property
+        def logprobs(self):
+            computed.append(1)
+            return mx.array([float("nan")])
+
+    def interrupted():
+        yield Last()
+        raise KeyboardInterrupt
+
+    assert generate.run(interrupted(), lambda response: None)["finish_reason"] == "interrupted"
+    assert bool(computed) is not launched and ("computed NaN" in capsys.readouterr().err) is not launched
+
+
 def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
     def fails():
         raise ValueError("a fault")
