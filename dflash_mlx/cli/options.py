@@ -154,8 +154,9 @@ MaxTokens = Annotated[
 AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object on stdout instead of text.")]
 
 
-class NamingWhatIsMissing(HelpfulCommand):
-    """A command that names all options that it lacks, and its example. Typer names the first alone."""
+class CheckedCommand(HelpfulCommand):
+    """A command that names all options that it lacks, and its example; typer names the first alone. Over ranks it is refused
+    if it does not run there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -168,6 +169,15 @@ class NamingWhatIsMissing(HelpfulCommand):
             *others, last = missing
             named = f"{', '.join(others)} and {last}" if others else last
             raise _UsageError(f"Give {named}, as in: {self.epilog.removeprefix(_EXAMPLE)}", ctx) from None
+
+    def invoke(self, ctx: Any) -> Any:
+        from .over_ranks import check_command
+
+        names, of = [], ctx
+        while of.parent is not None:
+            names, of = [of.info_name, *names], of.parent
+        check_command(" ".join(names))
+        return super().invoke(ctx)
 
 
 _EXAMPLE = "Example: "

@@ -13,7 +13,8 @@ from ..errors import DFlashError
 from .options import flag, refuse
 from .output import say
 
-COMMANDS = ("generate", "serve")
+# By their own ranks, or by those of `..ranks`.
+COMMANDS = ("generate", "serve", "train run")
 # What a rank that does not lead would say, goes here; its errors do not.
 _muted: list[Any] = []
 
@@ -28,8 +29,32 @@ def may_compute_after(finish_reason: str | None) -> bool:
     return finish_reason != "interrupted" or not is_over_ranks()
 
 
+def check_command(name: str) -> None:
+    """Refuse a command that each of several ranks would run whole. name: as it is typed, such as "train eval".
+
+    Raises:
+      DFlashError: names the commands that work.
+    """
+    if is_over_ranks() and name not in COMMANDS and _join() is not None:
+        *others, last = COMMANDS
+        words = f"dflash-mlx {name} does not run over several machines: {', '.join(others)} and {last} do"
+        raise DFlashError(words, "Start it without mlx.launch, on one")
+
+
+def _join() -> Any:
+    """The ranks of this command; None: it is alone. From now on rank 0 has the terminal; the others end when it does."""
+    if os.environ["MLX_RANK"] != "0":
+        # Ctrl-C of a terminal reaches every rank of this machine; rank 0 heeds it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _muted[:] = [open(os.devnull, "w")]  # noqa: SIM115
+        sys.stdout = sys.stderr = _muted[0]
+    from ..ranks import join
+
+    return join()
+
+
 def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: Any) -> Any:
-    """The ranks of this command; None: it is alone. Rank 0 keeps the terminal; the others end when it does.
+    """The ranks of this command, as `_join` gives them.
 
     Raises:
       a usage error, DFlashError: what was asked for does not work over ranks. others: what does not.
@@ -41,14 +66,7 @@ def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: 
         if pipeline:
             raise refuse("--pipeline", "it needs several machines: mlx.launch -n 2 -- dflash-mlx ...")
         return None
-    if os.environ["MLX_RANK"] != "0":
-        # Ctrl-C of a terminal reaches every rank of this machine; rank 0 heeds it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _muted[:] = [open(os.devnull, "w")]  # noqa: SIM115
-        sys.stdout = sys.stderr = _muted[0]
-    from ..ranks import join
-
-    if (ranks := join()) is not None:
+    if (ranks := _join()) is not None:
         for name, value in others.items():
             if value not in (None, False):
                 raise DFlashError(f"{flag(name)} does not work over several machines yet", "Leave it out, or run on one")

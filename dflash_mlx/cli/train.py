@@ -17,12 +17,12 @@ from .options import (
     OUTPUT,
     AdapterPath,
     AsJson,
+    CheckedCommand,
     Dense,
     DraftBitsOption,
     Dtype,
     DtypeOption,
     LastTap,
-    NamingWhatIsMissing,
     example,
     flag,
     option,
@@ -80,7 +80,7 @@ Target = Annotated[
 Data = Annotated[list[str], option(TEXT, help="Folder that `train data` wrote; can be repeated.")]
 
 
-@train_app.command("data", cls=NamingWhatIsMissing, epilog=_EXAMPLES["data"])
+@train_app.command("data", cls=CheckedCommand, epilog=_EXAMPLES["data"])
 def train_data(
     model: Target,
     out: Annotated[str, option(OUTPUT, help="Folder for the text. A folder made with the same settings is continued.")],
@@ -236,7 +236,7 @@ PredecessorOption = Annotated[
 PlotPage = Annotated[str | None, option(OUTPUT, help="Draw loss and tokens a round here, as a page that needs no network.")]
 
 
-@train_app.command("run", cls=NamingWhatIsMissing, epilog=_EXAMPLES["run"])
+@train_app.command("run", cls=CheckedCommand, epilog=_EXAMPLES["run"])
 def train_run(
     model: Target,
     data: Data,
@@ -317,7 +317,7 @@ def _draw(out: str, plot: str | None) -> None:
         write_curves(out, plot)
 
 
-@train_app.command("eval", cls=NamingWhatIsMissing, epilog=_EXAMPLES["eval"])
+@train_app.command("eval", cls=CheckedCommand, epilog=_EXAMPLES["eval"])
 def train_eval(
     model: Target,
     draft_model: Annotated[str, option(MEASURED, help="Drafter trained for it.")],

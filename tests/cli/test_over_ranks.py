@@ -128,6 +128,21 @@ def test_after_ctrl_c_nothing_is_computed_that_other_ranks_do_not_compute(launch
     assert bool(computed) is not launched and ("computed NaN" in capsys.readouterr().err) is not launched
 
 
+@pytest.mark.parametrize("words", [("chat", *TINY), ("bench",), ("models",), ("train", "eval", "--model", "tiny")])
+def test_a_command_that_each_rank_would_run_whole_is_refused(words, as_rank_1, monkeypatch):
+    more = ("--draft-model", "tiny", "--data", "x") if words[0] == "train" else ()
+    as_rank_1.has_ended = lambda s: True
+    done = run(*words, *more)
+    # Rank 0 says it.
+    assert done.returncode == 1 and not done.stdout + done.stderr
+    as_rank_1.rank, as_rank_1.leads = 0, True
+    over_ranks._muted[:] = []
+    done = run(*words, *more, env={"MLX_RANK": "0"})
+    name = " ".join(words[: 1 + (words[0] == "train")])
+    sentence = f"Error: dflash-mlx {name} does not run over several machines: generate, serve and train run do. Start it without"
+    assert done.returncode == 1 and " ".join(done.stderr.split()).startswith(sentence), done.stderr
+
+
 def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
     def fails():
         raise ValueError("a fault")
