@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -47,6 +48,10 @@ def _join() -> Any:
         # Ctrl-C of a terminal reaches every rank of this machine; rank 0 heeds it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _muted[:] = [open(os.devnull, "w")]  # noqa: SIM115
+        for handler in logging.getLogger().handlers:
+            # It was given this stream before.
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                handler.setStream(_muted[0])
         sys.stdout = sys.stderr = _muted[0]
     from ..ranks import join
 

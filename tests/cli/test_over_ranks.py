@@ -143,6 +143,17 @@ def test_a_command_that_each_rank_would_run_whole_is_refused(words, as_rank_1, m
     assert done.returncode == 1 and " ".join(done.stderr.split()).startswith(sentence), done.stderr
 
 
+def test_log_lines_of_other_ranks_are_muted_too(as_rank_1, monkeypatch):
+    log, said = logging.getLogger(), StringIO()
+    monkeypatch.setattr(log, "handlers", [])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, said)
+    server_options._log_to_stderr("warning", False)
+    over_ranks.begin(False, "tiny", "tiny")
+    log.warning("a line")
+    assert len(log.handlers) == 1 and said.getvalue() == ""
+
+
 def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
     def fails():
         raise ValueError("a fault")
