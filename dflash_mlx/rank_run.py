@@ -17,8 +17,9 @@ from .draft_length.cost_model import CostModel
 from .draft_length.measure import Measurement
 from .first_use import try_before_answers
 from .kernels import autotune
-from .kernels.autotune import NotFiniteError
+from .kernels.autotune import KernelError, NotFiniteError
 from .loop import Kept, PendingPass, Run
+from .machine import switch
 from .models.drafter import Drafter
 from .models.target import Target
 from .pair import AFTER_S, DFlashPair
@@ -113,6 +114,19 @@ def _match_rows(sampler: Any, target: Target, hidden: mx.array, *rest: Any) -> R
     return type(sampler)._match_rows(sampler, _Headed(target), target.head(hidden), *rest)
 
 
+def refuse_forced_kernels() -> None:
+    """All ranks run the kernels that rank 0's trials found right and faster, or none.
+
+    Raises:
+      KernelError: DFLASH_MLX_KERNELS asks for kernels whatever trials find.
+    """
+    if autotune.setting() not in ("auto", "off"):
+        raise KernelError(
+            f"{autotune.VARIABLE} is {switch(autotune.VARIABLE)}, and over several machines rank 0's trials choose the kernels",
+            "Unset the variable, or set it to off, on all machines",
+        )
+
+
 class RankPair(DFlashPair):
     """A pair whose target is shared out among ranks. Its passes are measured by rank 0's clock."""
 
@@ -141,6 +155,7 @@ class RankPair(DFlashPair):
         with self._lock:
             self._renew()
             if self._tried is not self.target:
+                refuse_forced_kernels()
                 try_before_answers(self.target, drafter=self.drafter)
                 autotune.share_results(self.ranks.told)
                 self._tried = self.target

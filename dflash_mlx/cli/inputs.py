@@ -126,7 +126,7 @@ def load_pair(
     from ..kernels import autotune
     from ..memory import RunSize
     from ..pairs import builtin
-    from ..rank_run import RankPair
+    from ..rank_run import RankPair, refuse_forced_kernels
     from ..ranks import joined
 
     ranks = joined()
@@ -135,6 +135,8 @@ def load_pair(
     autotune.setting()
     target, drafter = choose_pair(model, draft_model)
     check_revision(revision, target, drafter)
+    if ranks is not None and drafter:
+        refuse_forced_kernels()
     builtin.builtin_path(target, "target", say=say)
     with live(f"Loading {target}") as line:
         lm, tokenizer = loading.load(

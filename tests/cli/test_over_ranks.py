@@ -21,8 +21,10 @@ from kit import with_template
 from launching import SUPPORT, free_port, launched, output_of
 from sharded import saved_family
 
-from dflash_mlx import ranks
-from dflash_mlx.cli import app, generate, over_ranks, server_options
+from dflash_mlx import load, load_drafter, loading, ranks
+from dflash_mlx.cli import app, generate, inputs, over_ranks, server_options
+from dflash_mlx.kernels.autotune import KernelError
+from dflash_mlx.rank_run import RankPair
 from dflash_mlx.serving.chat import Chat
 from dflash_mlx.serving.remote import Remote, RemoteConversation
 
@@ -71,6 +73,9 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
     for words, sentence in (
         (("generate", *TINY, "-p", "a", "--pipeline"), "it needs --draft-model none"),
         (("serve", *TINY, "--pipeline"), "it needs --draft-model none"),
+        (
+            "have other sizes on each machine",
+        ),
         (("generate", *TINY, "-p", "-"), "never ends standard input"),
     ):
         result = CliRunner().invoke(app, words)
@@ -96,6 +101,22 @@ def as_rank_1(monkeypatch):
     handler = signal.getsignal(signal.SIGINT)
     yield one
     signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("forced", ["on", "accept"])
+def test_kernels_that_are_forced_are_refused_before_a_weight_is_read(forced, as_rank_1, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", forced)
+    monkeypatch.setattr(loading, "load", lambda *about, **given: pytest.fail("read"))
+    sentence = f"DFLASH_MLX_KERNELS is {forced}, and over several machines rank 0's trials choose the kernels. Unset the variable"
+    with pytest.raises(KernelError, match=sentence):
+        inputs.load_pair("tiny", "tiny", None, None, None, False)
+    # In Python: at the first run.
+    monkeypatch.undo()
+    model, _ = load("tiny")
+    pair = RankPair(model, load_drafter("tiny", model), as_rank_1)
+    monkeypatch.setenv("DFLASH_MLX_KERNELS", forced)
+    with pytest.raises(KernelError, match=sentence):
+        pair.prepare_target()
 
 
 def test_a_schema_file_is_read_on_rank_0_alone(as_rank_1, tmp_path):
