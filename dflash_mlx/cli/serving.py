@@ -279,6 +279,9 @@ def serve(
     checked_max_tokens(max_tokens)
     _refuse_vain_batch(server["max_batch"], caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
+    if pipeline and prompt_cache_gb:
+        why = "with --pipeline prompts have other sizes on each machine, which would then keep others; use --prompt-cache-size"
+        raise refuse("--prompt-cache-gb", why)
     names = {"adapter_path": adapter_path, "prompt_cache_dir": prompt_cache_dir, "exact": caches["exact"]}
     ranks = over_ranks.begin(pipeline, draft_model, model, **names, unload_after=server["unload_after_s"])
     variables = thinking_args(thinking, chat_template_args)

@@ -74,6 +74,7 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
         (("generate", *TINY, "-p", "a", "--pipeline"), "it needs --draft-model none"),
         (("serve", *TINY, "--pipeline"), "it needs --draft-model none"),
         (
+            ("serve", *TINY[:2], "--draft-model", "none", "--pipeline", "--prompt-cache-gb", "1"),
             "have other sizes on each machine",
         ),
         (("generate", *TINY, "-p", "-"), "never ends standard input"),
