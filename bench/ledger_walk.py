@@ -268,7 +268,13 @@ class Walk:
                 entry._idx = min(entry.offset, entry.keys.shape[2])
         cache.rows, cache.ids, cache.features = self.context, [0] * (self.context + 1), next(arrays)
         options = SimpleNamespace(
-            draft_model=self.drafter, stream=mx.default_stream(mx.cpu), quantization=None, max_tokens=-1, progress=lambda *_: None
+            draft_model=self.drafter,
+            stream=mx.default_stream(mx.cpu),
+            quantization=None,
+            max_tokens=-1,
+            progress=lambda *_: None,
+            logits_processors=None,
+            constraint=None,
         )
         policy = FixedDraftLength(width)
         # As where the policy chose the width, by what was accepted alone.
