@@ -292,7 +292,8 @@ def begins_python(text: str) -> bool:
 
 def offered(calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> bool:
     """Whether all calls are of functions that the client offered."""
-    return all(call.name in names_of(tools) for call in calls)
+    known = names_of(tools)
+    return all(call.name in known for call in calls)
 
 
 def names_of(tools: Sequence[dict[str, Any]]) -> list[Any]:
