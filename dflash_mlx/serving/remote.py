@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..errors import DFlashError, os_error_text
+from ..errors import DFlashError, one_line, os_error_text
 from .conversation import Conversation, Pair, Settings
 from .fields import SAMPLING
 
@@ -80,7 +80,7 @@ class Remote:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
-        reason = " ".join((os_error_text(cause) if cause else str(error)).split()).rstrip(".") or type(error).__name__
+        reason = one_line(os_error_text(cause) if cause else error, None).rstrip(".")
         return DFlashError(f"no server answers at {self.url}: {reason}", "Start it, or give another --url")
 
     def events(self, body: dict[str, Any], should_stop: Callable[[], bool]) -> Iterator[dict[str, Any] | tuple[int, int]]:
