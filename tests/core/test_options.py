@@ -77,7 +77,7 @@ def test_the_old_name_of_prompt_lookup_is_taken_with_a_warning(tiny):
         got = run(model, drafter, PROMPT, 30, block_size=5, copy=False)
     assert ids_of(got) == line[:30]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", DeprecationWarning)
         run(model, drafter, PROMPT, 10, block_size=5, prompt_lookup=True)
 
 
