@@ -124,10 +124,12 @@ def load(
     loaded = read_target(checkpoint)
     model, config = loaded.model, loaded.config
     keep_positions(model, config)
-    if adapter_path is not None:
-        _put_adapter(model, adapter_path, path_or_hf_repo)
     # Without a word everything is float32 on a CPU; a type that was asked for spares what the family's class keeps.
     loaded.cast(due, spare=dtype is not None)
+    if adapter_path is not None:
+        _put_adapter(model, adapter_path, path_or_hf_repo)
+        # The adapter's own weights; layers that it wraps have other names now and must be cast before.
+        loaded.cast(due, spare=dtype is not None)
     if ranks is not None:
         take_share(model, ranks, path_or_hf_repo, pipeline)
     if not lazy:

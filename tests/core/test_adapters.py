@@ -1,16 +1,20 @@
 """Weights that mlx-lm trained over a target: mlx-lm's own layers and files, and the target that the drafter then sees."""
 
 import json
+import shutil
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from kit import TINY, full_forward, greedy_ids, ids_of, rounds_of, run
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from packers import as_type, pack_quantized, write_safetensors
 
 from dflash_mlx import convert, load, load_drafter
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.loading import activation_dtype
 from dflash_mlx.models.target import Target
 
 PROMPT = [1, 40, 7, 22, 9, 31, 5]
@@ -54,6 +58,33 @@ def test_an_adapted_target_says_what_mlx_lm_says_with_the_same_adapter(tmp_path,
     assert ids_of(run(model, drafter, PROMPT, 40, block_size=block_size)) == expected
     plain, _ = load("tiny")
     assert greedy_ids(plain, PROMPT, 40) != expected
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_an_adapter_changes_no_number_type_of_its_target(tmp_path, dtype):
+    """Scales that are computed in float32 go back to the files' type, also in the layers that an adapter wraps."""
+    record = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    weights = {"num_bits": 4, "type": "int", "group_size": 64, "symmetric": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    base = shutil.copytree(TINY / "target", tmp_path / "packed", copy_function=shutil.copyfile)
+    config = json.loads((base / "config.json").read_text())
+    tensors = {}
+    for name, value in mx.load(str(base / "model.safetensors")).items():
+        exact = np.array(value.astype(mx.float32))
+        if not name.endswith("_proj.weight"):
+            tensors[name] = as_type(exact, "BF16")[:2]
+            continue
+        parts, _ = pack_quantized(exact, symmetric=False)
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": entry for part, entry in parts.items()}
+    write_safetensors(base / "model.safetensors", tensors)
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": record | {"config_groups": groups}}))
+    plain, _ = load(str(base), dtype=dtype)
+    adapted, _ = load(str(base), dtype=dtype, adapter_path=adapter(tmp_path / "adapter"))
+    found = {name.replace(".linear.", "."): value.dtype for name, value in tree_flatten(adapted.parameters())}
+    assert {name: kind for name, kind in found.items() if "lora" not in name} == {
+        name: value.dtype for name, value in tree_flatten(plain.parameters())
+    }
+    assert activation_dtype(adapted) == activation_dtype(plain) != mx.float32
 
 
 @pytest.mark.full
