@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -36,8 +37,8 @@ def marked(path: Path) -> Iterator[Marker]:
     """Round one trial: a locked file says "trying" for as long as it runs.
 
         file         {"trying": true, "crashes": 0, "skipped": 0}
-        exit seen    an error, Ctrl-C, SIGTERM, SIGHUP, SIGQUIT, `leave_at_once`: the file is as it was before, and the next start
-                     tries again
+        exit seen    an error, Ctrl-C, SIGTERM, SIGHUP, SIGQUIT, `leave_at_once`, the end of a program whose other thread is in
+                     the trial: the file is as it was before, and the next start tries again
         exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
 
     After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
@@ -65,21 +66,33 @@ def marked(path: Path) -> Iterator[Marker]:
         _under_way.append(forget)
         try:
             with _signals_first(forget):
-                _write_marker(path, file, {**before, "trying": True})
+                _write_marker(path, file, {**before, "trying": not _ending.is_set()})
                 yield marker
         finally:
             _under_way.remove(forget)
             _write_marker(path, file, None if marker.done else before)
 
 
-# Of each trial that runs in this process: what undoes its marker.
+# Of each trial that runs in this process: what undoes its marker. Whether the process ends, so that no trial is marked any more.
 _under_way: list[Callable[[], None]] = []
+_ending = threading.Event()
+
+
+@atexit.register
+def _end() -> None:
+    """What runs in daemon threads stops where it is when a program ends: that is no crash."""
+    _ending.set()
+    _forget_all()
+
+
+def _forget_all() -> None:
+    for forget in list(_under_way):
+        forget()
 
 
 def leave_at_once(status: int) -> NoReturn:
     """End the process from any thread without waiting for what MLX computes; a trial that runs is no crash."""
-    for forget in list(_under_way):
-        forget()
+    _forget_all()
     os._exit(status)
 
 

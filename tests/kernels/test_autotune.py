@@ -216,6 +216,29 @@ def test_a_process_that_is_interrupted_in_a_trial_leaves_nothing_behind(name, gp
     assert should_use(KERNEL, "s", trial())
 
 
+# A web application or a notebook: the trial runs in a thread that the end of the program does not wait for.
+LEAVES = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from dflash_mlx.kernels.crash_marker import marked
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def trials():
+    while True:
+        with marked(Path(sys.argv[1]) / "s.trying"):
+            began.set()
+            time.sleep(20)
+began = threading.Event()
+threading.Thread(target=trials, daemon=True).start()
+began.wait()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), signal.SIGINT); time.sleep(20)"])
+def test_a_program_that_ends_while_another_thread_is_in_a_trial_leaves_nothing_behind(end, tmp_path):
+    done = subprocess.run([sys.executable, "-c", LEAVES + end, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert not list(tmp_path.iterdir()), done.stderr
+
+
 def test_leaving_at_once_leaves_no_trial_behind(gpu, fresh, monkeypatch):
     seen = []
     monkeypatch.setattr(os, "_exit", lambda status: seen.append((status, *fresh.glob("*.trying"))))
