@@ -8,7 +8,8 @@ Each prompt is answered without a drafter, at the policy's own draft lengths and
 are ids that differ and log-probabilities that are not the same bits, up to the first id that differs. `--targets`: every target
 of a directory, twelve prompts each, with a made-up drafter that is right two times in three; one that exact refuses is named.
 `--times`: rounds with exact and without, by turns. What is done is kept in the record after each prompt: the same command goes on
-where it was stopped. Exit status 1: something differs; 3: there was no time for all of it.
+where it was stopped; several processes may each do a `--part`, into a record of its own. Exit status 1: something differs; 3:
+there was no time for all of it.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
 
 def compare_pair(args: argparse.Namespace, record: Record) -> None:
     model, tokenizer, drafter = load_pair(args)
-    for n, prompt in enumerate(read_prompts(args, tokenizer)):
+    for n, prompt in [*enumerate(read_prompts(args, tokenizer))][args.part]:
         about = f"{args.pair} {args.dtype} temp {args.temp:g} prompt {n}"
         ways = {"policy": None, **({f"block {size}": size for size in BLOCKS} if n < args.block_prompts else {})}
         wanted = {way: size for way, size in ways.items() if f"{about} {way}" not in record.data["cases"]}
@@ -156,7 +157,7 @@ def compare_pair(args: argparse.Namespace, record: Record) -> None:
 
 
 def compare_targets(args: argparse.Namespace, record: Record) -> None:
-    for folder in sorted(p for p in args.targets.iterdir() if p.is_dir()):
+    for folder in sorted(p for p in args.targets.iterdir() if p.is_dir())[args.part]:
         if folder.name in record.data["refused"] or not record.has_time():
             continue
         try:
@@ -208,6 +209,12 @@ def time_rounds(args: argparse.Namespace, record: Record) -> None:
         print(f"block {size}: {ms}", flush=True)
 
 
+def part(text: str) -> slice:
+    """Of I/N: every N-th from I on."""
+    first, step = map(int, text.split("/"))
+    return slice(first, None, step)
+
+
 def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--pair", default="smollm2")
@@ -221,6 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--target-prompts", type=int, default=12)
     p.add_argument("--target-tokens", type=int, default=48)
     p.add_argument("--times", action="store_true")
+    p.add_argument("--part", type=part, default="0/1", metavar="I/N", help="every N-th prompt or target from I on")
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--seconds", type=float, default=540, help="no prompt begins after so many")
     p.add_argument("--out", type=Path, help="the record; what it holds is not done again")

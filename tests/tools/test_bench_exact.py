@@ -26,9 +26,10 @@ def test_ids_and_bits_that_differ_are_counted():
 @pytest.mark.full
 def test_a_record_goes_on_where_it_was_stopped(tmp_path, capsys):
     given = ["--pair", "tiny", "--prompts", "2", "--block-prompts", "1", "--tokens", "6", "--out", str(tmp_path / "r.json")]
-    for seconds, status in (("0", 3), ("500", 0), ("500", 0)):
+    for options, status, answers in (("--seconds 0", 3, 0), ("--part 1/2", 0, 1), ("--part 0/2", 0, 4), ("", 0, 4)):
         with pytest.raises(SystemExit) as end:
-            script.main([*given, "--seconds", seconds])
+            script.main([*given, *options.split()])
         assert end.value.code == status
-    assert len(json.loads((tmp_path / "r.json").read_text())["cases"]) == 4
+        cases = json.loads((tmp_path / "r.json").read_text())["cases"] if (tmp_path / "r.json").exists() else {}
+        assert len(cases) == answers
     assert "4 answers, 24 tokens: 0 ids differ, 0 log-probabilities are not the same bits" in capsys.readouterr().out
