@@ -1,12 +1,15 @@
 """Many prompts at once: `batch_generate` of this package beside mlx-lm's, by turns in one process.
 
     python bench/batch.py --model smollm2 --draft-model smollm2 --prompts bench/prompts/smollm2.jsonl --out RESULT.json
-        [--rows 1 4 8 16] [--max-tokens 128] [--turns 5] [--max-seconds 110] [--dense --dtype bfloat16]
+        [--rows 1 4 8 16] [--max-tokens 128] [--turns 5] [--max-seconds 110] [--dense --dtype bfloat16] [--parts]
 
 Greedy, the same prompts on both sides; the order of sides changes from turn to turn, and the first turn only warms up. For each
 number of rows: tokens/s of all rows together, prompts included (medians), the median ratio of the same turn with both quarters,
-and how many rows had the same text (on a GPU texts may part at near ties). A turn is told as it ends; what was measured by
-`--max-seconds` is what is written.
+and how many rows had the same text (on a GPU texts may part at near ties). `rounds`: by drafted tokens, how many rounds ran so
+far in this process and how long one takes. A turn is told as it ends; what was measured by `--max-seconds` is what is written.
+
+--parts also measures ours without drafts (`plain`), and both sides with one token a row (`first`: seconds, nearly all of them for
+the prompts).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,14 @@ from acceptance_rules import as_prompt, read_prompts
 from mlx_lm import batch_generate as mlx_lm_batch_generate
 
 from dflash_mlx import batch_generate, load, load_drafter
+from dflash_mlx.batch.policy import RoundCosts
 from dflash_mlx.train.start import dense
+
+
+def rounds_of(costs: RoundCosts | None, rows: int) -> dict[int, str]:
+    """Drafted tokens a row: how many rounds of so many rows ran, and the time of one."""
+    ran = sorted((width, n) for (some, width), n in costs.rounds.items() if some == rows) if costs else []
+    return {width: f"{n} of {1000 * costs.seconds(rows, width):.1f} ms" for width, n in ran}
 
 
 def main() -> None:
@@ -39,6 +50,7 @@ def main() -> None:
     p.add_argument("--max-seconds", type=float, default=110, help="begin no turn later than this")
     p.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     p.add_argument("--dense", action="store_true", help="write quantized layers out first")
+    p.add_argument("--parts", action="store_true", help="also ours without drafts, and both sides with one token a row")
     args = p.parse_args()
     begun, dtype = time.monotonic(), DTYPES[args.dtype]
     model, tokenizer = load(args.model, dtype=dtype)
@@ -49,16 +61,28 @@ def main() -> None:
     texts = [as_prompt(tokenizer, one["prompt"]) for one in read_prompts(args)]
     prompts = [text if isinstance(text, list) else tokenizer.encode(text) for text in texts]
 
-    def ours(some: list[list[int]]) -> list[list[int]]:
-        asked = {"draft_model": drafter, "max_tokens": args.max_tokens, "return_token_ids": True}
+    def ours(some: list[list[int]], **options: Any) -> list[list[int]]:
+        asked = {"draft_model": drafter, "max_tokens": args.max_tokens, "return_token_ids": True, **options}
         return batch_generate(model, tokenizer, some, max_batch=len(some), **asked).token_ids
 
-    def theirs(some: list[list[int]]) -> list[list[int]]:
+    def theirs(some: list[list[int]], most: int = args.max_tokens) -> list[list[int]]:
         # It returns texts alone.
-        texts = mlx_lm_batch_generate(model, tokenizer, some, max_tokens=args.max_tokens).texts
+        texts = mlx_lm_batch_generate(model, tokenizer, some, max_tokens=most).texts
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
-    sides, seen = {"ours": ours, "mlx-lm": theirs}, {rows: [] for rows in args.rows}
+    def seconds(side: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        side()
+        return time.perf_counter() - start
+
+    def parts(some: list[list[int]]) -> dict[str, float]:
+        start = time.perf_counter()
+        tokens = sum(map(len, ours(some, block_size=1)))
+        plain = tokens / (time.perf_counter() - start)
+        first = {"first, ours": seconds(lambda: ours(some, max_tokens=1)), "first, mlx-lm": seconds(lambda: theirs(some, 1))}
+        return {"plain": plain, **first}
+
+    sides, seen, pieces = {"ours": ours, "mlx-lm": theirs}, {rows: [] for rows in args.rows}, {rows: [] for rows in args.rows}
     for turn in range(args.turns + 1):
         for rows in args.rows:
             if time.monotonic() - begun > args.max_seconds:
@@ -71,7 +95,9 @@ def main() -> None:
             same = sum(
                 tokenizer.decode(a) == tokenizer.decode(b) for a, b in zip(found["ours"][1], found["mlx-lm"][1], strict=True)
             )
+            found_parts = parts(some) if args.parts else {}
             if turn:
+                pieces[rows].append(found_parts)
                 seen[rows].append((found["ours"][0], found["mlx-lm"][0], same))
             rates = ", ".join(f"{name} {rate:.0f}" for name, (rate, _) in found.items())
             print(f"{time.monotonic() - begun:.0f} s: turn {turn}, {rows} rows: {rates} tokens/s, {same} rows equal", flush=True)
@@ -83,6 +109,8 @@ def main() -> None:
             rates = {"ours": round(float(np.median(a)), 1), "mlx-lm": round(float(np.median(b)), 1)}
             table.append({"rows": rows, "turns": len(turns), "tokens_per_second": rates, "over": over[0], "quarters": over[1:]})
             table[-1]["equal"] = f"{int(same.sum())} of {rows * len(turns)}"
+            table[-1] |= {name: round(float(np.median([part[name] for part in pieces[rows]])), 3) for name in pieces[rows][0]}
+            table[-1]["rounds"] = rounds_of(drafter.pair.round_costs, rows)
     about: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k not in ("out", "part", "limit")}}
     about |= {"device": str(mx.default_device()), "mlx": mx.__version__, "drafter_sha256": drafter.digest()}
     Path(args.out).write_text(json.dumps(about | {"table": table}, indent=1) + "\n")
