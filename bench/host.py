@@ -31,7 +31,7 @@ from dflash_mlx.pair import DFlashPair
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR
 from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import rollback, rollback_point
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.traced import buffers
 from dflash_mlx.traced.compiled import CompiledPair, CompiledPass
 from dflash_mlx.train.start import dense
@@ -196,7 +196,7 @@ def main() -> None:
     print(f"passes without waits {ms['passes_without_waits']:.3f} ms: host and waits {100 * result['host_and_wait_share']:.1f} %")
     print(f"a cut adds {result['cut_ms']:.3f} ms")
     if args.out:
-        bench.write_record(record, args.out)
+        bench_record.write_record(record, args.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.kernels import names
-from dflash_mlx.tools.bench import write_record
+from dflash_mlx.tools.bench_record import write_record
 from dflash_mlx.tools.kernel_run import ROWS, Bench
 
 RESULTS = Path(__file__).parent / "results"

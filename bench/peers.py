@@ -35,7 +35,7 @@ import numpy as np
 from dflash_mlx import load
 from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.pairs.builtin import BUILTIN_PAIRS, builtin_path
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.tools.columns import align
 
 HERE = Path(__file__).resolve().parent
@@ -316,7 +316,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                             | {"said": digest(said(a["ids"], eos, args.max_tokens))}
                         )
                 if args.out:
-                    bench.write_record(record, args.out)
+                    bench_record.write_record(record, args.out)
         record["ended"] = "complete"
     except KeyboardInterrupt:
         record["ended"] = "interrupted"
@@ -347,7 +347,7 @@ def main() -> None:
     record = measure(args)
     print(table(record))
     if args.out:
-        bench.write_record(record, args.out)
+        bench_record.write_record(record, args.out)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from dflash_mlx import stream_generate
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.tools.columns import align
 from dflash_mlx.traced import prepare
 
@@ -382,7 +382,7 @@ def main() -> None:
     print(table(record))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        bench.write_record(record, args.out)
+        bench_record.write_record(record, args.out)
     if record["summary"].get("equal") != record["summary"].get("runs"):
         p.exit(1, "Error: expected the planned text in every run; found others. Drafts or rollback are wrong.\n")
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.tools.report import WHAT, quickest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +214,7 @@ def here(record: dict[str, Any], max_seconds: float | None, out: Path) -> dict[s
         bench.plan_of(record),
         names=names,
         say=print,
-        keep=lambda r: bench.write_record(r, out),
+        keep=lambda r: bench_record.write_record(r, out),
         max_seconds=max_seconds,
     )
     return runs.go()
@@ -231,7 +231,7 @@ def main() -> None:
         for name, record in read(f"{args.only}*.json").items():
             print(f"\n{name} (A: there, B: here)", flush=True)
             mine = here(record, args.max_seconds, ROOT / "bench" / "here" / name)
-            print(bench.compare(record, mine), flush=True)
+            print(bench_record.compare(record, mine), flush=True)
             if mine["ended"] == "interrupted":
                 p.exit(130)
         return

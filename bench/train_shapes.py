@@ -31,7 +31,7 @@ from shapes import SHAPES as TARGETS
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.models.architectures import ARCHITECTURES
 from dflash_mlx.models.target import Target
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.tools.columns import align
 from dflash_mlx.train.docs import Docs, batches
 from dflash_mlx.train.rollout import Frame, Row, write_rows
@@ -256,7 +256,7 @@ def main() -> None:
     records = [json.loads(path.read_text()) for path in args.table] if args.table else [measure(args)]
     print(table(records))
     if args.out and not args.table:
-        bench.write_record(records[0], args.out)
+        bench_record.write_record(records[0], args.out)
 
 
 if __name__ == "__main__":

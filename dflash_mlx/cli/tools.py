@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -287,18 +288,19 @@ def bench(
     """
     asked = SimpleNamespace(**locals())
     with only_ours_on_stdout() as stdout:
-        b = _bench_module()
+        b, records = _bench_modules()
         if compare:
             _refuse_beside_compare(asked)
-            print(wrapped(b.compare(*(b.read_record(path) for path in compare), columns_of(stdout)), stdout), file=stdout)
+            both = map(records.read_record, compare)
+            print(wrapped(records.compare(*both, columns_of(stdout)), stdout), file=stdout)
             return
         _check_bench(asked, b)
-        record = _bench(asked, b)
-        print(json.dumps(record) if as_json else wrapped(b.table(record, columns_of(stdout)), stdout), file=stdout)
+        record = _bench(asked, b, records.write_record)
+        print(json.dumps(record) if as_json else wrapped(records.table(record, columns_of(stdout)), stdout), file=stdout)
         _draw(record, plot, html)
     if record["ended"] == "interrupted":
         raise SystemExit(130)
-    if b.faults(record):
+    if records.faults(record):
         raise SystemExit(1)
 
 
@@ -362,15 +364,15 @@ def _rows(text: str | None) -> tuple[int, ...]:
 
 @live("Starting")
 @insistent()
-def _bench_module() -> Any:
-    """Imported in the sight of the user: it takes seconds."""
-    from ..tools import bench
+def _bench_modules() -> tuple[Any, Any]:
+    """`bench` and `bench_record`. Importing them takes seconds, so the user sees that something happens."""
+    from ..tools import bench, bench_record
 
-    return bench
+    return bench, bench_record
 
 
 @live("Starting")
-def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
+def _bench(asked: SimpleNamespace, b: Any, write: Callable[[dict, str], None]) -> dict[str, Any]:
     """Load the pair and run the plan; the record."""
     if asked.kernels:
         _ask_for_kernels(asked.kernels)
@@ -403,7 +405,7 @@ def _bench(asked: SimpleNamespace, b: Any) -> dict[str, Any]:
     )
     if asked.seed is not None and not any((*plan.temps, *plan.contexts)):
         say("--seed has no effect at temperature 0 without --context: nothing is drawn.")
-    keep = (lambda record: b.write_record(record, asked.out)) if asked.out else (lambda record: None)
+    keep = (lambda record: write(record, asked.out)) if asked.out else (lambda record: None)
     return b.Bench(lm, tokenizer, draft, plan, own, (target, drafter), say, keep, asked.max_seconds).go()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..machine import write_atomically
 from . import bench_batch, svg
-from .bench import header, notes
+from .bench_record import header, notes
 from .columns import count
 
 # Points of a line at most; more rounds are averaged.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .bench import header
 from .bench_prompts import BenchError
+from .bench_record import header
 
 
 def plot(record: Mapping[str, Any], path: str | Path) -> None:

@@ -26,7 +26,7 @@ import mlx.core as mx
 from ..kernels import block_qmm, trials
 from ..kernels.verdicts import Candidate
 from ..machine import limit_bytes, size_text
-from .bench import write_record
+from .bench_record import write_record
 
 ROWS = (1, 2, 4, 8, 16)
 # Of the memory that models can have, what one shape may take.

@@ -25,8 +25,9 @@ from ..generation import stream_generate
 from ..kernels import autotune
 from ..loading import load, load_drafter
 from ..pairs.builtin import BUILTIN_PAIRS
-from .bench import first_difference, margin, timed, write_record
+from .bench import first_difference, margin, timed
 from .bench_prompts import chat_ids
+from .bench_record import write_record
 from .place import weights_of
 
 TOKENS, TRIALS, WARM_UP = 128, 3, 8

@@ -32,7 +32,7 @@ from ..kernels import autotune, names
 from ..machine import switches_set
 from ..pairs.builtin import BUILTIN_PAIRS, at_hand
 from . import system
-from .bench import write_record
+from .bench_record import write_record
 from .place import versions
 from .private_names import cleaner
 

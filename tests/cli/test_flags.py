@@ -297,17 +297,17 @@ def outcome(monkeypatch, tmp_path, pair):
     stand_in("tools.doctor.render", "a report")
     record = {"ended": "complete", "runs": []}
     stand_in("tools.bench.Bench", lambda *given: SimpleNamespace(go=lambda: given[7](record) or record))
-    stand_in("tools.bench.write_record")
+    stand_in("tools.bench_record.write_record")
     for name, result in (
-        ("bench.table", "a table"),
-        ("bench.faults", []),
+        ("bench_record.table", "a table"),
+        ("bench_record.faults", []),
         ("bench_plot.plot", None),
         ("bench_plot.check_plot", None),
     ):
         stand_in(f"tools.{name}", result)
     stand_in("tools.bench_page.write_page")
-    stand_in("tools.bench.compare", "two records")
-    stand_in("tools.bench.read_record", {})
+    stand_in("tools.bench_record.compare", "two records")
+    stand_in("tools.bench_record.read_record", {})
     stand_in("train.start.dense", model)
     converted = SimpleNamespace(notes=[], summary=lambda: "done")
     stand_in("conversion.convert", converted)

@@ -13,7 +13,7 @@ from screen import private_words
 from dflash_mlx import load, load_drafter
 from dflash_mlx.machine import switches_set
 from dflash_mlx.stats import is_off
-from dflash_mlx.tools import bench, bench_plot, bench_prompts
+from dflash_mlx.tools import bench, bench_plot, bench_prompts, bench_record
 from dflash_mlx.tools.bench import Bench, BenchError, Plan
 
 TINY = ["--model", "tiny", "--draft-model", "tiny"]
@@ -50,9 +50,9 @@ def test_a_record_holds_every_pair_of_the_plan_and_both_sides_said_the_same(reco
     assert [(r["kind"], r["temp"]) for r in record["runs"]].count(("copy", 1.0)) == SMALL.trials
     assert {(r["kind"], r["temp"]) for r in record["runs"]} == cells and len(record["runs"]) == len(cells) * SMALL.trials
     assert all(r["differs_at"] is None and r["mlx_lm"]["tokens"] == r["dflash"]["tokens"] for r in record["runs"])
-    assert set(record["cold"]) == set(bench.SIDES) and record["warm_up_s"] > 0
+    assert set(record["cold"]) == set(bench_record.SIDES) and record["warm_up_s"] > 0
     assert record["machine"]["device"] == "cpu" and record["weights"]["dtype"] == "float32"
-    assert record["versions"]["mlx"] == mx.__version__ and not bench.faults(record)
+    assert record["versions"]["mlx"] == mx.__version__ and not bench_record.faults(record)
     assert record["environment"] == switches_set()
     assert record["drafter_sha256"] == kit.TINY_DRAFTER_SHA256
     assert json.loads(json.dumps(record)) == record
@@ -62,7 +62,7 @@ def test_who_begins_changes_from_cell_to_cell_and_from_trial_to_trial(record):
     first = {}
     for run in record["runs"]:
         first.setdefault((run["kind"], run["temp"]), []).append(run["first"])
-    assert all(sorted(sides) == sorted(bench.SIDES) for sides in first.values())
+    assert all(sorted(sides) == sorted(bench_record.SIDES) for sides in first.values())
     assert len({tuple(sides) for sides in first.values()}) == 2
 
 
@@ -82,7 +82,7 @@ def test_a_trial_takes_the_next_prompt_of_its_kind_and_figures_are_of_that_run(r
 def test_figures_of_a_cell_are_medians_and_tau_is_over_all_rounds():
     runs = [run_of("a", up, widths={"3": 6, "0": 4}, committed=c, drafting=6) for up, c in ((6.0, 6), (1.0, 12), (2.0, 18))]
     runs[0]["dflash"]["sources"] = {"prompt_lookup": {"rounds": 3, "accepted": 2}}
-    (row,) = bench.summarise(runs)
+    (row,) = bench_record.summarise(runs)
     assert row["copied_rounds"] == pytest.approx(0.1)
     assert (row["speedup"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 6.0, 3)
     assert row["tau"] == 2.0 and row["mean_width"] == pytest.approx(1.8) and row["plain_rounds"] == pytest.approx(0.4)
@@ -90,7 +90,7 @@ def test_figures_of_a_cell_are_medians_and_tau_is_over_all_rounds():
 
 
 def test_all_kinds_together_are_a_geometric_mean_a_temperature():
-    rows = bench.summarise([run_of("a", 4.0), run_of("b", 1.0), run_of("a", 9.0, temp=1.0), run_of("b", 1.0, temp=1.0)])
+    rows = bench_record.summarise([run_of("a", 4.0), run_of("b", 1.0), run_of("a", 9.0, temp=1.0), run_of("b", 1.0, temp=1.0)])
     of_all = {row["temp"]: row for row in rows if row["kind"] == "all"}
     assert of_all[0.0]["speedup"] == pytest.approx(2.0) and of_all[1.0]["speedup"] == pytest.approx(3.0)
     assert (of_all[0.0]["low"], of_all[0.0]["high"]) == (1.0, 4.0)
@@ -101,9 +101,9 @@ def test_what_a_round_cost_is_told_pair_by_pair(record):
     # Tokens a round, without the first of all: 4, 3, 5. The last pair has no speed-up.
     for run, speedup, tokens in zip(record["runs"], (1.0, 3.0, 2.0, None), (41, 31, 51, 41), strict=False):
         run["speedup"], run["dflash"]["tokens"], run["dflash"]["rounds"] = speedup, tokens, 10
-    shown = bench.table(record | {"runs": record["runs"][:4]})
+    shown = bench_record.table(record | {"runs": record["runs"][:4]})
     assert "On average a pass with its drafts took as long as 2.50 (1.00-4.00) steps of mlx-lm, median of 3 pairs." in shown
-    assert "On average a pass" not in bench.table(record | {"runs": record["runs"][3:4]})
+    assert "On average a pass" not in bench_record.table(record | {"runs": record["runs"][3:4]})
 
 
 @pytest.mark.full
@@ -125,13 +125,13 @@ def test_a_text_that_is_not_mlx_lms_is_reported_with_its_place_and_margin(pair, 
     logits = model(mx.array([[*tokenizer.encode("def test_"), *text[:5]]]))[0, -1]
     # One float32 pass against another, whose head saw one row: 1e-4 is far below any gap that is no tie.
     assert run["margin"] == pytest.approx(abs((logits[text[5]] - logits[text[5] + 1]).item()), abs=1e-4)
-    assert bench.faults(record) == 1
-    shown = bench.table(record)
+    assert bench_record.faults(record) == 1
+    shown = bench_record.table(record)
     assert "differs from mlx-lm's at token 5" in shown and "please report it" in shown and "0/1" in shown
     record["weights"]["dtype"] = "bfloat16"
-    assert bench.faults(record) == 0 and "near tie" in bench.table(record)
+    assert bench_record.faults(record) == 0 and "near tie" in bench_record.table(record)
     record["weights"]["dtype"], record["machine"]["device"] = "float32", "gpu"
-    assert bench.faults(record) == 0
+    assert bench_record.faults(record) == 0
 
 
 @pytest.mark.filterwarnings("error:thinking is")
@@ -147,9 +147,9 @@ def test_both_sides_think_as_the_drafter_was_trained_and_that_is_said(tmp_path):
         shown[setting] = run.go()
         assert shown[setting]["thinking"] == {"setting": setting, "stated_by": "its card"}
     said = "for both sides, because the drafter was trained"
-    assert f"Thinking is off {said} without it (its card says so)." in bench.table(shown[False])
-    assert f"Thinking is on {said} with it (its card says so)." in bench.table(shown[True])
-    assert "differs: thinking: A off, B on" in bench.compare(shown[False], shown[True])
+    assert f"Thinking is off {said} without it (its card says so)." in bench_record.table(shown[False])
+    assert f"Thinking is on {said} with it (its card says so)." in bench_record.table(shown[True])
+    assert "differs: thinking: A off, B on" in bench_record.compare(shown[False], shown[True])
     # A template that does not read it, or a drafter that states nothing.
     drafter.stated_thinking = None
     assert Bench(model, tokenizer, drafter, plan).record["thinking"] is None
@@ -174,12 +174,12 @@ def test_exact_is_compared_with_its_own_text_without_a_drafter(pair, monkeypatch
     record = Bench(*pair, plan, names=("tiny", "tiny")).go()
     assert set(asked) == {(True, True), (True, False)} and record["settings"]["exact"]
     (run,) = record["runs"]
-    assert run["differs_at"] is None and not bench.faults(record) and run[bench.ALONE]["tokens"] == 8
-    assert "Without a drafter an exact pass took" in bench.table(record)
+    assert run["differs_at"] is None and not bench_record.faults(record) and run[bench_record.ALONE]["tokens"] == 8
+    assert "Without a drafter an exact pass took" in bench_record.table(record)
     # What differs from it is one, on any device and in any type.
     run["differs_at"], record["weights"]["dtype"], record["machine"]["device"] = 3, "bfloat16", "gpu"
-    shown = bench.table(record)
-    assert bench.faults(record) == 1 and "Text differs from exact's without a drafter at token 3" in shown
+    shown = bench_record.table(record)
+    assert bench_record.faults(record) == 1 and "Text differs from exact's without a drafter at token 3" in shown
     assert "With --exact that is a fault of this program: please report it." in shown
 
 
@@ -197,12 +197,12 @@ def test_ctrl_c_keeps_what_is_measured(pair, monkeypatch):
     record = Bench(*pair, SMALL, names=("tiny", "tiny"), keep=lambda r: kept.append(json.dumps(r))).go()
     assert record["ended"] == "interrupted" and record["runs"] == pairs and len(record["summary"]) == 3
     assert json.loads(kept[-1]) == record
-    assert f"This run is interrupted: 2 of {SMALL.trials * 4} pairs" in bench.table(record)
+    assert f"This run is interrupted: 2 of {SMALL.trials * 4} pairs" in bench_record.table(record)
 
 
 def test_no_pair_begins_that_would_end_after_max_seconds(pair):
     record = Bench(*pair, SMALL, names=("tiny", "tiny"), max_seconds=0.0).go()
-    assert record["ended"] == "out of time" and record["runs"] == [] and "out of time" in bench.table(record)
+    assert record["ended"] == "out of time" and record["runs"] == [] and "out of time" in bench_record.table(record)
 
 
 @pytest.mark.full
@@ -212,7 +212,7 @@ def test_chosen_widths_are_shown_with_their_reason(pair):
     ours = record["runs"][0]["dflash"]
     off = "Drafting was off in 1 of 1 answer: it would be slower here."
     shown = off if is_off({"confidence_cut": {}, **ours}) else f"In 1 of 1 answer: {ours['width_reason'][:20]}"
-    assert ours["width_reason"] and shown in bench.table(record)
+    assert ours["width_reason"] and shown in bench_record.table(record)
     assert sum(ours["widths"].values()) == ours["rounds"] and record["runs"][0]["differs_at"] is None
 
 
@@ -229,8 +229,8 @@ def test_a_hopeless_drafter_is_never_accepted_and_its_late_tokens_are_timed_apar
     assert run["late_speedup"] == pytest.approx(run["dflash"]["late_tps"] / run["mlx_lm"]["late_tps"])
     ours = run["dflash"]
     assert 16 / ours["late_tps"] < ours["decode_s"]
-    assert ours["width_reason"] is None and "1 of 1 answer" not in bench.table(record)
-    assert f"After the first 64 tokens of an answer: {run['late_speedup']:.2f}" in bench.table(record)
+    assert ours["width_reason"] is None and "1 of 1 answer" not in bench_record.table(record)
+    assert f"After the first 64 tokens of an answer: {run['late_speedup']:.2f}" in bench_record.table(record)
 
 
 def test_a_users_prompts_are_json_lines_or_plain_lines(tmp_path):
@@ -313,27 +313,27 @@ def test_two_records_beside_each_other(record):
     other["versions"]["mlx"], other["settings"]["max_tokens"] = "0.99", 77
     for row in other["summary"]:
         row["speedup"] *= 2
-    shown = bench.compare(record, other)
+    shown = bench_record.compare(record, other)
     assert f"differs: mlx: A {mx.__version__}, B 0.99" in shown and "differs: settings max_tokens: A 12, B 77" in shown
     assert all(" 2.00 " in line for line in shown.splitlines() if line.startswith(("copy", "function", "all")))
     assert shown.count("\ncopy") == 2 and "drafter_sha256" not in shown
     other["drafter_sha256"] = "0" * 16
-    assert f"differs: drafter_sha256: A {kit.TINY_DRAFTER_SHA256}, B {'0' * 16}" in bench.compare(record, other)
+    assert f"differs: drafter_sha256: A {kit.TINY_DRAFTER_SHA256}, B {'0' * 16}" in bench_record.compare(record, other)
     del other["drafter_sha256"]  # as of records made before there was one
-    assert f"differs: drafter_sha256: A not recorded, B {kit.TINY_DRAFTER_SHA256}" in bench.compare(other, record)
-    assert "drafter_sha256" not in bench.compare(other, other)
+    assert f"differs: drafter_sha256: A not recorded, B {kit.TINY_DRAFTER_SHA256}" in bench_record.compare(other, record)
+    assert "drafter_sha256" not in bench_record.compare(other, other)
     other["summary"] = []
-    assert "No cell is in both." in bench.compare(record, other)
+    assert "No cell is in both." in bench_record.compare(record, other)
 
 
 def test_a_record_is_read_back_and_its_plan_repeated(record, tmp_path):
     path = tmp_path / "r.json"
-    bench.write_record(record, path)
-    assert bench.read_record(path) == record and list(tmp_path.iterdir()) == [path]
+    bench_record.write_record(record, path)
+    assert bench_record.read_record(path) == record and list(tmp_path.iterdir()) == [path]
     assert bench.plan_of(record) == SMALL
     path.write_text('{"what": "something else"}')
     with pytest.raises(BenchError, match="is no record of dflash-mlx bench"):
-        bench.read_record(path)
+        bench_record.read_record(path)
 
 
 def test_a_plot_is_a_png(record, tmp_path):
@@ -349,7 +349,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch):
 
 
 def test_the_table_has_a_line_a_cell_and_says_what_the_figures_are(record):
-    shown = bench.table(record)
+    shown = bench_record.table(record)
     lines = [line for line in shown.splitlines() if line.startswith(("copy", "function", "all"))]
     assert len(lines) == 10 and sum("2/2" in line or "4/4" in line for line in lines) == 6
     assert max(map(len, lines)) <= 80 and not private_words(shown)
@@ -379,7 +379,7 @@ def test_the_command_prints_one_record_keeps_it_and_compares_it(monkeypatch, cap
     given = [*TINY, "--prompts", str(prompts), "--temp", "0", "-m", "6", "--block-size", "3", "--out", str(out), "--json"]
     assert cli(monkeypatch, "bench", *given) == 0
     got = json.loads(capsys.readouterr().out)
-    assert got == bench.read_record(out) and got["settings"]["trials"] == 2 and got["settings"]["contexts"] == [0]
+    assert got == bench_record.read_record(out) and got["settings"]["trials"] == 2 and got["settings"]["contexts"] == [0]
     assert {r["kind"] for r in got["runs"]} == {"own"} and got["kernels"]["asked"] == "auto"
     assert cli(monkeypatch, "bench", "--compare", str(out), str(out)) == 0
     assert "own " in capsys.readouterr().out

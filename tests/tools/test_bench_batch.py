@@ -6,7 +6,7 @@ import json
 import cli_kit
 import pytest
 
-from dflash_mlx.tools import bench, bench_batch
+from dflash_mlx.tools import bench, bench_batch, bench_record
 from dflash_mlx.tools.bench import Bench, Plan
 from dflash_mlx.tools.bench_page import page
 
@@ -33,7 +33,7 @@ def test_a_record_holds_every_batch_by_turns_and_every_row_said_the_same(record)
         assert one["speedup"] == pytest.approx(ours["tps"] / plain["tps"])
         # A fixed block: every row's rounds checked three drafts, until little was left to write.
         assert max(map(int, ours["widths"])) == 3 and sum(ours["widths"].values()) == ours["rounds"] >= one["rows"]
-    assert not bench.faults(record)
+    assert not bench_record.faults(record)
 
 
 def test_prompts_go_through_the_kinds_and_a_larger_batch_holds_a_smaller_ones(pair):
@@ -53,8 +53,8 @@ def test_a_row_that_says_something_else_is_counted_told_and_a_fault(pair, monkey
 
     monkeypatch.setattr(bench_batch, "batch_generate", other)
     record = run_of(pair, Plan(kinds=("copy",), temps=(0.0,), max_tokens=4, trials=1, block_size=4, batch=(2,)))
-    assert record["batches"][0]["equal"] == 1 and bench.faults(record) == 1
-    shown = bench.table(record)
+    assert record["batches"][0]["equal"] == 1 and bench_record.faults(record) == 1
+    shown = bench_record.table(record)
     assert "Text differs from mlx-lm's in 1 of 2 rows (2 at once, T 0, context 0, turn 1)." in shown
     assert "please report it" in shown
 
@@ -73,16 +73,16 @@ def test_figures_of_a_cell_are_medians_and_tau_is_over_all_rounds(record):
 
 
 def test_table_page_and_comparison_show_every_cell(record):
-    shown, html = bench.table(record), page(record)
+    shown, html = bench_record.table(record), page(record)
     for row in record["batch_summary"]:
         for text in bench_batch.shown(row)[3:]:
             assert text in shown and text in html
     assert "Many prompts at once" in html and "3 rows" in html and "speed-up by kind" not in html.lower()
     assert bench_batch.MEANINGS[0] in shown and "copied" not in shown
-    both = bench.compare(record, record)
+    both = bench_record.compare(record, record)
     assert "tokens a round A/B" in both and "differs" not in both
     older = {**record, "settings": {k: v for k, v in record["settings"].items() if k != "batch"}, "batch_summary": []}
-    assert bench.compare(older, older).endswith("No cell is in both.") and bench.plan_of(record) == PLAN
+    assert bench_record.compare(older, older).endswith("No cell is in both.") and bench.plan_of(record) == PLAN
 
 
 @pytest.mark.parametrize("text", ["0", "1,x", "", "4,-1"])

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from dflash_mlx.tools import bench, bench_page, svg
+from dflash_mlx.tools import bench, bench_page, bench_record, svg
 from dflash_mlx.train.curves import write_curves
 
 SOURCES = {"drafter": {"rounds": 9, "accepted": 0}, "prompt_lookup": {"rounds": 0, "accepted": 0}}
@@ -56,7 +56,7 @@ def record():
         "cold": {},
         "ended": "complete",
         "runs": runs,
-        "summary": bench.summarise(runs),
+        "summary": bench_record.summarise(runs),
     }
 
 

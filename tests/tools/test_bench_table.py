@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx.tools import bench
+from dflash_mlx.tools import bench_record
 from dflash_mlx.tools.bench import Bench, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,9 +122,9 @@ def test_a_record_is_repeated_here_with_its_own_settings(pair, tmp_path):
     there = Bench(*pair, plan, names=("tiny", "tiny")).go()
     out = tmp_path / "here" / "r.json"
     mine = table.here(there, None, out)
-    assert bench.read_record(out) == mine and mine["ended"] == "complete"
+    assert bench_record.read_record(out) == mine and mine["ended"] == "complete"
     assert mine["settings"] == there["settings"] and len(mine["runs"]) == 1
-    assert "differs: settings" not in bench.compare(there, mine)
+    assert "differs: settings" not in bench_record.compare(there, mine)
 
 
 def test_users_reports_are_in_the_page_and_another_file_is_refused(tmp_path):
