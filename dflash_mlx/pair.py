@@ -78,19 +78,19 @@ class DFlashPair:
     def drafter(self) -> Drafter:
         return self._drafter()
 
-    def told(self, value: Any, what: str) -> Any:
-        """Where several machines share the target (`rank_run`), rank 0's value on each of them; here, the value itself.
+    def broadcast(self, value: Any, what: str) -> Any:
+        """The value. Where several machines share the target (`rank_run`): rank 0's value, on each of them.
 
         what: names the value in errors.
         """
         return value
 
-    def first(self, ids: mx.array) -> mx.array:
-        """As `told`, for integers on the device."""
+    def broadcast_array(self, ids: mx.array) -> mx.array:
+        """As `broadcast`, for integers on the device."""
         return ids
 
-    def told_result(self, result: Any) -> Any:
-        """As `told`, for a `RoundResult`."""
+    def broadcast_result(self, result: Any) -> Any:
+        """As `broadcast`, for a `RoundResult`."""
         return result
 
     def prepare_target(self) -> Target:

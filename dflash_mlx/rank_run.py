@@ -1,7 +1,7 @@
-"""A run on several ranks: the loop as it is, on what rank 0 has read.
+"""A run on several ranks: the ordinary loop, with the values that rank 0 reads.
 
-Beside the corridor: a `Run` whose passes are read on rank 0, a draft whose ids are rank 0's, and a pair that measures by rank 0's
-clock. What policies, caches and texts then do is the same on every rank, because they are given the same.
+It subclasses the corridor's objects: a `Run` whose passes are read on rank 0, a draft with rank 0's ids, and a pair that measures
+with rank 0's clock. Policies, caches and texts get the same inputs on every rank, so they do the same.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from .ranks import Ranks
 from .target_sampler import RoundResult
 
 
-class _ToldDraft(Draft):
-    """A draft that the host reads on rank 0."""
+class _BroadcastDraft(Draft):
+    """A draft that rank 0 reads and broadcasts."""
 
     ranks: Ranks
 
     def read(self) -> None:
         if self.ranks.leads:
             super().read()
-        self.drafted_ids = self.ranks.told(self.drafted_ids, "a draft")
+        self.drafted_ids = self.ranks.broadcast(self.drafted_ids, "a draft")
 
 
 class RankProposer(DrafterProposer):
-    """The drafter's blocks with rank 0's ids: another rank's own differ where its states do."""
+    """Drafts with rank 0's ids. Another rank would draft other tokens if its states round differently."""
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
         own, ranks = super().propose(anchor, n, width), self.model.pair.ranks
-        draft = _ToldDraft(ranks.first(own.row), own.confidence, own.source, own.width)
+        draft = _BroadcastDraft(ranks.broadcast_array(own.row), own.confidence, own.source, own.width)
         draft.ranks = ranks
         mx.async_eval(draft.row)
         return draft
 
 
 class RankRun(Run):
-    """One generation of several ranks."""
+    """One generation on several ranks."""
 
     proposer_class = RankProposer
 
@@ -64,29 +64,29 @@ class RankRun(Run):
     def _enqueue(self, anchor: mx.array, draft: Draft, lookahead: bool) -> PendingPass:
         output = super()._enqueue(anchor, draft, lookahead)
         if (token := output.token) is not None:
-            # What the next pass begins with, before anybody has read it.
-            output.token = lambda: self.ranks.first(token())
+            # The next pass starts from this token before the host reads it.
+            output.token = lambda: self.ranks.broadcast_array(token())
         return output
 
     def read(self, output: PendingPass) -> Kept:
-        """What rank 0 has read, and how long its round took: the message of a round."""
+        """Rank 0 reads the pass and broadcasts the result with its seconds: one message per round."""
         try:
             result = super().read(output).result
         except NotFiniteError:
             result = None
-        told = self.ranks.told(None if result is None else [output.seconds, *_fields(result)], "a round")
-        if told is None:
+        message = self.ranks.broadcast(None if result is None else [output.seconds, *_fields(result)], "a round")
+        if message is None:
             if result is not None:
                 autotune.disable_all("a pass gave a value that is not finite on rank 0")
             raise NotFiniteError
-        output.seconds, *fields = told
-        # Where a kernel was at fault on this rank alone nobody looks at its rows.
+        output.seconds, *fields = message
+        # If a kernel failed on this rank alone, its log-probabilities are lost; rank 0 has its own.
         rows = result.row_logprobs if result is not None else lambda i: mx.zeros((self.target.vocabulary,))
         return Kept(output, _result(fields, rows))
 
 
 def _fields(result: RoundResult) -> list[Any]:
-    """What of a result is told; rows of log-probabilities stay where they are."""
+    """The parts of a result that are broadcast. Log-probabilities stay on each rank."""
     return [result.drafted, result.accepted, result.bonus, result.confidence]
 
 
@@ -96,7 +96,7 @@ def _result(fields: list[Any], rows: Callable[[int], mx.array]) -> RoundResult:
 
 
 class _Headed:
-    """A target to a sampler that is given logits for hidden states."""
+    """Stands for the target in a sampler that gets logits in place of hidden states."""
 
     def __init__(self, target: Target):
         self._target = target
@@ -110,15 +110,15 @@ class _Headed:
 
 
 def _match_rows(sampler: Any, target: Target, hidden: mx.array, *rest: Any) -> RoundResult:
-    """With processors: one head for all rows, since a head that is shared out runs on all ranks or none."""
+    """With processors: run the head once for all rows. Ranks may share it, so each must run it equally often."""
     return type(sampler)._match_rows(sampler, _Headed(target), target.head(hidden), *rest)
 
 
 def refuse_forced_kernels() -> None:
-    """All ranks run the kernels that rank 0's trials found right and faster, or none.
+    """Refuse DFLASH_MLX_KERNELS=on or names: all ranks run the kernels that rank 0's trials chose, or none.
 
     Raises:
-      KernelError: DFLASH_MLX_KERNELS asks for kernels whatever trials find.
+      KernelError: the variable forces kernels.
     """
     if autotune.setting() not in ("auto", "off"):
         raise KernelError(
@@ -128,36 +128,36 @@ def refuse_forced_kernels() -> None:
 
 
 class RankPair(DFlashPair):
-    """A pair whose target is shared out among ranks. Its passes are measured by rank 0's clock."""
+    """A pair whose target is split among ranks. Its passes are timed with rank 0's clock."""
 
     run_class = RankRun
 
     def __init__(self, model: Any, drafter: Drafter, ranks: Ranks):
         super().__init__(model, drafter)
         self.ranks = ranks
-        # Set once, as by `DFlashPair.of`.
+        # Neither a parameter nor a submodule, as in `DFlashPair.of`.
         object.__setattr__(drafter, "pair", self)
 
     def clock(self) -> float:
         return self.ranks.clock()
 
-    def told(self, value: Any, what: str) -> Any:
-        return self.ranks.told(value, what)
+    def broadcast(self, value: Any, what: str) -> Any:
+        return self.ranks.broadcast(value, what)
 
-    def first(self, ids: mx.array) -> mx.array:
-        return self.ranks.first(ids)
+    def broadcast_array(self, ids: mx.array) -> mx.array:
+        return self.ranks.broadcast_array(ids)
 
-    def told_result(self, result: RoundResult) -> RoundResult:
-        return _result(self.ranks.told(_fields(result), "a row"), result.row_logprobs)
+    def broadcast_result(self, result: RoundResult) -> RoundResult:
+        return _result(self.ranks.broadcast(_fields(result), "a row"), result.row_logprobs)
 
     def prepare_target(self) -> Target:
-        """The target for one run. No pass is put together once: a collective operation has no place in one that is replayed."""
+        """The target for one run. It gets no accelerator: compiled passes cannot contain the ranks' collective operations."""
         with self._lock:
             self._renew()
             if self._tried is not self.target:
                 refuse_forced_kernels()
                 try_before_answers(self.target, drafter=self.drafter)
-                autotune.share_results(self.ranks.told)
+                autotune.share_results(self.ranks.broadcast)
                 self._tried = self.target
             return self.target
 
@@ -171,7 +171,7 @@ class RankPair(DFlashPair):
 
     def finish_measuring(self, stop: Callable[[], bool] = lambda: False, limit_s: float = float("inf")) -> None:
         until = time.monotonic() + limit_s
-        ends = lambda: self.ranks.told(stop() or time.monotonic() > until, "whether to stop")  # noqa: E731
+        ends = lambda: self.ranks.broadcast(stop() or time.monotonic() > until, "whether to stop")  # noqa: E731
         if self.measures_later:
             self.history.take(lambda: self._measurement.finish(ends))
 
@@ -180,9 +180,9 @@ _COSTS = ("plain_s", "draft_s", "inject_s", "verify_s", "cut_s")
 
 
 class RankMeasurement(Measurement):
-    """Costs that rank 0 measured or kept."""
+    """Costs of passes, as rank 0 measured or stored them."""
 
     def __init__(self, target: Target, drafter: Drafter, ranks: Ranks):
         super().__init__(target, drafter, ranks.clock)
-        known = ranks.told(None if self.costs is None else [getattr(self.costs, name) for name in _COSTS], "costs")
+        known = ranks.broadcast(None if self.costs is None else [getattr(self.costs, name) for name in _COSTS], "costs")
         self.costs = None if known is None else CostModel(*known[:3], {int(width): s for width, s in known[3].items()}, known[4])

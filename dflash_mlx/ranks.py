@@ -1,16 +1,16 @@
-"""One model on several machines: which of the processes of `mlx.launch` this one is, and what rank 0 tells the others.
+"""One model on several machines: the processes that `mlx.launch` starts (ranks), and what rank 0 broadcasts to the others.
 
     mlx.launch -n 2 --backend ring -- dflash-mlx generate ...
 
-Every rank runs the same program on its share of the target. What could differ between them is read on rank 0 alone: what a pass
-has chosen, clocks, requests and cancels. `told` gives such a value to all of them, `first` does so to an array on the device.
-Then the same code comes to the same ids, widths and caches everywhere.
+Every rank runs the same program on its share of the target. Only rank 0 reads what could differ between machines: the tokens that
+a pass chose, clocks, requests and cancellations. `broadcast` sends such a value to every rank; `broadcast_array` does it for an
+array on the device. So the same code reaches the same ids, widths and caches on every rank.
 
-    rank 0   | pass | reads: 3 accepted, 12.1 ms --told--> | pass | ...
-    rank 1   | pass |                     the same  <----- | pass | ...
+    rank 0   | pass | reads: 3 accepted, 12.1 ms --broadcast--> | pass | ...
+    rank 1   | pass |          receives the same  <------------ | pass | ...
 
-Messages go through a socket of their own, not through MLX: there they would wait for the passes that are under way. It also says
-who is still there. Where a rank ends, MLX's collective operations wait for ever or fail; the socket ends at once.
+Messages use sockets, not MLX's collective operations: those would wait for the passes that are running. The sockets also show
+which ranks are alive. When a rank dies, MLX's operations fail or wait for ever; its socket closes at once.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from .errors import DFlashError
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# A sign of life each second; a machine that gave none for so long is lost. Where only the process died the system says so.
+# Seconds between heartbeats; seconds of silence after which a rank is lost. The socket of a process that died closes at once.
 _BEAT_S, _SILENT_S = 1.0, 20.0
-# Seconds until all ranks have called; seconds that a rank has to end by itself once rank 0 has.
+# Seconds in which all ranks must connect; seconds that a rank has to end by itself after rank 0 has ended.
 _JOIN_S, _GRACE_S = 60.0, 3.0
+# Messages: a heartbeat, and "this rank ends regularly". Every other message is a value.
 _BEAT, _LEAVES = b"null", b"false"
 
 
 class RanksError(DFlashError, RuntimeError):
-    """Several ranks cannot run this together."""
+    """The ranks cannot run this together."""
 
 
 @functools.cache
 def join() -> Ranks | None:
-    """The group of processes that `mlx.launch` started this one in; None: it is alone. A process is in one.
+    """The ranks that `mlx.launch` started, this process among them; None if it runs alone. Made once per process.
 
     Raises:
-      RanksError: the others were not reached.
+      RanksError: the other ranks cannot be reached.
     """
     if "MLX_RANK" not in os.environ:
         return None
@@ -61,21 +62,21 @@ def join() -> Ranks | None:
 
 
 def joined() -> Ranks | None:
-    """What `join` has given already."""
+    """What `join` returned, if it was called; else None."""
     return join() if join.cache_info().currsize else None
 
 
 class Ranks:
-    """This process among the others. rank: which one it is; size: how many there are; group: as MLX's operations are told it.
+    """The ranks of a run, seen from this one. rank: this rank's number; size: how many there are; group: MLX's own object.
 
-    Not safe for two threads: what is told has an order.
+    For one thread only: all ranks must broadcast in the same order.
     """
 
     def __init__(self, group: mx.distributed.Group):
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self._heard: queue.Queue[Any] = queue.Queue()
+        self._received: queue.Queue[Any] = queue.Queue()
         self._sending, self._is_left = threading.Lock(), False
-        # Set where this rank ends with an error that rank 0 has not got: then it does not take leave.
+        # Set if this rank ends with an error that rank 0 does not have. It then sends no farewell, so the others end too.
         self.is_failed = False
         self._leader_left = threading.Event()
         self._peers = dict(_connect(self))
@@ -89,63 +90,63 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def told(self, value: Any, what: str) -> Any:
-        """Rank 0's value, on every rank: numbers, texts, None, and lists and dicts of them.
+    def broadcast(self, value: Any, what: str) -> Any:
+        """Rank 0's value, on every rank. It must be JSON: numbers, strings, None, and lists and dicts of these.
 
-        what: names it; ranks that ask for different things have parted, which ends them.
+        what: names the value. If ranks wait for different values, they are out of step, and the process ends.
         """
         if self.leads:
             self._send(json.dumps([what, value]).encode())
             return value
-        named, value = self._heard.get()
+        named, value = self._received.get()
         if named != what:
-            # Nobody may catch this and go on.
-            parted = f"Error: rank {self.rank} asks for {what} where rank 0 tells {named}"
+            # Not an exception: a caller that caught it and went on would use another value as this one.
+            parted = f"Error: rank {self.rank} waits for {what} and rank 0 sent {named}"
             _end(f"{parted}. Give all ranks the same command and files.", 1)
         return value
 
-    def told_of(self, make: Callable[[], Any], what: str) -> Any:
-        """Rank 0's outcome of a call that the others need not make."""
-        return self.told(make() if self.leads else None, what)
+    def run_on_rank_0(self, make: Callable[[], Any], what: str) -> Any:
+        """Call a function on rank 0 only, and return its result on every rank."""
+        return self.broadcast(make() if self.leads else None, what)
 
     def clock(self) -> float:
-        """Rank 0's seconds."""
-        return self.told(time.perf_counter(), "the time")
+        """`time.perf_counter` of rank 0."""
+        return self.broadcast(time.perf_counter(), "the time")
 
-    def first(self, ids: mx.array) -> mx.array:
-        """Rank 0's integers, in an array on every rank; not evaluated. All ranks make it from the same operations."""
+    def broadcast_array(self, ids: mx.array) -> mx.array:
+        """Rank 0's integers, in a lazy array on every rank. All ranks must compute `ids` with the same operations."""
         import mlx.core as mx
 
-        # Not zeros that depend on nothing: that sum would not wait for this rank's pass, and messages would change places.
+        # `ids * 0`, not plain zeros: a sum that does not depend on this rank's pass could run before the pass's own messages.
         return mx.distributed.all_sum(ids * int(self.leads), group=self.group)
 
     def sampler(self, sampler: Callable[[mx.array], mx.array] | None) -> Callable[[mx.array], mx.array]:
-        """A sampler of mlx-lm's, or none for the likeliest token, that draws what rank 0's does."""
+        """A sampler for mlx-lm's loop that draws the same tokens on every rank as on rank 0. None: greedy."""
         import mlx.core as mx
 
-        return lambda rows: self.first((sampler(rows) if sampler else mx.argmax(rows, axis=-1)).astype(mx.int32))
+        return lambda rows: self.broadcast_array((sampler(rows) if sampler else mx.argmax(rows, axis=-1)).astype(mx.int32))
 
     def agree(self, values: dict[str, Any]) -> None:
-        """Compare what every rank must have the same.
+        """Check values that must be equal on all ranks. values: by the name that the error shows.
 
         Raises:
-          RanksError: on the rank whose value is another one.
+          RanksError: on each rank whose value differs from rank 0's.
         """
         for name, mine in values.items():
-            if (theirs := self.told(mine, name)) != mine:
+            if (theirs := self.broadcast(mine, name)) != mine:
                 raise RanksError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank 0", "Use the same on all machines")
 
     def leave(self) -> None:
-        """Say that this rank ends, and is not lost. One that an error ends does not, unless it is rank 0, which has shown it."""
+        """Tell the others that this rank ends regularly. After an error only rank 0 does: it has shown the error."""
         if not self._is_left:
             self._is_left = True
-            # Python keeps there what nobody caught, before it calls this at exit. Ctrl-C is no error.
+            # This runs at exit. An uncaught exception is then in sys.last_type. Ctrl-C is no error.
             has_raised = not self.leads and issubclass(getattr(sys, "last_type", KeyboardInterrupt), Exception)
             if not (self.is_failed or has_raised):
                 self._send(_LEAVES)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether rank 0 takes leave within so many seconds."""
+        """Wait for rank 0 to end regularly, for at most so many seconds. Returns: whether it did."""
         return self._leader_left.wait(within_s)
 
     def _send(self, body: bytes) -> None:
@@ -155,7 +156,7 @@ class Ranks:
                 try:
                     peer.sendall(message)
                 except OSError:
-                    # Whoever listens to it says that it is lost.
+                    # The thread that listens to this peer reports that it is lost.
                     continue
 
     def _beat(self) -> None:
@@ -167,7 +168,7 @@ class Ranks:
         try:
             while (message := json.loads(_read(peer, struct.unpack(">I", _read(peer, 4))[0]))) is not False:
                 if message is not None:
-                    self._heard.put(message)
+                    self._received.put(message)
         except (OSError, ValueError) as error:
             if not self._is_left:
                 how = f"gave no sign of life for {_SILENT_S:.0f} s" if isinstance(error, TimeoutError) else "has ended"
@@ -175,13 +176,13 @@ class Ranks:
             return
         self._leader_left.set()
         if not self.leads and not self._is_left:
-            # Rank 0 ends when it is done; a rank that still computes then was interrupted with it.
+            # Rank 0 has ended. If this rank still computes after a while, rank 0 was interrupted: end too.
             time.sleep(_GRACE_S)
             _end("", 0)
 
 
 def _end(sentence: str, status: int) -> None:
-    """End the process, whatever waits for MLX in it."""
+    """End the process at once, even if a thread waits for MLX."""
     if sentence:
         sys.__stderr__.write(f"{sentence}\n")
         sys.__stderr__.flush()
@@ -199,7 +200,10 @@ def _read(peer: socket.socket, n: int) -> bytes:
 
 
 def _connect(ranks: Ranks) -> list[tuple[int, socket.socket]]:
-    """A socket to each of the others on rank 0, to rank 0 on the others, by rank. Where, and a secret, go through MLX's group."""
+    """Open sockets between rank 0 and every other rank. Rank 0's address and a secret go through MLX's group.
+
+    Returns: (rank, socket) of each rank that this one talks to.
+    """
     import mlx.core as mx
 
     listener, place = None, {}
@@ -215,13 +219,13 @@ def _connect(ranks: Ranks) -> list[tuple[int, socket.socket]]:
     except OSError as error:
         where = f"{place['host']}, port {place['port']}"
         raise RanksError(
-            f"rank {ranks.rank} has no connection with the others at {where}: {error}",
-            "Let the machines reach each other at the addresses of the hostfile",
+            f"rank {ranks.rank} has no connection with the other ranks at {where}: {error}",
+            "Check that the machines reach each other at the addresses in the hostfile",
         ) from None
 
 
 def own_address() -> str:
-    """Where the others reach rank 0: its first address in what `mlx.launch` has told this process."""
+    """The address at which other ranks reach rank 0: the first one that `mlx.launch` gave this process."""
     if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
         return coordinator.rpartition(":")[0]
     try:
@@ -236,7 +240,7 @@ def _accept(listener: socket.socket, secret: str, size: int) -> list[tuple[int, 
     with listener:
         listener.settimeout(_JOIN_S)
         while len(found) < size - 1:
-            peer = _quick(listener.accept()[0])
+            peer = _configured(listener.accept()[0])
             try:
                 hello = _read(peer, len(secret) + 4)
             except OSError:
@@ -247,12 +251,13 @@ def _accept(listener: socket.socket, secret: str, size: int) -> list[tuple[int, 
 
 
 def _call(place: dict[str, Any], rank: int) -> list[tuple[int, socket.socket]]:
-    peer = _quick(socket.create_connection((place["host"], place["port"]), _JOIN_S))
+    peer = _configured(socket.create_connection((place["host"], place["port"]), _JOIN_S))
     peer.sendall(place["secret"].encode() + struct.pack(">I", rank))
     return [(0, peer)]
 
 
-def _quick(peer: socket.socket) -> socket.socket:
+def _configured(peer: socket.socket) -> socket.socket:
+    """Set a timeout, and send small messages without delay."""
     peer.settimeout(_JOIN_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer

@@ -102,7 +102,7 @@ class Round:
         self._logits = target.head(self._hidden)
         self._normed = self._logits - mx.logsumexp(self._logits, axis=-1, keepdims=True)
         self._flag = target.finite_flag(self._hidden, logits=self._normed)
-        self._chosen = self.pair.first(
+        self._chosen = self.pair.broadcast_array(
             _choices(self.rows, [row.point.length + 1 for row in self._passes], self._spans, self._normed[0])
         )
         drafts, self._starts = _drafts(self.rows)
@@ -137,7 +137,7 @@ class Round:
         target = self.target.target
         while True:
             # The round's one wait.
-            values = self.pair.told(self._packed.tolist(), "a round of several")
+            values = self.pair.broadcast(self._packed.tolist(), "a round of several")
             try:
                 target.check([values.pop() for _ in self._flag])
                 break
@@ -190,7 +190,7 @@ class Round:
                 logits = self._logits[:, span]
                 part, one = TargetOutput(hidden, features, logits), _OneRow(target, hidden, logits)
                 read = run.target_sampler.enqueue(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]
-                result = self.pair.told_result(read())
+                result = self.pair.broadcast_result(read())
             sliding = run.drafter.sliding() if draft.by_drafter else run.drafter.context.sliding
             anchor = mx.array([row.anchor], dtype=mx.int32)
             args = anchor, draft, self.is_ahead, run.point, features, None, lambda: result, sliding, False
@@ -237,7 +237,7 @@ def _draft(rows: Sequence[RowRound]) -> None:
         n = None if None in needed else max(needed)
         drafter = alike[0].run.drafter.model
         drafted, confidences = draft_rows(drafter, asked, size, n)
-        drafted = drafter.pair.first(drafted)
+        drafted = drafter.pair.broadcast_array(drafted)
         mx.async_eval(drafted, confidences)
         for i, row in enumerate(alike):
             is_wanted = confidences is not None and row.run.policy.wants_confidence

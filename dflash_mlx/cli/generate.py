@@ -254,7 +254,7 @@ def _read_prompt(asked: SimpleNamespace) -> None:
 def _file_text(path: str, what: str, ranks: Any) -> str:
     """The text of a file, which over ranks lies on rank 0's machine. what: names it to the ranks."""
     read = lambda: inputs.file_text(path)  # noqa: E731
-    return ranks.told_of(read, what) if ranks else read()
+    return ranks.run_on_rank_0(read, what) if ranks else read()
 
 
 def _read_schema(given: str, ranks: Any = None) -> Any:

@@ -60,7 +60,7 @@ _off: dict[str, str] = {}
 _waiting: dict[tuple[str, ...], tuple[Question, int]] = {}
 _slow: set[str] = set()
 # Whether another machine's results hold here (`share_results`).
-_is_told = False
+_is_shared = False
 _survey: _Survey | None = None
 _trying = threading.Lock()
 
@@ -220,7 +220,7 @@ def choose(question: Question, rows: int) -> Candidate | None:
     table = _table(question)
     # None is off, or forced ones are off, which is reported below.
     trying = len(_on(question)) == len(asked) if forced else bool(_on(question))
-    if trying and not _is_told and (missing := [count for count in question.rows if count not in table]):
+    if trying and not _is_shared and (missing := [count for count in question.rows if count not in table]):
         if forced or mx.cuda.is_available():
             _try(question, missing)
         else:
@@ -352,15 +352,15 @@ def disable_all(reason: str) -> None:
         _log.warning("all kernels are off: %s", reason)
 
 
-def share_results(told: Callable[[Any, str], Any]) -> None:
-    """On several machines: use the first one's results. From then on nothing is tried, and no results of this machine are read.
+def share_results(broadcast: Callable[[Any, str], Any]) -> None:
+    """On several machines: use rank 0's results. From then on this machine tries nothing and reads no results of its own.
 
-    told: returns the first machine's value, like `Ranks.told`.
+    broadcast: returns rank 0's value, as `Ranks.broadcast` does.
     """
-    global _is_told
+    global _is_shared
     mine = [[list(about), rows, dataclasses.asdict(found)] for about, of in _known.items() for rows, found in of.items()]
-    known, off = told([mine, dict(_off)], "results of kernels")
-    _is_told = True
+    known, off = broadcast([mine, dict(_off)], "results of kernels")
+    _is_shared = True
     _waiting.clear()
     _known.clear()
     for about, rows, found in known:
@@ -420,7 +420,7 @@ def _key(about: tuple[str, ...], rows: int) -> str:
 def _table(question: Question) -> dict[int, Measured]:
     """What this process or an earlier one on this machine knows, by row count."""
     known = _known.setdefault(question.about, {})
-    if not _is_told and any(rows not in known for rows in question.rows):
+    if not _is_shared and any(rows not in known for rows in question.rows):
         kept = _results.read()
         for rows in question.rows:
             if rows not in known and (entry := kept.get(_key(question.about, rows))):

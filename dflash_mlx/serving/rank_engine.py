@@ -1,6 +1,6 @@
-"""The engine of a server on several machines: rank 0 has the clients and tells the others which request comes, and which is over.
+"""The engine of a server on several machines: rank 0 has the clients, and broadcasts which request is next and which has ended.
 
-Every rank runs the engine's loop. The others have no address: nobody asks them, and what they generate goes nowhere.
+Every rank runs the engine's loop. The other ranks have no clients; what they generate is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .thinking_budget import ThinkingBudget
 
 @dataclass
 class FollowedGeneration:
-    """A generation whose client is rank 0's."""
+    """The other ranks' part of a generation whose client is at rank 0."""
 
     job: Job
     cached: int = 0
@@ -28,20 +28,20 @@ class FollowedGeneration:
     cancelled: bool = False
 
     def put(self, event: object) -> None:
-        """Nobody waits for it here."""
+        """Drop the event: the client is at rank 0."""
 
 
 class RankEngine(Engine):
-    """An `Engine` whose thread does the same on every rank."""
+    """An `Engine` whose thread does the same on every rank, in the same order."""
 
     def __init__(self, options: Options, open_pair: Callable[[], tuple], ranks: Ranks):
         super().__init__(options, open_pair)
         self._ranks = ranks
-        # The request that waits first and was told already.
-        self._told_first: Any = None
+        # The first waiting request, once rank 0 has broadcast it.
+        self._known_first: Any = None
 
     def _read(self, value: bool) -> bool:
-        return self._ranks.told(value, "whether to end")
+        return self._ranks.broadcast(value, "whether to end")
 
     def _next_job(self) -> Any:
         found = None
@@ -54,24 +54,24 @@ class RankEngine(Engine):
 
     def _first_waiting(self) -> Any:
         found = super()._first_waiting() if self._ranks.leads else None
-        is_new = self._ranks.told(found is not self._told_first, "whether another request waits")
+        is_new = self._ranks.broadcast(found is not self._known_first, "whether another request waits")
         if is_new:
-            self._told_first = self._followed(found)
-        return self._told_first
+            self._known_first = self._followed(found)
+        return self._known_first
 
     def _take_first(self) -> None:
-        self._told_first = None
+        self._known_first = None
         if self._ranks.leads:
             super()._take_first()
 
     def _followed(self, found: Generation | None) -> Any:
-        """Rank 0's generation, or one that follows it; None: there is none."""
-        told = self._ranks.told(None if found is None else job_fields(found.job), "a request")
-        return found if self._ranks.leads or told is None else FollowedGeneration(job_of(told))
+        """Rank 0's generation, and on the other ranks one that follows it; None if rank 0 has none."""
+        values = self._ranks.broadcast(None if found is None else job_fields(found.job), "a request")
+        return found if self._ranks.leads or values is None else FollowedGeneration(job_from(values))
 
 
 def job_fields(job: Job) -> dict[str, Any]:
-    """A job as JSON has it."""
+    """A job as JSON values."""
     plain = {field.name: getattr(job, field.name) for field in fields(Job)}
     return plain | {
         "sampling": asdict(job.sampling),
@@ -81,22 +81,22 @@ def job_fields(job: Job) -> dict[str, Any]:
     }
 
 
-def job_of(told: dict[str, Any]) -> Job:
-    """The job that `job_fields` told of."""
+def job_from(values: dict[str, Any]) -> Job:
+    """The reverse of `job_fields`."""
     return Job(
-        **told
+        **values
         | {
-            "shared": [(length, kind) for length, kind in told["shared"]],
-            "sampling": SamplingSettings(**told["sampling"]),
-            "logit_bias": dict(map(tuple, told["logit_bias"])),
-            "processors": [ThinkingBudget(**budget | {"marks": tuple(budget["marks"])}) for budget in told["processors"]],
-            "constraint": told["constraint"] and Grammar(**told["constraint"]),
+            "shared": [(length, kind) for length, kind in values["shared"]],
+            "sampling": SamplingSettings(**values["sampling"]),
+            "logit_bias": dict(map(tuple, values["logit_bias"])),
+            "processors": [ThinkingBudget(**budget | {"marks": tuple(budget["marks"])}) for budget in values["processors"]],
+            "constraint": values["constraint"] and Grammar(**values["constraint"]),
         }
     )
 
 
 def follow(options: Options, open_pair: Callable[[], tuple], ranks: Ranks) -> None:
-    """Run rank 0's requests on another rank, until its server ends.
+    """Run rank 0's requests on another rank, until rank 0's server ends.
 
     Raises: what `open_pair` raises.
     """

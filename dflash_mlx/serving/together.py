@@ -71,7 +71,7 @@ class Together:
         self._open = ExitStack()
         # Memory per row, from what a few rows take.
         self._entries = entries_after_rows(model, drafter, caches.max_kv_size)
-        self._room = self._batch.pair.told(limit_bytes(), "room") - model_bytes(model) - model_bytes(drafter)
+        self._room = self._batch.pair.broadcast(limit_bytes(), "room") - model_bytes(model) - model_bytes(drafter)
         if self._batch.max_batch > 1:
             # Rows that run together share arrays, which are longer than the rows.
             self._room = (self._room - self._needs_of(MOST_TOKENS)) / MOST

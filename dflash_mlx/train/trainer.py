@@ -280,9 +280,9 @@ class Trainer:
         """Take rank 0's weights, state and place in the run."""
         if self.ranks.size == 1:
             return
-        state = self.ranks.first({"params": self.params, "ema": self.ema, "optimizer": self.optimizer.state})
+        state = self.ranks.broadcast({"params": self.params, "ema": self.ema, "optimizer": self.optimizer.state})
         self.params, self.ema, self.optimizer.state = state["params"], state["ema"], state["optimizer"]
-        step, self.elapsed = self.ranks.first(mx.array([self.step, self.elapsed])).tolist()
+        step, self.elapsed = self.ranks.broadcast(mx.array([self.step, self.elapsed])).tolist()
         self.step = int(step)
 
     def check_disk(self, out: Path) -> None:
@@ -446,7 +446,7 @@ class _Run:
             while True:
                 here = time.monotonic() - begun
                 ends = (pause_s is not None and here > pause_s) or (c.patience > 0 and trainer.stalled >= c.patience)
-                trainer.elapsed, ends = self.ranks.said([before + here, ends])
+                trainer.elapsed, ends = self.ranks.broadcast_late([before + here, ends])
                 share = trainer.step / c.steps if c.steps else trainer.elapsed / c.seconds
                 if self.ranks.leads:
                     self._tell(share)

@@ -85,15 +85,22 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
 
 @pytest.fixture
 def as_rank_1(monkeypatch):
-    """Rank 1 of two in this process, whose rank 0 tells "told" whenever it is asked."""
+    """Rank 1 of two in this process, whose rank 0 always broadcasts the same text."""
     asked = []
 
-    def told_of(make, what):
+    def run_on_rank_0(make, what):
         asked.append(what)
         return json.dumps({"type": "integer"})
 
     one = SimpleNamespace(
-        rank=1, size=2, leads=False, is_failed=False, asked=asked, told_of=told_of, has_ended=lambda s: False, leave=lambda: None
+        rank=1,
+        size=2,
+        leads=False,
+        is_failed=False,
+        asked=asked,
+        run_on_rank_0=run_on_rank_0,
+        has_ended=lambda s: False,
+        leave=lambda: None,
     )
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setattr(ranks, "join", lambda: one)

@@ -760,7 +760,7 @@ def test_an_error_names_where_the_names_were_given():
 
 
 def test_another_machine_goes_by_what_the_first_one_found(gpu, monkeypatch):
-    monkeypatch.setattr(autotune, "_is_told", False)
+    monkeypatch.setattr(autotune, "_is_shared", False)
     other = Kernel("block_qmm", ("x",), ("y",), "y[0] = x[0];")
     assert should_use(KERNEL, "s", trial())
     messages = []
@@ -768,7 +768,7 @@ def test_another_machine_goes_by_what_the_first_one_found(gpu, monkeypatch):
     autotune.share_results(lambda value, what: messages.append(json.dumps(value)) or value)
     assert should_use(KERNEL, "s", lambda rows: pytest.fail("tried")) and set(autotune._off) == {"head_argmax"}
     # There another kernel was at fault.
-    monkeypatch.setattr(autotune, "_is_told", False)
+    monkeypatch.setattr(autotune, "_is_shared", False)
     autotune._known.clear()
     gpu["kernel"] = 9.0
     assert not should_use(KERNEL, "t", trial())

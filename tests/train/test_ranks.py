@@ -49,4 +49,4 @@ def test_a_stopped_run_of_two_goes_on_from_what_rank_0_saved(tmp_path):
 @pytest.mark.full
 def test_a_batch_that_cannot_be_shared_out_ends_all_of_them(tmp_path):
     said, noted = trained(tmp_path, 2, batch=7)
-    assert not noted and "a batch of 7 is no multiple of 2 processes" in said
+    assert not noted and "a batch of 7 cannot be divided among 2 processes" in said
