@@ -15,7 +15,8 @@ from typing import Any
 
 from mlx_lm.tool_parsers.qwen3_coder import _convert_param_value as convert_value
 
-from .tool_calls import Call, Reader, is_json, names_of, parse_xml_call, schemas_of
+from .call_texts import Reader, as_meant, is_text, names_of, schemas_of
+from .tool_calls import Call, is_json, parse_xml_call
 
 
 @dataclass
@@ -224,15 +225,15 @@ class XmlCalls(LiveCalls):
         return False
 
     def _is_text(self) -> bool:
-        schema = schemas_of(self._name, self.tools).get(self._key)
-        return isinstance(schema, dict) and schema.get("type") == "string"
+        return is_text(self._key, schemas_of(self._name, self.tools))
 
     def _whole(self, value: str) -> str:
         """A value that is closed, or the rest of an open text with its quote."""
         if self._open:
             return json.dumps(value, ensure_ascii=False)[1:]
         try:
-            read = convert_value(value, self._key, schemas_of(self._name, self.tools))
+            schemas = schemas_of(self._name, self.tools)
+            read = as_meant(value, convert_value(value, self._key, schemas), self._key, schemas)
             return json.dumps(read, ensure_ascii=False, allow_nan=False)
         except Exception:  # noqa: BLE001 - it raises what it likes on what a target may write
             return json.dumps(value, ensure_ascii=False)

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.tool_parsers import json_tools
+from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
 from mlx_lm.tool_parsers.minimax_m2 import _convert_param_value_with_types as read_as
 from mlx_lm.tool_parsers.minimax_m2 import _get_param_types_from_config as types_of
 from mlx_lm.tool_parsers.pythonic import parse_tool_call as parse_python
 from mlx_lm.tool_parsers.qwen3_coder import _get_arguments_config as schemas_of
-from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call as parse_xml_call
 
-# (text between the marks, tools) -> a call as an object, or a list of them.
-Reader = Callable[[str, Any], Any]
+from .call_texts import GLM, LONGCAT, MINICPM, MINIMAX, MUSE, NAME, XML, Reader, any_name, names_of, or_name, show, verbatim
+from .gemma_calls import gemma_reader
 
 
 @dataclass
@@ -48,7 +47,7 @@ def _llama_calls(text: str, tools: Any) -> Any:
     try:
         return _json_calls(text, tools)
     except json.JSONDecodeError:
-        return _pythonic(parse_python)(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"), tools)
+        return any_name(_pythonic(parse_python))(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"), tools)
 
 
 def _llama4_calls(text: str, tools: Any) -> Any:
@@ -61,7 +60,7 @@ def _llama4_calls(text: str, tools: Any) -> Any:
 
 def _python_lines(text: str, tools: Any) -> Any:
     """A call as Python writes it on each line."""
-    calls = [parse_python(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
+    calls = [any_name(parse_python)(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
     return [call for one in calls for call in (one if isinstance(one, list) else [one])]
 
 
@@ -190,29 +189,24 @@ def _kimi_k3(read: Reader) -> Reader:
     return read_typed
 
 
-_MUSE_PART = re.compile(
-    r'<atem:invoke\b[^>]*?\bname="([^"]+)">|(<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>)(.*?)(?=</atem:parameter>)', re.DOTALL
-)
-
-
-def _muse(read: Reader) -> Reader:
-    """mlx-lm's parser reads each value as JSON if it is any; a parameter whose schema says string is text."""
-
-    def typed(found: re.Match, schemas: dict[str, Any]) -> str:
-        if found[3] in schemas and types_of(found[3], schemas) == ["string"]:
-            return found[2] + json.dumps(found[4].strip())
-        return found[0]
-
-    return lambda text, tools: read(_with_schemas(_MUSE_PART, text, tools, typed), tools)
-
-
+parse_xml_call = verbatim(XML)(qwen3_coder.parse_tool_call)
+_TOOL_CALL = {
+    json_tools.parse_tool_call: _json_calls,
+    glm47.parse_tool_call: verbatim(GLM)(glm47.parse_tool_call),
+    qwen3_coder.parse_tool_call: parse_xml_call,
+}
 # Corrections of mlx-lm's parsers, by the mark that starts their calls.
 _MENDED = {
-    "[TOOL_CALLS]": _mistral,
-    "<|tool_call_start|>": _pythonic,
+    "[TOOL_CALLS]": lambda read: any_name(_mistral(read)),
+    "<|tool_call_start|>": lambda read: any_name(_pythonic(read)),
+    "<|tool_call>": lambda read: gemma_reader('<|"|>'),
+    "<start_function_call>": lambda read: gemma_reader("<escape>"),
     "<|open|>tools<|sep|>": _kimi_k3,
-    "<atem:function_calls>": _muse,
-    "<tool_call>": lambda read: _json_calls if read is json_tools.parse_tool_call else read,
+    "<atem:function_calls>": verbatim(MUSE),
+    "<minimax:tool_call>": verbatim(MINIMAX),
+    "<function name=": verbatim(MINICPM),
+    "<longcat_tool_call>": lambda read: verbatim(LONGCAT)(or_name(read)),
+    "<tool_call>": lambda read: _TOOL_CALL.get(read, read),
 }
 
 
@@ -280,7 +274,7 @@ def begins_bare(text: str) -> bool:
     That is an object whose first name is one of a call's, or a list whose first entry may be a call in Python.
     """
     if begins_python(text):
-        return re.match(r"\s*\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)", text) is not None
+        return re.match(r"\s*\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)", text) is not None
     first = re.match(r'\s*\{\s*"([^"\\]*)"', text)
     return text.lstrip()[:1] == "{" and (first is None or first[1] in _BESIDE)
 
@@ -294,11 +288,6 @@ def offered(calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> bool:
     """Whether all calls are of functions that the client offered."""
     known = names_of(tools)
     return all(call.name in known for call in calls)
-
-
-def names_of(tools: Sequence[dict[str, Any]]) -> list[Any]:
-    """The names of the functions that a client offered."""
-    return [made.get("name") for tool in tools or () if isinstance(made := tool.get("function", tool), dict)]
 
 
 def read_calls(parsed: Any) -> list[Call]:
@@ -352,7 +341,7 @@ def read_whole(read: Reader, text: str, tools: Any) -> Any:
     """
     hidden, shown = _hide_marks(text)
     try:
-        return _show(_read_each(read, hidden, tools), shown)
+        return show(_read_each(read, hidden, tools), shown)
     except Exception:  # noqa: BLE001 - as in `tried`
         # What looked like a value may have been none: an apostrophe is no quote.
         if hidden == text:
@@ -390,15 +379,6 @@ def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
     return made, {ord(other): letter for letter, other in hidden.items()}
 
 
-def _show(value: Any, shown: dict[int, str]) -> Any:
-    """Put the letters back, in everything that was read."""
-    if isinstance(value, str):
-        return value.translate(shown)
-    if isinstance(value, dict):
-        return {_show(key, shown): _show(part, shown) for key, part in value.items()}
-    return [_show(part, shown) for part in value] if isinstance(value, (list, tuple)) else value
-
-
 def tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
     """The calls, or [] if they cannot be read: on bad text mlx-lm's parsers raise errors of many kinds.
 
@@ -411,15 +391,11 @@ def tried(read: Callable[[], Any], written: str, tools: Sequence[dict[str, Any]]
     known = [made.get("name") for tool in tools if isinstance(made := tool.get("function", tool), dict)]
     names = [name for call in calls for name in {call.name, *_UNREAD.intersection(json.loads(call.arguments))}]
     stand = all(name in known or name in written or json.dumps(name)[1:-1] in written for name in names)
-    return calls if stand and all(_NAME.fullmatch(call.name) for call in calls) else []
+    return calls if stand and all(NAME.fullmatch(call.name) for call in calls) else []
 
 
 # The argument under which mlx-lm's glm47 and laguna give what they could not read.
 _UNREAD = {"raw"}
-# A function's name: no blanks, no letters that JSON, marks or Python calls need, and no end tag.
-_NAME = re.compile(r"""(?!/)[^\s{}\[\]()<>"'=|,]+""")
-
-
 _QUOTED = r"""(?P<quote>["'])(?:\\.|(?!(?P=quote))[^\\])*(?:(?P=quote)|\Z)"""
 # A value in a call: of MiniCPM's CDATA, between tags, between Kimi K3's, between marks as Gemma's, or quoted.
 _VALUE = re.compile(

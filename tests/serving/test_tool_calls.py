@@ -127,13 +127,103 @@ def test_an_argument_of_kimi_k3_has_the_type_that_the_tool_asks_for(key, value, 
     assert told(family, text, tools=LS) == [("call", [("ls", json.dumps({key: read}))])]
 
 
-@pytest.mark.parametrize(("value", "read"), [("3", "3"), ("true", "true"), ('{"x":1}', '{"x":1}'), (" x ", "x")])
-def test_an_argument_of_muse_that_is_to_be_text_is_text(value, read):
-    family = marked("muse_spark")
-    written = f'<atem:invoke name="ls"><atem:parameter name="a">{value}</atem:parameter>'
-    written += '<atem:parameter name="n">3</atem:parameter></atem:invoke>'
+# (mlx-lm's parser, a call's head, a value under a key, a call's end) of grammars that tag their values.
+TAGGED = [
+    ("glm47", "ls\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", ""),
+    ("laguna", "ls", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", ""),
+    ("longcat", "ls\n", "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>{}</longcat_arg_value>\n", ""),
+    ("minimax_m2", '\n<invoke name="ls">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>\n"),
+    ("minicpm5", '"ls">', '<param name="{}">{}</param>', ""),
+    ("muse_spark", '<atem:invoke name="ls">', '<atem:parameter name="{}">{}</atem:parameter>', "</atem:invoke>"),
+    ("qwen3_coder", "\n<function=ls>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n"),
+]
+WORDS = {"type": "object", "properties": {**PROPERTIES, "s": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
+WORDY = [{"type": "function", "function": {"name": "ls", "parameters": WORDS}}]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("key", ["a", "s"])
+@pytest.mark.parametrize("value", ["3", "true", '{"x":1}', " x ", "    if a < b:\n        return\n", "\n", ""])
+@pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
+def test_a_value_that_is_to_be_text_is_the_text_that_was_written(parser, head, part, end, key, value, step):
+    family = marked(parser)
+    written = f"{family.tool_call_start}{head}{part.format(key, value)}{part.format('n', 3)}{end}{family.tool_call_end}"
+    assert told(family, written, tools=WORDY, step=step) == [("call", [("ls", json.dumps({key: value, "n": 3}))])]
+
+
+OPTIONAL = [
+    *((kind, value, read) for kind, value, read in (("integer", "42", 42), ("number", "2.5", 2.5), ("boolean", "true", True))),
+    *(("array", value, json.loads(value)) for value in ("[]", '["a", true, null]')),
+    ("object", '{"a": true}', {"a": True}),
+]
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("form", ["list", "anyOf"])
+@pytest.mark.parametrize(("kind", "value", "read"), [*OPTIONAL, *((kind, "null", None) for kind, *_ in OPTIONAL[2:])])
+@pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
+def test_a_value_that_may_be_missing_has_its_type(parser, head, part, end, kind, value, read, form, live):
+    """As Pydantic and MCP servers write an optional parameter."""
+    schema = {"type": [kind, "null"]} if form == "list" else {"anyOf": [{"type": kind}, {"type": "null"}], "default": None}
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"properties": {"v": schema}}}}]
+    family = marked(parser)
+    channels = Channels(family, tools=tools, live=live)
+    pieces = channels.feed(f"{family.tool_call_start}{head}{part.format('v', value)}{end}{family.tool_call_end}", last=True)
+    text = "".join(piece.text for piece in pieces) or "".join(call.arguments for piece in pieces for call in piece.calls)
+    assert json.loads(text) == {"v": read}
+
+
+@pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
+def test_a_call_with_tagged_values_may_have_none(parser, head, part, end):
+    family = marked(parser)
+    written = f"{family.tool_call_start}{head}{end}{family.tool_call_end}"
+    assert told(family, written, tools=WORDY) == [("call", [("ls", "{}")])]
+
+
+# As tools of MCP servers are called, and as some clients write a server before a tool.
+NAMES = ["resolve-library-id", "mcp__fs__read_file", "fs.read", "fs.read-all", "fs:read", "fs/read"]
+NAMED = [(parser, written) for parser, written, _ in INNER if "kimi_k3" not in parser and "CDATA" not in written]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("parser", "written"), dict(NAMED).items())
+def test_a_function_is_called_by_the_whole_of_its_name(parser, written, name, step):
+    family = marked(parser)
+    # The other names end as this one does, or begin so.
+    tools = [{"type": "function", "function": {"name": other}} for other in (name, "read", "id", "fs", "resolve")]
+    written = written.replace("ls", name, 1).replace("VALUE", f"{name}(")
     text = f"{family.tool_call_start}{written}{family.tool_call_end}"
-    assert told(family, text, tools=LS) == [("call", [("ls", json.dumps({"a": read, "n": 3}))])]
+    assert told(family, text, tools=tools, step=step) == [("call", [(name, json.dumps({"a": f"{name}("}))])]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("parser", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("", {}),
+        ("a:MxM,n:-3,b:true,z:null,f:2.5", {"a": "x", "n": -3, "b": True, "z": None, "f": 2.5}),
+        ("o:{x:[1,MyM,{z:[]}],w:{}},n:1", {"o": {"x": [1, "y", {"z": []}], "w": {}}, "n": 1}),
+        ("o:{MxM:1},max-results:5,@type:MtM", {"o": {"x": 1}, "max-results": 5, "@type": "t"}),
+        ("a:Ma, b:{c}]M, n : 2", {"a": "a, b:{c}]", "n": 2}),
+        ('a:"x, y"', {"a": "x, y"}),
+        ("a:Paris", {"a": "Paris"}),
+    ],
+)
+def test_values_of_gemmas_calls_are_read_at_every_depth(parser, written, read, step):
+    family, mark = marked(parser), '<|"|>' if parser == "gemma4" else "<escape>"
+    text = f"{family.tool_call_start}call:ls{{{written.replace('M', mark)}}}{family.tool_call_end}"
+    assert told(family, text, tools=LS, step=step) == [("call", [("ls", json.dumps(read))])]
+
+
+@pytest.mark.parametrize(
+    "written", ['call:ls{a:<|"|>x}', "call:ls{a}", "call:ls{a:1 b:2}", "call:ls{a:1", "call:ls{a:1}, or not", "ls"]
+)
+def test_what_gemma_breaks_off_is_text(written):
+    family = marked("gemma4")
+    text = f"{family.tool_call_start}{written}{family.tool_call_end}"
+    assert told(family, text, tools=LS) == [("answer", text)]
 
 
 def test_every_call_between_one_pair_of_marks_is_read():
