@@ -42,7 +42,7 @@ SEED = 7
 class Planned(Drafter):
     """Drafts what the target is known to say, and another token at every third position."""
 
-    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None):
+    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None, accelerator=None):
         super().inject(features, cache, start)
         at = start + features.shape[1]
         known = [*vars(self)["line"][at + 1 : at + block_size], *[0] * block_size][: block_size - 1]

@@ -56,7 +56,8 @@ def bare_s(model: nn.Module, drafter: nn.Module, prompt: list[int], rounds: list
     begun = time.perf_counter()
     for r in rounds:
         anchor = mx.array([ids[row - len(prompt)]], dtype=mx.int32)
-        drafted = drafter.draft(anchor, pending, pair.drafter, start, len(r.drafted) + 1)
+        block = (anchor, pending, pair.drafter, start, len(r.drafted) + 1)
+        drafted = drafter.draft_with_confidence(*block, accelerator=target.accelerator)[0]
         point = rollback_point(pair.target, row)
         output = verify_block(target, anchor, drafted[:, : r.width], pair.target, point)
         choices = mx.argmax(logprobs(target, output.hidden), axis=-1)

@@ -86,13 +86,13 @@ def launches(block: int, traced: bool) -> list[Launch]:
         walk = Walk(drafter, CONTEXT, kernels=traced)
         walk.widen(buffers.capacity_for(CONTEXT + 4 * block))
         if traced:
-            walk.pair.accelerator = compiled.CompiledPair(walk.pair.target, drafter, True)
+            walk.pair.target.accelerator = compiled.CompiledPair(walk.pair.target, drafter, True)
             # Fused weights are copies of what the drafter has now, not of what stands for it in a walk.
             with as_on_metal(lambda *_: None, True), walk._stood_in(walk.tags.scalars()):
                 walk._round(walk.inputs(block // 2 + 1), block, block // 2, block // 2 + 1, lambda _: None)
         round_ = walk.primitives(block, block // 2, block // 2 + 1)
         if traced:
-            assert walk.pair.accelerator.passes[1].passes == 2
+            assert walk.pair.target.accelerator.passes[1].passes == 2
     return [launch for launch in Ledger(round_, GPU).launches if launch.stage == "draft"]
 
 

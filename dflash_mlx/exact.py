@@ -123,7 +123,8 @@ class ExactPair(DFlashPair):
             if self._proved is not self.target:
                 self.target = prove(self.target)
                 self._proved = self.target
-            self.accelerator = self.target.accelerator = accelerate(self) if self.target.routed else None
+            beside = self.drafter.pair.accelerator
+            self.accelerator = self.target.accelerator = accelerate(self, beside) if self.target.routed else None
             return self.target
 
     def prepare_cache(self, cache: PairCache, options: RunOptions) -> PairCache:

@@ -144,7 +144,7 @@ class Run:
     ):
         self.options, self.stream, self.quantization = options, options.stream, options.quantization
         self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
-        self.drafter = self.proposer_class(options.draft_model, cache.drafter, cache.features, cache.rows, target_sampler, policy)
+        self.drafter = self.proposer_class(options.draft_model, pair.target, cache, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
         # The draft source of the next round, and its width if it was chosen already.

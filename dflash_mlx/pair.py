@@ -97,7 +97,7 @@ class DFlashPair:
         """The target for one run, with an accelerator that fits the models as they are now."""
         with self._lock:
             self._renew()
-            self.accelerator = self.target.accelerator = accelerate(self)
+            self.accelerator = self.target.accelerator = accelerate(self, self.exact and self.exact.accelerator)
             if self._tried is not self.target and try_before_answers(self.target, drafter=self.drafter):
                 self._tried = self.target
             return self.target

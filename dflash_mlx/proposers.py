@@ -20,6 +20,8 @@ from .draft_length.prompt_lookup import PromptLookup
 from .errors import GenerationError
 from .feature_rows import FeatureRows
 from .models.drafter import Drafter
+from .models.target import Target
+from .prompt_cache import PairCache
 from .target_sampler import TargetSampler, pack_drafts, unpack_drafts
 
 
@@ -126,7 +128,7 @@ class DrafterProposer:
         target's rows     p0 ... pm  ... pn        n + 1 rows
         drafter's rows    p0 ... pm                m + 1 rows; the others are pending: their features are kept
 
-    cache: the drafter's cache entries; features: pending ones, [1, S, n_taps * H] or None; rows: in the target's cache.
+    target: the run's; cache: the drafter's entries of the run's (given as a whole, with the pending features).
     """
 
     source = "drafter"
@@ -134,17 +136,17 @@ class DrafterProposer:
     def __init__(
         self,
         drafter: Drafter,
-        cache: list[Any],
-        features: mx.array | None,
-        rows: int,
+        target: Target,
+        cache: PairCache,
         target_sampler: TargetSampler,
         policy: DraftLengthPolicy | FixedDraftLength,
     ):
-        self.model, self.cache, self._sampler, self.policy = drafter, cache, target_sampler, policy
-        self.context = Context(rows - (0 if features is None else features.shape[1]), FeatureRows(features), self.sliding())
+        self.model, self._target, self.cache, self._sampler, self.policy = drafter, target, cache.drafter, target_sampler, policy
+        pending = 0 if cache.features is None else cache.features.shape[1]
+        self.context = Context(cache.rows - pending, FeatureRows(cache.features), self.sliding())
         # The first rows of the text, if the target read them before there was a drafter (`PairCache.adopt`). The drafter counts
         # its positions from the row after them.
-        self.skipped = self.context.rows - cache[0].offset
+        self.skipped = self.context.rows - self.cache[0].offset
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
         """Enqueue a drafter pass over a block of the anchor [1] and n masks. It also reads the pending rows into the cache.
@@ -153,7 +155,7 @@ class DrafterProposer:
         """
         features, rows = self.context.pending.joined(), self.context.rows
         block, position = (anchor, features, self.cache, rows - self.skipped, n + 1), rows + features.shape[1] + 1
-        drafted, confidence = self._sampler.draft(self.model, block, self.policy.drafts_needed(width), position)
+        drafted, confidence = self._sampler.draft(self.model, self._target, block, self.policy.drafts_needed(width), position)
         draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
         # Started before the host builds the target's pass: for a large model that takes the host as long as the device drafts.
         mx.async_eval(draft.row, draft.confidence)

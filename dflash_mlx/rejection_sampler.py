@@ -6,13 +6,13 @@ Beside `target_sampler`: it keeps more drafts, and the text for a seed then depe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
 from .accept import accept_block, accept_rejection
 from .errors import GenerationError
 from .models.drafter import Drafter
+from .models.target import Target
 from .sampling import Distribution, LogitsProcessor, Sampler
 from .target_sampler import TargetSampler
 
@@ -29,9 +29,9 @@ class RejectionSampler(TargetSampler):
         return mx.random.split(mx.random.key((self.seed << 32) | position), 3)
 
     def draft(
-        self, drafter: Drafter, block: tuple[mx.array, mx.array, list[Any], int, int], n: int | None, position: int
+        self, drafter: Drafter, target: Target, block: tuple[mx.array, mx.array, list, int, int], n: int | None, position: int
     ) -> tuple[mx.array, None]:
-        hidden = drafter.slots(*block)[:, :n]
+        hidden = drafter.slots(*block, target.accelerator)[:, :n]
         key, anchor = self._keys(position)[0], block[0]
         # Kept for this round's `_accept`: drafts must be judged by what they were drawn from.
         drawn, *self._drawn_from = drafter.draw(hidden, anchor, self.sampler.probabilities, self.sampler.temp, key)

@@ -68,15 +68,15 @@ class TargetSampler:
         return chosen.astype(mx.int32)
 
     def draft(
-        self, drafter: Drafter, block: tuple[mx.array, mx.array, list[Any], int, int], n: int | None, position: int
+        self, drafter: Drafter, target: Target, block: tuple[mx.array, mx.array, list, int, int], n: int | None, position: int
     ) -> tuple[mx.array, mx.array | None]:
         """`Drafter.draft_with_confidence` of (anchor, features, cache, start, block_size); position: the first draft's, absolute.
         With a `Distribution`, drafts are drawn with the same noise as the target's tokens, so that they match more often."""
         noise = ()
         if isinstance(self.sampler, Distribution):
-            rows = self.noise.rows(position, block[-1], drafter.pair.target.vocabulary)[:-1]  # the last is the bonus token's
+            rows = self.noise.rows(position, block[-1], target.vocabulary)[:-1]  # the last is the bonus token's
             noise = (self.sampler.noised, rows[None, :n])
-        return drafter.draft_with_confidence(*block, *noise, n=n)
+        return drafter.draft_with_confidence(*block, *noise, n=n, accelerator=target.accelerator)
 
     def enqueue(
         self,

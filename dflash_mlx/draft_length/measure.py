@@ -183,9 +183,13 @@ class _Passes:
 
     def draft(self) -> None:
         """The drafter's pass over its block."""
-        ids = Drafter.draft(self._drafter(), self.token, self.features[:, :1], self.context, self.injected, self.K)
-        mx.eval(ids, [entry.state for entry in self.context])
+        mx.eval(self._drafted()[0], [entry.state for entry in self.context])
         self.injected += 1
+
+    def _drafted(self) -> tuple[mx.array, mx.array | None]:
+        """Ids and confidences of a block behind one new row of context."""
+        block = (self.token, self.features[:, :1], self.context, self.injected, self.K)
+        return Drafter.draft_with_confidence(self._drafter(), *block, accelerator=self.target.accelerator)
 
     def inject(self, n: int) -> None:
         """The drafter's keys and values of n rows."""
@@ -196,9 +200,7 @@ class _Passes:
 
     def both(self, width: int, waits: bool) -> None:
         """A draft and its verifying; waits: the host reads the drafter's confidences in between."""
-        row = self.features[:, :1]
-        args = (self.token, row, self.context, self.injected, self.K)
-        drafted, confidence = Drafter.draft_with_confidence(self._drafter(), *args)
+        drafted, confidence = self._drafted()
         if waits:
             pack_drafts(drafted, confidence).tolist()
         self.verify(width, drafted)

@@ -269,19 +269,24 @@ class Drafter(nn.Module):
         block_size: int,
         *noise: Any,
         n: int | None = None,
+        accelerator: Any = None,
     ) -> tuple[mx.array, mx.array | None]:
         """`draft`, and the drafter's confidence at each slot: its greatest probability there, [B, block_size - 1] float32.
 
         The confidence is None if the head computes no logits; widths then depend on past acceptance alone.
-        noise: `noised` and `noise` of `choose`; n: run the head for the first n slots only; None: for all.
+        noise: `noised` and `noise` of `choose`; n: run the head for the first n slots only; accelerator: as for `slots`.
         """
-        return self.choose(self.slots(anchor, features, cache, start, block_size)[:, :n], anchor, *noise)
+        return self.choose(self.slots(anchor, features, cache, start, block_size, accelerator)[:, :n], anchor, *noise)
 
-    def slots(self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int) -> mx.array:
-        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H]."""
+    def slots(
+        self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, accelerator: Any = None
+    ) -> mx.array:
+        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H].
+
+        accelerator: the run's (`Target.accelerator`), which may run the pass instead.
+        """
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
-        accelerator = self.pair and self.pair.accelerator
         if accelerator and (hidden := accelerator.draft(ids, features, cache, start)) is not None:
             return hidden
         return self.mask_rows(ids, features, cache, start)

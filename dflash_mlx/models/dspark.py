@@ -10,6 +10,7 @@ Dimensions: B batch, K block_size, N = K - 1, H hidden, r rank, R rows of the he
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -117,9 +118,11 @@ class DSparkDrafter(Drafter):
         wide = inputs != config.hidden_size and config.markov_rank
         self.confidence_head = ConfidenceHead(config.hidden_size + (config.markov_rank if wide else 0), bias)
 
-    def slots(self, anchor: mx.array, features: mx.array, cache: list, start: int, block_size: int) -> mx.array:
+    def slots(
+        self, anchor: mx.array, features: mx.array, cache: list, start: int, block_size: int, accelerator: Any = None
+    ) -> mx.array:
         # The anchor's row is the first slot: one mask fewer.
-        return super().slots(anchor, features, cache, start, block_size - self.config.sample_from_anchor)
+        return super().slots(anchor, features, cache, start, block_size - self.config.sample_from_anchor, accelerator)
 
     def mask_rows(self, ids: mx.array, features: mx.array, cache: list, start: int) -> mx.array:
         hidden = self(self.embed_block(ids), features, cache, start)

@@ -106,12 +106,14 @@ def prepare(model: nn.Module, windows: Sequence[int | None]) -> None:
     choose_cudnn(plain and may_accelerate())
 
 
-def accelerate(pair: Pair) -> Accelerator | None:
+def accelerate(pair: Pair, beside: Accelerator | None = None) -> Accelerator | None:
     """What runs this pair's passes instead of the models' own code; None: nothing does.
 
     Call it at the start of each run and keep the result as `pair.accelerator`. It stays the same object as long as the weights
     of both models and DFLASH_MLX_COMPILE stay the same.
 
+    Args:
+      beside: of the same models' other pair, ordinary or exact: a drafter has one set of traces, for they make its weights views.
     Raises:
       CompileError: as `setting`.
     """
@@ -123,4 +125,6 @@ def accelerate(pair: Pair) -> Accelerator | None:
     if isinstance(pair.accelerator, CompiledPair) and pair.accelerator.holds_for(pair.target, pair.drafter, always):
         return pair.accelerator.begin()
     # On Metal, costs of passes are measured without waiting for trials, since a GPU may take long over its first ones.
-    return CompiledPair(pair.target, pair.drafter, always, prepares=always or mx.cuda.is_available())
+    prepares = always or mx.cuda.is_available()
+    drafts = beside.drafts_for(pair.drafter, always) if isinstance(beside, CompiledPair) else None
+    return CompiledPair(pair.target, pair.drafter, always, prepares, drafts)

@@ -100,16 +100,18 @@ class CompiledPair:
     """The compiled passes of a pair: an `Accelerator`.
 
     always: use every pass that is right, faster or not. prepares: whether passes are tried before the first answer; else from the
-    second one on.
+    second one on. drafts: the drafter's, if another pair of its has made them.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, always: bool, prepares: bool = True):
+    def __init__(
+        self, target: Target, drafter: Drafter, always: bool, prepares: bool = True, drafts: CompiledDraft | None = None
+    ):
         kind = ExactVerify if isinstance(target.routes, ExactRoutes) else CompiledVerify
-        verify = kind(target, _parts(target.model), always)
-        self.always, self.passes = always, (verify, CompiledDraft(drafter, _parts(drafter), always))
-        self.verify, self.draft = verify.verify, self.passes[1].draft
-        self.prepares = prepares
-        for run in self.passes:
+        verify, new = kind(target, _parts(target.model), always), drafts is None
+        drafts = CompiledDraft(drafter, _parts(drafter), always) if new else drafts
+        self.always, self.passes, self.prepares = always, (verify, drafts), prepares
+        self.verify, self.draft = verify.verify, drafts.draft
+        for run in (verify, drafts) if new else (verify,):
             run.waits = not prepares
 
     def begin(self) -> CompiledPair:
@@ -120,8 +122,11 @@ class CompiledPair:
 
     def holds_for(self, target: Target, drafter: Drafter, always: bool) -> bool:
         """Whether the models still hold the objects that were traced. An adapter loaded since is another array."""
-        parts = (_parts(target.model), _parts(drafter))
-        return self.always == always and all(_same(p.parts, now) for p, now in zip(self.passes, parts, strict=True))
+        return self.drafts_for(drafter, always) is not None and _same(self.passes[0].parts, _parts(target.model))
+
+    def drafts_for(self, drafter: Drafter, always: bool) -> CompiledDraft | None:
+        """The drafter's passes, if it still holds the objects that were traced."""
+        return self.passes[1] if self.always == always and _same(self.passes[1].parts, _parts(drafter)) else None
 
     def refuse(self, reason: str) -> None:
         # A pass of another answer may have been refused while this one was running.

@@ -296,7 +296,7 @@ def test_drafts_share_the_noise_of_the_targets_draws(tiny):
     logits = model(mx.array([[*PROMPT, *text]]))
 
     class Own(type(tiny_drafter(model))):
-        def slots(self, anchor, features, cache, start, block_size):
+        def slots(self, anchor, features, cache, start, block_size, accelerator=None):
             self.inject(features, cache, start)
             return mx.arange(start + features.shape[1], start + features.shape[1] + block_size - 1)[None]
 

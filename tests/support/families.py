@@ -576,7 +576,7 @@ class Known(Drafter):
         known = [*self._line[at + 1 : at + block_size], *[0] * block_size][: block_size - 1]
         return mx.array([[t if self.right(at + 1 + i) else (t + 1) % 50 for i, t in enumerate(known)]], dtype=mx.int32)
 
-    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None):
+    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None, accelerator=None):
         drafted = self.draft(anchor, features, cache, start, block_size)[:, :n]
         return drafted, mx.full(drafted.shape, 0.5)
 

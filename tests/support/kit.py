@@ -175,7 +175,7 @@ class Oracle(Drafter):
         known += [0] * (block_size - 1 - len(known))
         return mx.array([[self.wrong(at + 1 + i, t) for i, t in enumerate(known)]], dtype=mx.int32).reshape(1, -1)
 
-    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None):
+    def draft_with_confidence(self, anchor, features, cache, start, block_size, *noise, n=None, accelerator=None):
         drafted = self.draft(anchor, features, cache, start, block_size)[:, :n]
         return drafted, mx.full(drafted.shape, 0.5)
 

@@ -30,7 +30,7 @@ class Known(Oracle):
         self._head = lambda rows: logits[:, rows[0]]
         return super().learn(line, model)
 
-    def slots(self, anchor, features, cache, start, block_size):
+    def slots(self, anchor, features, cache, start, block_size, accelerator=None):
         self.inject(features, cache, start)
         at = start + features.shape[1]
         return mx.arange(at, at + block_size - 1)[None]  # [1, N]: places in the line, in the place of rows

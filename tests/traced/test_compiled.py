@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -440,7 +441,9 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
 
 
 def drafts_of(drafter, always=True):
-    drafter.pair = SimpleNamespace(accelerator=CompiledDraft(drafter, compiled._parts(drafter), always))
+    passes = CompiledDraft(drafter, compiled._parts(drafter), always)
+    # As its runs draft.
+    drafter.pair, drafter.slots = SimpleNamespace(accelerator=passes), partial(drafter.slots, accelerator=passes)
     return drafter
 
 

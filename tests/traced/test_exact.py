@@ -9,6 +9,7 @@ from metal_device import MetalDevice
 from traced_kit import PROMPT
 
 from dflash_mlx import traced
+from dflash_mlx.kernels import autotune
 from dflash_mlx.traced import compiled
 
 
@@ -26,6 +27,19 @@ def pair():
     model = wide("llama", **sizes, num_hidden_layers=2, vocab_size=61)
     drafter = tiny_drafter(model, dflash_config={"mask_token_id": 60, "target_layer_ids": [0, 1]})
     nn.quantize(model, 32, 4)
+    return model, drafter
+
+
+@pytest.fixture
+def traceable(pair):
+    """The pair with a drafter that kernels serve and that can be traced: in 4 bit, full attention."""
+    model, _ = pair
+    config = {"mask_token_id": 60, "target_layer_ids": [0, 1]}
+    drafter = tiny_drafter(
+        model, hidden_size=64, intermediate_size=96, layer_types=None, sliding_window=None, dflash_config=config
+    )
+    for layer in drafter.layers:
+        nn.quantize(layer, 32, 4)
     return model, drafter
 
 
@@ -51,6 +65,33 @@ def test_traced_passes_give_the_bits_of_the_ordinary_ones_with_drafts_and_withou
     # On Metal from the second answer on, single rows too.
     assert alone.passes[0].passes == 16 and drafted.passes[0].passes > 4
     assert set(drafted.passes[0].findings()["faster"]) == {"1", "4", "8"}, drafted.findings()
+
+
+def test_a_drafter_is_served_by_kernels_and_traced_though_no_ordinary_run_was_made(device, traceable, monkeypatch):
+    model, drafter = traceable
+    untraced = answer(model, None)
+    assert same(untraced, answer(model, drafter, block_size=6))
+    # Only a drafter's layers have this product.
+    down = "product mlx.core.float32 4 bit group 32 N 64 K 96"
+    assert next(r for r in autotune.results() if r.shape == down).use
+    passes = drafter.pair.exact.accelerator.passes[1]
+    assert passes.passes == 0 and same(untraced, answer(model, drafter, block_size=6)) and passes.passes > 1
+    assert drafter.pair.accelerator is None
+
+
+def test_ordinary_and_exact_runs_by_turns_have_one_set_of_the_drafters_traces(device, traceable):
+    model, drafter = traceable
+    for _ in range(2):
+        answer(model, drafter, block_size=6)
+        run(model, drafter, PROMPT, 16, block_size=6)
+    kept, pair = [drafter.pair.exact.accelerator, drafter.pair.accelerator], drafter.pair
+    drafts = kept[0].passes[1]
+    before = drafts.passes
+    answer(model, drafter, block_size=6)
+    between = drafts.passes
+    run(model, drafter, PROMPT, 16, block_size=6)
+    assert [pair.exact.accelerator, pair.accelerator] == kept and kept[1].passes[1] is drafts
+    assert before < between < drafts.passes
 
 
 def test_a_trace_that_differs_in_a_last_place_is_not_used(device, pair, monkeypatch):
