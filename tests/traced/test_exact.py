@@ -36,7 +36,7 @@ def traceable(pair):
     model, _ = pair
     config = {"mask_token_id": 60, "target_layer_ids": [0, 1]}
     drafter = tiny_drafter(
-        model, hidden_size=64, intermediate_size=96, layer_types=None, sliding_window=None, dflash_config=config
+        model, hidden_size=64, intermediate_size=128, layer_types=None, sliding_window=None, dflash_config=config
     )
     for layer in drafter.layers:
         nn.quantize(layer, 32, 4)
@@ -72,7 +72,7 @@ def test_a_drafter_is_served_by_kernels_and_traced_though_no_ordinary_run_was_ma
     untraced = answer(model, None)
     assert same(untraced, answer(model, drafter, block_size=6))
     # Only a drafter's layers have this product.
-    down = "product mlx.core.float32 4 bit group 32 N 64 K 96"
+    down = "product mlx.core.float32 4 bit group 32 N 64 K 128"
     assert next(r for r in autotune.results() if r.shape == down).use
     passes = drafter.pair.exact.accelerator.passes[1]
     assert passes.passes == 0 and same(untraced, answer(model, drafter, block_size=6)) and passes.passes > 1
