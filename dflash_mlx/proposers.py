@@ -142,8 +142,7 @@ class DrafterProposer:
         policy: DraftLengthPolicy | FixedDraftLength,
     ):
         self.model, self._target, self.cache, self._sampler, self.policy = drafter, target, cache.drafter, target_sampler, policy
-        pending = 0 if cache.features is None else cache.features.shape[1]
-        self.context = Context(cache.rows - pending, FeatureRows(cache.features), self.sliding())
+        self.context = Context(cache.rows - cache.pending, FeatureRows(cache.features), self.sliding())
         # The first rows of the text, if the target read them before there was a drafter (`PairCache.adopt`). The drafter counts
         # its positions from the row after them.
         self.skipped = self.context.rows - self.cache[0].offset

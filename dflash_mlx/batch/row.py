@@ -139,9 +139,7 @@ class Row:
         """Let the run continue from settled caches."""
         run = self.run
         run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
-        drafter = run.proposer_class(
-            run.drafter.model, run.cache.drafter, run.cache.features, run.rows, run.target_sampler, run.policy
-        )
+        drafter = run.proposer_class(run.drafter.model, run.target, run.cache, run.target_sampler, run.policy)
         run.drafter = run.proposer = run.counter.drafter = drafter
         run.next_width = None
 
