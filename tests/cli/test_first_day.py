@@ -3,10 +3,8 @@
 import errno
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 import traceback
 from importlib import metadata
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from cli_kit import run
 from kit import tiny_drafter, tiny_target
+from screen import Screen
 from typer.testing import CliRunner
 
 from dflash_mlx import load, requirements
@@ -136,21 +135,13 @@ def test_a_typo_is_answered_with_the_name_in_the_command_and_in_python():
 
 
 def test_ctrl_c_while_the_prompt_is_read_says_stopping():
-    process = subprocess.Popen(
-        [*COMMAND, "generate", "--model", "tiny", "-m", "2", "--prefill-step-size", "16", "-p", "def f(x): return x + 1 " * 500],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    # Said before the prompt is read, which takes many seconds.
-    while "no chat template" not in (line := process.stderr.readline()):
-        assert line
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Stopping" in err and "Traceback" not in err, err
-    assert time.monotonic() - began < 10
+    words = ["generate", "--model", "tiny", "-m", "2", "--prefill-step-size", "4", "-p", "def f(x): return x + 1 " * 500]
+    with Screen(words, lines=200) as screen:
+        screen.wait_for("Reading the prompt: ")
+        screen.send("\x03")
+        assert screen.end() == 130
+    said = screen.text
+    assert "Stopping ..." in said and "Stopped before the first token." in said and "Traceback" not in said, said
 
 
 @pytest.mark.parametrize("ends", ["in time", "not in time", "by Ctrl-C"])
@@ -170,7 +161,8 @@ def test_what_is_timed_behind_a_first_answer_ends_and_says_how(monkeypatch, caps
             self.costs = "known" if len(passes) == 3 else None
 
     pair._measurement = Measuring()
-    monkeypatch.setattr("dflash_mlx.pair.time.monotonic", iter(range(0, 1000, 3 if ends == "in time" else 6)).__next__)
+    ticks = iter(range(0, 1000, 3 if ends == "in time" else 6))
+    monkeypatch.setattr("dflash_mlx.pair.time", SimpleNamespace(monotonic=ticks.__next__))
     how = {"dtype": Dtype.float16, "draft_bits": DraftBits.eight, "last_tap": None, "adapter_path": "my adapter"}
     generate._measure_for_the_next("org/some model", "org/drafter", drafter, how)
     said = " ".join(capsys.readouterr().err.split())

@@ -222,15 +222,16 @@ def test_a_rank_that_is_killed_ends_the_others_within_5_s(tmp_path, dies):
     try:
         os.kill(int(pids[dies].read_text()), signal.SIGKILL)
         began = time.monotonic()
-        while time.monotonic() < began + 5 and _is_alive(int(pids[1 - dies].read_text())):
+        # Two seconds at most where machines are idle; only silence would take 20.
+        while time.monotonic() < began + 30 and _is_alive(int(pids[1 - dies].read_text())):
             time.sleep(0.05)
         took = time.monotonic() - began
-        process.wait(20)
-        reader.join(5)
+        process.wait(60)
+        reader.join(60)
     finally:
         process.kill()
     said = "".join(shown)
-    assert took < 5, said
+    assert took < ranks._SILENT_S - 5, said
     sentence = f"Error: rank {dies} has ended, and rank {1 - dies} cannot go on without it. Start all ranks again."
     assert said.count(sentence) == 1, said
 
@@ -301,7 +302,7 @@ def test_a_server_on_two_ranks_answers_as_one_rank_does(tmp_path, rows):
             # The first one again, from what the server has kept, beside what is left of the one that was given up.
             answers[count] = [*found, ask(port, **bodies[0])]
             os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGINT)
-            process.wait(30)
+            process.wait(120)
         assert "Error" not in "".join(shown), shown
     assert answers[2] == answers[1] and answers[2][0] == answers[2][-1]
 
@@ -334,8 +335,9 @@ def test_chat_talks_to_two_ranks_and_says_that_they_are_gone(tmp_path, monkeypat
         screen = Deadly(int((tmp_path / "pid-1").read_text()))
         Chat(talk, None, stdin=StringIO("def f\nand more\n"), stdout=screen, stderr=notes).run()
         took = time.monotonic() - screen.began_at
-        process.wait(20)
+        process.wait(60)
     said = notes.getvalue()
-    assert took < 5 and f"Error: http://{url}/v1 ended the answer in the middle. /retry asks again." in said, said
+    assert took < ranks._SILENT_S - 5, said
+    assert f"Error: http://{url}/v1 ended the answer in the middle. /retry asks again." in said, said
     assert f"no server answers at http://{url}/v1" in said, said
     assert "Error: rank 1 has ended, and rank 0 cannot go on without it." in "".join(shown), shown

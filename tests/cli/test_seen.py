@@ -3,6 +3,7 @@
 import _imp
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ def test_the_terminal_of_the_tests_sees_torn_words_long_lines_and_pauses():
         screen.send("bob\r")
         assert screen.end() == 0
     assert screen.text.splitlines() == ["hello hello hello he", "llo hello", "word word", "name? bob"]
-    assert screen.torn == screen.over == ["hello hello hello he"] and 0.3 < screen.longest_pause < 2
+    assert screen.torn == screen.over == ["hello hello hello he"] and 0.3 < screen.longest_pause < screen.changes[-1]
 
 
 # Slow parts of every kind: one long step, known and unknown ends, words said meanwhile, and text at the end.
@@ -83,7 +84,7 @@ def test_the_live_line_says_at_once_that_ctrl_c_was_heard():
     try:
         with cli_live.live("Warming up") as line:
             signal.raise_signal(signal.SIGINT)
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while "Stopping" not in line.text(79) and time.monotonic() < until:
                 time.sleep(0.01)
             line.update("Timing", 1, 3, "turns")
@@ -100,7 +101,7 @@ def test_a_line_that_cannot_be_drawn_keeps_no_command_from_ending(monkeypatch, h
             monkeypatch.delitem(sys.modules, name)
         _imp.acquire_lock()
     else:
-        monkeypatch.setattr(Line, "_draw", lambda *_: time.sleep(30))
+        monkeypatch.setattr(Line, "_draw", lambda *_: threading.Event().wait())
     monkeypatch.setattr(cli_live, "_LEFT_S", 0.2)
     line = Line("Starting")
     try:
@@ -108,7 +109,7 @@ def test_a_line_that_cannot_be_drawn_keeps_no_command_from_ending(monkeypatch, h
         time.sleep(cli_live._DELAY_S + 0.2)
         stopping = threading.Thread(target=line.stop, daemon=True)
         stopping.start()
-        stopping.join(5)
+        stopping.join(60)
         assert not stopping.is_alive()
     finally:
         if hangs == "import":
@@ -127,7 +128,7 @@ def test_a_ctrl_c_that_came_where_nothing_can_be_raised_comes_again(monkeypatch)
     monkeypatch.setattr(sys, "unraisablehook", interrupt.bring_back)
     with pytest.raises(KeyboardInterrupt):
         Freed()
-        time.sleep(5)
+        time.sleep(60)
 
 
 def test_loading_ends_where_somebody_caught_the_ctrl_c(monkeypatch):
@@ -146,7 +147,7 @@ def test_loading_ends_where_somebody_caught_the_ctrl_c(monkeypatch):
 
 
 def test_a_ctrl_c_that_a_library_caught_comes_again_until_the_block_ends(monkeypatch):
-    monkeypatch.setattr(interrupt, "_CAUGHT_S", 0.05)
+    monkeypatch.setattr(interrupt, "_CAUGHT_S", 0.5)
     caught = 0
     with pytest.raises(KeyboardInterrupt), interrupt.insistent():
         signal.raise_signal(signal.SIGINT)
@@ -156,20 +157,23 @@ def test_a_ctrl_c_that_a_library_caught_comes_again_until_the_block_ends(monkeyp
     with pytest.raises(KeyboardInterrupt), interrupt.insistent():
         for _ in range(3):
             try:
-                signal.raise_signal(signal.SIGINT) if not caught else time.sleep(5)
+                signal.raise_signal(signal.SIGINT) if not caught else time.sleep(60)
             except BaseException:
                 caught += 1
-        time.sleep(5)
+        time.sleep(60)
     assert caught == 3
     # Behind it nothing comes any more.
-    time.sleep(0.2)
+    time.sleep(1)
 
 
-def test_what_is_closed_behind_the_block_is_not_interrupted_once_more():
-    began = time.monotonic()
+def test_what_is_closed_behind_the_block_is_not_interrupted_once_more(monkeypatch):
+    monkeypatch.setattr(interrupt, "_CAUGHT_S", 0.3)
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     with pytest.raises(KeyboardInterrupt), interrupt.insistent():
         signal.raise_signal(signal.SIGINT)
-    assert time.monotonic() - began < interrupt._CAUGHT_S / 2
+    time.sleep(2 * interrupt._CAUGHT_S)
+    assert not killed
 
 
 def test_ctrl_c_that_python_wrapped_ends_a_command_as_ctrl_c(monkeypatch):
@@ -217,16 +221,29 @@ def test_in_a_pipe_a_line_comes_every_ten_seconds(monkeypatch, capsys):
     assert cli_live._PRINTED_S == 10
     monkeypatch.setattr(cli_live, "_PRINTED_S", 0.2)
     with cli_live.live("Loading tiny"):
+        began = time.monotonic()
         tell("Converting", 3, 12, "tensors")
-        time.sleep(0.8)
+        said = printed(capsys, 2)
+    most = (time.monotonic() - began) / cli_live._PRINTED_S
     out, err = capsys.readouterr()
-    assert not out and 1 <= err.count("Converting: 3 of 12 tensors, ") == len(err.splitlines()) <= 3, err
+    said += err
+    assert not out and 2 <= said.count("Converting: 3 of 12 tensors, ") == len(said.splitlines()) <= most, said
 
 
-def test_a_chat_in_a_pipe_is_not_silent_for_ten_seconds(monkeypatch, capsys):
-    with cli_live.live("Starting", printed_after=0.1):
-        time.sleep(cli_live._DELAY_S + 0.6)
-    assert capsys.readouterr().err == "Starting: 0 s\n"
+def printed(capsys, lines):
+    """What was printed on stderr, once it is so many lines."""
+    said, until = "", time.monotonic() + 60
+    while said.count("\n") < lines and time.monotonic() < until:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    return said
+
+
+def test_a_chat_in_a_pipe_is_not_silent_for_ten_seconds(capsys):
+    with cli_live.live("Starting", printed_after=0.1) as line:
+        said = printed(capsys, 1)
+        now = line._clock() - line._state[4]
+    assert re.fullmatch(r"Starting: \d s\n", said + capsys.readouterr().err) and now < cli_live._PRINTED_S
 
 
 def test_quick_work_shows_nothing_and_what_is_told_without_a_listener_is_nothing(capsys):

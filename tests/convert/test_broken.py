@@ -331,7 +331,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     program = (
         "import os, signal, sys; from dflash_mlx.conversion import write; from dflash_mlx.cli import app as cli\n"
         "save = write._save\n"
-        "def interrupted(*a):\n    save(*a); os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)\n"
+        "def interrupted(*a):\n    save(*a); os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)\n"
         "write._save = interrupted\n"
         "sys.argv = ['dflash-mlx', 'convert', '--hf-path', sys.argv[1], '--mlx-path', sys.argv[2]]; cli.main()"
     )

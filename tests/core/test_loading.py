@@ -244,7 +244,7 @@ def test_files_beside_a_target_that_are_not_read_are_named(tmp_path):
 def test_a_mask_row_of_zeros_is_said():
     model, raw = tiny_target(), raw_config(mask=7)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert mask_row_fault(pair_with(model, raw)) is None
     model.model.embed_tokens.weight[7] = 0
     with pytest.warns(UserWarning, match="row of the mask token 7 is zero"):
@@ -279,5 +279,5 @@ def test_a_drafter_with_a_head_of_its_own_may_have_another_vocabulary():
     model, raw = tiny_target(), raw_config(vocab=61)
     weights = weights_for(raw) | {"lm_head.weight": mx.random.normal((61, 24))}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         pair_with(model, raw | {"vocab_size": 64}, weights)

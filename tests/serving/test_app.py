@@ -89,13 +89,14 @@ def test_small_pieces_of_an_answer_do_not_wait_for_the_clients_acknowledgement(s
 
 @pytest.mark.parametrize("sent", [b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"])
 def test_a_client_that_sends_a_byte_now_and_then_is_let_go(served, monkeypatch, sent):
+    usual_s = min(TimedProtocol.headers_s, TimedProtocol.body_s)
     monkeypatch.setattr(TimedProtocol, "headers_s", 0.3)
     monkeypatch.setattr(TimedProtocol, "body_s", 0.3)
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as link:
         link.sendall(sent)
         began = time.monotonic()
         link.settimeout(0.05)
-        while time.monotonic() - began < 10:
+        while time.monotonic() - began < usual_s:
             try:
                 link.sendall(b"x")
                 if link.recv(1) == b"":
@@ -104,7 +105,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_let_go(served, monkeypatch, 
                 continue
             except ConnectionError:
                 break
-    assert 0.2 < time.monotonic() - began < 5
+    assert 0.2 < time.monotonic() - began < usual_s
 
 
 def test_a_client_that_does_not_read_its_answer_is_let_go(chatty, monkeypatch):
@@ -394,10 +395,11 @@ def test_an_address_that_cannot_be_bound_is_told_before_anything_is_loaded(serve
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatty, number):
-    model, said, links = scripted([7] * 100, vocab=1536, wait_s=1.5), [], []
+    inside, said, links = threading.Event(), [], []
+    model = scripted([7] * 100, vocab=1536, wait_s=lambda: (inside.set(), time.sleep(1.5)))
 
     def say(line):
-        said.append((time.monotonic(), line))
+        said.append((model.passes, line))
         if line.startswith("Serving"):
             threading.Thread(target=interrupt, args=(int(line.rsplit(":", 1)[1].split("/")[0]),)).start()
 
@@ -405,8 +407,8 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
         links.append(socket.create_connection(("127.0.0.1", port)))
         data = json.dumps({"prompt": "a b c d " * 20, "max_tokens": 5}).encode()
         links[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        time.sleep(0.5)
-        said.append((time.monotonic(), "signal"))
+        assert inside.wait(60)
+        said.append((model.passes, "signal"))
         os.kill(os.getpid(), number)
 
     due = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
@@ -420,22 +422,22 @@ def test_a_signal_in_prefill_is_answered_at_once_and_the_pass_ends_cleanly(chatt
     lines = [line for _, line in said]
     stopping = "Stopping: what is being computed or written ends first. Ctrl-C again leaves at once."
     assert lines[2:] == ["signal", stopping, "Stopped."], lines
-    assert said[3][0] - said[2][0] < 1
+    # Within the pass in which the signal came.
+    assert said[3][0] == said[2][0]
 
 
 def test_a_second_ctrl_c_leaves_at_once_also_while_models_load():
     program = (
         "import time; from dflash_mlx.serving.server import Options, serve; "
-        "serve(Options(port=0), lambda: (print('loading', flush=True), time.sleep(60)), lambda line: print(line, flush=True))"
+        "serve(Options(port=0), lambda: (print('loading', flush=True), time.sleep(600)), lambda line: print(line, flush=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "loading\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline().startswith("Stopping: ")
-        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130 and time.monotonic() - began < 5
+        assert process.wait(timeout=120) == 130
     finally:
         process.kill()
 

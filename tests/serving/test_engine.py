@@ -14,7 +14,8 @@ from serving_kit import MESSAGES, ask, expected, read, running
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.sampling import Distribution, SamplingSettings
-from dflash_mlx.serving.engine import LoadedPair, Options
+from dflash_mlx.serving import engine
+from dflash_mlx.serving.engine import Generation, LoadedPair, Options
 from dflash_mlx.serving.prefix_cache import CacheOptions
 
 
@@ -62,26 +63,40 @@ def test_options_that_would_make_every_request_fail_end_the_start(pair):
             pass
 
 
+@pytest.fixture
+def slow_until_left(monkeypatch):
+    """Passes of a target, and what to call when the client leaves: from then on each waits until the server knows of it. So what
+    is counted does not depend on when this machine gives the server's thread its turn."""
+    left, noticed, cancel = threading.Event(), threading.Event(), Generation.cancel
+
+    def noticing(self):
+        cancel(self)
+        noticed.set()
+
+    monkeypatch.setattr(Generation, "cancel", noticing)
+    return lambda: noticed.wait(20) if left.is_set() else time.sleep(0.005), left.set
+
+
 def test_a_server_that_ends_does_not_wait_for_its_answers(chatty):
     model = scripted([7] * 10_000, vocab=1536, wait_s=0.01)
     with running(model, chatty[1]) as server:
         link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 5000, "stream": True})
         while model.passes < 5:
             time.sleep(0.005)
-        began = time.monotonic()
     link.close()
-    # 5,000 passes would take a minute.
-    assert time.monotonic() - began < 10
+    # 5,000 would take a minute.
+    assert model.passes < 2500
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_noticed_within_one_round_and_the_next_is_served(chatty, stream):
-    tokenizer = chatty[1]
-    model = scripted([7] * 10_000, vocab=1536, wait_s=0.02)
+def test_a_client_that_leaves_is_noticed_within_one_round_and_the_next_is_served(chatty, stream, slow_until_left):
+    tokenizer, (passing, leave) = chatty[1], slow_until_left
+    model = scripted([7] * 10_000, vocab=1536, wait_s=passing)
     with running(model, tokenizer) as server:
         link = server.send("/v1/completions", {"prompt": "x", "max_tokens": 5000, "stream": stream})
         while model.passes < 10:
             time.sleep(0.005)
+        leave()
         link.close()
         seen = model.passes
         server.wait_idle()
@@ -90,13 +105,14 @@ def test_a_client_that_leaves_is_noticed_within_one_round_and_the_next_is_served
         assert server.client.completions.create(model="served", prompt="y", max_tokens=3).usage.completion_tokens == 3
 
 
-def test_a_client_that_leaves_during_a_long_prompt_is_noticed_after_a_pass(chatty):
-    tokenizer = chatty[1]
-    model = scripted([7] * 100, vocab=1536, wait_s=0.02)
+def test_a_client_that_leaves_during_a_long_prompt_is_noticed_after_a_pass(chatty, slow_until_left):
+    tokenizer, (passing, leave) = chatty[1], slow_until_left
+    model = scripted([7] * 100, vocab=1536, wait_s=passing)
     with running(model, tokenizer, caches=CacheOptions(prefill_step_size=4)) as server:
         link = server.send("/v1/completions", {"prompt": "a b c d " * 200, "max_tokens": 5})
         while model.passes < 5:
             time.sleep(0.005)
+        leave()
         link.close()
         seen = model.passes
         server.wait_idle()
@@ -107,7 +123,7 @@ def test_a_client_that_leaves_the_queue_costs_nothing(chatty):
     tokenizer = chatty[1]
     model = scripted([7] * 10_000, vocab=1536, wait_s=0.01)
     with running(model, tokenizer) as server:
-        first = server.send("/v1/completions", {"prompt": "x", "max_tokens": 40})
+        first = server.send("/v1/completions", {"prompt": "x", "max_tokens": 200})
         while not server.engine.running:
             time.sleep(0.005)
         second = server.send("/v1/completions", {"prompt": "z", "max_tokens": 5000})
@@ -122,27 +138,27 @@ def test_a_client_that_leaves_the_queue_costs_nothing(chatty):
 
 
 @pytest.mark.full
-def test_sixteen_requests_at_once_get_their_own_answers_in_order(served, chatty):
+def test_sixteen_requests_at_once_get_their_own_answers_in_order(served, chatty, monkeypatch):
     prompts = [f"def f{i}(" for i in range(16)]
     alone = [text_of(expected(chatty, [{"role": "user", "content": p}], max_tokens=6)) for p in prompts]
-    got, order, threads = [None] * 16, [], []
+    got, begun, threads = [None] * 16, [], []
+    text_of_answer = engine._AnswerText
+    monkeypatch.setattr(engine, "_AnswerText", lambda tokenizer, job: (begun.append(job), text_of_answer(tokenizer, job))[1])
 
     def one(i):
         got[i] = ask(served, [{"role": "user", "content": prompts[i]}], max_tokens=6).choices[0].message.content
-        order.append(i)
 
     for i in range(16):
         threads.append(threading.Thread(target=one, args=(i,)))
         threads[-1].start()
-        began = time.monotonic()
-        # Each is in the queue, or done, before the next one is sent.
-        while served.engine.waiting + served.engine.running + len(order) <= i and time.monotonic() - began < 5:
+        # Each is in the queue, or begun, before the next one is sent.
+        while served.engine.waiting + len(begun) <= i and threads[-1].is_alive():
             time.sleep(0.002)
     for thread in threads:
         thread.join()
     assert got == alone
-    # Two neighbours' threads may note their ends in either order.
-    assert all(abs(place - i) <= 2 for place, i in enumerate(order))
+    ids = [chatty[1].apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts]
+    assert [job.prompt for job in begun] == ids
 
 
 def test_a_request_that_fails_inside_does_not_harm_the_next_one(chatty, monkeypatch):
@@ -271,7 +287,7 @@ def test_models_that_nobody_asks_for_are_given_up_and_loaded_again(chatty):
         first = ask(server, max_tokens=6)
         began = time.monotonic()
         while server.engine.is_loaded:
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
             time.sleep(0.02)
         assert server.engine.pair.model is server.engine.pair.drafter is None
         # What is said of the models needs none.

@@ -96,7 +96,7 @@ def test_clients_that_leave_end_their_own_requests_only(pair):
         for link in links[:2]:
             link.close()
         began = time.monotonic()
-        while len(server.engine.generations) > 1 and time.monotonic() - began < 20:
+        while len(server.engine.generations) > 1 and time.monotonic() - began < 60:
             time.sleep(0.002)
         assert len(server.engine.generations) == 1
         links[2].close()

@@ -345,12 +345,14 @@ def with_template(path, template=CHAT_TEMPLATE):
 
 
 def scripted(line, vocab=61, wait_s=0.0):
-    """A plain target that says `line` of token ids whatever it reads, then token 0. `.passes` counts its calls."""
+    """A plain target that says `line` of token ids whatever it reads, then token 0. `.passes` counts its calls.
+
+    wait_s: seconds that each takes, or what each calls first."""
     model = tiny_target(vocab=vocab)
     counts = {"passes": 0, "said": 0}
 
     def call(self, inputs, cache=None, **kwargs):
-        time.sleep(wait_s)
+        wait_s() if callable(wait_s) else time.sleep(wait_s)
         rows = mx.zeros((1, 2, inputs.shape[1], 8))
         for entry in cache:
             entry.update_and_fetch(rows, rows)
