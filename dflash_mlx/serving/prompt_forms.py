@@ -41,12 +41,13 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
     """
     late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
     front = late and _names_late_systems_alone(write)
+    within = any(message["role"] == "tool" for message in messages) and _reads_results_within(write)
     stand_ins, words = _stand_ins(messages)
     fault = None
 
     def by_loss() -> Iterator[Messages]:
         ranked = []
-        for form, tried in zip(_forms(messages, front, spell), _forms(stand_ins, front, spell), strict=True):
+        for form, tried in zip(_forms(messages, front, within, spell), _forms(stand_ins, front, within, spell), strict=True):
             if lost := _lost(tried, words, write):
                 ranked.append((lost, form))
             else:
@@ -112,12 +113,36 @@ def _names_late_systems_alone(write: Callable[[Messages], Rendered]) -> bool:
     return named("user", "system") and not named("system", "user")
 
 
-def _forms(messages: Messages, front: bool, spell: Spelling) -> Iterator[Messages]:
+def _reads_results_within(write: Callable[[Messages], Rendered]) -> bool:
+    """Whether the template reads results as `tool_responses` of the message with their calls, as Gemma 4's first template does.
+
+    Such a template copies the role `tool` as it would any other; its target was never trained on that.
+    """
+    asked, word = {"role": "user", "content": "x"}, "zqrq"
+    call = {"type": "function", "function": {"name": "f", "arguments": Arguments({}, "{}")}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def written(*some: dict[str, Any]) -> str:
+        try:
+            return str(write([asked, *some]))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return ""
+
+    if word not in written({**calls, "tool_responses": [{"name": "f", "response": word}]}):
+        return False
+    as_tool, as_any = (written(calls, {"role": role, "content": word}) for role in ("tool", "zqrole"))
+    return as_any.replace("zqrole", "tool") == as_tool
+
+
+def _forms(messages: Messages, front: bool, within: bool, spell: Spelling) -> Iterator[Messages]:
     """The messages as they came, then the other forms that templates want, the likeliest first.
 
     front: system messages that came later are joined in front before the messages are tried as they came.
+    within: results are tried within the message of their calls before that.
     """
     orders = _orders(messages, front)
+    if within:
+        orders = [*map(_results_within, orders), *orders]
     yield from orders
     calls = any("tool_calls" in message for message in messages)
     for order in orders if calls else ():
@@ -219,6 +244,27 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
     if "tool_calls" not in message or not message["content"]:
         return [message]
     return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
+
+
+def _results_within(messages: Messages) -> list[dict[str, Any]]:
+    """A message with calls holds what they found and what was said after it; what was said before is a message of its own."""
+    found: list[dict[str, Any]] = []
+    for message in (part for one in messages for part in _calls_apart(one)):
+        last = found[-1] if found else {}
+        if message["role"] == "tool" and last.get("tool_calls") and not last["content"]:
+            name = message.get("name") or _called(last["tool_calls"], message.get("tool_call_id"))
+            result = {"name": name or "unknown", "response": message["content"]}
+            found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), result]}
+        elif message["role"] == "assistant" and "tool_responses" in last and "tool_calls" not in message and not last["content"]:
+            found[-1] = {**last, "content": message["content"]}
+        else:
+            found.append(message)
+    return found
+
+
+def _called(calls: Sequence[dict[str, Any]], id: Any) -> str | None:
+    """The name of the call with an id."""
+    return next((call.get("function", call)["name"] for call in calls if call.get("id") == id), None)
 
 
 def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:

@@ -78,6 +78,53 @@ def test_messages_of_one_role_in_a_row_and_an_answer_in_front_reach_every_templa
     assert [text for text in ("Hello!", ASKED["content"], "Rome.", "Or Turin.", "One.", "Two.") if text not in prompt] == []
 
 
+# Gemma 4's first template reads results within the message of their calls, and copies the role of any other message.
+WITHIN = (
+    "{% for m in messages %}<{{ 'model' if m.role == 'assistant' else m.role }}|"
+    "{% for c in m.tool_calls %}(call {{ c.function.name }}{{ c.function.arguments | tojson }}){% endfor %}"
+    "{% for r in m.tool_responses %}(found {{ r.name }} {{ r.response }}){% endfor %}"
+    "{{ m.content }}{% if m.content or not m.tool_responses %}>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and (messages[-1].content or not messages[-1].tool_responses) %}<model|{% endif %}"
+)
+# Its later ones read a message of the role `tool` too.
+WITHIN_OR_APART = WITHIN.replace(
+    "<{{ 'model'", "{% if m.role == 'tool' %}(found {{ m.content }}){% continue %}{% endif %}<{{ 'model'", 1
+)
+SILENT = BOTH | {"content": None}
+CALLED = '(call weather{"city": "Oslo"})(call weather{"city": "Rome"})'
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([BOTH, *FOUND], f"<model|Let me look.><model|{CALLED}(found weather 20)(found weather 7)"),
+        ([BOTH, *FOUND, ROME], f"<model|Let me look.><model|{CALLED}(found weather 20)(found weather 7)Rome.><model|"),
+        (
+            [SILENT, *FOUND, ROME, ASKED],
+            f"<model|{CALLED}(found weather 20)(found weather 7)Rome.><user|{ASKED['content']}><model|",
+        ),
+        # Another call after what was found, and a result that no call belongs to.
+        (
+            [
+                BOTH | {"content": None},
+                *FOUND,
+                {"role": "assistant", "tool_calls": [call("Bari", "3")]},
+                FOUND[0] | {"tool_call_id": "3"},
+            ],
+            f'<model|{CALLED}(found weather 20)(found weather 7)<model|(call weather{{"city": "Bari"}})(found weather 20)',
+        ),
+        ([ROME, FOUND[0]], "<model|Rome.><tool|20><model|"),
+    ],
+)
+def test_results_stand_within_the_message_of_their_calls_where_the_template_reads_them_there(written, messages, prompt):
+    assert written(WITHIN, [ASKED, *messages]) == f"<user|{ASKED['content']}>{prompt}"
+
+
+def test_a_template_that_reads_results_in_both_places_gets_them_as_they_came(written):
+    prompt = written(WITHIN_OR_APART, [ASKED, BOTH, *FOUND])
+    assert prompt == f"<user|{ASKED['content']}><model|{CALLED}Let me look.>(found 20)(found 7)<model|"
+
+
 # The marks of a call, as a comment that no template writes; what a call looks like between them.
 MARKS = {
     "<tool_call></tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
