@@ -117,6 +117,7 @@ _THINKING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
     ("◁think▷", "◁/think▷"),
     # Solar Open's; Granite 3.2's.
     ("<|think|>", "<|end|>"),

@@ -192,18 +192,32 @@ class XmlCalls(LiveCalls):
             if found is None or found[1] not in self.names:
                 return False
             self._name, self._first, self._held = found[1], True, self._held[found.end() :]
-            parts += [self._begin(found[1]), Part(arguments="{")]
-            return True
         found, end = self._PARAMETER.search(self._held), self._held.find("</function>")
         if found is not None and (end < 0 or found.start() < end):
             self._key, self._open = found[1], False
             self._held = self._held[found.end() :]
-            parts.append(Part(arguments=("" if self._first else ", ") + json.dumps(found[1], ensure_ascii=False) + ": "))
+            if self._first:
+                parts.append(self._begin(self._name))
+            parts.append(Part(arguments=("{" if self._first else ", ") + json.dumps(found[1], ensure_ascii=False) + ": "))
             self._first = False
             return True
         if end < 0:
             return False
+        if self._first:
+            # Without parameters: nobody knows before whether it is a call, so it comes whole.
+            return self._whole_call(self._held[:end].strip() or "{}", end, parts)
         parts.append(Part(arguments="}"))
+        self._name, self._held = None, self._held[end + len("</function>") :]
+        return True
+
+    def _whole_call(self, arguments: str, end: int, parts: list[Part]) -> bool:
+        """A call without parameters, if its arguments are an object all the same."""
+        try:
+            if not isinstance(json.loads(arguments), dict):
+                return False
+        except ValueError:
+            return False
+        parts += [self._begin(self._name), Part(arguments=arguments)]
         self._name, self._held = None, self._held[end + len("</function>") :]
         return True
 

@@ -6,6 +6,7 @@ finds where a call begins and ends.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
@@ -60,7 +61,7 @@ def _llama4_calls(text: str, tools: Any) -> Any:
 
 def _python_lines(text: str, tools: Any) -> Any:
     """A call as Python writes it on each line."""
-    calls = [any_name(parse_python)(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
+    calls = [any_name(_pythonic(parse_python))(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
     return [call for one in calls for call in (one if isinstance(one, list) else [one])]
 
 
@@ -135,15 +136,32 @@ def _mistral(read: Reader) -> Reader:
 
 
 def _pythonic(read: Reader) -> Reader:
-    """mlx-lm's parser, without its guess at text that is no Python: it would read several calls as one with a long value."""
+    """mlx-lm's parser, also for JSON, and without its guess at text that is no Python.
+
+    The guess reads several calls as one with a long value, and drops values without a name.
+    """
 
     def read_python(text: str, tools: Any) -> Any:
+        if re.match(r"\s*(?:\[\s*)?\{", text):
+            return _json_calls(text, tools)
         parsed = read(text, tools)
-        if isinstance(parsed, dict) and len(re.findall(r"[\w.]+\(", re.sub(_QUOTED, "", text))) > 1:
-            raise ValueError("it is no list of calls")
+        if isinstance(parsed, dict):
+            bare = re.sub(_QUOTED, "", text)
+            several = len(re.findall(r"[\w.]+\(", bare)) > 1
+            if several or _has_unnamed(text) or not parsed["arguments"] and not re.search(r"\(\s*\)", bare):
+                raise ValueError("it is no list of calls with named values")
         return parsed
 
     return read_python
+
+
+def _has_unnamed(text: str) -> bool:
+    """Whether a list of one call as Python writes it has values without a name."""
+    try:
+        made = ast.parse(text[text.find("[") : text.rfind("]") + 1], mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    return any(getattr(call, "args", None) for call in getattr(made, "elts", ()))
 
 
 def _with_schemas(part: re.Pattern, text: str, tools: Any, rewrite: Callable[[re.Match, dict[str, Any]], str]) -> str:
@@ -189,7 +207,17 @@ def _kimi_k3(read: Reader) -> Reader:
     return read_typed
 
 
-parse_xml_call = verbatim(XML)(qwen3_coder.parse_tool_call)
+_read_parameters = verbatim(XML)(qwen3_coder.parse_tool_call)
+
+
+def parse_xml_call(text: str, tools: Any) -> Any:
+    """Qwen3-Coder's call; also one whose arguments are a JSON object, or that is JSON altogether."""
+    if text.lstrip().startswith("{"):
+        return _json_calls(text, tools)
+    whole = re.fullmatch(r"\s*<function=\s*([^\s<>]+)>([^<]*)</function>\s*", text)
+    return {"name": whole[1], "arguments": whole[2]} if whole else _read_parameters(text, tools)
+
+
 _TOOL_CALL = {
     json_tools.parse_tool_call: _json_calls,
     glm47.parse_tool_call: verbatim(GLM)(glm47.parse_tool_call),

@@ -173,6 +173,36 @@ def test_a_value_that_may_be_missing_has_its_type(parser, head, part, end, kind,
     assert json.loads(text) == {"v": read}
 
 
+OBJECT = '{"a": "x <b>", "n": 3}'
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("parser", "written", "wanted"),
+    [
+        ("qwen3_coder", f"\n<function=ls>\n{OBJECT}\n</function>\n", OBJECT),
+        ("qwen3_coder", f'\n{{"name": "ls", "arguments": {OBJECT}}}\n', OBJECT),
+        ("qwen3_coder", "\n<function=ls>\nthe files\n</function>\n", None),
+        ("pythonic", f'[{{"name": "ls", "arguments": {OBJECT}}}]', OBJECT),
+        ("pythonic", f'{{"name": "ls", "arguments": {OBJECT}}}', OBJECT),
+        ("pythonic", '[ls("x <b>", n=3)]', None),
+        ("pythonic", '[ls("x")]', None),
+        ("pythonic", "[ls(x y)]", None),
+    ],
+)
+def test_arguments_in_another_form_are_read_or_left_as_text_and_never_dropped(parser, written, wanted, step, live):
+    family = marked(parser)
+    text = f"{family.tool_call_start}{written}{family.tool_call_end}"
+    channels = Channels(family, tools=LS, live=live)
+    pieces = [piece for at in range(0, len(text), step) for piece in channels.feed(text[at : at + step])] + channels.feed(
+        "", True
+    )
+    calls = [call for piece in pieces for call in piece.calls]
+    read = "".join(call.arguments for call in calls) + "".join(piece.text for piece in pieces)
+    assert (read == text and not calls) if wanted is None else json.loads(read) == json.loads(wanted)
+
+
 @pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
 def test_a_call_with_tagged_values_may_have_none(parser, head, part, end):
     family = marked(parser)
