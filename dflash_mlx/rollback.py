@@ -132,14 +132,20 @@ class RollbackPoint:
 
 def rollback_point(entries: Sequence[Any], length: int) -> RollbackPoint:
     """Remember the state of the entries, which hold `length` tokens. Cheap: references and numbers only."""
-    whole = {id(entry): dict(vars(entry)) for entry in leaves(entries) if type(entry) is not ArraysCache}
-    return RollbackPoint(length, [_save(entry) for entry in entries], whole=whole)
+    whole: dict[int, dict[str, Any]] = {}
+    return RollbackPoint(length, [_save(entry, whole) for entry in entries], whole=whole)
 
 
-def _save(entry: Any) -> Any:
-    if type(entry) is CacheList:
-        return [_save(inner) for inner in entry.caches]
-    return list(entry.cache) if type(entry) is ArraysCache else entry.offset
+def _save(entry: Any, whole: dict[int, dict[str, Any]]) -> Any:
+    kind = type(entry)
+    if kind is ArraysCache:
+        return list(entry.cache)
+    if kind is CacheList:
+        return [_save(inner, whole) for inner in entry.caches]
+    if kind in _CUT:
+        # Not of an entry in a batch's shared arrays (`batch.groups`), which never grows: its offset undoes any pass.
+        whole[id(entry)] = dict(vars(entry))
+    return entry.offset
 
 
 def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
@@ -225,13 +231,13 @@ class _MasksByRow(RotatingKVCache):
 @contextmanager
 def masks_by_row(entries: Sequence[Any]) -> Iterator[None]:
     """During one pass over a block, rotating caches give each row a mask that shows what it would see alone."""
+    found = [entry for entry in leaves(entries) if type(entry) is RotatingKVCache]
     try:
-        for entry in leaves(entries):
-            if type(entry) is RotatingKVCache:
-                entry.__class__ = _MasksByRow
+        for entry in found:
+            entry.__class__ = _MasksByRow
         yield
     finally:
-        restore_masks(entries)
+        restore_masks(found)
 
 
 def restore_masks(entries: Sequence[Any]) -> None:

@@ -134,9 +134,8 @@ class _Layout:
         self, attn: Attention, layer: int, some: range, group: GroupPass, places: Places, q: mx.array, k: mx.array, v: mx.array
     ) -> mx.array:
         """Attention of rows of a group: [len(some), n_heads, K, D]. Keys that a layer already holds are written again."""
-        k, v = (self._of_rows(some.start, some.stop, a).squeeze(2) for a in (k, v))
         entries = [self.rows[r].cache[layer] for r in some]
-        places.write(entries[0].index, k, v)
+        places.write(entries[0].index, *(self._of_rows(some.start, some.stop, a) for a in (k, v)))
         for r, entry in zip(some, entries, strict=True):
             entry.offset = self.ends[r]
         q = q if len(some) == len(self.rows) else q[some.start : some.stop]

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 # The smallest capacity; the factor by which capacities grow; how much more memory sharing may take, as a share.
 _LEAST, _GROWTH, _SHARED = 256, 1.25, 0.2
+_ALL = slice(None)
 # The most that groups may take: this factor times the tokens of their rows, plus this many tokens.
 MOST, MOST_TOKENS = _GROWTH * (1 + _SHARED), 1024
 
@@ -156,8 +157,8 @@ class Group:
 
         Drop them before the group is written to again, or MLX copies the arrays.
         """
-        shape, at = (self.slots, self.kind[index][0], self.capacity, -1), slice(slots[0], slots[-1] + 1)
-        return tuple(a[index].reshape(shape)[at, :, :tokens] for a in (self.keys, self.values))
+        shape, at = (self.slots, self.kind[index][0], self.capacity, -1), (slice(slots[0], slots[-1] + 1), _ALL, slice(tokens))
+        return self.keys[index].reshape(shape)[at], self.values[index].reshape(shape)[at]
 
     def take(self, seats: Sequence[Seat]) -> None:
         """Give these rows the next slots and copy their entries into them."""
@@ -273,7 +274,7 @@ class Places:
         return self._rows[heads]
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
-        """Write keys and values [T, kv_heads, D] in place."""
+        """Write keys and values [T, kv_heads, D] or [T, kv_heads, 1, D] in place."""
         rows = self._of(self.group.kind[index][0])
-        for arrays, new in ((self.group.keys, keys), (self.group.values, values)):
-            arrays[index][rows] = new.reshape(rows.size, -1)
+        self.group.keys[index][rows] = keys.reshape(rows.size, -1)
+        self.group.values[index][rows] = values.reshape(rows.size, -1)

@@ -45,6 +45,10 @@ class RowPass:
     seat: Seat | None = None
 
 
+# Never evaluated: a layer only hands such an array on.
+_NOTHING = mx.zeros((1, 1, 1, 1))
+
+
 class _PerShare(mx.array):
     """Carries keys, values or masks through a layer's code: one part for each share, that is, for rows that attend together."""
 
@@ -53,7 +57,7 @@ class _PerShare(mx.array):
 
     @classmethod
     def of(cls, entry: RowsEntry, parts: list[Any]) -> _PerShare:
-        made = cls(mx.zeros((1, 1, 1, 1)))
+        made = cls(_NOTHING)
         made.entry, made.parts = entry, parts
         return made
 
@@ -85,7 +89,7 @@ class _GroupShare:
 
     def write(self, entries: list[Any], keys: mx.array, values: mx.array) -> tuple[int, int]:
         index = entries[self.row].index
-        self.group_pass.places.write(index, keys.squeeze(2), values.squeeze(2))
+        self.group_pass.places.write(index, keys, values)
         for row, size in zip(self.rows, self.group_pass.sizes, strict=True):
             entries[row].offset += size
         return index, index
@@ -159,10 +163,14 @@ class RowsEntry:
 
     def __init__(self, layout: _Layout, entries: list[Any]):
         self.layout, self.entries, self.shares = layout, entries, layout.shares(entries)
+        self._offset: mx.array | None = None
 
     @property
     def offset(self) -> mx.array:
-        return self.layout.positions(tuple(entry.offset for entry in self.entries))
+        # Layers ask twice, for queries and for keys.
+        if self._offset is None:
+            self._offset = self.layout.positions(tuple([entry.offset for entry in self.entries]))
+        return self._offset
 
     def __getitem__(self, place: int) -> RowsEntry:
         """If the entries are lists: entry number `place` of each."""
@@ -172,12 +180,16 @@ class RowsEntry:
 
     def _split(self, a: mx.array) -> list[mx.array]:
         """Split [T, ...] into the parts of the shares."""
-        return [a] if len(self.shares) == 1 else [a[share.span[0] : share.span[1]] for share in self.shares]
+        return [a[share.span[0] : share.span[1]] for share in self.shares]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [T, heads, 1, D] keys and values. The result is passed to attention unchanged."""
-        parts = zip(self.shares, self._split(keys), self._split(values), strict=True)
-        held = [share.write(self.entries, k, v) for share, k, v in parts]
+        self._offset = None
+        if len(self.shares) == 1:
+            held = [self.shares[0].write(self.entries, keys, values)]
+        else:
+            parts = zip(self.shares, self._split(keys), self._split(values), strict=True)
+            held = [share.write(self.entries, k, v) for share, k, v in parts]
         return _PerShare.of(self, [k for k, _ in held]), _PerShare.of(self, [v for _, v in held])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
@@ -188,9 +200,10 @@ class RowsEntry:
     def attend(self, queries: mx.array, keys: list[Any], values: list[Any], scale: float, mask: Any, sinks: Any) -> mx.array:
         """Takes and returns [T, heads, 1, D]. keys, values: one per share; mask: for all shares, perhaps changed by the layer."""
         masks = [mask] * len(self.shares) if not isinstance(mask, _PerShare) else self.masks(mask)
+        if len(self.shares) == 1:
+            return self.shares[0].attend(queries, keys[0], values[0], self.entries, scale, masks[0], sinks)
         parts = zip(self.shares, self._split(queries), keys, values, masks, strict=True)
-        outs = [share.attend(q, k, v, self.entries, scale, m, sinks) for share, q, k, v, m in parts]
-        return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+        return mx.concatenate([share.attend(q, k, v, self.entries, scale, m, sinks) for share, q, k, v, m in parts])
 
     def masks(self, mask: _PerShare) -> list[Any]:
         """The masks of this entry's shares, from a mask that another entry may have made."""
@@ -242,7 +255,8 @@ class BatchTarget:
         columns = zip(*(row.entries for row in rows), strict=True)
         cache = [RowsEntry(self._layout, list(column)) for column in columns]
         try:
-            with masks_by_row([entry for row in rows for entry in row.entries]), intercept(self._handlers):
+            alone = [entry for row in rows for entry in row.entries if type(entry) is not SlotKV]
+            with masks_by_row(alone), intercept(self._handlers):
                 out = self.target(ids[:, None], cache, eager=eager)
         finally:
             self._layout = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -75,7 +76,7 @@ class Round:
 
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
         self.target, self.rows, self.is_ahead, self._is_committed = target, rows, ids is not None, False
-        self.pair = rows[0].run.drafter.model.pair
+        self.pair, self._of_run = rows[0].run.drafter.model.pair, {id(row.run): row for row in rows}
         self._passes = [_begin_pass(row) for row in rows]
         self._output = target(_ids(rows) if ids is None else ids, self._passes, eager=not self.is_ahead)
         self._spans, start = [], 0
@@ -87,14 +88,19 @@ class Round:
         if self.is_plain:
             evaluate([entry for row in rows for entry in row.run.lazy])
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether no row drafts and all tokens are chosen on the device: the next round may start before this one is read."""
         return all(not row.draft.width and _draws_alike(row.run.target_sampler) for row in self.rows)
 
     def of(self, run: Run) -> RowRound | None:
         """The part of this run, or None."""
-        return next((row for row in self.rows if row.run is run), None)
+        return self._of_run.get(id(run))
+
+    @cached_property
+    def _each(self) -> list[mx.array]:
+        """Log-probabilities [V] of each token. They keep those of the whole round alive. In plain rounds mlx-lm does the same."""
+        return list(self._normed[0])
 
     def _enqueue(self) -> None:
         """Enqueue what will be read: each row's choices, the drafts, and whether a kernel was at fault."""
@@ -175,8 +181,7 @@ class Round:
 
         def row_logprobs(i: int) -> mx.array:
             if len(chosen) == 1:
-                # This view keeps the log-probabilities of the whole round alive. In plain rounds mlx-lm does the same.
-                return self._normed[0, span.start]
+                return self._each[span.start]
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
         def decide(row: RowRound) -> None:
