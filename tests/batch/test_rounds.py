@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from collections import Counter
 
 import mlx.core as mx
@@ -115,6 +116,34 @@ def test_a_round_that_began_behind_a_faulty_kernel_counts_for_nothing(pair, monk
     assert len(dropped) == 2 and got == {i: alone(pair, p, 24 + i) for i, p in enumerate(PROMPTS)}
 
 
+def without_windows(model):
+    """A pair whose drafter has no sliding layers: those attend row by row."""
+    return model, tiny_drafter(model, sliding_window=None, layer_types=["full_attention"] * 2)
+
+
+def answering(pair, rows, block=None):
+    """A batch of so many rows in the middle of their answers; block: a fixed block size, None for plain rounds."""
+    prompts = [[3 + i] * (6 + i) for i in range(rows)]
+    batch = plain_batch(*pair, prompts, 40, [{"block_size": block}] if block else [{}])
+    while batch.waiting or any(row.is_reading for row in batch.rows):
+        batch.next()
+    for _ in range(4):
+        batch.next()
+    return batch
+
+
+def python_calls(batch):
+    """Calls of Python functions in the next round."""
+    seen = Counter()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, about: seen.update([event]))
+    try:
+        batch.next()
+    finally:
+        sys.setprofile(before)
+    return seen["call"]
+
+
 def nodes(batch, monkeypatch):
     """Operations by kind of the next round, as they are handed to the device; views aside."""
     seen, views = Counter(), "Broadcast Reshape Transpose Slice ExpandDims Squeeze Split Flatten Unflatten".split()
@@ -143,19 +172,27 @@ def nodes(batch, monkeypatch):
 @pytest.mark.parametrize("block", [None, 5])
 def test_a_round_of_many_rows_is_hardly_more_operations_than_one_of_two(pair, monkeypatch, block):
     monkeypatch.setattr(group_pass, "attends_apart", lambda *about: False)
-    # Sliding layers attend row by row.
-    pair, counts = (pair[0], tiny_drafter(pair[0], sliding_window=None, layer_types=["full_attention"] * 2)), {}
+    counts = {}
     for rows in (2, 8):
-        options = [{"block_size": block}] if block else [{}]
-        prompts = [[3 + i] * (6 + i) for i in range(rows)]
-        batch = plain_batch(*pair, prompts, 40, options)
-        while batch.waiting or any(row.is_reading for row in batch.rows):
-            batch.next()
-        for _ in range(4):
-            batch.next()
+        batch = answering(without_windows(pair[0]), rows, block)
         counts[rows] = nodes(batch, monkeypatch)
         batch.close()
     assert 50 < counts[2] and counts[8] <= 1.05 * counts[2]
+
+
+# Four: what rejected drafts left is cut entry by entry.
+@pytest.mark.parametrize(("block", "most"), [(None, 1), (5, 4)])
+def test_a_row_more_costs_hardly_any_python_once_a_layer(monkeypatch, block, most):
+    monkeypatch.setattr(group_pass, "attends_apart", lambda *about: False)
+    counts = {}
+    for layers in (4, 12):
+        pair = without_windows(tiny_target(layers=layers))
+        for rows in (2, 8):
+            batch = answering(pair, rows, block)
+            counts[layers, rows] = python_calls(batch)
+            batch.close()
+    more = {layers: (counts[layers, 8] - counts[layers, 2]) / 6 for layers in (4, 12)}
+    assert 0 < more[4] and (more[12] - more[4]) / 8 < most + 0.5, (counts, more)
 
 
 @pytest.mark.full
