@@ -80,7 +80,7 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
     try:
         return load(
             directory,
-            settings,
+            _processors_template(directory) | settings,
             eos_token_ids=eos_ids(config, generation_config) or None,
             defaults=_tokenizer_defaults(config),
         )
@@ -99,6 +99,21 @@ def _load(directory: Path, source: str, config: Mapping, generation_config: Mapp
         raise CheckpointError(
             f"transformers cannot load the tokenizer in {source}: {text}", "Download its files again"
         ) from error
+
+
+def _processors_template(directory: Path) -> dict[str, str]:
+    """The chat template as a setting, where only the file of a multimodal model's processor holds one; {} elsewhere.
+
+    transformers' tokenizers do not read that file, so that a target would get messages without its template.
+    """
+    file, own = directory / "chat_template.json", directory / "tokenizer_config.json"
+    if not file.is_file() or (directory / "chat_template.jinja").exists():
+        return {}
+    if own.is_file() and "chat_template" in json.loads(own.read_bytes()):
+        return {}
+    held = json.loads(file.read_bytes())
+    template = held.get("chat_template") if isinstance(held, dict) else None
+    return {"chat_template": template} if isinstance(template, str) else {}
 
 
 def _blames_config(error: Exception, directory: Path) -> bool:
@@ -177,6 +192,9 @@ def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
             _require_whole(file, f"{checkpoint.source}/{file.relative_to(checkpoint.path)}")
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
+    if template := _processors_template(directory):
+        # For other programs, which read it there.
+        (directory / "chat_template.jinja").write_text(template["chat_template"], encoding="utf-8")
 
 
 def _require_whole(file: Path, where: str) -> None:

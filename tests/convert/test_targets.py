@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from convert_kit import (
     CONFORMANCE,
@@ -22,6 +23,7 @@ from dflash_mlx.conversion import load_target
 from dflash_mlx.conversion.configs import normalise_config, rope_for_layer_type
 from dflash_mlx.conversion.families import FAMILIES as SPECIAL
 from dflash_mlx.conversion.rope import expected_frequencies
+from kit import TINY
 
 from dflash_mlx import convert, generate, load
 from dflash_mlx.errors import CheckpointError, ConfigError, ConversionError
@@ -327,6 +329,24 @@ def test_eos_ids_are_joined_from_tokenizer_config_and_generation_config(tmp_path
     assert tokenizer.eos_token_ids == {tokenizer._tokenizer.eos_token_id, 7, 9, 11}
     convert(str(source), str(tmp_path / "mlx"))
     assert load(str(tmp_path / "mlx"))[1].eos_token_ids == tokenizer.eos_token_ids
+
+
+@pytest.mark.parametrize("beside", ["", "jinja", "tokenizer_config", "setting"])
+def test_a_chat_template_in_a_processors_file_is_the_tokenizers_unless_it_has_one(tmp_path, beside):
+    """As Mistral Small 3.1 and other multimodal models are published: transformers' tokenizers do not read that file."""
+    source = copy_checkpoint(TINY / "target", tmp_path / "source")
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": "processor's é"}), encoding="utf-8")
+    if beside == "jinja":
+        (source / "chat_template.jinja").write_text("own")
+    if beside == "tokenizer_config":
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+        (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "own"}))
+    given = {"chat_template": "own"} if beside == "setting" else None
+    _, tokenizer = load(str(source), tokenizer_config=given)
+    assert tokenizer.has_chat_template and tokenizer.chat_template == ("own" if beside else "processor's é")
+    convert(str(source), str(tmp_path / "mlx"))
+    theirs = mlx_lm.load(str(tmp_path / "mlx"))[1].chat_template
+    assert theirs == ("own" if beside in ("jinja", "tokenizer_config") else "processor's é")
 
 
 def test_an_auto_map_neither_runs_code_nor_asks(tmp_path, plain, monkeypatch):
