@@ -1,4 +1,4 @@
-"""Acceptance rules as pure functions on arrays. Knows nothing of models, caches or samplers."""
+"""Acceptance rules as pure functions on arrays. Does not know models, caches or samplers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def accept_match(draft: mx.array, target: mx.array) -> tuple[mx.array, mx.array]
 def accept_rejection(
     draft: mx.array, target: mx.array, drafter: mx.array, uniform: mx.array, gumbel: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Keep each draft with probability min(1, p / q); at the first one refused, draw from what p has beyond q.
+    """Keep each draft with probability min(1, p / q); in place of the first rejected one, draw from max(0, p - q).
 
-        draft         d1 d2 d3        d2 refused: accepted = 1, bonus ~ max(0, p2 - q2), normalised
-        target        p1 p2 p3 p4     p4 is drawn from if all are kept
+        draft         d1 d2 d3        d2 rejected: accepted = 1, bonus ~ max(0, p2 - q2), normalised
+        target        p1 p2 p3 p4     if all are kept, the bonus is drawn from p4
 
-    Exact if d_i was drawn from q_i: its law given the past is p_i's. A draft that was chosen otherwise, as by argmax, has the
-    one-hot q; with another q the result is biased.
+    Exact if d_i was drawn from q_i: the kept token then has the distribution p_i. For a draft chosen in another way, such as by
+    argmax, q is one-hot; any other q would bias the result.
 
     Shapes:
       - draft: [B, N] int32; target p: [B, N + 1, V], drafter q: [B, N, V], probabilities; uniform: [B, N] in [0, 1)
@@ -55,10 +55,11 @@ def accept_rejection(
 def accept_block(
     draft: mx.array, target: mx.array, drafter: mx.array, uniform: mx.array, gumbel: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `accept_rejection`, but a draft that was refused may be kept with those after it: never fewer are kept on average.
+    """As `accept_rejection`, but decided over the whole block: a later draft can save one that alone would be rejected. It never
+    keeps fewer on average.
 
-        P_0 = 1;  P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))         a running chance of the first i drafts
-        S_i = sum over x of max(0, P_i p_{i+1}(x) - q_{i+1}(x))     what p has left behind them
+        P_0 = 1;  P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))         running probability of the first i drafts
+        S_i = sum over x of max(0, P_i p_{i+1}(x) - q_{i+1}(x))     probability that p has left after them
         h_i = S_i / (S_i + 1 - P_i), h_N = P_N                      accepted = the LARGEST i with u_i <= h_i, else 0
 
     Shapes and returns as in `accept_rejection`.
@@ -74,7 +75,7 @@ def accept_block(
         reached.append(chance)
         if i < n:
             left = mx.maximum(chance[:, None] * target[:, i] - drafter[:, i], 0).sum(axis=-1)
-            # 0 / 0: p and q agree to the end, so everything may be kept.
+            # 0 / 0: p and q are equal from here on, so every draft may be kept.
             rule = mx.where(left + 1 - chance > 0, left / (left + 1 - chance), 1.0)
         else:
             rule = chance

@@ -32,14 +32,14 @@ from .text import TextStream
 
 
 def make_prompt_cache(model: nn.Module, draft_model: nn.Module | None = None, max_kv_size: int | None = None) -> list[Any]:
-    """An empty prompt cache: mlx-lm's for the target alone, one list for both with a drafter.
+    """An empty prompt cache. With a drafter, one list holds the entries of both models.
 
-    The list holds only mlx-lm's own cache classes, so `mlx_lm.models.cache.save_prompt_cache` and `load_prompt_cache` carry
+    The list holds only mlx-lm's own cache classes, so `mlx_lm.models.cache.save_prompt_cache` and `load_prompt_cache` work with
     it. It remembers committed ids, so a later call passes new tokens only, as in mlx-lm.
 
     Raises:
-      CacheError: if the target has a cache kind that cannot be rolled back, if max_kv_size is given for a target that makes its
-        own caches (mlx-lm would ignore it), or if it is too small for a block.
+      CacheError: the target has a kind of cache that cannot be rolled back; or max_kv_size is given for a target that makes its
+        own caches (mlx-lm would ignore it), or is too small for a block.
     """
     check_draft_model(draft_model)
     if isinstance(draft_model, Drafter):
@@ -83,29 +83,29 @@ def stream_generate(
     """Generate text, one response a token: `mlx_lm.stream_generate` with a DFlash drafter as `draft_model`.
 
     Args beyond mlx-lm's:
-      draft_model: what `load_drafter` returned for this model object. None: mlx-lm's own loop; so with an ordinary mlx-lm model.
-      prompt_cache: from `make_prompt_cache`. One that was used with a drafter can go on without it, and is then the target's
-        alone. Copy or save it only after its stream has ended or was closed: an earlier copy is refused.
+      draft_model: what `load_drafter` returned for this model object. With None or an ordinary mlx-lm model, mlx-lm's loop runs.
+      prompt_cache: from `make_prompt_cache`. After a run with a drafter it can be used without one; from then on it is the
+        target's alone. Copy or save it only when its stream has ended or was closed: a copy made earlier is refused.
       block_size: tokens per block, the anchor included; 1: no drafting. None: passes are timed once on this machine, and each
-        round verifies the number of drafts that is fastest, which may be none. `num_draft_tokens` is the same minus one.
-      seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter; None draws one.
-      acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" draw the drafts too; the
-        text for a seed then depends on drafter and block size, and `sampler` is a `sampling.Distribution`.
-      prompt_lookup: also draft by copying what followed the last tokens earlier. None: where faster, without a block_size.
-      proposers: your own draft sources (`proposers.Proposer`), asked before each round.
-      constraint: what the answer may say, such as `constraint.json_schema(schema)`. Tokens that it forces need no drafter pass.
+        round verifies the number of drafts that is fastest, which may be none. `num_draft_tokens` is block_size - 1.
+      seed: keys the noise of `sampler` by (seed, position), so the text does not depend on the drafter. None: a random seed.
+      acceptance: "match" keeps the drafts that equal the target's own draws. "rejection" and "block" sample the drafts too: the
+        text for a seed then depends on drafter and block size, and `sampler` must be a `sampling.Distribution`.
+      prompt_lookup: also draft by copying what followed the last tokens earlier. None: if faster, and no block_size is given.
+      proposers: your own draft sources (`proposers.Proposer`). Each is asked before every round.
+      constraint: restricts the answer, such as `constraint.json_schema(schema)`. Tokens that it forces need no drafter pass.
       text_stream: the detokenizer; None: `TextStream(tokenizer, prompt)`.
-      logprobs: evaluate each response's `logprobs` now (needed when another thread reads it); else it is lazy.
+      logprobs: evaluate each response's `logprobs` at once (needed if another thread reads it). False: it stays lazy.
       exact: ids and log-probabilities have the same bits with any drafter or none, any block size and prompt lookup, on a GPU
-        too. Options that rule this out are refused. Without a drafter, too, our own loop runs, and there are `stats`.
+        too. Options that rule this out are refused. Our own loop then runs without a drafter too, and gives `stats`.
       keep_rounds: False keeps only a summary in `stats`, for long runs. copy: the old name of prompt_lookup.
-    Without a sampler it is greedy, as mlx-lm is. Logits processors see committed tokens only, and cost one wait per token.
+    Without a sampler, decoding is greedy, as in mlx-lm. Logits processors see committed tokens only, and cost one wait per token.
 
     Raises:
       GenerationError, CacheError, PairError: an option that cannot be honoured, before anything runs.
       ValueError: max_tokens 0 or an empty prompt, as in mlx-lm.
     """
-    options = RunOptions(**locals())
+    options = RunOptions(**locals())  # must come first: locals() are then the arguments and nothing else
     if not (exact or isinstance(draft_model, Drafter)):
         return _respond_plainly(plain_responses(options), logprobs)
     pair = exact_pair(options) if exact else DFlashPair.of(options.check_drafter())
@@ -115,7 +115,7 @@ def stream_generate(
     cache = pair.prepare_cache(cache, options)
     run = make_run(options, pair, cache)
     if prompt_cache is not None:
-        # Nothing was refused: a fresh list from mlx-lm's own make_prompt_cache gets the drafter's part.
+        # Only now, when nothing was refused, the caller's list gets the drafter's entries, if mlx-lm's own function made it.
         prompt_cache[:] = cache.entries
         cache.entries = prompt_cache
     return _respond(run, cache.register_writer(generate_steps(run, prompt)))
@@ -142,13 +142,13 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
         at_end.callback(run.counter.finish)
         responder = Responder(run, options.prompt_ids)
         for step in steps:
-            # At the last token this closes the steps, so the caches are settled before the caller sees it.
+            # At the last token the responder closes the steps, so the caches are settled before the caller gets the response.
             response = responder.respond(step, steps.close)
             yield response
             if response.finish_reason:
                 run.drafter.model.pair.after_answer()
                 return
-    # No finish reason: the call that read this prompt cache next has closed the steps (`PairCache.read`).
+    # The steps ended without a finish reason: a later call that reads this prompt cache has closed them (`PairCache.read`).
     raise GenerationError(
         "a later call uses this stream's prompt cache, so this stream cannot go on",
         "Give each stream a prompt cache of its own",

@@ -48,7 +48,7 @@ def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
         emit      hand out the tokens; the bonus is the next anchor
 
     A round waits for the device once, or twice where the drafter's confidence decides how many drafts are verified.
-    However it ends (EOS, closed generator, Ctrl-C, error), `settle` leaves both caches at exactly the tokens that were yielded.
+    However it ends (EOS, closed generator, Ctrl-C, error), `settle` leaves both caches with exactly the yielded tokens.
     """
     try:
         anchor = run.prefill(prompt)
@@ -70,8 +70,8 @@ def generate_steps(run: Run, prompt: list[int]) -> Iterator[Step]:
 def plain_rounds(run: Run, output: PendingPass) -> Iterator[Step]:
     """Decode one token per pass until it is time to draft. Returns the next anchor.
 
-    output: a target pass over the anchor alone. Its row is always kept, so the next pass can be enqueued before the host has
-    read this one's token: it takes the token from the device.
+    output: a target pass over the anchor alone. Its row is always kept. So the next pass can be enqueued before the host reads
+    this one's token: it takes the token from the device.
     """
     while True:
         run.commit_row(output)
@@ -91,7 +91,7 @@ def plain_rounds(run: Run, output: PendingPass) -> Iterator[Step]:
 class PendingPass:
     """A target pass over the anchor and `draft.width` drafts that is enqueued and not read yet.
 
-    anchor: [1]; lookahead: enqueued before the pass in front of it was read; point: undoes it; seconds: spent so far.
+    anchor: [1]; lookahead: it was enqueued before the pass before it was read; point: undoes it; seconds: spent so far.
     features: [1, width + 1, n_taps * H]; token: at width 0, returns the target's token [1] on the device; read: waits for the
     result. sliding: the drafter's sliding-window arrays after this round; may_be_nonfinite: kernels or the accelerator ran.
     """
@@ -110,7 +110,7 @@ class PendingPass:
 
 @dataclass
 class Kept:
-    """A pass that was read, and what is kept of it."""
+    """A pass that the host has read, with its outcome."""
 
     output: PendingPass
     result: RoundResult
@@ -121,7 +121,7 @@ class Kept:
 
 
 class Run:
-    """One generation: both models, both caches and how far each of them is.
+    """One generation: both models, both caches, and how many rows each cache holds.
 
         ids (committed)      p0 ... pn  a | d1 d2 b         a: anchor, committed but not yet in the target's cache
         target cache rows    p0 ... pn    |                 after verify: + a d1 d2 d3..., rolled back to + a d1 d2
@@ -147,13 +147,13 @@ class Run:
         self.drafter = self.proposer_class(options.draft_model, pair.target, cache, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
-        # The draft source of the next round, and its width if it was chosen already.
+        # The draft source of the next round, and its width if `look_ahead` has already chosen it.
         self.proposer: Proposer | DrafterProposer = self.drafter
         self.next_width: int | None = None
         self.counter = RoundCounter(stats, policy, self.drafter, not (options.logits_processors or options.constraint))
-        # Whether two single-token passes can be undone. A full ring buffer cannot: the second pass overwrote a row.
+        # Whether two single-token passes can be undone. In a full ring buffer they cannot: each overwrites a row.
         self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
-        # Entries with arrays that stay unevaluated: after a rollback or a pass, and after a plain pass.
+        # Entries whose arrays must be evaluated after a rollback or a pass (`lazy`), and after a plain pass (`_recurrent`).
         self.lazy = [entry for entry in leaves(cache.target) if type(entry) in _LEFT_LAZY]
         self._recurrent = [entry for entry in self.lazy if type(entry) is ArraysCache]
 
@@ -162,7 +162,7 @@ class Run:
         return self.emitted == self.options.max_tokens
 
     def prefill(self, prompt: list[int]) -> int:
-        """Read the prompt in chunks, and put their features into the drafter's cache. Returns its last token, still unread."""
+        """Read the prompt in chunks, all but its last token, and give their features to the drafter. Returns: the last token."""
         cache, progress = self.cache, self.options.progress
         cache.mark_in_use()
         feed = cache.ids[cache.rows :] + prompt
@@ -172,7 +172,7 @@ class Run:
             chunk = feed[: self.target.prefill_chunk(self.rows, self.options.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
                 features = self.target(mx.array([chunk]), cache.target).features
-                # A chunk is kept or undone as a whole.
+                # 0 rows: a chunk is kept or undone as a whole.
                 self.point.ended(0)
                 self.drafter.inject(features)
                 if self.quantization:
@@ -219,7 +219,7 @@ class Run:
         return draft
 
     def _cut_by_confidence(self, draft: Draft, began: float) -> None:
-        """Wait for the draft if its confidence chooses the width, or if this round times the draft."""
+        """Wait for the draft if its confidence chooses the width, or if this round times the drafter."""
         cuts = self.policy.cuts_by_confidence and draft.confidence is not None
         if cuts or self.stats.times_next_round:
             draft.read()
@@ -269,7 +269,7 @@ class Run:
                 output = self.retry(output)
 
     def read(self, output: PendingPass) -> Kept:
-        """Wait for a pass. Raises NotFiniteError if one of our kernels failed: they are off now, and the pass must run again."""
+        """Wait for a pass. Raises NotFiniteError if one of our kernels failed; all are then off, and the pass must run again."""
         began = time.perf_counter()
         with mx.stream(self.stream):
             result = output.read()
@@ -277,7 +277,7 @@ class Run:
         return Kept(output, result)
 
     def retry(self, output: PendingPass, following: PendingPass | None = None) -> PendingPass:
-        """Enqueue a target pass again after undoing it, and `following`, the plain pass that was enqueued after it."""
+        """Undo a target pass and enqueue it again. following: the plain pass that was enqueued after it, which is undone too."""
         with mx.stream(self.stream):
             if following is not None:
                 rollback(self.cache.target, following.point, following.point.length)
@@ -335,7 +335,7 @@ class Run:
                 mx.clear_cache()
 
     def look_ahead(self, output: PendingPass) -> PendingPass | None:
-        """Enqueue the next plain pass before the last one is read. None: the host has to decide something in between."""
+        """Enqueue the next plain pass before the last one is read. None if the host must decide something first."""
         self.next_width = None
         last, times_passes = self.emitted + 1 == self.options.max_tokens, not self.policy.ready
         # A pass that may have to run again must be the last one, unless both can be undone.
@@ -344,7 +344,7 @@ class Run:
         if last or times_passes or self.target_sampler.processors or may_be_nonfinite:
             return None
         n = self._draft_length()
-        # Where the next round drafts, this pass is read first and `generate_steps` goes on.
+        # If the next round drafts, this pass is read first, and `generate_steps` continues with that width.
         if n or self._best_source(0)[1]:
             self.next_width = n
             return None
@@ -367,7 +367,7 @@ class Run:
         return self.quantization.cut(self.rows, width) if self.quantization else width
 
     def settle(self) -> None:
-        """Bring both caches to the tokens that were handed out, however the run ended."""
+        """Leave both caches with exactly the tokens that were handed out, however the run ended."""
         cache, point = self.cache, self.point
         # The last token handed out is the anchor, which is not in the target's cache. Only the last pass can be undone.
         keep = max(point.length, min(self.rows, len(cache.ids) - 1))
@@ -378,7 +378,7 @@ class Run:
                 self.quantization.apply(cache)
             cache.features, cache.rows = self.drafter.settle(keep), keep
             cache.write()
-            # Evaluate now: another thread may continue the cache, and could not.
+            # Evaluate now: if another thread continues with the cache, it cannot evaluate this thread's arrays.
             mx.eval([entry.state for entry in cache.entries])
 
 

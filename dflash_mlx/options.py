@@ -1,4 +1,4 @@
-"""Checks the arguments of a run before it starts: refuses what cannot be honoured, and warns of what is doubtful."""
+"""Checks the arguments of a run before it starts: raises for those that cannot work, and warns of those that may not help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .text import TextStream, encode
 
 @dataclass
 class RunOptions:
-    """The arguments of `stream_generate`, by name. Making one refuses what is wrong in any run, with a drafter or without."""
+    """The arguments of `stream_generate`, by name. The constructor raises for what is wrong with or without a drafter."""
 
     model: nn.Module
     tokenizer: Any
@@ -71,7 +71,7 @@ class RunOptions:
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < least):
                 raise GenerationError(f"{name} is {value!r}; it must be a whole number of at least {least}", "Leave it out")
         for name, default in (("kv_group_size", 64), ("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)):
-            # Programs written for mlx-lm pass its defaults on.
+            # mlx-lm's defaults are accepted: programs written for it pass them without kv_bits.
             if self.kv_bits is None and (value := getattr(self, name)) not in (None, default):
                 raise GenerationError(f"{name} is {value!r} without kv_bits", "Give kv_bits or leave it out")
         if self.num_draft_tokens is not None and self.draft_model is None:
@@ -85,7 +85,7 @@ class RunOptions:
 
     @functools.cached_property
     def prompt_ids(self) -> list[int]:
-        """Raises: ValueError, mlx-lm's, if there is nothing to run."""
+        """The prompt as token ids. Raises: ValueError, as in mlx-lm, if there is nothing to run."""
         ids = encode(self.tokenizer, self.prompt)
         if not ids and self.input_embeddings is None:
             raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
@@ -93,13 +93,13 @@ class RunOptions:
 
     @property
     def uses_prompt_lookup(self) -> bool:
-        """On by default when a draft-length policy can weigh it against the drafter and plain decoding."""
+        """On by default if a draft-length policy runs, which can compare it with the drafter and plain decoding."""
         default = self.block_size is None and self.acceptance == "match"
         return default if self.prompt_lookup is None else self.prompt_lookup
 
     @functools.cached_property
     def quantization(self) -> KVQuantization | None:
-        """How to quantize the KV cache (`kv_bits` and the options beside it), tried on three rows.
+        """How to quantize the KV cache (`kv_bits` and the options beside it). It is first tried on three rows.
 
         Raises:
           GenerationError: mlx-lm cannot run this target with it.
@@ -152,7 +152,7 @@ class RunOptions:
         self.block_size = block_size_of(self.draft_model, self.block_size, self.num_draft_tokens)
         for name, value in (("prompt_lookup", self.prompt_lookup), ("proposers", self.proposers)):
             if value and self.acceptance != "match":
-                # The others weigh a draft by the distribution that it was drawn from.
+                # The other rules need the distribution that a draft was drawn from, and copied drafts have none.
                 raise GenerationError(
                     f"{name} was given with acceptance={self.acceptance!r}; it works with 'match' only",
                     "Leave one of the two out",
@@ -165,7 +165,7 @@ class RunOptions:
         return self.draft_model
 
     def check_prompt(self, target: Target, cache: PairCache) -> None:
-        """Refuse a prompt that is too long for the target, after what the cache holds; warn if it is too long for the drafter."""
+        """Refuse a prompt that, with what the cache holds, is too long for the target; warn if it is too long for the drafter."""
         check_ids(self.prompt_ids, target.vocabulary)
         check_context(target, self.draft_model, len(cache.ids) + len(self.prompt_ids), self.max_tokens)
         check_template(self.draft_model, self.tokenizer, self.prompt_ids)
@@ -181,7 +181,7 @@ class RunOptions:
 
 
 def check_ids(ids: list[int], rows: int) -> None:
-    """Refuse ids without a row in the embedding: MLX reads whatever lies there, and -1 reads the last row."""
+    """Refuse ids without a row in the embedding. MLX does not check: it reads other memory, and for -1 the last row."""
     wrong = [i for i in ids if not 0 <= i < rows]
     if wrong:
         raise GenerationError(

@@ -1,6 +1,6 @@
 """Where drafts come from: the drafter, prompt lookup, or a draft source of the user's own.
 
-Knows the drafter and its context cache. Knows nothing of the target's passes, of acceptance, or of when to draft.
+Knows the drafter and its context cache. Does not know the target's passes, acceptance, or when to draft.
 
 A new draft source is one class with the members of `Proposer`; `stream_generate(..., proposers=[source])` uses it.
 """
@@ -27,18 +27,18 @@ from .target_sampler import TargetSampler, pack_drafts, unpack_drafts
 
 @dataclass
 class Draft:
-    """Drafted tokens, the first of which follows the anchor.
+    """Drafted tokens. The first one follows the anchor.
 
     ids: a list, or an array [1, N] int32 that is not evaluated yet.
-    confidence: the source's own probability of each token, [1, N]; None: it has none.
-    source: the name that `rounds` and `stats.sources` show.
+    confidence: the source's own probability of each token, [1, N]; None if it has none.
+    source: its name in `rounds` and `stats.sources`.
     """
 
     ids: list[int] | mx.array
     confidence: mx.array | None = None
     source: str = "plain"
-    # The loop sets these. width: how many ids are verified; confidence_cut: whether their confidence chose it; seconds: spent so
-    # far; draft_s: seconds until the host had read the draft, None if it did not wait; drafted_ids: the ids and confidences.
+    # Set by the loop. width: how many ids are verified; confidence_cut: whether confidence chose it; seconds: spent so far;
+    # draft_s: seconds until the host had read the draft, None if it did not wait; drafted_ids: the ids and confidences it read.
     width: int = 0
     seconds: float = 0.0
     draft_s: float | None = None
@@ -111,10 +111,10 @@ class PromptLookupProposer:
 
 
 class Context(NamedTuple):
-    """What the drafter's cache holds. Replaced as a whole, so that an interruption falls before or after a change.
+    """What the drafter's cache holds. Replaced as a whole, so that an interruption never leaves it half changed.
 
-    rows: context rows in the cache; pending: the target's features of the rows that follow, not in it yet; sliding: the arrays
-    that put sliding-window entries back to `rows` (see `DrafterProposer.sliding`).
+    rows: context rows in the cache; pending: the target's features of later rows, which are not in the cache yet; sliding: arrays
+    that set sliding-window entries back to `rows` (see `DrafterProposer.sliding`).
     """
 
     rows: int
@@ -143,12 +143,12 @@ class DrafterProposer:
     ):
         self.model, self._target, self.cache, self._sampler, self.policy = drafter, target, cache.drafter, target_sampler, policy
         self.context = Context(cache.rows - cache.pending, FeatureRows(cache.features), self.sliding())
-        # The first rows of the text, if the target read them before there was a drafter (`PairCache.adopt`). The drafter counts
-        # its positions from the row after them.
+        # Rows at the start of the text that the target read without a drafter (`PairCache.adopt`). The drafter's positions start
+        # after them.
         self.skipped = self.context.rows - self.cache[0].offset
 
     def propose(self, anchor: mx.array, n: int, width: int) -> Draft:
-        """Enqueue a drafter pass over a block of the anchor [1] and n masks. It also reads the pending rows into the cache.
+        """Enqueue a drafter pass over a block of the anchor [1] and n masks. It also puts the pending rows into the cache.
 
         width: how many drafts will be verified. The head runs for the first `drafts_needed(width)` masks only.
         """
@@ -156,7 +156,7 @@ class DrafterProposer:
         block, position = (anchor, features, self.cache, rows - self.skipped, n + 1), rows + features.shape[1] + 1
         drafted, confidence = self._sampler.draft(self.model, self._target, block, self.policy.drafts_needed(width), position)
         draft = Draft(drafted, confidence if self.policy.wants_confidence else None, self.source, width)
-        # Started before the host builds the target's pass: for a large model that takes the host as long as the device drafts.
+        # Started before the host builds the target's pass. For a large model, building takes about as long as drafting.
         mx.async_eval(draft.row, draft.confidence)
         return draft
 
@@ -181,7 +181,7 @@ class DrafterProposer:
     def settle(self, rows: int) -> mx.array | None:
         """Undo an interrupted pass in the cache. Returns: the features that are pending when the target has `rows` rows."""
         for entry, state in zip(self.cache, self.context.sliding, strict=True):
-            # A sliding cache that an interrupted pass has moved lost its oldest rows: it gets its old arrays back.
+            # An interrupted pass may have dropped the oldest rows of a sliding entry, so the old arrays are put back.
             if state is None:
                 entry.trim(max(entry.offset + self.skipped - self.context.rows, 0))
             else:

@@ -1,6 +1,6 @@
 """Rollback: keep the first rows of a target pass in every kind of mlx-lm cache, and remove the others.
 
-Knows mlx-lm's cache classes. Knows nothing of models, tokens or the loop.
+Knows mlx-lm's cache classes. Does not know models, tokens or the loop.
 
 A target pass over a block is undone in two calls: `rollback_point(entries, length)` before it, `rollback(entries, point, keep)`
 after it. The kind of entry decides how (`_CUT`, `_undo`):
@@ -58,7 +58,7 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
         return
     k, v = entry.keys, entry.values
     if mark < min(length, entry.max_size):
-        # The whole pass is dropped: one row is then missing to a full ring. Any row may fill the oldest place: it is never seen.
+        # The whole pass is dropped, so a full ring lacks one row. Any row may fill the oldest place: it is never seen.
         at = entry.keep
         k, v = (mx.concatenate([a[..., :at, :], a[..., mark : mark + 1, :], a[..., at:mark, :]], axis=2) for a in (k, v))
         mark += 1
@@ -77,7 +77,7 @@ _CUT: dict[type, Callable[[Any, int], Any]] = {
 
 
 def leaves(entries: Sequence[Any]) -> Iterator[Any]:
-    """The entries, and those inside a CacheList in its place."""
+    """The entries, with each CacheList replaced by the entries inside it."""
     for entry in entries:
         if type(entry) is CacheList:
             yield from leaves(entry.caches)
@@ -110,12 +110,12 @@ class RollbackPoint:
     """What `rollback` needs to keep any number of rows of one target pass.
 
     length: rows committed before the pass.
-    saved: per entry its offset, its arrays, or a list of these. Nothing is copied.
-    rows: rows of the pass after it has ended; 0 before that, and if it was interrupted.
-    replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the one module that changed the
-      entry's arrays. The pass puts them here; they hold that module's inputs for the block.
-    whole: id(entry) -> its attributes, until the pass has ended. They undo a pass that was interrupted after it wrote an entry's
-      keys and before its values.
+    saved: for each entry its offset, its arrays, or a list of these. Nothing is copied.
+    rows: rows of the pass, once it has ended; 0 before that, and if it was interrupted.
+    replays: id(entry) -> functions; f(n) runs the first n rows of the pass again through the module that changed the entry's
+      arrays. The pass puts them here; they hold that module's inputs for the block.
+    whole: id(entry) -> its attributes, until the pass has ended. They undo a pass that was interrupted after writing an entry's
+      keys and before writing its values.
     """
 
     length: int
@@ -125,7 +125,7 @@ class RollbackPoint:
     whole: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def ended(self, rows: int) -> None:
-        """The pass is enqueued, and `rows` of its rows can be kept. Releases the arrays that it replaced."""
+        """Call when the pass is enqueued. rows: how many of its rows can be kept. Releases the arrays that the pass replaced."""
         self.rows = rows
         self.whole.clear()
 
@@ -149,13 +149,13 @@ def _save(entry: Any, whole: dict[int, dict[str, Any]]) -> Any:
 
 
 def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
-    """Put every entry where plain decoding would have it after `length` tokens: `point` and some rows of the pass after it.
+    """Bring every entry to the state that plain decoding has after `length` tokens: up to `point`, and the pass's first rows.
 
-    May be called again with a smaller length until the next pass. An interrupted pass, which may have changed only some
+    Until the next pass it may be called again with a smaller length. An interrupted pass, which may have changed only some
     entries, can be undone as a whole.
 
     Raises:
-      CacheError: if the pass did not have so many rows, or an entry does not cut as asked.
+      CacheError: if the pass did not have that many rows, or an entry cannot be cut to that length.
     """
     keep = length - point.length
     if not 0 <= keep <= point.rows:
@@ -170,12 +170,12 @@ def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
 def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
     replays = point.replays.get(id(entry), [])
     if type(entry) is CacheList:
-        # A module that is given the whole list appends to all of it in its replay, so each entry is emptied of the pass first.
+        # A module that takes the whole list appends to all its entries in a replay, so the pass is first removed from each.
         for inner, inner_saved in zip(entry.caches, saved, strict=True):
             _undo(inner, inner_saved, point, 0 if replays and keep < point.rows else keep)
     elif type(entry) is not ArraysCache:
         if not point.rows and (attributes := point.whole.get(id(entry))):
-            # The interrupted pass wrote only where no kept row reads.
+            # Safe: the interrupted pass wrote only to places that no kept row reads.
             vars(entry).update(attributes)
         else:
             _cut_to(entry, saved, keep)
@@ -189,7 +189,7 @@ def _undo(entry: Any, saved: Any, point: RollbackPoint, keep: int) -> None:
 
 
 def _cut_to(entry: Any, offset: int, keep: int) -> None:
-    """Cut an entry that held `offset` rows before the pass to `offset + keep`. One that the model does not use is left alone."""
+    """Cut an entry that held `offset` rows before the pass to `offset + keep`. One that the model does not use stays as is."""
     length = offset + keep
     if entry.offset > length:
         _CUT.get(type(entry), KVCache.trim)(entry, entry.offset - length)
@@ -201,10 +201,10 @@ def _cut_to(entry: Any, offset: int, keep: int) -> None:
 
 
 class _MasksByRow(RotatingKVCache):
-    """A rotating cache whose mask for several rows shows each row what it would see alone.
+    """A rotating cache whose mask for several rows lets each row see what it would see alone.
 
-    mlx-lm's own mask hides the j oldest rows of the buffer from row j, also those that `keep` should keep; and with a window
-    larger than the cache it shows rows that the ring has dropped.
+    mlx-lm's own mask hides the j oldest rows of the buffer from row j, even those that `keep` protects. With a window larger than
+    the cache it shows rows that the ring has dropped.
     """
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
@@ -213,7 +213,7 @@ class _MasksByRow(RotatingKVCache):
         if N == 1 or not self.keep or self.offset + N <= self.max_size:
             mask = super().make_mask(N, window_size, return_array)
             if isinstance(mask, mx.array) and N > 1 and window_size is None and not self.keep:
-                # With one row there is no mask: the ring has the window's keys and no others.
+                # A pass over one row has no mask, because the ring holds exactly the window's keys. So mark this as a window.
                 mask = WindowMask(mask)
                 mask.window = self.max_size
             return mask

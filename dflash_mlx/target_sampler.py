@@ -1,6 +1,6 @@
 """The target's own token for each row of a block (greedy, sampled, with logits processors), and which drafts equal it.
 
-Knows the outputs of target and drafter. Knows nothing of rollback or the loop. `accept` has the acceptance rules.
+Knows the outputs of target and drafter. Does not know rollback or the loop. `accept` has the acceptance rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ONE = 1 << 20
 
 
 def pack_drafts(drafted: mx.array, confidence: mx.array | None) -> mx.array:
-    """Ids [1, N] and, unless there are none, their probabilities [1, N] in one array [N] or [2 N], to be read at once."""
+    """Ids [1, N] and their probabilities [1, N], if any, in one array [N] or [2 N], so that the host waits once for both."""
     return drafted[0] if confidence is None else mx.concatenate([drafted[0], (confidence[0] * _ONE).astype(mx.int32)])
 
 
@@ -36,7 +36,7 @@ def unpack_drafts(values: list[int], n: int) -> tuple[list[int], list[float] | N
 class RoundResult:
     """The outcome of a verified block.
 
-    drafted: the ids, of which the first `accepted` are kept; bonus: the target's own token after them.
+    drafted: the ids; the first `accepted` of them are kept; bonus: the target's own token after them.
     row_logprobs: row of the block -> its log-probabilities [V]; confidence: the drafter's, if the policy wants it.
     """
 
@@ -48,7 +48,7 @@ class RoundResult:
 
 
 class TargetSampler:
-    """Draws the target's token at each row of a block and matches the drafts with it.
+    """Chooses the target's own token in each row of a block, and compares the drafts with these tokens.
 
     processors: logits processors; if there are any, the host samples row by row, with one wait per row.
     history: the committed tokens, for the processors.
@@ -63,7 +63,7 @@ class TargetSampler:
         self.noise = KeyedNoise(self.seed)
 
     def _sample(self, rows: mx.array, position: int) -> mx.array:
-        """[N, V] log-probabilities to tokens [N], the first at an absolute position."""
+        """[N, V] log-probabilities to tokens [N]; position: absolute, of the first token."""
         chosen = mx.argmax(rows, axis=-1) if self.sampler is None else sample_rows(self.sampler, self.noise, position, rows)
         return chosen.astype(mx.int32)
 
@@ -93,10 +93,12 @@ class TargetSampler:
           - output: of N + 1 rows; drafted, confidence: [1, >= N]
         Args:
           drafter_states: arrays of the drafter's cache to evaluate as well; position: absolute, of the token that row 0 predicts.
-        Returns: a function for the token [1] on the device at N = 0 (None with processors); a function that waits for the result,
-          the round's one wait, and raises NotFiniteError if a kernel or compiled pass failed; whether any of those ran.
+        Returns:
+          - at N = 0, a function that returns the token [1] on the device (None with processors)
+          - a function that waits for the result: the round's one wait. Raises NotFiniteError if a kernel or compiled pass failed
+          - whether a kernel or compiled pass ran
         """
-        # The closures below hold hidden states only: logits would keep the caches alive that they depend on.
+        # The closures below hold hidden states only. Logits would keep the caches alive, because they are computed from them.
         hidden, features, compiled = output.hidden, output.features, output.compiled
         if self.processors:
             flag = target.finite_flag(hidden, compiled=compiled)
@@ -106,7 +108,7 @@ class TargetSampler:
             return None, lambda: self._match_rows(target, hidden, drafts, n, position, flag, compiled), bool(flag)
         token, margin, rows, block = None, None, None, drafted[:, : hidden.shape[1] - 1]
         if block.shape[1] and mx.default_device() != mx.cpu:
-            # The device starts on the last layers while the host builds the rest. After a single row the next pass does that.
+            # The device starts on the last layers while the host builds the rest. In plain decoding the next pass does this.
             mx.async_eval(hidden, features, drafter_states)
         if self.sampler is None and not self.needs_rows and (found := target.greedy_ids(hidden)):
             choices, margin = found
@@ -135,7 +137,7 @@ class TargetSampler:
             return RoundResult(ids, n, last, row_logprobs, confidence)
 
         def row_logprobs(i: int) -> mx.array:
-            # Computed again from the hidden row, so that neither the block's logits nor the caches stay alive.
+            # Computed again from the hidden row, so that neither the block's logits nor the caches are kept in memory.
             return logprobs(target, hidden[:, i : i + 1])[0, 0]
 
         return (lambda: token), read, bool(flag)
@@ -143,7 +145,7 @@ class TargetSampler:
     def set_width(self, draft: Any, n: int) -> int:
         """Set a `Draft`'s width to n, or to the number of its ids if that is smaller. Returns: the width.
 
-        A constraint makes it smaller still (`constrained.ConstrainedSampler`).
+        A constraint may make it smaller (`constrained.ConstrainedSampler`).
         """
         draft.width = min(n, draft.row.shape[1])
         return draft.width
@@ -155,8 +157,8 @@ class TargetSampler:
     def _match_rows(
         self, target: Target, hidden: mx.array, drafts: mx.array, count: int, position: int, flag: list[mx.array], compiled: bool
     ) -> RoundResult:
-        """With processors: sample row by row, and stop at the first rejected draft, so that a processor with a memory sees the
-        same calls as in plain decoding."""
+        """With processors: sample row by row and stop at the first rejected draft. So a processor that keeps a state is called
+        exactly as in plain decoding."""
         target.check([bits.item() for bits in flag], compiled)
         ids, confidence = unpack_drafts(drafts.tolist(), count)
         rows, width, n = [], hidden.shape[1] - 1, len(self.history)

@@ -1,4 +1,4 @@
-"""One target pass over a block. Knows the target; knows nothing of sampling, acceptance or the loop."""
+"""One target pass over a block. Knows the target. Does not know sampling, acceptance or the loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def verify_block(target: Target, anchor: mx.array, drafted: mx.array, cache: Seq
     Returns: N + 1 rows; row i of `hidden` predicts the token after block slot i.
     The cache then holds N + 1 more rows; the caller rolls back those that it does not commit.
     """
-    # eager: the device starts at the taps while the host builds the later layers. For a small model the host takes as long as
-    # the device: a plain pass of `tiny` takes 0.89 of mlx-lm's time on a CPU (2 cores, loaded).
+    # eager: the device starts while the host still builds the later layers. It matters for small models, where the host takes as
+    # long as the device: a plain pass of `tiny` takes 0.89 of mlx-lm's time on a CPU (2 cores, loaded).
     block = mx.concatenate([anchor[:, None], drafted], axis=1) if drafted.shape[1] else anchor[:, None]
     if target.accelerator and (out := target.accelerator.verify(target, block, cache, point)) is not None:
         return out

@@ -1,8 +1,8 @@
 """The DFlash drafter: one pass fills a block `[anchor, MASK, MASK, ...]` from the target's context features.
 
-Knows its layers, their masks and positions, and its own context cache. Knows nothing of files, and of the target only the
-two functions that `bind` hands it: token ids to embeddings, hidden states to logits. A drafter with an embedding or a head of
-its own uses that. `architectures` lists the variants.
+Knows its layers, their masks and positions, and its own context cache. Does not know files. Of the target it has only the two
+functions that `bind` gives it: token ids to embeddings, hidden states to logits. A drafter that has an embedding or a head uses
+its own. `architectures` lists the variants.
 Source: DFlash, arXiv 2602.06036, section 4 and appendix A; masks, windows and DFlash 2 as in the published checkpoints.
 
 Dimensions: B batch, S new context rows, C context rows in all, K block_size, H hidden, D head_dim, V vocabulary.
@@ -24,7 +24,7 @@ from ..rollback import append_window
 from .head_scale import finish_head
 from .rope import make_rope
 
-# Log-probabilities [..., V] and noise [..., V] to scores [..., V], the largest of which is drawn: `Distribution.noised`.
+# Log-probabilities [..., V] and noise [..., V] to scores [..., V]; the token with the largest score is drawn (Gumbel-max).
 Noised = Callable[..., mx.array]
 
 
@@ -88,13 +88,13 @@ class Attention(nn.Module):
         Returns: [B, K, H]. The cache then holds context rows only: block keys and values serve this pass alone.
         """
         B, K, _ = x.shape
-        # In a compiled pass the offset is an array, and the cache a buffer that is only partly filled.
+        # In a compiled pass the offset is an array, and the cache a buffer that is filled only in part.
         buffered = hasattr(cache, "attend")
         end = cache.block_offset if buffered else start + context.shape[1]
         q = self.queries(x, end)
         # One product and one rotation for context and block: block rows follow the last context row.
         k, v = self.cached_kv(mx.concatenate([context, x], axis=1), start)
-        # Rows that the cache holds already are left out. In a compiled pass both are one array, whose value is not known yet.
+        # Leave out rows that the cache holds already. In a compiled pass offset and start are the same array, not known yet.
         if cache.offset is not start:
             held = cache.offset - start
             k, v = k[:, :, held:], v[:, :, held:]
@@ -128,7 +128,7 @@ class Attention(nn.Module):
 
 
 def block_mask(K: int, C: int, causal: bool, window: int | None) -> mx.array | str | None:
-    """Which of the last C context rows and K block rows each block row sees; None: all of them.
+    """Which of the last C context rows and K block rows each block row sees. None: all of them.
 
         position   p-C ... p-1 | p  p+1 ... p+K-1     row j sees context row c if (p + j) - c < window,
                      context   |      block           and of the block all rows, or those up to j if causal
@@ -166,7 +166,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, h: mx.array, context: mx.array, cache: Any, start: int) -> mx.array:
-        """[B, K, H] to [B, K, H]; context rows enter attention as they are, without this layer's input norm."""
+        """[B, K, H] to [B, K, H]. This layer's input norm applies to block rows only, not to context rows."""
         return self.sublayers(h, lambda x: self.self_attn(x, self.own_context(context), cache, start))
 
     def own_context(self, context: mx.array) -> mx.array:
@@ -195,7 +195,7 @@ class Drafter(nn.Module):
         self._embed = self._head = self._target = None
         # The `DFlashPair` of this drafter and its target, set once. It keeps what changes during runs.
         self.pair: Any = None
-        # (enable_thinking in training, where that is stated), if stated at all; set by the loader.
+        # (whether it was trained with thinking, where that is stated); None if nowhere. Set by the loader.
         self.stated_thinking: tuple[bool, str] | None = None
         # Identifies the weights of a drafter from files (`Checkpoint.digest`); set by the loader.
         self.digest: Callable[[], str | None] = lambda: None
@@ -203,8 +203,8 @@ class Drafter(nn.Module):
     def bind(self, embed: Callable[[mx.array], mx.array], head: Callable[[mx.array], mx.array], target: Any = None) -> Drafter:
         """Borrow the target's embedding (ids [B, L] to [B, L, H]) and head (hidden [B, L, H] to logits [B, L, V]).
 
-        Both are used as given, their scale and soft-cap included (`finish_head`). One that the drafter has of its own is used
-        instead, always, with the config's scale and soft-cap.
+        They include the target's scale and soft-cap. A drafter that has its own embedding or head always uses that, with the
+        scale and soft-cap of its config (`finish_head`).
         """
         scale = self.config.input_embedding_scale or 1.0
         self._embed = (lambda ids: self.embed_tokens(ids) * scale) if "embed_tokens" in self else embed
@@ -220,11 +220,11 @@ class Drafter(nn.Module):
         return self._target
 
     def make_cache(self) -> list[Any]:
-        """One empty context cache a layer: all rows for full layers, the last window - 1 for sliding ones."""
+        """One empty context cache per layer. Full layers keep all rows, sliding ones the last window - 1."""
         return [KVCache() if w is None else RotatingKVCache(max_size=w - 1) for w in self.config.windows]
 
     def context(self, features: mx.array) -> mx.array:
-        """Tapped states [B, S, n_taps * H_target] to the context rows [B, S, H] that every layer is given."""
+        """Tapped states [B, S, n_taps * H_target] to context rows [B, S, H], the same for every layer."""
         return self.hidden_norm(self.fc(features))
 
     def inject(self, features: mx.array, cache: list[Any], start: int) -> None:
@@ -271,9 +271,9 @@ class Drafter(nn.Module):
         n: int | None = None,
         accelerator: Any = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """`draft`, and the drafter's confidence at each slot: its greatest probability there, [B, block_size - 1] float32.
+        """As `draft`, with the drafter's confidence in each slot: its largest probability there, [B, block_size - 1] float32.
 
-        The confidence is None if the head computes no logits; widths then depend on past acceptance alone.
+        The confidence is None if the head computes no logits. Widths then depend on past acceptance alone.
         noise: `noised` and `noise` of `choose`; n: run the head for the first n slots only; accelerator: as for `slots`.
         """
         return self.choose(self.slots(anchor, features, cache, start, block_size, accelerator)[:, :n], anchor, *noise)
@@ -281,9 +281,9 @@ class Drafter(nn.Module):
     def slots(
         self, anchor: mx.array, features: mx.array, cache: list[Any], start: int, block_size: int, accelerator: Any = None
     ) -> mx.array:
-        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`: normed rows of the mask slots, [B, N, H].
+        """One pass over `[anchor, MASK, MASK, ...]`, arguments as in `draft`. Returns: normed rows of the masks, [B, N, H].
 
-        accelerator: the run's (`Target.accelerator`), which may run the pass instead.
+        accelerator: the run's (`Target.accelerator`), which may run the pass in place of the modules; None: they run it.
         """
         masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
@@ -323,7 +323,7 @@ class Drafter(nn.Module):
         """Add the target's noise [..., V] to the head's logits [..., R]: scores of the head's tokens, whose argmax is drawn."""
         if "d2t" in self:
             noise = noise[..., self.target_ids(mx.arange(logits.shape[-1]))]
-        both = min(logits.shape[-1], noise.shape[-1])  # what one has more is padding
+        both = min(logits.shape[-1], noise.shape[-1])  # the longer one ends in padding
         return noised(logits[..., :both] - mx.logsumexp(logits, axis=-1, keepdims=True), noise[..., :both])
 
     def target_ids(self, ids: mx.array) -> mx.array:

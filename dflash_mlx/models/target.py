@@ -37,7 +37,7 @@ def _array(value: Any) -> mx.array:
 
 
 def _keep(outputs: list[mx.array], eager: bool = False, given: bool = False) -> Handler:
-    """A handler that notes what a call returns (`given`: its input), and with `eager` starts evaluating that."""
+    """A handler that stores what a call returns, or its input if `given`. With `eager` it also starts evaluating that."""
 
     def handler(inner, args, kwargs):
         out = inner(*args, **kwargs)
@@ -78,8 +78,8 @@ class Target:
 
     Args:
       model: any mlx-lm model (text part of a wrapper included): `model.layers` lists its layers, one module owns them.
-      layer_ids: 0-based layers whose outputs are tapped, in the order in which they are joined. -1: what the first layer is
-        given; as many as there are layers: the last one's output after the final norm.
+      layer_ids: 0-based layers whose outputs are tapped, in the order in which they are joined. -1 is the first layer's input;
+        the number of layers is the last layer's output after the final norm.
     Raises:
       TapError: if layers, their owner or a tapped layer cannot be found.
     """
@@ -100,25 +100,25 @@ class Target:
                 f"taps at layers {out} are outside of {self.family}'s layers 0..{len(self.layers) - 1}",
                 "Use the drafter that was trained for this target",
             )
-        # Kept, because named_modules takes 0.6 ms for a model of 30 layers.
+        # Stored, because named_modules takes 0.6 ms for a model of 30 layers.
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.backbone = find_backbone(self.modules, self.layers[0], self.family)
-        # The most rows it can have. What lies after a learned table of positions may be NaN, which would spoil a whole block.
+        # The most rows that a learned table of positions allows. Memory behind the table may be NaN and spoil a whole block.
         self.positions = learned_positions(model)
         # Sends layers to kernels in passes of few rows.
         self.routes = LayerRoutes(model, own_class)
         # Modules that change an ArraysCache.
         self.states = StatefulModules(model, self.family, self.routes)
-        # More layer calls to replace in such passes, set while a pass is compiled.
+        # More layer calls to replace in these passes; set while a pass is compiled.
         self.fused: Sequence[tuple[nn.Module, Handler]] = ()
         # Runs a pass faster than the model's own code, where it can; set by the pair.
         self.accelerator: Any = None
-        # The head's place, once `_find_head` has looked: () if there is none.
+        # Where the head is, after `_find_head`: () if no single layer is the head.
         self._head: tuple[nn.Module, str, str] | tuple[()] | None = None
 
     @property
     def context_length(self) -> int | None:
-        """Positions that the model's own config gives it, scaled RoPE included; None where it gives none."""
+        """The positions that the model's config allows, scaled RoPE included; None if it does not say."""
         return context_length(self.modules.values())
 
     @cached_property
@@ -147,15 +147,15 @@ class Target:
         Shapes:
           - ids: [B, L] int32
         Args:
-          point: made by `rollback_point(cache)` just now; then `rollback` takes back rows of this pass. For blocks only:
-            inputs of stateful modules are kept, for every row.
+          point: a fresh `rollback_point(cache)`, so that `rollback` can remove rows of this pass. Costs memory: the inputs of
+            stateful modules are kept, for every row. So a pass over one row leaves it out.
           kernels: let our kernels run the layers of a pass of few rows. The caller must then read `finite_flag`.
-          eager: start evaluating each tap at once, so that the device works while the host builds the later layers. Not inside
-            a compiled function.
+          eager: start evaluating each tap at once, so that the device works while the host builds the later layers. Not allowed
+            inside a compiled function.
         Raises:
           TapError: if a tapped layer did not run exactly once (a model compiled beforehand never calls it).
         """
-        # Each tap goes into a list of its own; a tap after the final norm is the backbone's output.
+        # One list per tap. A tap after the final norm is the backbone's output.
         final: list[mx.array] = []
         got: dict[int, list[mx.array]] = {i: [] if i < len(self.layers) else final for i in self.layer_ids}
         handlers = [(self.layers[max(i, 0)], _keep(kept, eager, i < 0)) for i, kept in got.items() if kept is not final]
@@ -191,7 +191,7 @@ class Target:
         return Target(self.model, self.layer_ids)
 
     def prefill_chunk(self, at: int, step: int | None, left: int) -> int:
-        """How many tokens of a prompt to read in one pass, at row `at` with `left` tokens to go; step: the user's choice."""
+        """How many prompt tokens to read in one pass. at: rows in the cache; step: the user's choice; left: tokens to go."""
         return min(step or 2048, left)
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -208,7 +208,7 @@ class Target:
         raise TapError(f"{self.family} did not call its first layer", "Pass the uncompiled model")
 
     def greedy_ids(self, hidden: mx.array) -> tuple[mx.array, mx.array] | None:
-        """The argmax of each row's logits by a kernel that writes no logits; None if no kernel does: use `head`.
+        """The argmax of each row's logits, by a kernel that never writes the logits. None if no kernel can: use `head`.
 
         Shapes:
           - hidden: [B, L, H] final normed states
@@ -224,13 +224,13 @@ class Target:
     def finite_flag(
         self, hidden: mx.array, margin: mx.array | None = None, logits: mx.array | None = None, compiled: bool = False
     ) -> list[mx.array]:
-        """A flag to read with the round's other numbers and pass to `check`: [] if only MLX's own code ran, else one array [1]
-        int32, the bits of a float32.
+        """A flag that the host reads with the round's other numbers and gives to `check`. [] if only MLX's own code ran, else one
+        array [1] int32 with the bits of a float32.
 
         Args:
           hidden, compiled: of the pass's output; margin: from `greedy_ids`; logits: from `head`, normalised or not.
         """
-        # `served`: whether kernels ran in this pass. Another thread may have switched them off since then.
+        # `served`: whether kernels ran in this pass. They may be off by now, because of another thread.
         if margin is None and not (compiled or self.routes.served):
             return []
         return [finite_bits(hidden, margin, logits if self.routes.served else None)]
@@ -284,7 +284,7 @@ class Target:
             return self._logits(hidden, handlers)
         owner, name, method = self._head
         layer, call = owner[name], getattr(owner[name], method)
-        # Without `intercept`: intercepting hundreds of layers would take as long as building a pass.
+        # Called directly: `intercept` over hundreds of layers would take as long as building a pass.
         handler = next((h for module, h, way in handlers if module is layer and way == method), None)
         return handler(call, (hidden,), {}) if handler else call(hidden)
 
