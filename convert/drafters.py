@@ -129,7 +129,7 @@ def read_drafter(checkpoint: Checkpoint) -> LoadedDrafter:
 
 
 def _config(raw: dict, checkpoint: Checkpoint) -> DrafterConfig:
-    """Raises: ConfigError, which names the file that says so: a GGUF file has no config.json."""
+    """Raises: ConfigError with the name of the file: for a GGUF file that is not config.json."""
     if checkpoint.gguf is None:
         return DrafterConfig.from_dict(raw, f"{checkpoint.source}/config.json")
     try:

@@ -185,7 +185,7 @@ def _save(file: Path, part: dict[str, mx.array]) -> None:
 
 
 def _check_finite(part: dict[str, mx.array], before: int, total: int) -> None:
-    """Compute a shard's tensors, of which `before` of `total` are written; refuse those that are not finite."""
+    """Compute a shard's tensors, and refuse those that are not finite. `before` of `total` tensors are written already."""
     names = []
     for n, (name, value) in enumerate(part.items(), start=before):
         tell("Converting", n, total, "tensors")

@@ -117,7 +117,7 @@ _REQUIRED = (
 _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # What the target does to its embeddings and logits, said again for code that has only its matrices.
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
-# Extensions that change what a drafter computes: one that says so is refused by name.
+# Extensions that change what a drafter computes. A config that sets one is refused by name.
 _EXTENSIONS = (
     *("attention_sink_bias", "projector_type", "markov_rank"),
     *("enable_confidence_head", "sample_from_anchor", "log_snr_conditioning", "draft_hidden_size"),
@@ -258,7 +258,7 @@ class DrafterConfig:
         return self.last_tap or "after"
 
     def taps(self, n_layers: int) -> tuple[int, ...]:
-        """`target_layer_ids` as `Target` takes them for so many layers: the last may mean the state after the final norm."""
+        """`target_layer_ids` as `Target` takes them for a model of n_layers; the last may mean the state after the final norm."""
         return tuple(n_layers if i == n_layers - 1 and self.tapped_last == "after" else i for i in self.target_layer_ids)
 
     @classmethod

@@ -12,7 +12,7 @@ from .models.drafter import Drafter
 from .models.target import Target
 from .text import prompt_thinking
 
-# A drafter with fewer accepted drafts a round than this, over so many rounds, is taken for a wrong one.
+# A drafter with fewer accepted drafts per round than this, over this many rounds, is probably the wrong one.
 FEW_ACCEPTED, _JUDGED = 0.1, 50
 
 

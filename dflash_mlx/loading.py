@@ -42,7 +42,7 @@ from .traced import prepare
 from .weight_layout import lay_out
 
 _log = logging.getLogger("dflash_mlx.loading")
-# Progress is shown each time so many bytes of weights are read.
+# Progress is shown each time this many bytes of weights are read.
 _TOLD_BYTES = 64 << 20
 
 DRAFT_BITS = (4, 8)
@@ -307,7 +307,7 @@ def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int 
 
     Args:
       names: of its tensors; source: what the user called it.
-      bits: 4 or 8 (also as text): so many, where the files hold floats; "none": never; None: 4 on Metal, else "none".
+      bits: 4 or 8 (also as text), if the files hold floats; "none": never quantize; None: 4 on Metal, else "none".
     Raises:
       ConfigError: another value, or bits for a drafter whose files are quantized already.
     """
@@ -339,8 +339,8 @@ def load_drafter(
     Args:
       path_or_hf_repo: a directory, a hub repo, or the name of a built-in pair.
       model: what `load` returned. The drafter runs in its activation type.
-      bits: 4 or 8: hold a float drafter's matrices in so many bits; "none": as its files have them. None: 4 on Metal, where the
-        log says so in one line, "none" elsewhere. A drafter whose files are quantized stays as it is.
+      bits: 4 or 8: quantize a float drafter's matrices to that; "none": keep them as they are. None: 4 on Metal, with one line in
+        the log, and "none" elsewhere. A drafter whose files are quantized stays as it is.
       last_tap: where a tap of the target's last layer is taken, "before" or "after" the final norm. None: as whoever packed the
         drafter takes it.
     Raises:

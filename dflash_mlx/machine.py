@@ -114,7 +114,7 @@ def cache_directory() -> Path:
     """$DFLASH_MLX_CACHE, or dflash-mlx in the user's cache directory. It need not exist.
 
     Raises:
-      CacheDirectoryError: neither is told and the user has no home directory.
+      CacheDirectoryError: the variables are unset and the user has no home directory.
     """
     if own := switch(CACHE):
         return _home_expanded(own)
@@ -126,7 +126,7 @@ def state_directory() -> Path:
     """Where the chat keeps its history and conversations: dflash-mlx in $XDG_STATE_HOME or ~/.local/state.
 
     Raises:
-      CacheDirectoryError: neither is told and the user has no home directory.
+      CacheDirectoryError: the variables are unset and the user has no home directory.
     """
     return _home_expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "XDG_STATE_HOME") / "dflash-mlx"
 

@@ -52,7 +52,7 @@ class RunSize:
 
     @classmethod
     def of(cls, tokens: int, options: Mapping[str, Any]) -> RunSize:
-        """A run with these options, of which it takes those that say how long caches become."""
+        """A run with these options. Only those that limit the length of caches matter."""
         return cls(tokens, **{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
 
@@ -134,7 +134,7 @@ class Needs:
     may_window: bool
 
     def total(self, run: RunSize, drafter: int | None = None) -> int:
-        """All of it, with a drafter of so many bytes; None: the one that is meant."""
+        """Bytes of everything. drafter: bytes of the drafter, None for the pair's own."""
         held = self.drafter if drafter is None else drafter
         return self.target + held + self.trials + self.caches(run, held > 0)
 
@@ -146,7 +146,7 @@ class Needs:
         return f"{', '.join(parts)}: {size_text(self.total(run))} in all, and {limit_text()}"
 
     def fitting(self, run: RunSize, limit: int) -> list[str]:
-        """What of this pair would fit into so many bytes, in words, the least change first."""
+        """Ways to fit this pair into `limit` bytes, in words, the smallest change first."""
         found, drafter, prefix = [], None, ""
         if self.drafter_in_4_bits is not None:
             if (needed := self.total(run, self.drafter_in_4_bits)) <= limit:

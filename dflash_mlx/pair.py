@@ -55,7 +55,7 @@ class DFlashPair:
         self.target = self.target_class(model, drafter.config.taps(len(model.layers)))
         self.accelerator: Accelerator | None = None
         self.history = DraftLengthHistory()
-        # The drafter's rounds, what they accepted, and whether it was said that this is next to nothing.
+        # The drafter's rounds and accepted drafts, and whether the user was warned that these are very few.
         self.judged: Counter[str] = Counter()
         # Costs of rounds with several rows (`batch.policy.RoundCosts`), kept from one batch to the next.
         self.round_costs: Any = None

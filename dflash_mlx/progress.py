@@ -1,6 +1,6 @@
 """How far long work is: the work tells, and who listens shows it. Shows nothing itself.
 
-The command line listens (`cli/live.py`). Elsewhere nobody does, and `tell` costs a look-up.
+The command line listens (`cli/live.py`). Without a listener `tell` costs only a look-up.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Ranks:
                 self._send(_LEAVES)
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait for rank 0 to end regularly, for at most so many seconds. Returns: whether it did."""
+        """Wait at most `within_s` seconds for rank 0 to end regularly. Returns: whether it did."""
         return self._leader_left.wait(within_s)
 
     def _send(self, body: bytes) -> None:

@@ -69,7 +69,7 @@ def _no_mlx() -> str:
 
 
 def _wanted(name: str) -> str | None:
-    """The versions of a package that we, or else mlx-lm, ask for, such as ">=0.32.2,<0.33"; None: nobody asks for it."""
+    """The versions of a package that we, or else mlx-lm, require, such as ">=0.32.2,<0.33"; None: it is not required."""
     for asking in (_DISTRIBUTION, "mlx-lm"):
         try:
             requirements = metadata.requires(asking) or []

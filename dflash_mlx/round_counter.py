@@ -45,6 +45,6 @@ class RoundCounter:
         self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
 
     def finish(self) -> None:
-        """The run has ended: count its rounds for the pair, and say so if its drafter is of no use."""
+        """Call at the end of a run: count its rounds for the pair, and warn if the drafter is of no use."""
         if self._judges:
             warn_of_few_accepted(self.drafter.model, **self.stats.sources["drafter"])

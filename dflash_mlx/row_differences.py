@@ -121,7 +121,7 @@ class _Text:
         return parts
 
     def keep(self, rows: int) -> None:
-        """Keep so many rows of the last pass."""
+        """Keep the first rows of the last pass."""
         rollback(self.cache, self.point, self.context + rows)
         self.point.ended(rows)
 

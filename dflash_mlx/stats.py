@@ -21,7 +21,7 @@ class Round(dict):
             raise AttributeError(name) from None
 
 
-# Tokens that a rate needs before a gain is said of it.
+# An answer needs this many tokens before a gain in speed is shown.
 _TIMED_TOKENS = 16
 # Share of plain rounds from which drafting is said to be off.
 _OFF = 0.9

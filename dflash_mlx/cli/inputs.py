@@ -95,7 +95,7 @@ def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | 
 
 
 def run_size(tokens: int, caches: Mapping[str, int | None]) -> RunSize:
-    """What a run of so many tokens asks of caches that are held as `cache_options` says."""
+    """The size of a run of `tokens` tokens, with caches made with these options (`cache_options`)."""
     from ..memory import RunSize
 
     return RunSize.of(tokens, caches)
@@ -130,7 +130,7 @@ def load_pair(
     from ..ranks import joined
 
     ranks = joined()
-    # What the environment asks for and is not known is said before anything is loaded.
+    # Unknown values of environment variables are an error before anything is loaded.
     traced.setting()
     autotune.setting()
     target, drafter = choose_pair(model, draft_model)

@@ -51,7 +51,7 @@ def _size(gb: float | None) -> str:
 
 
 def _fits(memory_gb: float, is_whole: bool, limit_gb: float) -> str:
-    """Whether so much may be loaded here. is_whole: with its drafter, which may be half as large, where that is not known."""
+    """Whether a pair of this size fits here. is_whole: the drafter's size is known and included; it may be half the target's."""
     if memory_gb > limit_gb:
         return "no"
     if is_whole:
@@ -120,10 +120,10 @@ def cache(
 
 
 def _delete(chosen: list[Any], yes: bool) -> None:
-    """Delete these after a question, or without one where that was said.
+    """Delete these, after asking unless `yes`.
 
     Raises:
-      DFlashError: nobody can be asked.
+      DFlashError: there is no terminal to ask at.
     """
     from ..errors import DFlashError
     from ..machine import size_text

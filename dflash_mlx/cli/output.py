@@ -39,7 +39,7 @@ def only_ours_on_stdout() -> Iterator[Any]:
 
 
 def figures(result: dict[str, Any], details: bool = False, seed: int | None = None) -> str:
-    """What is said under an answer: one line, what a cut answer needs to go on, and with `details` all that was counted."""
+    """The text under an answer: one line, how to continue if it was cut, and with `details` all counts."""
     if result["prompt_tokens"] is None:
         return "Stopped before the first token."
     lines = [headline(result) + (f", seed {seed}" if seed is not None else "")]
@@ -58,8 +58,8 @@ def figures(result: dict[str, Any], details: bool = False, seed: int | None = No
 def headline(result: dict[str, Any]) -> str:
     """ "256 tokens, 11.2 tokens/s, 2.1 times as fast as without drafts, 3.0 tokens a round".
 
-    The gain is over plain passes that this machine ran with this model: those of this run, or the kept ones (`plain_tps`). Where
-    there is none, or the answer is too short to time, none is said; so it is where drafting is off.
+    The gain is over plain passes of this model on this machine: this run's, or stored ones (`plain_tps`). It is left out if there
+    are none, if the answer is too short to time, and if drafting is off.
     """
     n, rounds = result["generation_tokens"], sum(result["widths"].values())
     parts = [count(n, "token"), f"{result['generation_tps']:.1f} tokens/s"]

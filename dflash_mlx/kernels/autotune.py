@@ -535,7 +535,7 @@ def _measure(question: Question, rows: int, make: Callable, limit_s: float, whol
         try:
             measured = trials.run_trial(on, lambda: make(on)(rows), limit_s)
         except trials.TrialError as error:
-            # Nothing is said of the kernels: the next start tries again. Where a layer is gone, the next one that asks.
+            # This is not the kernels' fault: the next start tries again, or the next question if a layer is gone.
             if not isinstance(error.__cause__, LookupError):
                 table[rows] = Measured(question.families, crash=str(error))
             return

@@ -37,7 +37,7 @@ class LayerRoutes:
         self._routed: dict[int, tuple[object, list[tuple[nn.Module, KernelRoute, str]]]] = {}
 
     def calls(self, rows: int) -> list[tuple[nn.Module, KernelRoute, str]]:
-        """(layer, handler, method) of each layer that is routed in a pass of so many rows, which may be one."""
+        """(layer, handler, method) of each layer that is routed in a pass over `rows` rows, one included."""
         if rows > MAX_ROWS or not autotune.may_run():
             return []
         if self._calls is None:

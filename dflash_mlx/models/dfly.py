@@ -1,6 +1,6 @@
 """DFly: a DFlash drafter whose layers each add a mean of the taps to the context, and whose rows are corrected one after another.
 
-Knows what `dspark` has, of which it takes the walk from slot to slot, and DFlare's layers' choice of a context.
+Knows `dspark`, whose walk from slot to slot it uses, and how DFlare's layers choose their context.
 Source: Tencent's AngelSpec, models/draft and docs/concepts/dfly.md; a fork of vllm-project/speculators.
 
 Dimensions as in `drafter`; T taps, L layers, N slots.

@@ -1,6 +1,6 @@
 """Domino: a DFlash drafter whose slots' logits are corrected by a recurrent summary of the tokens drafted before them.
 
-Knows what `dspark` has, of which it takes the walk from slot to slot. Source: sgl-project/SpecForge, modeling/draft/domino.py.
+Knows `dspark`, whose walk from slot to slot it uses. Source: sgl-project/SpecForge, modeling/draft/domino.py.
 
 Dimensions: B batch, K block_size, H hidden, G of the recurrence, E of the correction, V of the target's vocabulary.
 """

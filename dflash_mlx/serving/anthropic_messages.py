@@ -69,7 +69,7 @@ class MessageWriter(Writer):
         if block is None:
             return []
         if block["type"] == "thinking":
-            # Clients want one to send thinking back; nobody checks it.
+            # Clients need a signature to send thinking back; nothing checks it.
             block["signature"] = self.id
             events.append(self._delta("signature_delta", signature=self.id))
         elif block["type"] == "tool_use":

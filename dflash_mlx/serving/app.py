@@ -1,7 +1,7 @@
-"""The HTTP application: addresses, who may ask, how answers go out.
+"""The HTTP application: its addresses, who may use them, and how answers are sent.
 
 Knows requests and responses of HTTP, and the engine by three calls: submit, iterate over tokens, cancel. `server` owns sockets,
-`requests` reads bodies, `messages` writes prompts; `responses`, `openai_responses` and `anthropic_messages` make what goes back.
+`requests` reads bodies, `messages` writes prompts; `responses`, `openai_responses` and `anthropic_messages` write answers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from .responses import Completion, Writer, error_body, joined, total
 from .thinking_budget import ThinkingBudget
 
 _log = logging.getLogger(__name__)
-# Endings of names that nobody can register. So no foreign web page can have such a name, and point it at this machine.
+# Endings of host names that nobody can register, so no foreign web page can have such a name and point it at this machine.
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
-# How long the rest of a body that is too large is read: a client that is still sending would otherwise see a reset.
+# How long the rest of a too large body is read. A client that is still sending would otherwise see a reset connection.
 _DRAIN_S = 2.0
 
 
@@ -115,7 +115,7 @@ def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | Non
 
 
 def _of_the_router(request: Request, error: HTTPException) -> Response:
-    """An address that is not there, or not for this method."""
+    """An address that does not exist, or not for this method."""
     asked = f"{request.method[:20]} {request.scope['raw_path'].decode()[:80]}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
@@ -128,7 +128,7 @@ def _of_the_router(request: Request, error: HTTPException) -> Response:
 
 
 class Guard:
-    """Middleware that refuses what a check raises a RequestError for."""
+    """Middleware that runs a check and answers its RequestError."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Request, Options], None], options: Options):
         self.app, self.check, self.options = app, check, options
@@ -156,12 +156,12 @@ def _check_client(request: Request, options: Options) -> None:
     origin, allowed = request.headers.get("Origin"), options.allowed_origins
     if request.method == "OPTIONS":
         return
-    # The page at / has the host that it asks, which was found to be a name of this server.
+    # The page at / has the same host as the request, and `Host` was checked before.
     own = (origin or "").rpartition("//")[2] == request.headers.get("Host")
     if origin and not own and origin not in allowed and "*" not in allowed:
         problem = f"the request comes from the web page {origin[:80]}, which is not admitted"
         raise RequestError(problem, "Admit it with --allowed-origins", 403)
-    # The page asks its reader for the key.
+    # The page at / needs no key: it asks the user for one.
     if options.api_key is not None and (path := request.scope["path"]) != "/health" and not is_page(path):
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -171,9 +171,9 @@ def _check_client(request: Request, options: Options) -> None:
 
 
 def is_own_name(host: str, bound: str, allowed_origins: list[str]) -> bool:
-    """Whether a Host header names this server: an address, a name that no stranger can register, or one that was admitted.
+    """Whether a Host header names this server: an address, a name that no stranger can register, or one that the user allowed.
 
-    Otherwise the owner of a foreign page could point its name at this machine, and the page could read answers (DNS rebinding).
+    Otherwise a foreign page could point its own name at this machine and read answers (DNS rebinding).
     """
     name = host
     if host.isascii() and not set(host) & set("/?#@\\ "):
@@ -200,7 +200,7 @@ def metrics(request: Request) -> Response:
 
 
 def health(request: Request) -> Response:
-    """Whether requests are taken, how many wait, and how much of the running one's prompt is read."""
+    """Whether the server takes requests, how many wait, and how much of the running request's prompt is read."""
     engine: Engine = request.app.state.engine
     body = {"status": "ok" if engine.is_healthy else "unavailable", "queue": engine.waiting, "running": engine.running}
     body["loaded"] = engine.is_loaded
@@ -210,7 +210,7 @@ def health(request: Request) -> Response:
 
 
 def models(request: Request) -> Response:
-    """The served target, with its drafter, the default block size and the length of its context, in the words of both APIs."""
+    """The served target with its drafter, default block size and context length, in the fields of both APIs."""
     state, asked = request.app.state, request.path_params.get("name")
     pair = state.engine.pair
     block = state.engine.options.block_size or pair.block if pair.draft_name else None
@@ -248,7 +248,7 @@ def _generate(api: str) -> Callable[[Request], Any]:
         except RequestError as error:
             if not asked.stream or api != RESPONSES or error.code != "context_length_exceeded":
                 raise
-            # OpenAI's clients look for this one in the stream.
+            # OpenAI's clients look for this header in the stream.
             return _stream_of(ResponseWriter(asked, state.engine.pair, prompts[0], Generation(Job([])), store=state.store), error)
 
     return endpoint
@@ -263,7 +263,7 @@ async def _prepared(request: Request, api: str) -> tuple[CompletionRequest, list
     state = request.app.state
     raw = await _read_body(request, state.engine.options.max_body_bytes)
     async with state.tokenizing:
-        # One at a time: a tokenizer is not made for two threads.
+        # One at a time: a tokenizer is not safe for two threads.
         return await run_in_threadpool(_prepare, raw, api, state.engine, state.store)
 
 
@@ -282,7 +282,7 @@ def _prepare(raw: bytes, api: str, engine: Engine, store: Store) -> tuple[Comple
 
 
 def _submit(state: Any, asked: CompletionRequest, prompts: list[Prompt]) -> list[Writer]:
-    """A writer for each prompt, each with its generation in the queue; all of them or none."""
+    """A writer per prompt, each with its generation in the queue. If one is refused, none is queued."""
     writers: list[Writer] = []
     make = {
         RESPONSES: partial(ResponseWriter, store=state.store),
@@ -337,10 +337,10 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    """Raises: RequestError where it has more than `limit` bytes; the rest is read for a while."""
+    """Raises: RequestError if it has more than `limit` bytes; the rest is then read for a while."""
     declared = int(request.headers.get("Content-Length") or 0)
     pieces, size, until = [], 0, None
-    # A client that asks first gets its answer before it sends.
+    # A client that sent Expect: 100-continue gets the refusal before it sends the body.
     if declared <= limit or "Expect" not in request.headers:
         async for piece in request.stream():
             size += len(piece)
@@ -377,7 +377,7 @@ def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair, index: in
 
 
 class Answer:
-    """What is generated, as one object or as the events of a stream. A client that leaves ends it."""
+    """The answer, as one object or as the events of a stream. It ends if the client leaves."""
 
     # Seconds without text after which a stream gets a comment: the first, and each further one.
     first_comment_s, next_comment_s = 1.0, 3.0
@@ -386,7 +386,7 @@ class Answer:
         self.request, self.writers, self.metrics, self.failed = request, writers, metrics, False
         self.headers = {}
         if request.ignored:
-            # A client chose these names: only letters that a header may have, and not too many.
+            # The client chose these names: keep only characters that a header may hold, and not too many.
             names = ", ".join(dict.fromkeys(request.ignored))[:2000]
             self.headers["x-ignored-fields"] = re.sub(r"[^\x20-\x7e]", "?", names)
         if "seed" in request.body and request.sampling.seed is not None:
@@ -413,7 +413,7 @@ class Answer:
             writer.generation.cancel()
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
-        """Cancel when the client is gone. One that closes its sending side alone counts as gone too: HTTP clients do not."""
+        """Cancel when the client is gone. One that closes only its sending side counts as gone; HTTP clients do not do that."""
         message: Message = {"type": ""}
         while message["type"] != "http.disconnect":
             message = await receive()
@@ -432,7 +432,7 @@ class Answer:
             return refusal(request, error)
 
     async def _events(self) -> AsyncIterator[str]:
-        """Events as they come. If there is none for long, a comment says how much of the prompt is read."""
+        """Events as they come. After a while without one, a comment tells how much of the prompt is read."""
         try:
             for writer in self.writers:
                 async for text in self._written(writer):
@@ -440,7 +440,7 @@ class Answer:
             if isinstance(writer, Completion):
                 yield "".join(writer.end_of_all(total([one.usage() for one in self.writers])))
         except RequestError as error:
-            # The status line is out: the stream itself has to say it.
+            # The status was sent already, so the error is an event of the stream.
             self.failed = True
             yield writer.error(error)
         except ClientDisconnected:
@@ -451,7 +451,7 @@ class Answer:
             yield writer.error(RequestError(f"{type(error).__name__}: {error}", status=500))
 
     async def _written(self, writer: Writer) -> AsyncIterator[str]:
-        """A writer's events. Tokens of a round go out as one text: a client that left is then noticed between rounds."""
+        """A writer's events. All tokens of a round are sent together, so a client that left is noticed between rounds."""
         yield "".join(writer.start())
         wait, written = self.first_comment_s, time.monotonic()
         async for tokens in writer.generation.bursts(min(0.25, self.first_comment_s)):

@@ -178,7 +178,7 @@ def _xml_call(tool: Tool, rules: Rules) -> str:
 
 
 def _xml_value(tool: Tool, key: str, schema: dict[str, Any], rules: Rules) -> str:
-    """A text stands as it is, anything else as JSON; and the end of either. What reads it goes by the type of the schema."""
+    """A string is written as it is, anything else as JSON, each with its end. The reader decides by the schema's type."""
     texts, end = schema.get("enum", [schema["const"]] if "const" in schema else None), literal("\n</parameter>\n")
     if texts and all(isinstance(text, str) and "parameter" not in text and text.lower() != "null" for text in texts):
         return f"{rules.add(' | '.join(map(literal, texts)))} {end}"

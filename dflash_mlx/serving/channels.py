@@ -428,7 +428,7 @@ class _Marked:
 class _Harmony:
     """gpt-oss's messages: `<|start|>assistant<|channel|>analysis<|message|>text<|end|>`.
 
-    The final channel and commentary to nobody are the answer, commentary to functions.NAME is a call, the rest is reasoning.
+    Final and commentary without a recipient are the answer, commentary to functions.NAME is a call, the rest is reasoning.
     A prompt ends after `<|start|>assistant`, so an answer begins within a header.
 
     A target may also write about these marks. A mark ends a message only if a header follows, or nothing; any other is text. So

@@ -35,9 +35,9 @@ class Chat:
 
     Args:
       load: (target name, drafter name) to a `Pair`.
-      given: names of settings that the user gave: what changes nothing here is said once.
+      given: names of settings that the user gave. One without effect here is reported once.
       session: name under which the session is saved after every turn; None: it is saved only on request.
-      resumed: the state of the session that goes on, of which a recap is shown.
+      resumed: the state of a session that is continued; a recap of it is shown.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class LetterKinds:
         """`text`, which is next in the answer, as {"kind", "text"} for each token; the texts joined are `text`."""
         at = "".join(letters for _, letters in self._held).find(text)
         if at < 0:
-            # A reader of calls wrote it: nobody's token.
+            # The reader of tool calls wrote this text; it comes from no token.
             return [{"kind": "plain", "text": text}]
         told, held, left, end = [], [], at, at + len(text)
         place = 0

@@ -1,4 +1,4 @@
-"""What ends a request: an error that is sent to the client, or a client that has left."""
+"""The exceptions that end a request: an error that is sent to the client, and a client that has left."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..errors import DFlashError
 
 
 class RequestError(DFlashError):
-    """A request that is answered with an error: a sentence, the status, OpenAI's code word, headers.
+    """Answers a request with an error: a sentence, the HTTP status, OpenAI's error code, headers.
 
-    tokens: of a prompt that is too long, and the most that the target takes.
+    tokens: for a prompt that is too long, its tokens and the most that the target takes.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class RequestError(DFlashError):
 
 
 class ClientDisconnected(Exception):
-    """The client has left: there is nobody to answer."""
+    """The client has left, so no answer is sent."""
 
 
 def shown(value: Any) -> str:
-    """A value of a request for an error's sentence, cut to a line."""
+    """A value of a request as an error shows it, cut to one line."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."

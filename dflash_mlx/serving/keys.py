@@ -1,4 +1,4 @@
-"""Keys that are typed while nobody reads them: the terminal neither shows nor loses them."""
+"""Keys typed while the program does not read input: the terminal does not show them, and they are not lost."""
 
 from __future__ import annotations
 

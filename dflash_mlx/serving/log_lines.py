@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line of the log; of a request all that is said of it."""
+    """One JSON object per line of the log; for a request, with all its numbers."""
 
     def format(self, record: logging.LogRecord) -> str:
         body = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower(), "logger": record.name}

@@ -1,7 +1,6 @@
-"""What an operator sees: counts for Prometheus at `/metrics`, and one line of the log for each request. No text of a prompt,
-unless `--log-prompts` asks for it.
+"""Counts for Prometheus at `/metrics`, and one line of the log per request. No text of a prompt, except with `--log-prompts`.
 
-Knows writers and their generations once they have ended; the queue and the memory are read when `/metrics` is asked.
+Knows writers and their generations after they have ended. Queue and memory are read when `/metrics` is requested.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Metrics:
             Gauge(name, about, **made).set_function(read)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' own format."""
+        """All counts in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def note(self, writer: Writer, api: str, end: str) -> None:
@@ -80,7 +79,7 @@ def log_prompt(api: str, text: str) -> None:
 
 
 def facts(writer: Writer, api: str, end: str) -> dict[str, Any]:
-    """What is said of a request: numbers, and no text of anybody's."""
+    """The numbers that the log shows of a request. No text."""
     first, last = writer.first_token_at, writer.last_token_at
     speed = (writer.count - 1) / (last - first) if writer.count > 1 and last > first else None
     return {

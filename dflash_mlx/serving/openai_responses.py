@@ -147,7 +147,7 @@ class ResponseWriter(Writer):
         return body
 
     def _conversation(self) -> list[dict[str, Any]]:
-        """What was said before, without this request's own instructions: they hold for it alone."""
+        """The messages before this request, without its own instructions, which hold for this request only."""
         return self.request.messages[1 if "instructions" in self.request.body else 0 :]
 
     def _said(self) -> list[dict[str, Any]]:

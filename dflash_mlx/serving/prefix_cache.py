@@ -1,10 +1,10 @@
-"""Prompts that begin as earlier ones did: what a stored cache holds is not run again.
+"""Reuses the caches of earlier prompts: the tokens that a stored cache holds are not computed again.
 
-Knows prompt caches and the generation loop. Knows no messages, terminals or HTTP; chat and server both stand on it.
+Knows prompt caches and the generation loop. Knows no messages, terminals or HTTP. Chat and server use it.
 
-Caches are stored under the token ids that they hold. A prompt takes a copy of the one that holds most of its beginning, cut
-to what both share. Where cutting is impossible (a recurrence, a window that has wrapped), copies made on the way, at
-lengths that later prompts share, serve instead.
+Caches are stored under the token ids that they hold. A prompt gets a copy of the one that shares the longest beginning with it,
+cut to that. Some caches cannot be cut (a recurrence, a window that has wrapped). For these, copies are made while the prompt is
+read, at lengths that later prompts will share.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..prompt_cache import KVQuantization, PairCache, can_trim_prompt_cache, is_
 from ..prompt_files import PrefixFiles, models_key
 from ..sampling import KeyedSampler, LogitsProcessor, choose_seed
 
-# Seconds without a new prefix after which what no file holds is written: a tool that an agent runs takes less.
+# Seconds without a new prefix after which unsaved ones are written to files. An agent's tool calls take less.
 WRITE_AFTER_S = 30.0
 
 
 class PrefixCache(LRUPromptCache):
-    """mlx-lm's store of prompt caches, for lists that also carry a drafter's part. files: what holds them beyond this process."""
+    """mlx-lm's store of prompt caches, for lists that also have a drafter's entries. files: the directory that keeps them."""
 
     files: PrefixFiles | None = None
     _changed_at = 0.0
 
     def keep_in(self, files: PrefixFiles, model: nn.Module, draft_model: nn.Module | None, name: str, about: object) -> None:
-        """Look for prefixes in a directory too, and write there what is stored from now on; `write_next` does that.
+        """Also look for prefixes in a directory, and let `write_next` write there what is stored from now on.
 
         Args:
           name: the target's; about: what else caches depend on, such as `CacheOptions`.
@@ -64,13 +64,13 @@ class PrefixCache(LRUPromptCache):
 
     @property
     def keeps(self) -> bool:
-        """Whether anything fits: a store of no size or no bytes keeps nothing."""
+        """Whether it keeps anything: its size and bytes are not 0."""
         return self.max_size > 0 and self.max_bytes > 0
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """A copy of the cache that holds most of `tokens`, never all of them, and the tokens that it lacks.
+        """A copy of the cache that holds the longest beginning of `tokens`, never all of them; and the tokens that it lacks.
 
-        Unlike mlx-lm's, at least one token is left: the loop needs one to run.
+        Unlike in mlx-lm, at least one token is left, because the loop needs one to run.
         """
         entries, rest = self._nearest(model, tokens)
         file = self.files.find(tokens[:-1], len(tokens) - len(rest)) if self.files is not None and self.keeps else None
@@ -113,7 +113,7 @@ class PrefixCache(LRUPromptCache):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How all prompts of a chat or a server are read and held: names as in `stream_generate`, None is its default."""
+    """Cache options of a chat or a server, for all prompts. Names as in `stream_generate`; None is its default."""
 
     prefill_step_size: int | None = None
     max_kv_size: int | None = None
@@ -123,7 +123,7 @@ class CacheOptions:
     exact: bool | None = None
 
     def check(self, model: nn.Module, draft_model: nn.Module | None, block_size: int | None = None) -> None:
-        """Whether two models can do it, in blocks of this size, before the first prompt.
+        """Check, before the first prompt, that two models can run with these options in blocks of this size.
 
         Raises:
           CacheError, GenerationError, KernelError: names the option, or what exact has no kernel for.
@@ -151,10 +151,10 @@ AS_THEY_ARE = CacheOptions()
 
 @dataclass
 class PrefixRun:
-    """One prompt on its way.
+    """A prompt that is being answered.
 
     held: how many of its tokens a stored cache already had.
-    responses: as from `stream_generate`. However they end, what was computed goes back into the store.
+    responses: as from `stream_generate`. However they end, the computed cache goes back into the store.
     """
 
     held: int
@@ -176,7 +176,7 @@ def stream_from_prefix(
     caches: CacheOptions = AS_THEY_ARE,
     **options: Any,
 ) -> PrefixRun:
-    """Generate after the whole of `prompt`, running only what no stored cache holds.
+    """Generate after `prompt`, computing only the tokens that no stored cache holds.
 
     Args beyond those of `stream_generate`:
       prompt: every token of the conversation, not only the new ones.
@@ -185,7 +185,7 @@ def stream_from_prefix(
         "system", "user" or "assistant". Copies are kept there if the cache could not be cut to them later.
       should_stop: asked after every prefill pass and every token; True ends the run.
       caches: how prompts are read and held.
-      logits_processors: see the whole prompt, held or not, so that text does not depend on what was held.
+      logits_processors: they see the whole prompt, so the text does not depend on what a cache held.
     """
     entries, rest = store.fetch_nearest_cache(key, prompt)
     held, options = len(prompt) - len(rest), {**caches.of_a_run(), **options}
@@ -218,7 +218,7 @@ class _Run:
     def responses(
         self, shared: Sequence[tuple[int, str]], processors: Sequence[LogitsProcessor], options: dict[str, Any]
     ) -> Generator[GenerationResponse, None, None]:
-        """Keep copies on the way, then generate. What was computed goes into the store unless an error left it uneven."""
+        """Store copies while reading, then generate. The cache goes into the store unless an error left its entries uneven."""
         sound = True
         try:
             self._keep_copies(shared, options)
@@ -282,11 +282,11 @@ class _Run:
 
 
 class _Stopped(Exception):
-    """Leaves a prefill that nobody waits for."""
+    """Raised to leave a prefill whose client has left."""
 
 
 class _Filled(Exception):
-    """Leaves the loop once the tokens of a shared beginning are in the cache."""
+    """Raised to leave the loop when the tokens of a shared beginning are in the cache."""
 
 
 def needs_copies(entries: Sequence[Any]) -> bool:
@@ -296,7 +296,7 @@ def needs_copies(entries: Sequence[Any]) -> bool:
 
 
 def _passes(options: dict[str, Any]) -> dict[str, Any]:
-    """Those options that say how a prompt is run."""
+    """The options that affect how a prompt is computed."""
     names = ("stream", "exact", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
     return {name: options[name] for name in names if name in options}
 

@@ -33,7 +33,7 @@ class Arguments(dict):
 
 
 def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: Spelling) -> tuple[Messages, Rendered]:
-    """The form of the messages of which the template drops least, and what it makes of that.
+    """The form of the messages of which the template drops least, and the rendered prompt.
 
     spell: calls as text, for a template that writes none.
     Raises:
@@ -240,7 +240,7 @@ def _changed(
 
 
 def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was said and what was called as two messages, for DeepSeek-R1's template, which writes the one or the other."""
+    """Text and calls as two messages, for DeepSeek-R1's template, which renders only one of the two."""
     if "tool_calls" not in message or not message["content"]:
         return [message]
     return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]

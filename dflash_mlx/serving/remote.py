@@ -264,7 +264,7 @@ class RemoteConversation(Conversation):
         last.generation_tokens = counted or pieces
         self.held = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         self._keep(texts, last.generation_tokens, usage.get("prompt_tokens") or 0)
-        # Without its counts nobody knows how full the context is.
+        # Without the server's counts it is not known how full the context is.
         self.used = self.used if usage else 0
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Reading requests of all APIs into one form: what is asked for, and a sentence for what cannot be done.
+"""Reads requests of all APIs into one form, and refuses with a sentence what cannot be done.
 
-Knows the values of fields and what the loaded pair can do. Which fields there are is in `fields`. Knows no sockets and no
-generation.
+Knows the values of fields and what the loaded pair can do; `fields` lists the fields. Knows no sockets and no generation.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CompletionRequest:
 
     api: a name of `fields.APIS`. prompts: of a text completion, each a text or token ids; one answer for each.
     n: answers to each prompt. continues: the last message begins the answer. thinking_budget: tokens of it, None is no limit.
-    demand: what the answer is held to. ignored: names of fields that had no effect. body: the fields that were read.
+    demand: what constrains the answer. ignored: names of fields that have no effect. body: the fields that were read.
     """
 
     api: str
@@ -52,7 +51,7 @@ class CompletionRequest:
     stop: list[str]
     stream: bool
     include_usage: bool
-    # top_logprobs: the likeliest tokens to name beside each.
+    # top_logprobs: how many of the likeliest tokens to report for each token.
     logprobs: bool
     top_logprobs: int
     show_drafts: bool = False
@@ -65,11 +64,11 @@ class CompletionRequest:
 
     @property
     def chat(self) -> bool:
-        """Whether it has messages, which get an answer; else texts, which are continued."""
+        """Whether it has messages, which are answered. Otherwise it has texts, which are continued."""
         return self.api != TEXT
 
     def render(self, tokenizer: Any) -> list[Prompt]:
-        """A prompt for each answer, those of one prompt side by side.
+        """One prompt per answer; the answers to one prompt are side by side.
 
         Raises:
           DFlashError: the chat template refuses the messages.
@@ -87,7 +86,7 @@ class CompletionRequest:
         return self.sampling if seed is None else replace(self.sampling, seed=(seed + index % self.n) % (1 << 32))
 
     def grammar(self, pair: LoadedPair, prompt: Prompt) -> Grammar | None:
-        """What the answer to a prompt is held to; None: nothing. Raises: ConstraintError where it cannot be."""
+        """What constrains the answer to a prompt; None: nothing. Raises: ConstraintError if it cannot be enforced."""
         return grammar_of(self.demand, pair.tokenizer, pair.name, prompt.before if self.chat else None)
 
 
@@ -97,7 +96,7 @@ _LARGEST_BIAS = 1_000_000
 _MOST_TOP = 20
 _MOST_PROMPTS = 64
 _MOST_ANSWERS = 16
-# OpenAI's efforts, and the nearest that templates know.
+# OpenAI's names of efforts, and the nearest ones that chat templates know.
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -134,11 +133,11 @@ def _finite(kind: type) -> Callable[[str], Any]:
 def read_request(
     body: Any, api: str, pair: LoadedPair, options: Options, earlier: Callable[[str], list[Any]] = lambda name: []
 ) -> CompletionRequest:
-    """What a body asks for. Fields that it leaves out have the server's defaults.
+    """A body as a request. Fields that it leaves out have the server's defaults.
 
     earlier: the messages after a `previous_response_id`.
     Raises:
-      RequestError: names the field that is wrong, or asks for what cannot be done.
+      RequestError: names the field that is wrong or cannot be honoured.
     """
     own, ignored = sort_fields(body, api)
     try:
@@ -167,7 +166,7 @@ def _read(
         demand = _held_calls(demand, body, tools, pair, api, ignored)
         asked = {**_template_args(body, pair), **_effort(body, pair, ignored)}
         variables = {**options.chat_template_args, **asked}
-    # Only Anthropic's API says that a last message of the assistant is gone on with.
+    # Only in Anthropic's API does the answer always continue a last message of the assistant.
     continues = api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and demand.holds:
         problem = "messages ends with one of the assistant; an answer that it begins cannot be held to a format"
@@ -335,7 +334,7 @@ def _stop(body: Mapping[str, Any]) -> list[str]:
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
-    """How many of the likeliest tokens to name beside each; None: no log-probabilities at all."""
+    """How many of the likeliest tokens to report for each token; None: no log-probabilities."""
     given, top = body.get("logprobs", False), body.get("top_logprobs")
     if not chat and type(given) is int:
         # OpenAI's old form: the number itself.
@@ -364,7 +363,7 @@ def _logit_bias(body: Mapping[str, Any], pair: LoadedPair) -> dict[int, float]:
 
 
 def _block_size(body: Mapping[str, Any], pair: LoadedPair, options: Options) -> int | None:
-    """The anchor and the drafted tokens that the body asks for; None: each round chooses their number."""
+    """The block size that the body asks for (it counts the anchor); None: chosen in each round."""
     count = body.get("num_draft_tokens")
     if count is None:
         return options.block_size if pair.most_drafts is not None else None
@@ -401,7 +400,7 @@ def _template_args(body: Mapping[str, Any], pair: LoadedPair) -> dict[str, Any]:
 
 
 def _tools(body: Mapping[str, Any], pair: LoadedPair, api: str, ignored: list[str]) -> list[dict[str, Any]]:
-    """The tools that may be called; [] where the client offers or wants none. Tools that are no functions are left out."""
+    """The tools that may be called; [] if the client offers or allows none. Only functions: other kinds of tools are left out."""
     choice, tools = body.get("tool_choice", "auto"), body.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(f"tools is {shown(tools)}; it must be a list of objects")
@@ -450,7 +449,7 @@ def _held_calls(
         grammar_of(calls, pair.tokenizer, pair.name).validate()
         return calls
     except ConstraintError as error:
-        # A client that sends these by default could offer no tool at all.
+        # Not an error: agents send `strict` by default, and could then offer no tool at all.
         asked = [
             name
             for name, sent in (("tools: strict", any(tool.strict for tool in calls.tools)), ("parallel_tool_calls", one))
@@ -465,7 +464,7 @@ def _held_calls(
 
 
 def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
-    """The functions that a `tool_choice` allows, None: all; and whether one must be called. Either of OpenAI's APIs' shapes."""
+    """The functions that a `tool_choice` allows (None: all), and whether one must be called. Reads both of OpenAI's shapes."""
     if choice in ("auto", "none", "required"):
         return None, choice == "required"
     if (name := _named(choice)) is not None:
@@ -473,7 +472,7 @@ def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         given = choice.get("allowed_tools", choice)
         mode, allowed = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
-        # Hosted tools are left out here too.
+        # Tools that OpenAI hosts are left out here too.
         names = (
             {_named(tool) for tool in allowed if not isinstance(tool, dict) or tool.get("type", "function") == "function"}
             if isinstance(allowed, list)
@@ -495,7 +494,7 @@ def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
 
 
 def _named(choice: Any) -> str | None:
-    """The function that an object names, in the shape of either of OpenAI's APIs."""
+    """The name of the function in an object, in either of OpenAI's shapes."""
     if not isinstance(choice, dict) or choice.get("type", "function") != "function":
         return None
     name = choice.get("name", choice["function"].get("name") if isinstance(choice.get("function"), dict) else None)

@@ -1,4 +1,4 @@
-"""What goes back: OpenAI's completions as objects and as events of a stream, and what the writers of other APIs share.
+"""Writes answers: OpenAI's completions as objects and as events of a stream, and the parts that the other APIs share.
 
 Knows tokens as the engine gives them and the channels that tell answers from reasoning and calls. Knows no sockets.
 """
@@ -19,7 +19,7 @@ from .messages import Prompt
 from .requests import CompletionRequest
 from .tool_calls import Call
 
-# Kinds of pieces that are text, under their names in `drafts`.
+# Kinds of pieces that are text, with their names in `drafts`.
 _TEXTS = {"answer": "content", "reasoning": "reasoning"}
 
 
@@ -52,8 +52,8 @@ def joined(bodies: list[dict[str, Any]]) -> dict[str, Any]:
 class Writer:
     """One answer as it grows, in the words of an API.
 
-    `start`, `add` (a token), `end` and `error` give the events of a stream; `idle` what is written when nothing came for long.
-    `body` is the answer in one piece, once all tokens were added.
+    `start`, `add` (a token), `end` and `error` give the events of a stream; `idle` gives one after a while without any.
+    `body` is the whole answer as one object, after all tokens were added.
     """
 
     def __init__(self, request: CompletionRequest, pair: LoadedPair, prompt: Prompt, generation: Generation, index: int = 0):
@@ -73,7 +73,7 @@ class Writer:
 
     @property
     def reason(self) -> str | None:
-        """Why the answer ended; None while it has not."""
+        """Why the answer ended; None while it runs."""
         return self.last.finish_reason
 
     def start(self) -> list[str]:
@@ -194,7 +194,7 @@ class Completion(Writer):
             choice["drafts"] = {name: parts for name, parts in self.drafts.items() if parts} | figures
         if not self.request.chat:
             return {**choice, "text": self.text}
-        # Clients join the texts of deltas, the role's too: it stands in the first alone.
+        # Clients join the texts of deltas, even the role. So only the first delta has it.
         said: dict[str, Any] = {} if self.role_told else {"role": "assistant"}
         self.role_told = True
         if key == "message":
@@ -209,7 +209,7 @@ class Completion(Writer):
         return {**choice, key: said}
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts; accepted and rejected are the drafter's. A prompt counts with the first of its answers."""
+        """OpenAI's counts; accepted and rejected count the drafter's tokens. A prompt is counted with its first answer."""
         own = self.index % self.request.n == 0
         prompt_tokens = self.prompt_tokens if own else 0
         return {
@@ -224,7 +224,7 @@ class Completion(Writer):
         }
 
     def _text_logprobs(self) -> dict[str, Any]:
-        """OpenAI's old form. The chosen token is there also where it is not among the likeliest: up to k + 1 alternatives."""
+        """OpenAI's old form. The chosen token is listed even if it is not among the k likeliest: up to k + 1 alternatives."""
         tops = []
         for token in self.tokens:
             top = token.top
@@ -263,7 +263,7 @@ def named(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
 
 
 def by_text(tokenizer: Any, top: list[tuple[int, float]]) -> dict[str, float]:
-    """OpenAI's old form: log-probabilities by text. Of two tokens with one text the likelier has it, the other its id."""
+    """OpenAI's old form: log-probabilities by text. If two tokens have the same text, the less likely one is listed by its id."""
     by: dict[str, float] = {}
     for token, value in top:
         text = named(tokenizer, token)[0]

@@ -1,6 +1,6 @@
 """`dflash-mlx serve`: binds an address, loads the pair, and serves it until a signal comes.
 
-Knows sockets, time limits of clients and signals. What is asked and answered is `app`'s.
+Knows sockets, time limits of clients, and signals. `app` knows requests and answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_S = 0.4
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with an end for clients that do not finish a request, or do not read their answer.
+    """uvicorn's HTTP/1.1, but drops clients that do not finish a request or do not read their answer.
 
     A limit holds for all headers, and for all of a body: a client that sends a byte now and then is no better than one that
     sends nothing.
@@ -63,7 +63,7 @@ class TimedProtocol(H11Protocol):
         self._stop(self._writing)
 
     def _limit(self) -> None:
-        """Let time run from where headers, or a body, begin to their end."""
+        """Start and stop the clock for headers and for a body."""
         limits = {h11.IDLE: self.headers_s, h11.SEND_BODY: self.body_s}
         stage = self.conn.their_state, self.cycle
         if stage == self._stage:
@@ -115,7 +115,7 @@ class Server:
             raise DFlashError(problem, "Choose another with --port or --host; --port 0 takes any free port") from None
         self.address = self._socket.getsockname()[:2]
         self._uvicorn: uvicorn.Server | None = None
-        # Not the thread's own end: a signal within `Thread.join` takes it for ended in Python 3.11.
+        # Not `Thread.join`: in Python 3.11 a signal during it makes the thread look ended.
         self._ended = threading.Event()
 
     def start(self, engine: Engine) -> None:
@@ -142,12 +142,12 @@ class Server:
             self._ended.set()
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         while not self._ended.wait(0.2):
             pass
 
     def stop(self) -> None:
-        """Take no more requests, and end. Answers on their way end with the engine."""
+        """Take no more requests, and end. Running answers end with the engine."""
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
             self.wait()
@@ -203,7 +203,7 @@ def _introduce(server: Server, engine: Engine, say: Callable[[str], None]) -> No
 
 
 def _end(server: Server, engine: Engine, say: Callable[[str], None]) -> None:
-    """Let the pass under way end, and say so where that takes a while. A second signal ends the process: MLX has no other way."""
+    """Let the running pass end, and say so if it takes a while. A second signal ends the process: MLX cannot stop a pass."""
     try:
         engine.close()
         if not engine.join(_PATIENCE_S):

@@ -1,4 +1,4 @@
-"""Ends reasoning after so many tokens: a logits processor of mlx-lm's kind."""
+"""Ends reasoning after a number of tokens: a logits processor of mlx-lm's kind."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`dflash-mlx bench --batch`: mlx-lm's `batch_generate` and ours, by turns, on the same prompts with so many rows at once.
+"""`dflash-mlx bench --batch`: times mlx-lm's `batch_generate` and ours, taking turns, on the same prompts, several at once.
 
 A cell is (rows, temperature, tokens of context before each prompt). The rows' prompts go through the kinds in turn, so a batch of
-eight holds the prompts of one of four, and four more. `tps`: tokens of all rows over the seconds of the whole call, prompts
-included; both sides read them in it. At temperature 0 the ids of each row are compared. At others both sides draw with noise of
-their own.
+eight holds the prompts of a batch of four, and four more. `tps`: tokens of all rows over the seconds of the whole call, in which
+both sides also read the prompts. At temperature 0 the ids of each row are compared. At others each side samples with its own
+noise.
 
 Knows the two functions and its part of a record. Prints nothing.
 """

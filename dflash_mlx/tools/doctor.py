@@ -394,7 +394,7 @@ def _last_taps(
 
 
 def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:
-    """The same answer without a drafter and as a user gets it with one, by turns: rates after the first token, and the gain.
+    """The same answer without a drafter and with one, taking turns: rates after the first token, and the gain.
 
     gain: the second rate over the first; None where the answer is too short to time. off: plain decoding was chosen throughout.
     """

@@ -96,7 +96,7 @@ def _own_models() -> Iterator[Stored]:
 
 
 def _unfinished() -> Iterator[Stored]:
-    """What a full disk, or an end that nobody could catch, left in our cache directory: the next run goes on with it or clears
+    """Files that a full disk or a killed process left in our cache directory: the next run continues with them or clears
     it, if there is one. A process that is at work now has such a folder too."""
     for folder in _listing(cache_directory(), hidden=True):
         if folder.is_dir() and not folder.is_symlink() and _UNFINISHED.search(folder.name):

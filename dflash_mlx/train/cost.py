@@ -16,7 +16,7 @@ class Rates:
     memory: int
 
     def line(self, steps: int | None, seconds: float | None) -> str:
-        """One sentence for a run that has so many steps left, or so many seconds."""
+        """One sentence about what a run will take. It has a number of steps left, or of seconds."""
         n = steps if steps is not None else round(seconds / self.step_s)
         seen = n * self.conversations
         tokens = seen * self.answer_tokens / max(self.total, 1)

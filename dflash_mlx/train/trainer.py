@@ -59,7 +59,7 @@ class TrainConfig:
     or 4 by block size) or "dpace"; noise: uniform, as a share of each feature row's size, off for the last fifth.
     learn_from "text": every slot learns the text's token. "target": slots of sampled text learn the target's probabilities at
     the temperature that it was sampled at, and drafts of greedy text are judged at `greedy_heat`.
-    patience: the run ends after so many evaluations in a row without a better tau, and keeps the best; 0: never.
+    patience: end after this many evaluations in a row without a better tau, and keep the best weights; 0: never.
     Of DFlash 2 only: backbone, tv and predecessor ("text" or "own") as in `LossConfig`; selector_lr: times `lr`, because most
     rows of a codebook are seldom seen.
     """
@@ -370,7 +370,7 @@ def train(
     Args:
       model: the target, as served (or `dense` of it). raw: from `drafter_config` or `as_dflash2`.
       init: a drafter to start from, as `load_drafter` takes it, bfloat16 or quantized; the optimizer starts anew.
-      pause_s: save and return after so many seconds, to go on in another sitting; the schedule does not notice.
+      pause_s: save and return after this many seconds; a later call continues with the same schedule.
     Returns: the last line of metrics, with `tau_heldout` if there is held-out text.
     """
     config.check()
