@@ -113,7 +113,7 @@ def _sentence(error: str) -> str:
     """The line of an llguidance error that gives the reason."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if line.startswith("error:")), None)
-    told = (last or lines[0] if lines else "no reason is told").removeprefix("error:").strip()
+    told = (last or lines[0] if lines else "no reason is given").removeprefix("error:").strip()
     # Without the position: it is one in the text made from a schema, which the user has not seen.
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", told)[:300]
 

@@ -320,7 +320,7 @@ def held_bits(names: Iterable[str], source: str, bits: int | str | None) -> int 
         raise ConfigError(f"a drafter's bits are {bits!r}; they must be 4, 8 or none", "Leave them out for the default")
     if quantized:
         raise ConfigError(
-            f"the drafter is to be held in {bits} bits and {source} is quantized already",
+            f"the drafter cannot be quantized to {bits} bits: {source} is quantized already",
             "Leave the bits out, or use the float drafter that it was made from",
         )
     return int(bits)

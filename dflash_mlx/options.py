@@ -65,7 +65,9 @@ class RunOptions:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
         check_max_tokens(self.max_tokens)
         if self.copy is not None:
-            warnings.warn("copy= is now prompt_lookup=; copy= goes with the next release", DeprecationWarning, stacklevel=4)
+            warnings.warn(
+                "copy= is now prompt_lookup=; copy= will be removed in the next release", DeprecationWarning, stacklevel=4
+            )
             self.prompt_lookup = self.copy if self.prompt_lookup is None else self.prompt_lookup
         for name, least in (("prefill_step_size", 1), ("max_kv_size", 1), ("quantized_kv_start", 0)):
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < least):
@@ -204,7 +206,7 @@ def block_size_of(drafter: Drafter, block_size: int | None, num_draft_tokens: in
     if num_draft_tokens is not None:
         if block_size is not None and block_size != num_draft_tokens + 1:
             raise GenerationError(
-                f"block_size is {block_size} and num_draft_tokens is {num_draft_tokens}; the first must be one more",
+                f"block_size is {block_size} and num_draft_tokens is {num_draft_tokens}; block_size must be one more",
                 "Give one of them",
             )
         block_size = num_draft_tokens + 1

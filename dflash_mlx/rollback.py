@@ -53,7 +53,9 @@ def _cut_rotating(entry: RotatingKVCache, n: int) -> None:
     length, mark, held = entry.offset - n, entry._idx - n, entry.keys.shape[2]
     if entry._idx < held:
         if n > 1 and entry.offset != entry._idx:
-            raise CacheError(f"{n} rows are to be dropped from a ring of {held}; it can drop one", "Start a new prompt cache")
+            raise CacheError(
+                f"{n} rows cannot be dropped from a ring of {held} rows; it can drop one", "Start a new prompt cache"
+            )
         entry.offset, entry._idx = length, mark
         return
     k, v = entry.keys, entry.values
@@ -160,7 +162,7 @@ def rollback(entries: Sequence[Any], point: RollbackPoint, length: int) -> None:
     keep = length - point.length
     if not 0 <= keep <= point.rows:
         raise CacheError(
-            f"{length} rows cannot be rolled back to; the last pass left {point.length} to {point.length + point.rows}",
+            f"the cache cannot be rolled back to {length} rows; the last pass left {point.length} to {point.length + point.rows}",
             "Start again with an empty prompt cache",
         )
     for entry, saved in zip(entries, point.saved, strict=True):

@@ -58,7 +58,7 @@ def read_answer(body: Mapping[str, Any]) -> Demand:
     """
     given = [name for name in FIELDS if name in body and not _is_text(name, body[name])]
     if len(given) > 1:
-        raise RequestError(f"{given[0]} and {given[1]} are both given; an answer is held to one of them", "Leave one out")
+        raise RequestError(f"{given[0]} and {given[1]} are both given; only one of them can constrain an answer", "Leave one out")
     if not given:
         return Demand()
     name = given[0]
@@ -113,7 +113,7 @@ def _demand(kind: str, value: Any) -> Demand:
     if kind == "choice":
         found = one_of(tuple(value) if isinstance(value, list) else ())
     elif not isinstance(value, str):
-        raise ConstraintError(f"it is {shown(value)}, and must be a text", "Send a text")
+        raise ConstraintError(f"it is {shown(value)}, and must be text", "Send a text")
     elif kind == "regex":
         found = regex(value)
     else:

@@ -148,7 +148,7 @@ def _check_host(request: Request, options: Options) -> None:
     host, allowed = request.headers.get("Host", ""), options.allowed_origins
     if "*" not in allowed and not is_own_name(host, options.host, allowed):
         problem = f"the request is for the host {host[:80]!r}, which is not a name of this server"
-        raise RequestError(problem, "Use its address, or admit http://NAME with --allowed-origins", 403)
+        raise RequestError(problem, "Use its address, or allow http://NAME with --allowed-origins", 403)
 
 
 def _check_client(request: Request, options: Options) -> None:
@@ -159,8 +159,8 @@ def _check_client(request: Request, options: Options) -> None:
     # The page at / has the same host as the request, and `Host` was checked before.
     own = (origin or "").rpartition("//")[2] == request.headers.get("Host")
     if origin and not own and origin not in allowed and "*" not in allowed:
-        problem = f"the request comes from the web page {origin[:80]}, which is not admitted"
-        raise RequestError(problem, "Admit it with --allowed-origins", 403)
+        problem = f"the request comes from the web page {origin[:80]}, which is not allowed"
+        raise RequestError(problem, "Allow it with --allowed-origins", 403)
     # The page at / needs no key: it asks the user for one.
     if options.api_key is not None and (path := request.scope["path"]) != "/health" and not is_page(path):
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -312,7 +312,7 @@ async def tokenize(request: Request) -> Response:
     text = body.get("content", body.get("prompt")) if isinstance(body, dict) else None
     chat = isinstance(body, dict) and "messages" in body
     if not chat and not isinstance(text, str):
-        raise RequestError(f"content is {shown(text)}; it must be a text", "Send content, prompt or messages")
+        raise RequestError(f"content is {shown(text)}; it must be text", "Send content, prompt or messages")
     pair = state.engine.pair
     async with state.tokenizing:
         if chat:

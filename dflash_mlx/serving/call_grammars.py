@@ -201,7 +201,9 @@ def _python_call(tool: Tool, rules: Rules) -> str:
     first, more = [rules.add('""')] * 2
     for key, schema, required in reversed(list(_properties(tool))):
         if not key.isidentifier():
-            raise ConstraintError(f"the parameter {key!r} of {tool.name!r} is no name in Python, as this target writes calls")
+            raise ConstraintError(
+                f"the parameter {key!r} of {tool.name!r} is not a name in Python, and this target writes calls as Python"
+            )
         value = rules.add(f"{literal(key + '=')} {json_rule(schema, json_allowed_escapes=_PYTHON_ESCAPES)}")
         first, more = (
             rules.add(" | ".join([f"{value} {more}", *([] if required else [first])])),

@@ -181,7 +181,7 @@ class Chat:
             for name in named_files(text):
                 self.note(f"{self.attach(name).about()}.")
             for name in no_files(text):
-                self.note(f"@{name} is no file here; it is sent as a word.")
+                self.note(f"@{name} is not a file here; it is sent as a word.")
             talk.messages.append({"role": "user", "content": with_files(text, self.files, raw=talk.raw)})
             self._answer()
         finally:

@@ -64,7 +64,7 @@ class Settings(SamplingSettings):
         """
         known = {one.name: one for one in fields(self)}
         if name not in known:
-            raise DFlashError(f"{name!r} is no setting", f"There are: {', '.join(known)}")
+            raise DFlashError(f"there is no setting {name!r}", f"The settings are {', '.join(known)}")
         value = known[name].default if text == "default" else parse(known[name], text)
         return replace(self, **{name: value})
 

@@ -109,7 +109,7 @@ class LoadedPair:
         """Raises: DFlashError for options that would make every request fail."""
         options.sampling.check_vocabulary(self.vocabulary)
         if self.drafter is not None and (options.block_size or 1) > (largest := largest_block(self.drafter)):
-            raise DFlashError(f"block_size is {options.block_size}; with this drafter it may be {largest} at most")
+            raise DFlashError(f"block_size is {options.block_size}; with this drafter it must be at most {largest}")
         if self.drafter is None and (options.max_batch or 1) > 1:
             problem = f"max_batch is {options.max_batch}; requests run together with a drafter only"
             raise DFlashError(problem, "Give a drafter, or leave it out")

@@ -115,7 +115,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DFlashError(f"content is {shown(content)}; it must be a text or a list of parts", "Send it as text")
+        raise DFlashError(f"content is {shown(content)}; it must be text or a list of parts", "Send it as text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):

@@ -39,7 +39,7 @@ class Remote:
     def __init__(self, url: str, key: str | None = None):
         place = urlsplit(url if "://" in url else f"http://{url}")
         if place.scheme not in ("http", "https") or not place.hostname:
-            raise DFlashError(f"{url!r} is no address of a server", "Give one such as http://127.0.0.1:8080")
+            raise DFlashError(f"{url!r} is not the address of a server", "Give one such as http://127.0.0.1:8080")
         path = place.path.rstrip("/") or "/v1"
         self.url = f"{place.scheme}://{place.netloc}{path}"
         # A proxy does not know this machine's own servers.
@@ -149,7 +149,7 @@ def _chunk(data: bytes | str) -> dict[str, Any]:
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise DFlashError(f"the server sent what is no chat completion: {str(data)[:100]!r}", "Is it OpenAI's API?")
+        raise DFlashError(f"the server sent something other than a chat completion: {str(data)[:100]!r}", "Is it OpenAI's API?")
     if chunk.get("error"):
         raise DFlashError(f"the server says: {_said(chunk)}", "/retry asks again")
     return chunk

@@ -107,7 +107,7 @@ def parse_body(raw: bytes) -> Any:
             raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite(float), parse_int=_finite(int)
         )
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON in UTF-8: {error}", "Send one JSON object") from None
+        raise RequestError(f"the body is not JSON in UTF-8: {error}", "Send one JSON object") from None
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -234,7 +234,7 @@ def _prompts(body: Mapping[str, Any], pair: LoadedPair) -> list[str | list[int]]
     given = body.get("prompt")
     prompts = given if isinstance(given, list) and given and not _is_id(given[0], pair) else [given]
     if not all(isinstance(one, str) or isinstance(one, list) and one and all(_is_id(i, pair) for i in one) for one in prompts):
-        problem = f"prompt is {shown(given)}; it must be a text, token ids from 0 to {pair.vocabulary - 1}, or a list of these"
+        problem = f"prompt is {shown(given)}; it must be text, token ids from 0 to {pair.vocabulary - 1}, or a list of these"
         raise RequestError(problem)
     if len(prompts) > _MOST_PROMPTS:
         raise RequestError(f"prompt has {len(prompts)} prompts; at most {_MOST_PROMPTS} are taken", "Send several requests")
@@ -256,7 +256,7 @@ def _is_id(value: Any, pair: LoadedPair) -> bool:
 def fold_seed(seed: Any) -> int:
     """A seed of up to 64 bits as one of 32, by which noise is keyed. -1: a random one."""
     if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
-        raise RequestError(f"seed is {shown(seed)}; it must be a whole number of at most 64 bits, or -1 for one that is drawn")
+        raise RequestError(f"seed is {shown(seed)}; it must be a whole number of at most 64 bits, or -1 for a random one")
     if 0 <= seed < 1 << 32:
         return seed
     if seed == -1:
@@ -329,7 +329,7 @@ def _stop(body: Mapping[str, Any]) -> list[str]:
     given = body.get("stop", [])
     stop = [given] if isinstance(given, str) else given
     if not isinstance(stop, list) or not all(isinstance(word, str) for word in stop):
-        raise RequestError(f"stop is {shown(given)}; it must be a text or a list of texts")
+        raise RequestError(f"stop is {shown(given)}; it must be text or a list of texts")
     return list(dict.fromkeys(word for word in stop if word))
 
 

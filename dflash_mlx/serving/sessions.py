@@ -22,7 +22,8 @@ def session_path(name: str) -> Path:
     stem = name.removesuffix(".json")
     if not stem or not stem.isprintable() or set(stem) & set("/\\:") or stem.startswith(".") or len(os.fsencode(stem)) > 200:
         raise DFlashError(
-            f"{name[:60]!r} is no name of a session", "Give a name without slashes, colons and a leading dot, such as work"
+            f"{name[:60]!r} cannot be the name of a session",
+            "Give a name without slashes, colons and a leading dot, such as work",
         )
     return state_directory() / "sessions" / f"{stem}.json"
 
@@ -46,7 +47,7 @@ def read_session(name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fault = "it is not JSON in UTF-8"
     if fault:
-        raise DFlashError(f"{path} is no session of this version: {fault}", "Give another name")
+        raise DFlashError(f"{path} is not a session of this version: {fault}", "Give another name")
     return state
 
 

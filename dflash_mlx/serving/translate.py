@@ -26,7 +26,7 @@ OTHER_NAMES = {
         **{"parallel_tool_calls:": "tool_choice.disable_parallel_tool_use:"},
     },
 }
-_SYSTEM = ((str, list), "a text or a list of text parts")
+_SYSTEM = ((str, list), "text or a list of text parts")
 _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
@@ -47,7 +47,7 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     elif not isinstance(given, list):
-        raise RequestError(f"input is {shown(given)}; it must be a text or a list of items", "Send text")
+        raise RequestError(f"input is {shown(given)}; it must be text or a list of items", "Send text")
     chat["messages"] = messages + _messages_of_items(given)
     if body.get("truncation", "disabled") != "disabled":
         raise RequestError(f"truncation is {shown(body['truncation'])}; this server leaves nothing out", 'Send "disabled"')

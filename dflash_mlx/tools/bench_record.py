@@ -38,7 +38,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
-        raise BenchError(f"{path} is no record of dflash-mlx bench in format {FORMAT}", "Make one with --out")
+        raise BenchError(f"{path} is not a record of dflash-mlx bench in format {FORMAT}", "Make one with --out")
     return record
 
 

@@ -60,7 +60,7 @@ def test_a_drafter_whose_files_are_quantized_stays_as_it_is(tmp_path, pair, meta
     for bits in (None, "none"):
         assert bits_of(load_drafter(str(tmp_path / "8"), pair[0], bits=bits)) == [8]
     assert not caplog.records
-    with pytest.raises(ConfigError, match=r"is to be held in 4 bits and .* is quantized already\. Leave the bits out"):
+    with pytest.raises(ConfigError, match=r"cannot be quantized to 4 bits: .* is quantized already\. Leave the bits out"):
         load_drafter(str(tmp_path / "8"), pair[0], bits=4)
 
 

@@ -255,7 +255,7 @@ def test_a_block_far_beyond_the_drafters_is_refused_and_one_at_the_limit_runs(ti
 
 
 def test_contradicting_block_sizes_are_refused(tiny):
-    with pytest.raises(GenerationError, match="block_size is 5 and num_draft_tokens is 5; the first must be one more"):
+    with pytest.raises(GenerationError, match="block_size is 5 and num_draft_tokens is 5; block_size must be one more"):
         run(tiny[0], tiny[2], PROMPT, 4, block_size=5, num_draft_tokens=5)
 
 

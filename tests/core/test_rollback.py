@@ -310,7 +310,7 @@ def test_an_entry_that_does_not_cut_as_asked_is_an_error(monkeypatch):
     monkeypatch.setitem(cache_module._CUT, KVCache, lambda entry, n: 0)
     with pytest.raises(CacheError, match="KVCache holds 27 rows; it must hold 23"):
         rollback(cache, point, 23)
-    with pytest.raises(CacheError, match="28 rows cannot be rolled back to; the last pass left 21 to 27"):
+    with pytest.raises(CacheError, match="the cache cannot be rolled back to 28 rows; the last pass left 21 to 27"):
         rollback(cache, point, 28)
 
 

@@ -266,7 +266,7 @@ def test_curl_drives_the_server(served, chatty, tmp_path):
     assert 0 < sum(len(c["logprobs"]["content"]) for c in chunks) <= 20
     for body, status, message in (
         ({**ask, "model": "gpt-9"}, 404, "the model 'gpt-9' is not served here"),
-        ('{"messages": [', 400, "the body is no JSON"),
+        ('{"messages": [', 400, "the body is not JSON"),
         ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 413, "at most 8000000 are read"),
     ):
         got = curl("/chat/completions", body)

@@ -145,12 +145,12 @@ def test_a_broken_session_ends_the_command_and_is_not_written_over(home, tmp_pat
     assert (
         done.returncode == 1
         and done.stderr.startswith("Error: ")
-        and "s1.json is no session" in done.stderr
+        and "s1.json is not a session" in done.stderr
         and "Traceback" not in done.stderr
     )
     # Nor by name from another chat: what is no session may be somebody's file.
     done = piped(["def a", "/load s1", "/save s1"], home, *PAIR, "-m", "2")
-    assert done.returncode == 1 and done.stderr.count("s1.json is no session") == 2
+    assert done.returncode == 1 and done.stderr.count("s1.json is not a session") == 2
     assert kept.read_text() == '{"version": 1, "settings": {"temp": "hot"}}'
 
 

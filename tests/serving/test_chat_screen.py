@@ -210,8 +210,8 @@ def test_files_go_with_a_message_and_their_size_is_shown(home, tmp_path):
         talk.say(
             'see @"with blank.txt", me@host, @dataclass, @no/such and @gone.txt',
             "with blank.txt: 5 bytes, 1 line, 1 token.",
-            "@no/such is no file here",
-            "@gone.txt is no file here",
+            "@no/such is not a file here",
+            "@gone.txt is not a file here",
         )
         talk.hear("alpha beta", "gamma", "tokens/s")
         talk.say("plain", "tokens/s")
@@ -237,7 +237,7 @@ def test_a_session_that_goes_on_is_recapped(home, columns):
         talk.hear("Continuing a session of 2 messages.", "That session was with one; it goes on with two.", "temp 0.7")
         talk.hear("System message: Be brief.", "You: what is the answer to everything?", "Answer: Forty-two, said the machine.")
         talk.say("and now?", "The answer is empty: the model ended it at once.")
-        talk.say("/load ../x", "'../x' is no name of a session")
+        talk.say("/load ../x", "'../x' cannot be the name of a session")
         talk.leave()
 
 

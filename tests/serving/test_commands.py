@@ -34,7 +34,7 @@ def room(tmp_path, monkeypatch):
         ("/copy", "there is no answer to copy"),
         ("/file", "/file needs the path of a text file"),
         ("/thoughts maybe", "/thoughts takes on or off"),
-        ("/save ../x", "'../x' is no name of a session"),
+        ("/save ../x", "'../x' cannot be the name of a session"),
     ],
 )
 def test_a_command_that_cannot_be_done_says_what_to_type(room, typed, message):

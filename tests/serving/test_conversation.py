@@ -134,7 +134,7 @@ def test_without_a_chat_template_texts_are_joined_as_they_are(pair):
         ("seed", "4294967296", "from 0 to 4294967295"),
         ("max_tokens", "2.5", "a whole number"),
         ("thinking", "maybe", "on, off or default"),
-        ("colour", "red", "'colour' is no setting. There are: temp"),
+        ("colour", "red", "there is no setting 'colour'. The settings are temp"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(name, text, message):

@@ -57,7 +57,7 @@ def test_penalties_see_the_whole_prompt_whatever_was_held(served):
 def test_options_that_would_make_every_request_fail_end_the_start(pair):
     for options, message in (
         ({"sampling": SamplingSettings(top_k=1536)}, "top_k is 1536; it must be below 1536, the target's vocabulary"),
-        ({"block_size": 65}, "block_size is 65; with this drafter it may be 64 at most"),
+        ({"block_size": 65}, "block_size is 65; with this drafter it must be at most 64"),
     ):
         with pytest.raises(DFlashError, match=message), running(*pair, **options):
             pass

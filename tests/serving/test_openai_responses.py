@@ -94,7 +94,7 @@ def test_a_round_of_tools_is_the_conversation_that_a_chat_has(served):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input": 3}, "input is 3; it must be a text or a list of items"),
+        ({"input": 3}, "input is 3; it must be text or a list of items"),
         ({"input": []}, "input is []; it must be a list with at least one message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of input is"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0; it must be"),
@@ -105,7 +105,7 @@ def test_a_round_of_tools_is_the_conversation_that_a_chat_has(served):
         ({"background": True}, "background is true; this server cannot do that"),
         ({"tool_choice": "required"}, "tools offers no such function"),
         ({"conversation": "c"}, "conversation is"),
-        ({"instructions": 5}, "instructions is 5; it must be a text or a list of text parts"),
+        ({"instructions": 5}, "instructions is 5; it must be text or a list of text parts"),
         ({"store": "no"}, 'store is "no"; it must be true or false'),
     ],
 )

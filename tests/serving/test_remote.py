@@ -125,7 +125,7 @@ def test_a_server_that_does_not_stream_is_understood():
         (["<html>bad gateway</html>"], 502, "status 502: <html>bad gateway"),
         ([chunk(content="x"), 'data: {"error": {"message": "out of memory"}}'], 200, "the server says: out of memory"),
         ([chunk(content="x")], 200, "ended the answer in the middle"),
-        (["data: what"], 200, "no chat completion"),
+        (["data: what"], 200, "other than a chat completion"),
     ],
 )
 def test_a_server_that_fails_is_told_in_its_own_words_and_what_came_stays(lines, status, message):
@@ -165,7 +165,7 @@ def test_no_server_no_address_and_several_models_are_one_sentence():
         DFlashError, match=r"no server answers at http://127.0.0.1:9/v1: [A-Z][a-z ]+\. Start it, or give another --url"
     ):
         talking("127.0.0.1:9")
-    with pytest.raises(DFlashError, match="no address"):
+    with pytest.raises(DFlashError, match="not the address"):
         Remote("ftp://x")
     with other([], models=("a", "b")) as (address, _):
         with pytest.raises(DFlashError, match="lists 2 models: a, b. Name one with --model"):

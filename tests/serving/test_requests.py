@@ -43,7 +43,7 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": WEATHER}, 400, "offers no such function"),
         ({"tool_choice": {"type": "custom"}}, 400, "or name a function"),
         ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),
-        ({"stop": [1]}, 400, "stop is [1]; it must be a text or a list of texts"),
+        ({"stop": [1]}, 400, "stop is [1]; it must be text or a list of texts"),
         ({"mirostat": 2}, 400, "mirostat is 2; this server cannot do that. Leave it out, or send 0"),
         ({"lora": [{"id": 0}]}, 400, "lora is"),
         ({"num_ctx": 4096}, 400, "num_ctx is 4096; this server cannot do that. Leave it out."),
@@ -99,7 +99,7 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ),
         ({"messages": []}, 400, "at least one message"),
         ({"messages": ["hi"]}, 400, "an object with a role"),
-        ({"messages": [{"role": "user", "content": 3}]}, 400, "content is 3; it must be a text"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "content is 3; it must be text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
             400,
@@ -311,12 +311,12 @@ def test_nulls_and_what_only_accounts_use_are_as_if_left_out(served):
 @pytest.mark.parametrize(
     ("data", "status", "message"),
     [
-        (b"{not json", 400, "the body is no JSON in UTF-8"),
-        (b"\xff\xfe{}", 400, "the body is no JSON in UTF-8"),
+        (b"{not json", 400, "the body is not JSON in UTF-8"),
+        (b"\xff\xfe{}", 400, "the body is not JSON in UTF-8"),
         (b'{"messages": [], "temperature": NaN}', 400, "NaN is not JSON"),
         (b'{"messages": [], "temperature": 1e999}', 400, '"1e999" is too large a number'),
         (b'{"messages": [], "presence_penalty": -1' + b"0" * 400 + b"}", 400, "is too large a number"),
-        (b"[" * 100_000, 400, "the body is no JSON in UTF-8"),
+        (b"[" * 100_000, 400, "the body is not JSON in UTF-8"),
         (b"[1]", 400, "the body is of type list; it must be a JSON object"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(sessions, c
     file = sessions / "x.json"
     text = content if isinstance(content, str) else json.dumps({**SESSION, **content})
     file.write_text(text)
-    with pytest.raises(DFlashError, match=re.escape("x.json is no session of this version: ") + ".*" + re.escape(message)):
+    with pytest.raises(DFlashError, match=re.escape("x.json is not a session of this version: ") + ".*" + re.escape(message)):
         read_session("x")
     assert file.read_text() == text
     with pytest.raises(DFlashError, match="there is no kept session .*absent.json"):
@@ -66,7 +66,7 @@ def test_a_file_that_is_no_session_is_refused_by_name_and_left_alone(sessions, c
 @pytest.mark.parametrize("name", ["../x", "/nowhere/x", "a/b", "..", ".hidden", "", ".json", "a\\b", "C:x", "a\nb", "a" * 201])
 def test_a_session_stays_in_the_folder_of_sessions(sessions, name):
     for use in (session_path, read_session, lambda name: write_session(name, SESSION)):
-        with pytest.raises(DFlashError, match="is no name of a session"):
+        with pytest.raises(DFlashError, match="cannot be the name of a session"):
             use(name)
     assert not [*sessions.parent.parent.rglob("*.json")]
 

@@ -332,7 +332,7 @@ def test_a_record_is_read_back_and_its_plan_repeated(record, tmp_path):
     assert bench_record.read_record(path) == record and list(tmp_path.iterdir()) == [path]
     assert bench.plan_of(record) == SMALL
     path.write_text('{"what": "something else"}')
-    with pytest.raises(BenchError, match="is no record of dflash-mlx bench"):
+    with pytest.raises(BenchError, match="is not a record of dflash-mlx bench"):
         bench_record.read_record(path)
 
 
