@@ -15,9 +15,10 @@ pytestmark = pytest.mark.emulator
 
 # A sum of K products takes K / 32 steps in a lane and 5 over the lanes; with random signs few of their roundings add up. What
 # values are too large by when they are unpacked is taken off a group's bias, rounded once: 64 scales beside weights of some 5 are
-# up to 7 ulps in all, where all x of a group have one sign; at one group 3.8 was the worst seen here, 8.1 on an H200. In matrix units a group's
-# products are summed before they are scaled, in Metal's text of values that are too large (`TOO_LARGE`), whose sizes count then.
-# The emulator rounds a step once; a GPU's units may cut bits off at each of the 2 to 8 steps of a group, towards zero.
+# up to 7 ulps in all, where all x of a group have one sign; at one group 3.8 was the worst seen here, 8.1 on an H200. In matrix
+# units a group's products are summed before they are scaled, in Metal's text of values that are too large (`TOO_LARGE`), whose
+# sizes count then. The emulator rounds a step once; a GPU's units may cut bits off at each of the 2 to 8 steps of a group,
+# towards zero.
 ULPS, TILE_ULPS = 9, 4
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 QUICK = [("float32", 4, 64), ("float16", 4, 32), ("bfloat16", 8, 128)]
