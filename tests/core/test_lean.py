@@ -4,6 +4,7 @@
 """
 
 import gc
+import re
 import sys
 import time
 
@@ -314,11 +315,14 @@ def test_processors_see_the_committed_text_only_whatever_the_widths(tiny, shuffl
 def test_by_default_the_rule_chooses_and_the_ids_are_plain_decodings(pair):
     model, tokenizer, drafter = pair
     prompt = tokenizer.encode("import os\n")
-    for _ in range(2):
+    for turn in range(2):
         got = run(model, drafter, prompt, 80, tokenizer, block_size=None)
         stats = got[-1].stats
         assert ids_of(got) == greedy_ids(model, prompt, 80)
-        assert sum(stats.widths.values()) == stats.n_rounds == len(stats.rounds) and "x" in stats.width_reason
+        assert sum(stats.widths.values()) == stats.n_rounds == len(stats.rounds)
+        # Whether drafting is faster is this machine's; a slow one measures behind its first answer.
+        reason = stats.width_reason
+        assert reason is None and not turn or re.search(r"\dx |takes \d+\.\d times|drafts copied", reason), reason
     assert stats.summary()["widths"] == dict(sorted(stats.widths.items()))
 
 

@@ -38,7 +38,13 @@ class Terminal:
 
     def __init__(self, env, *args):
         self.child = pexpect.spawn(
-            COMMAND[0], [*COMMAND[1:], *args], env=env, encoding="utf-8", timeout=60, dimensions=(30, 100), codec_errors="replace"
+            COMMAND[0],
+            [*COMMAND[1:], *args],
+            env=env,
+            encoding="utf-8",
+            timeout=180,
+            dimensions=(30, 100),
+            codec_errors="replace",
         )
         self.child.expect("lists commands")
         self.ready()

@@ -134,7 +134,7 @@ def test_300_times_bytes_that_are_no_requests_leave_the_server_alive(served, cap
             else:
                 del sent[at : at + chance.randrange(1, 30)]
             sent = sent or bytearray(b"\n")
-        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as link:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as link:
             try:
                 link.sendall(sent)
                 link.shutdown(socket.SHUT_WR)

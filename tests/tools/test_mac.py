@@ -234,8 +234,8 @@ def test_without_a_gpu_a_step_that_needs_one_is_wrong(monkeypatch, capsys):
 def test_a_process_that_hangs_dies_or_is_not_there_is_told():
     python = [sys.executable, "-S", "-c"]
     assert mac.ended([*python, "import time; time.sleep(60)"], 0.3) == ("stopped after 0 s", "")
-    assert mac.ended([*python, "import os; os.abort()"], 20)[0] == "ended with -6: nothing"
-    wrong, output = mac.ended([*python, "print('x'); raise SystemExit('Error: y')"], 20)
+    assert mac.ended([*python, "import os; os.abort()"], 120)[0] == "ended with -6: nothing"
+    wrong, output = mac.ended([*python, "print('x'); raise SystemExit('Error: y')"], 120)
     assert wrong == "ended with 1: Error: y" and output == "x\nError: y\n"
     assert mac.ended(["no-such-tool"], 5)[0] == "no-such-tool does not run: No such file or directory"
 
