@@ -64,6 +64,9 @@ class DFlashPair:
         self._measurement: Measurement | None = None
         self.exact: Any = None
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """None: a model that is copied gets an exact pair of its own at its first exact run."""
+
     @staticmethod
     def of(drafter: Drafter) -> DFlashPair:
         """The pair of a drafter and the model that it is bound to."""

@@ -1,5 +1,6 @@
 """What outlives a run of a pair, and that none of it is an attribute of a model."""
 
+import copy
 import gc
 import itertools
 import threading
@@ -82,6 +83,15 @@ def test_a_pair_keeps_neither_its_drafter_nor_its_target():
         gc.enable()
     gc.collect()
     assert gone[2]() is None
+
+
+def test_a_target_that_has_run_can_be_copied_and_the_copy_has_a_pair_of_its_own():
+    model = tiny_target(seed=2)
+    said = [ids_of(run(model, d, PROMPT, 10, exact=exact)) for d in (tiny_drafter(model), None) for exact in (False, True)]
+    other = copy.deepcopy(model)
+    assert [ids_of(run(other, d, PROMPT, 10, exact=exact)) for d in (tiny_drafter(other), None) for exact in (False, True)] == said
+    pairs = [vars(each)["_exact_alone"] for each in (model, other)]
+    assert [each.model for each in pairs] == [model, other] and pairs[0] is not pairs[1]
 
 
 def test_two_generators_in_two_threads_share_a_pair():
