@@ -58,6 +58,26 @@ def test_a_mac_tells_its_parts_its_power_and_its_heat(mac):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "mode", "shown"),
+    [
+        ("lowpowermode 1", 1, "discharging; Low Power Mode; "),
+        ("powermode 1", 1, "discharging; Low Power Mode; "),
+        ("powermode 2", 2, "discharging; High Power Mode; "),
+        ("lowpowermode 0", 0, "discharging; Note: "),
+        ("", None, "discharging; Note: "),
+    ],
+)
+def test_a_power_mode_that_changes_the_speed_is_on_doctors_line(mac, monkeypatch, settings, mode, shown):
+    monkeypatch.setitem(
+        TOLD, "pmset -g", f"System-wide power settings:\nCurrently in use:\n {settings.replace(' ', '         ')}\n"
+    )
+    found = system.facts()
+    (power,) = [line for line in system.lines(found) if line.startswith("power ")]
+    assert found["power"]["power_mode"] == mode and f"power       Battery Power; 64 %, {shown}" in power
+    assert ("Power Mode" in power) == bool(mode)
+
+
 def test_a_wheel_without_an_m5s_matrix_units_is_named_where_there_could_be_one(mac, monkeypatch):
     (fault,) = system.faults(found := system.facts())
     assert fault.startswith(
