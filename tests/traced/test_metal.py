@@ -122,3 +122,23 @@ def test_a_drafters_layers_hold_views_of_their_fused_weights_and_its_trace_stays
     answer(model, drafter)
     # Views are what the trace was made of, not another's weights.
     assert drafter.pair.accelerator is accelerator and accelerator.passes[1].passes > passes > 0
+
+
+def test_a_drafter_whose_layers_could_not_be_joined_is_not_tried_again_at_each_answer(device, pair, monkeypatch):
+    model, drafter = pair
+    monkeypatch.setattr(compiled, "_least_s", lambda *_: [1.0, 2.0])
+    join, tried = compiled.fused_linears, []
+
+    def without_room(of, *given):
+        if of is not drafter:
+            return join(of, *given)
+        tried.append(of)
+        raise RuntimeError("no room for fused weights")
+
+    monkeypatch.setattr(compiled, "fused_linears", without_room)
+    first, second = answer(model, drafter), answer(model, drafter)
+    accelerator = drafter.pair.accelerator
+    third = answer(model, drafter)
+    assert drafter.pair.accelerator is accelerator and tried == [drafter]
+    assert accelerator.passes[0].passes > 0 and "no room for fused weights" in accelerator.passes[1].refused
+    assert ids_of(first) == ids_of(second) == ids_of(third)
