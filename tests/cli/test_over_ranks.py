@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from cli_kit import run
-from kit import with_template
+from kit import figures_of, with_template
 from launching import SUPPORT, free_port, launched, output_of
 from sharded import saved_family
 
@@ -181,6 +181,20 @@ def test_log_lines_of_other_ranks_are_muted_too(as_rank_1, monkeypatch):
     over_ranks.begin(False, "tiny", "tiny")
     log.warning("a line")
     assert len(log.handlers) == 1 and said.getvalue() == ""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("reason", ["interrupted", "stop"])
+def test_after_ctrl_c_rank_0_times_no_passes_that_the_others_would_have_to_run(launched, reason, monkeypatch):
+    timed = []
+    monkeypatch.setattr(over_ranks, "is_over_ranks", lambda: launched)
+    monkeypatch.setattr(over_ranks, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(inputs, "load_pair", lambda *_: ("target", "drafter", None, None, "the drafter"))
+    monkeypatch.setattr(generate, "_answer", lambda *_: figures_of(finish_reason=reason))
+    monkeypatch.setattr(generate, "_measure_for_the_next", lambda *given: timed.append(given[:3]))
+    done = run("generate", *TINY, "-p", "x", "--temp", "0")
+    assert done.returncode == (130 if reason == "interrupted" else 0), done.stderr
+    assert timed == ([] if launched and reason == "interrupted" else [("target", "drafter", "the drafter")])
 
 
 def test_with_a_traceback_too_rank_0_is_not_told_that_this_rank_is_done(as_rank_1, monkeypatch):
