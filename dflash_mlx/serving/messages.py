@@ -229,7 +229,7 @@ def _with_tools(
 ) -> Sequence[dict[str, Any]]:
     """Messages in which the template finds the tools: as a variable, or within a system message in front.
 
-    Templates read them there as text (Phi-4-mini) or as a list (GLM-4); others write no tools at all (DeepSeek's).
+    Templates read them there as text (Phi-4-mini; OLMo 3 as `functions`) or as a list (GLM-4); others write none (DeepSeek's).
     """
 
     def written(*some: dict[str, Any], **more: Any) -> str:
@@ -244,8 +244,9 @@ def _with_tools(
     front, rest = {"role": "system", "content": ""}, messages
     if messages[0]["role"] == "system":
         front, *rest = messages
-    for held in (json.dumps(functions, ensure_ascii=False), tools):
-        first = {**front, "tools": held}
+    listed = json.dumps(functions, ensure_ascii=False)
+    for key, held in (("tools", listed), ("tools", tools), ("functions", listed)):
+        first = {**front, key: held}
         text = written(first)
         if all(json.dumps(function.get("name"), ensure_ascii=False) in text for function in functions):
             return [first, *rest]

@@ -9,6 +9,7 @@ tried with a word of its own in place of every text, and the first form that los
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -18,6 +19,8 @@ from ..errors import DFlashError
 
 # Names under which templates read earlier reasoning.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# Names that templates have for the role of a result, beside `tool`.
+_RESULTS = ("environment", "observation", "ipython", "function", "tool_response")
 Messages = Sequence[dict[str, Any]]
 Rendered = str | list[int]
 # Names of calls and their arguments as text, written as one text.
@@ -43,11 +46,13 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
     front = late and _names_late_systems_alone(write)
     within = any(message["role"] == "tool" for message in messages) and _reads_results_within(write)
     stand_ins, words = _stand_ins(messages)
+    roles = functools.cache(lambda: _roles_of_results(write))
     fault = None
 
     def by_loss() -> Iterator[Messages]:
         ranked = []
-        for form, tried in zip(_forms(messages, front, within, spell), _forms(stand_ins, front, within, spell), strict=True):
+        every, tries = (_forms(some, front, within, spell, roles) for some in (messages, stand_ins))
+        for form, tried in zip(every, tries, strict=True):
             if lost := _lost(tried, words, write):
                 ranked.append((lost, form))
             else:
@@ -134,11 +139,26 @@ def _reads_results_within(write: Callable[[Messages], Rendered]) -> bool:
     return as_any.replace("zqrole", "tool") == as_tool
 
 
-def _forms(messages: Messages, front: bool, within: bool, spell: Spelling) -> Iterator[Messages]:
+def _roles_of_results(write: Callable[[Messages], Rendered]) -> list[str]:
+    """Roles under which the template reads results, where it reads no other role than those that it names (OLMo 3)."""
+
+    def wrote(role: str) -> bool:
+        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": role, "content": "zqrq"}]
+        try:
+            return "zqrq" in str(write(said))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return False
+
+    return [] if wrote("zqrole") else [role for role in _RESULTS if wrote(role)]
+
+
+def _forms(
+    messages: Messages, front: bool, within: bool, spell: Spelling, roles: Callable[[], Sequence[str]]
+) -> Iterator[Messages]:
     """The messages as they came, then the other forms that templates want, the likeliest first.
 
     front: system messages that came later are joined in front before the messages are tried as they came.
-    within: results are tried within the message of their calls before that.
+    within: results are tried within the message of their calls before that. roles: other roles of results.
     """
     orders = _orders(messages, front)
     if within:
@@ -163,6 +183,9 @@ def _forms(messages: Messages, front: bool, within: bool, spell: Spelling) -> It
         for order in orders:
             spelled = [_spelled(message, spell) for message in order]
             yield spelled
+            for role in roles():
+                yield [_spelled(message, spell, "function_calls") | _renamed(message, role) for message in order]
+                yield [one | _renamed(one, role) for one in spelled]
             yield _alternating([{**message, "role": "user"} if message["role"] == "tool" else message for message in spelled])
 
 
@@ -295,10 +318,19 @@ def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
     return found
 
 
-def _spelled(message: dict[str, Any], spell: Spelling) -> dict[str, Any]:
-    """A message whose calls are part of its text, for templates that write none."""
+def _renamed(message: dict[str, Any], role: str) -> dict[str, str]:
+    """The role of a result under another name; of any other message nothing."""
+    return {"role": role} if message["role"] == "tool" else {}
+
+
+def _spelled(message: dict[str, Any], spell: Spelling, key: str | None = None) -> dict[str, Any]:
+    """A message whose calls are part of its text, for templates that write none; or a text of their own, under a key."""
     if "tool_calls" not in message:
         return message
     calls = [call.get("function", call) for call in message["tool_calls"]]
-    text = f"{message['content']}\n{spell([(call['name'], call['arguments'].text) for call in calls])}".strip()
-    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
+    text = spell([(call["name"], call["arguments"].text) for call in calls])
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    if key:
+        # Such a template writes the marks itself.
+        return rest | {key: text.removeprefix(f"<{key}>").removesuffix(f"</{key}>").strip()}
+    return rest | {"content": f"{message['content']}\n{text}".strip()}

@@ -277,7 +277,7 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
 def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, source: str) -> str:
     """Calls as a target would write them, for chat templates that write none.
 
-    They get the marks of a grammar of JSON or of DeepSeek's. For any other grammar, or none, they are JSON alone.
+    They get the marks of a grammar of JSON, of OLMo's or of DeepSeek's. For any other grammar, or none, they are JSON alone.
 
     calls: names and arguments as JSON; source: of the chat template, which tells DeepSeek's two spellings apart.
     """
@@ -289,11 +289,23 @@ def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, 
         return f"{start}{''.join(written)}{end}"
     if read is _single_key_calls:
         each = [f"{{{json.dumps(name, ensure_ascii=False)}: {arguments}}}" for name, arguments in calls]
+    if read is _python_lines:
+        lines = "\n".join(f"{name}({_python_values(arguments)})" for name, arguments in calls)
+        return f"{start}{lines}{end}"
     if not is_json(read) or start in BARE:
         return "; ".join(each)
     if start == "<tool_call>":
         return "\n".join(f"{start}\n{call}\n{end}" for call in each)
     return f"{start}[{', '.join(each)}]{end}"
+
+
+def _python_values(arguments: str) -> str:
+    """The arguments of a call in Python, from the text of an object; any other text as it is."""
+    try:
+        read = json.loads(arguments)
+        return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in read.items())
+    except (ValueError, AttributeError):
+        return arguments
 
 
 def begins_bare(text: str) -> bool:

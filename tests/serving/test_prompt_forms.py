@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from channels_kit import Marked
 from kit import with_template
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import WEATHER
 
+from dflash_mlx.serving.channels import Channels
 from dflash_mlx.serving.messages import read_messages, render_chat
 
 
@@ -123,6 +125,34 @@ def test_results_stand_within_the_message_of_their_calls_where_the_template_read
 def test_a_template_that_reads_results_in_both_places_gets_them_as_they_came(written):
     prompt = written(WITHIN_OR_APART, [ASKED, BOTH, *FOUND])
     assert prompt == f"<user|{ASKED['content']}><model|{CALLED}Let me look.>(found 20)(found 7)<model|"
+
+
+# OLMo 3's reads tools, calls and results under names of its own, and drops every role that it does not name.
+OWN_NAMES = (
+    "{% for m in messages %}{% if m.role == 'system' %}<s>{{ m.content }}{% if m.functions %}(may {{ m.functions }}){% else %}"
+    "(may nothing){% endif %}{% elif m.role == 'user' %}<u>{{ m.content }}{% elif m.role == 'assistant' %}<a>{{ m.content }}"
+    "{% if m.function_calls %}<function_calls>{{ m.function_calls }}</function_calls>{% endif %}"
+    "{% elif m.role == 'environment' %}<e>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_tools_calls_and_results_stand_under_the_names_that_the_template_has_for_them(written, system):
+    front = [{"role": "system", "content": system}] if system else []
+    prompt = written(OWN_NAMES, [*front, ASKED, BOTH, *FOUND, ROME], WEATHER)
+    offered = json.dumps([tool["function"] for tool in WEATHER])
+    calls = '<function_calls>weather(city="Oslo")\nweather(city="Rome")</function_calls>'
+    assert prompt == f"<s>{system}(may {offered})<u>{ASKED['content']}<a>Let me look.{calls}<e>20<e>7<a>Rome."
+    # What it is told to write is what is read.
+    written_calls = calls.replace('"Rome"', "null")
+    (piece,) = Channels(Marked("<function_calls>", "</function_calls>"), tools=WEATHER).feed(written_calls, last=True)
+    assert [json.loads(call.arguments) for call in piece.calls] == [{"city": "Oslo"}, {"city": None}]
+
+
+@pytest.mark.parametrize("role", ["environment", "observation", "ipython", "function", "tool_response"])
+def test_a_result_has_the_role_that_the_template_names_for_it(written, role):
+    template = OWN_NAMES.replace("environment", role)
+    assert written(template, [ASKED, ROME, FOUND[0]]) == f"<u>{ASKED['content']}<a>Rome.<e>20"
 
 
 # The marks of a call, as a comment that no template writes; what a call looks like between them.
