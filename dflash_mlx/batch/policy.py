@@ -8,7 +8,8 @@ Knows numbers only. For a row that runs alone its own policy chooses (`draft_len
 The width with the largest value is taken; 0 is plain batching. The drafts of a row add time to the round. If they bring less than
 half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
 are taken from the nearest number of rows. A width that never ran is tried once, if it would pay at the cost that it has for one
-row. Drafting is compared with plain rounds: a few come first, and then one now and then while rows draft.
+row. All rows draft in the first rounds of a width: only such rounds say what it costs. Drafting is compared with plain rounds: a
+few come first, and then one now and then while rows draft.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class BatchPolicy:
             width = second
         elif self._rounds % _PLAIN_AGAIN == 0:
             width = 0
-        if len(value) > 1:
+        if width and self.costs.rounds[B, width] >= _FEW:
             free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / B)
+            width = width if free else 0
         for row in rows:
             row.price = value[best[0]] * self._token_s(B, seconds)
         for row in free:
@@ -125,8 +127,6 @@ class BatchPolicy:
     @staticmethod
     def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
         """Rows whose drafts bring at least half of the tokens that their time is worth, and rows that are due for a try."""
-        if not width:
-            return free
         found = []
         for row, expected in zip(free, tokens, strict=True):
             row.idle = 0 if expected[width] - 1 >= rate * added_s / 2 else row.idle + 1

@@ -52,6 +52,15 @@ def test_where_tokens_cost_a_batch_goes_back_to_plain_decoding():
     assert sum(any(drafts) for drafts in seen) <= 4
 
 
+@pytest.mark.parametrize("rates", [[0.6] * 7 + [0.02], [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]])
+def test_a_batch_with_poor_rows_goes_back_to_plain_decoding_as_fast_as_one_without(rates):
+    """One row drafts for next to nothing; a batch's rounds with drafts take three times as long as plain ones."""
+    seen = play(
+        [row(rate, CostModel(1.0, 0.2, 0.0, {1: 1.0, 3: 1.05, 7: 1.1})) for rate in rates], lambda B, n, drafts: 1 + 2 * drafts
+    )
+    assert 1 <= sum(any(drafts) for drafts in seen) <= 4 and seen[3] == [7] * 8
+
+
 def test_where_a_pass_costs_the_same_every_row_drafts_as_much_as_pays():
     assert play([row(0.8) for _ in range(8)], by_pass)[-11:] == [[7] * 8] * 11
 
