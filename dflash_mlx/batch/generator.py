@@ -155,10 +155,14 @@ class BatchGenerator:
         """
         with mx.stream(self.stream):
             found = self._step()
-        for response in found:
-            if response.finish_reason:
-                response.prompt_cache = self.remove(response.uid)
+        # The last slot first: where several rows end, those that stay then move least.
+        for response in sorted((one for one in found if one.finish_reason), key=self._slot, reverse=True):
+            response.prompt_cache = self.remove(response.uid)
         return found
+
+    def _slot(self, response: RowResponse) -> int:
+        row = self.row(response.uid)
+        return row.seat.slot if row and row.seat and row.seat.group else -1
 
     def _step(self) -> list[RowResponse]:
         room = self.max_batch if self._can_batch(len(self)) else 1

@@ -22,6 +22,8 @@ from mlx_lm.models.cache import KVCache
 # The smallest capacity; the factor by which capacities grow; how much more memory sharing may take, as a share.
 _LEAST, _GROWTH, _SHARED = 256, 1.25, 0.2
 _ALL = slice(None)
+# Arrays up to this many bytes are copied with one wait: of a small model all entries, of a large one each by itself.
+_TOGETHER = 64 << 20
 # The most that groups may take: this factor times the tokens of their rows, plus this many tokens.
 MOST, MOST_TOKENS = _GROWTH * (1 + _SHARED), 1024
 
@@ -98,14 +100,14 @@ class Seat:
         """Turn the row's entries into ordinary ones, with arrays of their own."""
         if (group := self.group) is None:
             return
-        for entry in self.entries:
-            if type(entry) is not SlotKV:
-                continue
-            keys, values = (mx.contiguous(array) for array in (entry.keys, entry.values))
-            mx.eval(keys, values)
-            entry.__class__ = KVCache
-            del entry.group, entry.index, entry.slot
-            entry.keys, entry.values = keys, values
+        for some in group.pieces(1):
+            entries = [self.entries[index] for index in some if type(self.entries[index]) is SlotKV]
+            copies = [(mx.contiguous(entry.keys), mx.contiguous(entry.values)) for entry in entries]
+            mx.eval(copies)
+            for entry, (keys, values) in zip(entries, copies, strict=True):
+                entry.__class__ = KVCache
+                del entry.group, entry.index, entry.slot
+                entry.keys, entry.values = keys, values
         self.group = None
         group.drop([self])
 
@@ -160,28 +162,42 @@ class Group:
         shape, at = (self.slots, self.kind[index][0], self.capacity, -1), (slice(slots[0], slots[-1] + 1), _ALL, slice(tokens))
         return self.keys[index].reshape(shape)[at], self.values[index].reshape(shape)[at]
 
+    def pieces(self, slots: int) -> Iterator[list[int]]:
+        """The numbers of the entries, in lists that take at most `_TOGETHER` bytes for so many slots. The lists are copied one
+        after the other, so that only the entries of one list exist twice in memory."""
+        some, taken = [], 0
+        for index, (heads, k, v, k_type, v_type) in enumerate(self.kind):
+            size = slots * heads * self.capacity * (k * k_type.size + v * v_type.size)
+            if some and taken + size > _TOGETHER:
+                yield some
+                some, taken = [], 0
+            some, taken = [*some, index], taken + size
+        yield some
+
     def take(self, seats: Sequence[Seat]) -> None:
         """Give these rows the next slots and copy their entries into them."""
         first, left = len(self.seats), [(seat.group, seat) for seat in seats if seat.group is not None]
         self._resize(max(self.slots, first + len(seats)))
-        for index, (heads, *_) in enumerate(self.kind):
-            size = heads * self.capacity
-            for slot, seat in enumerate(seats, first):
-                entry = seat.entries[index]
-                for arrays, array in ((self.keys, entry.keys), (self.values, entry.values)):
-                    # Fill the whole slot: an earlier row may have left NaN there, and zero times NaN is NaN.
-                    rest = self.capacity - entry.offset
-                    row = mx.pad(array[0, :, : entry.offset], [(0, 0), (0, rest), (0, 0)])
-                    arrays[index][slot * size : (slot + 1) * size] = row.reshape(size, -1)
-            # One entry at a time, so that only one entry exists twice in memory.
-            mx.eval(self.keys[index], self.values[index])
-            for slot, seat in enumerate(seats, first):
-                self._adopt(seat.entries[index], index, slot)
+        for some in self.pieces(len(seats)):
+            for index in some:
+                for slot, seat in enumerate(seats, first):
+                    self._copy(seat.entries[index], index, slot)
+            mx.eval([(self.keys[index], self.values[index]) for index in some])
+            for index in some:
+                for slot, seat in enumerate(seats, first):
+                    self._adopt(seat.entries[index], index, slot)
         for seat in seats:
             seat.group = self
             self.seats.append(seat)
         for group in {id(group): group for group, _ in left}.values():
             group.drop([seat for of, seat in left if of is group])
+
+    def _copy(self, entry: KVCache, index: int, slot: int) -> None:
+        size = self.kind[index][0] * self.capacity
+        for arrays, array in ((self.keys, entry.keys), (self.values, entry.values)):
+            # Fill the whole slot: an earlier row may have left NaN there, and zero times NaN is NaN.
+            row = mx.pad(array[0, :, : entry.offset], [(0, 0), (0, self.capacity - entry.offset), (0, 0)])
+            arrays[index][slot * size : (slot + 1) * size] = row.reshape(size, -1)
 
     def _adopt(self, entry: KVCache, index: int, slot: int) -> None:
         if type(entry) is not SlotKV:
@@ -195,14 +211,16 @@ class Group:
         n = len(places) - len(gone)
         holes = [slot for slot, seat in places[:n] if id(seat) in gone]
         moves = [(slot, to) for (slot, _), to in zip([p for p in places[n:] if id(p[1]) not in gone], holes, strict=True)]
-        for index, (heads, *_) in enumerate(self.kind if moves else ()):
-            size = heads * self.capacity
-            for arrays in (self.keys, self.values):
-                rows = [mx.contiguous(arrays[index][a * size : (a + 1) * size]) for a, _ in moves]
-                mx.eval(rows)
-                for row, (_, to) in zip(rows, moves, strict=True):
-                    arrays[index][to * size : (to + 1) * size] = row
-                mx.eval(arrays[index])
+        for some in self.pieces(len(moves)) if moves else ():
+            sizes = [
+                (arrays, index, self.kind[index][0] * self.capacity) for index in some for arrays in (self.keys, self.values)
+            ]
+            rows = [mx.contiguous(arrays[i][a * size : (a + 1) * size]) for arrays, i, size in sizes for a, _ in moves]
+            mx.eval(rows)
+            places = [(arrays, i, to * size, size) for arrays, i, size in sizes for _, to in moves]
+            for row, (arrays, i, begin, size) in zip(rows, places, strict=True):
+                arrays[i][begin : begin + size] = row
+            mx.eval([arrays[i] for arrays, i, _ in sizes])
         kept = self.seats[:n]
         for slot, to in moves:
             kept[to] = self.seats[slot]
@@ -220,13 +238,11 @@ class Group:
         """Change the number of slots. Those in use stay."""
         if slots == self.slots:
             return
-        for index, (heads, *_) in enumerate(self.kind):
-            rows = slots * heads * self.capacity
-            for arrays in (self.keys, self.values):
-                old = arrays[index]
-                fewer = mx.contiguous(old[:rows])
-                arrays[index] = fewer if len(old) >= rows else mx.pad(old, [(0, rows - len(old)), (0, 0)])
-            mx.eval(self.keys[index], self.values[index])
+        for some in self.pieces(max(slots, self.slots)):
+            for index, arrays in ((index, arrays) for index in some for arrays in (self.keys, self.values)):
+                old, rows = arrays[index], slots * self.kind[index][0] * self.capacity
+                arrays[index] = mx.contiguous(old[:rows]) if len(old) >= rows else mx.pad(old, [(0, rows - len(old)), (0, 0)])
+            mx.eval([(self.keys[index], self.values[index]) for index in some])
         self.slots = slots
 
 

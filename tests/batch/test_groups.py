@@ -8,6 +8,7 @@ import schedules
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.batch import group_pass
+from dflash_mlx.batch import groups as groups_module
 from dflash_mlx.batch.group_pass import GroupPass
 from dflash_mlx.batch.groups import MOST, MOST_TOKENS, Group, Groups, SlotKV, capacity_for, in_slots, partition, seat_of
 
@@ -102,6 +103,26 @@ def test_a_row_is_copied_when_it_outgrows_its_group_and_not_every_round(monkeypa
             row.grow(8, n)
     assert copied == [(capacity, 2) for capacity in (256, 320, 448, 512, 640, 832, 1024, 1280)][: len(copied)]
     assert len(copied) >= 6
+
+
+@pytest.mark.parametrize(("together", "lists"), [(1 << 20, 1), (0, len(KINDS))])
+def test_rows_are_copied_with_one_wait_for_all_entries_or_with_one_for_each_large_one(monkeypatch, together, lists):
+    monkeypatch.setattr(groups_module, "_TOGETHER", together)
+    waits, evaluate = [], mx.eval
+    rows, groups = [Row(20 + n, n) for n in range(4)], Groups()
+    monkeypatch.setattr(mx, "eval", lambda *arrays: waits.append(1) or evaluate(*arrays))
+    groups.arrange([(row.seat, 60) for row in rows])
+    # Room for four slots, and the rows' copies.
+    assert len(waits) == 2 * lists
+    waits.clear()
+    rows[1].seat.leave()
+    # Its own copy; then the last row is copied and moves into its slot.
+    assert len(waits) == 3 * lists and rows[3].seat.slot == 1
+    waits.clear()
+    rows[2].seat.leave()
+    assert len(waits) == lists
+    for row in rows:
+        row.check()
 
 
 def test_what_is_written_is_written_in_place():

@@ -12,6 +12,7 @@ from kit import ids_of, letters, tiny_drafter, tiny_target
 
 from dflash_mlx import BatchGenerator, stream_generate
 from dflash_mlx.batch import group_pass
+from dflash_mlx.batch.groups import Seat
 from dflash_mlx.batch.rounds import Round
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.models.target import Target
@@ -142,6 +143,16 @@ def python_calls(batch):
     finally:
         sys.setprofile(before)
     return seen["call"]
+
+
+def test_rows_that_end_together_leave_from_the_last_slot_on_so_that_none_moves(pair, monkeypatch):
+    slots, leave = [], Seat.leave
+    monkeypatch.setattr(Seat, "leave", lambda self: (slots.append(self.slot), leave(self))[1])
+    batch = plain_batch(*pair, PROMPTS, 12)
+    for row in batch.waiting:
+        row.options.max_tokens = 12
+    run(batch)
+    assert slots == [3, 2, 1, 0]
 
 
 def nodes(batch, monkeypatch):
