@@ -1,7 +1,7 @@
 """The memory that a run needs, computed before any weight is read: models, caches for a context, trials of kernels.
 
-Sizes come from the shapes of arrays that nothing has evaluated: weights that are not read yet, and what a pass over a few rows
-would put into a model's own caches, whatever their kinds. Knows no files. What a machine has: `machine.limit_bytes`.
+Sizes come from the shapes of lazy arrays: weights that are not read yet, and what a pass over a few rows would put into a model's
+own caches, of any kind. Knows no files. `machine.limit_bytes` says how much a machine has.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .machine import array_bytes, limit_bytes, limit_text, machine_bytes, on_met
 from .models.drafter import Drafter
 from .rollback import leaves
 
-# Rows of the pass that shows what an entry takes, and of one step of a prompt, which a window holds beside its own.
+# Rows of the pass that shows what an entry takes; and of one step of a prompt, which a window holds besides its own rows.
 _ROWS = 8
 _PREFILL_ROWS = 2048
-# Above this share of what there is a run can be slow.
+# Above this share of the limit a run can be slow.
 _TIGHT = 0.9
 # What a GPU holds cannot be swapped out, and macOS and its programs need memory too. An estimate, not measured.
 _SYSTEM_BYTES = 4 << 30
@@ -38,7 +38,7 @@ _LEAST_TOKENS = 256
 
 @dataclass(frozen=True)
 class RunSize:
-    """What a run asks of the caches.
+    """The size of a run, as far as it decides how large caches become.
 
     - tokens: rows at its end, prompt and answer
     - max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`
@@ -73,10 +73,10 @@ def entries_after_rows(model: nn.Module, drafter: Drafter | None = None, max_kv_
 
 
 def cache_bytes(entries: Sequence[Any], run: RunSize) -> int:
-    """Bytes of such entries at the end of a run.
+    """Bytes of these entries at the end of a run.
 
-    A recurrent state counts twice: a round keeps the one in front of it until it knows what was accepted. A window holds the
-    rows of one step of the prompt beside its own.
+    A recurrent state counts twice: a round keeps the old one until it knows what was accepted. A window holds the rows of one
+    step of the prompt besides its own.
     """
     total = 0.0
     for entry in entries:
@@ -121,7 +121,7 @@ class Needs:
     """Bytes of a run by part.
 
     - target, drafter (0: there is none), trials
-    - drafter_in_4_bits: the drafter's, where it could be held so and is not to be
+    - drafter_in_4_bits: the drafter's bytes in 4 bits, if it could be quantized and will not be
     - caches: of (run, whether there is a drafter)
     - may_window: whether --max-kv-size has an effect on this target
     """
@@ -173,10 +173,10 @@ def _most(fits: Callable[[int], bool], below: int) -> int:
 
 
 def check_run(needs: Needs, run: RunSize) -> None:
-    """Compare what a run needs with what models may take here.
+    """Compare what a run needs with the memory that models may take here.
 
     Raises:
-      CheckpointError: the models alone do not fit. A warning, where all of it does not, or hardly does.
+      CheckpointError: the models alone do not fit. If everything together does not fit, or only just, it is a warning.
     """
     limit, total = limit_bytes(), needs.total(run)
     if total <= _TIGHT * limit:
@@ -215,7 +215,7 @@ def check_weights(source: str, own: int, held: int = 0, smaller: int | None = No
 
 
 def _raise_the_limit(needed: int) -> str:
-    """How a Mac's GPU may hold more, where the machine has more and enough is left for macOS."""
+    """How to let a Mac's GPU hold more, if the Mac has more memory and enough is left for macOS."""
     if not on_metal() or needed > min(_TIGHT * machine_bytes(), machine_bytes() - _SYSTEM_BYTES):
         return ""
     # mlx-lm's README names this setting; macOS 15 or later.

@@ -1,6 +1,6 @@
 """Whether a drafter and a target belong together, asked once when a drafter is loaded.
 
-Compares sizes and tokens, runs one small draft, and looks at the row that stands for slots to be filled. Knows no files.
+Compares sizes and tokens, runs one small draft, and looks at the mask token's embedding. Knows no files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = 
 
 
 def check_own_head(drafter: Drafter, target: Target) -> None:
-    """A head of the drafter's own may name only tokens that the target can embed: others would read garbage."""
+    """A drafter's own head may only give tokens that the target can embed: others would read garbage."""
     ids = drafter.target_ids(mx.arange(drafter.lm_head.weight.shape[0]))
     low, high = ids.min().item(), ids.max().item()
     if low < 0 or high >= target.vocabulary:

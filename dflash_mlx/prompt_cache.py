@@ -32,7 +32,7 @@ _AT_WORK = -1
 
 @dataclass(frozen=True)
 class KVQuantization:
-    """mlx-lm's kv_bits: a target's KV entries become quantized ones once they hold `start` rows."""
+    """mlx-lm's kv_bits: a target's KV entries are replaced by quantized ones once they hold `start` rows."""
 
     bits: int
     group_size: int
@@ -77,7 +77,7 @@ _streams: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionar
 
 
 def _end_stream(entry: Any) -> None:
-    """Close the stream that writes to the list with this last entry: it leaves the list at the tokens that it handed out.
+    """Close the stream that writes to the list with this last entry. The list then holds the tokens that the stream handed out.
 
     Raises:
       CacheError: it is at work right now.
@@ -160,7 +160,7 @@ class PairCache:
 
     @classmethod
     def adopt(cls, target: list[Any], drafter: list[Any]) -> list[Any]:
-        """The flat list for target entries that mlx-lm filled alone, and empty drafter caches: drafting starts from what follows.
+        """The flat list for target entries that mlx-lm filled, with empty drafter caches: the drafter sees only later rows.
 
         Its ids are `UNKNOWN`.
 

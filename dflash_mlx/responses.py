@@ -1,4 +1,4 @@
-"""What a caller is given for each token of a run: text, counts and rates, as mlx-lm's stream_generate gives them.
+"""The response for each token of a run: text, counts and rates, as in mlx-lm's stream_generate.
 
 Knows runs by their options, caches and counts. Knows no rounds.
 """
@@ -25,7 +25,7 @@ class GenerationResponse(MlxLmResponse):
 
 
 class Responder:
-    """Makes a response of each step of a run. prompt: the ids that the run reads."""
+    """Makes the response for each step of a run. prompt: the ids that the run reads."""
 
     def __init__(self, run: Run, prompt: Sequence[int]):
         self.run, self.prompt_tokens, self.prompt_tps, self.n = run, len(prompt), 0.0, 0

@@ -16,7 +16,7 @@ _REFUSED = 4
 class RoundCounter:
     """Counts rounds for `stats`, and reports them to the policy.
 
-    judges: whether few accepted drafts tell of the drafter: not where processors or a constraint, which it does not know, choose.
+    judges: whether few accepted drafts mean a bad drafter. Not if processors or a constraint, which it does not know, choose.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RoundCounter:
             if self._refused == _REFUSED:
                 warn_of_overflow(self.drafter.model, self.drafter.context.pending.joined())
         kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
-        # If the caller's own work overlaps with a pass ahead, that time is not counted: plain decoding is cheaper for it.
+        # The caller's own work is not counted while a pass that was enqueued ahead runs: plain decoding hides it.
         usual, self._kind = kind == self._kind, kind
         ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
         more = result.accepted == width < len(ids) and ids[width] == result.bonus

@@ -1,4 +1,4 @@
-"""A rank's share of a target, by mlx-lm's own `shard`, and what cannot be shared out, in a sentence before a weight is read.
+"""A rank's share of a target, by mlx-lm's own `shard`. What cannot be split is refused before a weight is read.
 
 Knows mlx-lm's models as modules with integers on them. Knows no family.
 """
@@ -19,7 +19,7 @@ _VERSION = version("mlx-lm")
 
 
 def check_files(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Refuse files that a rank cannot take a share of, and those that are not rank 0's: by names, shapes and types of tensors.
+    """Refuse files that cannot be split, and files that differ from rank 0's in names, shapes or types of tensors.
 
     Raises:
       RanksError: says which.
@@ -35,12 +35,12 @@ def check_files(checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def take_share(model: nn.Module, ranks: Ranks, name: str, pipeline: bool = False) -> None:
-    """Leave this rank's share in a model whose weights are not read yet; `ranks_of` finds the ranks again.
+    """Reduce a model whose weights are not read yet to this rank's share. `ranks_of` then returns the ranks.
 
     Args:
-      name: what the user calls the model. pipeline: take some of its layers instead.
+      name: what the user calls the model. pipeline: take whole layers instead of a share of each.
     Raises:
-      RanksError: mlx-lm does not shard it, or its sizes do not divide by the ranks.
+      RanksError: mlx-lm does not shard it, or its sizes cannot be divided by the number of ranks.
     """
     object.__setattr__(model, "ranks", ranks)
     if pipeline:
@@ -79,14 +79,14 @@ def _numbers(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
-# How mlx-lm's classes call the heads that are shared out.
+# Words in the attribute names of mlx-lm's classes for numbers of heads that are split.
 _HEADS = ("head", "groups")
 
 
 def _uneven_heads(before: dict[str, dict[str, int]], size: int, after: dict[str, dict[str, int]] | None = None) -> str:
-    """Numbers of heads that `size` does not divide, in words; "" if there are none. after: only those that `shard` has changed.
+    """Numbers of heads that cannot be divided by `size`, in words; "" if none. after: check only those that `shard` has changed.
 
-    Fewer heads of keys than ranks may be repeated: then each rank has one.
+    If there are fewer key heads than ranks, they may be repeated, so that each rank has one.
     """
     found: dict[str, int] = {}
     for path, numbers in before.items():

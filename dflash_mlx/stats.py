@@ -29,13 +29,13 @@ _OFF = 0.9
 
 @dataclass
 class GenerationStats:
-    """Fills as a run goes; the same object hangs on every response of the run.
+    """Filled during a run. Every response of the run holds the same object.
 
     rounds: one `Round` per target pass after the prompt; empty when only a summary was asked for.
     acceptance_lengths: accepted + 1 per round of width > 0, before any cut at EOS or max_tokens.
     n_rounds, n_drafting, n_committed, n_verified: rounds, those of width > 0, and over these accepted + 1 and width summed.
     widths: rounds by width, 0 being plain decoding. rule: what chose them. looked_up: those whose drafts took no drafter pass;
-      confidence_cut: those whose width was cut to what the drafter was confident of, once it had drafted.
+      confidence_cut: those whose width was cut to the drafts that the drafter was confident about.
     sources: rounds and accepted drafts by source, of rounds of width > 0.
     seconds: draft and verify (host wait for the device; split as one round in 64 measures it, see `add_passes`),
       rollback (cutting caches back), host (the rest of the time since the first token: text, stats and the caller).
@@ -74,12 +74,12 @@ class GenerationStats:
 
     @property
     def has_measured(self) -> bool:
-        """Whether the target and the drafter were timed between the tokens of this run, which was slower for that."""
+        """Whether target and drafter were timed between the tokens of this run, which made it slower."""
         return bool(self.rule and self.rule.has_measured)
 
     @property
     def width_reason(self) -> str | None:
-        """One sentence on the widths that were chosen; None if they were asked for."""
+        """One sentence on the widths that the policy chose; None if the user fixed them."""
         return self.rule and self.rule.reason(self.widths, self.looked_up, self.confidence_cut)
 
     @property
@@ -147,7 +147,7 @@ class GenerationStats:
 def is_off(summary: Mapping[str, Any]) -> bool:
     """Whether plain decoding was chosen, by what passes cost here, for nearly all of an answer. summary: as of `GenerationStats`.
 
-    Rounds whose drafts were all cut by confidence were drafted, and are none of these.
+    Rounds whose drafts were all cut by confidence do not count: they were drafted.
     """
     plain, cut = ({int(width): n for width, n in summary[name].items()}.get(0, 0) for name in ("widths", "confidence_cut"))
     rounds = sum(summary["widths"].values())
@@ -155,8 +155,8 @@ def is_off(summary: Mapping[str, Any]) -> bool:
 
 
 def gain_over_plain(tokens: int, tps: float, plain_tps: float | None) -> float | None:
-    """An answer's rate over that of plain decoding, as timed on this machine with this target; None where that is not known, or
-    the answer is too short.
+    """An answer's rate over plain decoding's, as timed on this machine with this target. None if that is not known, or if the
+    answer is too short.
 
     tps: of all tokens since the prompt was read. The first of them comes with the prompt, so its time is not in that.
     """
@@ -169,7 +169,7 @@ def gain_text(gain: float) -> str:
 
 
 def figures_of(response: Any) -> str:
-    """The lines that mlx-lm prints after a verbose answer, and what drafting did where there was any."""
+    """The lines that mlx-lm prints after a verbose answer, and a line on drafting, if there was any."""
     lines = [
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec",
@@ -181,6 +181,6 @@ def figures_of(response: Any) -> str:
 
 
 def tokens_a_round(response: Any) -> float | None:
-    """Tokens that a target pass gave, the first token left out; plain passes count. None where nothing was drafted."""
+    """Mean tokens per target pass, plain passes included, without the first token. None if nothing was drafted."""
     stats = response.stats
     return (response.generation_tokens - 1) / stats.n_rounds if stats is not None and stats.tau is not None else None

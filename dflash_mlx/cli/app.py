@@ -54,17 +54,17 @@ def main() -> None:
     With DFLASH_TRACEBACK set, an error keeps its traceback.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # A warning is a sentence for the user, not a place in the code.
+    # Show a warning as a sentence, without its place in the code.
     warnings.formatwarning = lambda message, *place, **more: wrapped(f"Warning: {str(message).rstrip('.')}.\n", sys.stderr)
     sys.unraisablehook = bring_back
     for stream in (sys.stdout, sys.stderr):
-        # Under another locale than UTF-8 a model's character would end the answer with an error.
+        # Without UTF-8 a character that the locale lacks would end the answer with an error.
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="replace")
     try:
         app()
     except BrokenPipeError:
-        # The reader left (a closed pager): nothing more can be said to it.
+        # The reader has closed the pipe (a pager, for example): nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:

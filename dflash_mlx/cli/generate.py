@@ -171,9 +171,9 @@ def generate(
 
 
 def _measure_for_the_next(model: str, draft_model: str | None, drafter: Any, how: dict[str, Any]) -> None:
-    """Finish what was measured between tokens, where the answer was too short for it or a pass too long; Ctrl-C leaves it.
+    """Finish the measurement if the answer was too short for it, or a pass too long. Ctrl-C skips it.
 
-    how: options that this pair was loaded with, and which `doctor` has too.
+    how: options with which this pair was loaded and that `doctor` has too.
     """
     if drafter is None or not drafter.pair.measures_later:
         return
@@ -230,7 +230,7 @@ def _check_usage(asked: SimpleNamespace) -> None:
 
 
 def _read_prompt(asked: SimpleNamespace) -> None:
-    """Take the prompt's text from where it lies; all texts are checked to be UTF-8."""
+    """Read the prompt from where it is. All texts must be UTF-8."""
     launched = over_ranks.is_over_ranks()
     if launched and asked.prompt == "-":
         raise refuse("--prompt", "mlx.launch never ends standard input; give the text, or --prompt-file")
@@ -241,7 +241,7 @@ def _read_prompt(asked: SimpleNamespace) -> None:
     elif asked.prompt is not None:
         asked.prompt = inputs.utf8(os.fsencode(asked.prompt), "of --prompt")
     elif inputs.is_piped() and not launched:
-        # Nothing there, as of a program that is started by another: as if there were no pipe.
+        # An empty pipe, such as that of a program started by another one, counts as no pipe.
         asked.prompt = inputs.standard_input() or None
     asked.demand = None if asked.json_schema is None else _read_schema(asked.json_schema, asked.ranks)
     for name in ("system", "prefill_response"):
@@ -252,15 +252,15 @@ def _read_prompt(asked: SimpleNamespace) -> None:
 
 
 def _file_text(path: str, what: str, ranks: Any) -> str:
-    """The text of a file, which over ranks lies on rank 0's machine. what: names it to the ranks."""
+    """The text of a file. Over ranks it is read on rank 0's machine. what: its name for `Ranks.broadcast`."""
     read = lambda: inputs.file_text(path)  # noqa: E731
     return ranks.run_on_rank_0(read, what) if ranks else read()
 
 
 def _read_schema(given: str, ranks: Any = None) -> Any:
-    """What a file, or a schema itself, holds answers to.
+    """The demand on the answer in a schema, given as a file's name or as the schema itself.
 
-    Raises: DFlashError where it is no schema, or has what they cannot be held to.
+    Raises: DFlashError if it is not a schema, or has a keyword that cannot be enforced.
     """
     from ..serving.answer_grammar import read_answer
 
@@ -288,14 +288,14 @@ def _default_prompt(model: str | None) -> str:
 
 
 def _run(asked: SimpleNamespace, tokenizer: Any) -> Any:
-    """What this answer will ask of the caches: the prompt, without what a chat template adds, and the most that is written."""
+    """The size of this run's caches: the prompt, without what a chat template adds, and the longest answer."""
     answer = inputs.CONTEXT if asked.max_tokens == -1 else asked.max_tokens
     tokens = len(tokenizer.encode((asked.system or "") + asked.prompt)) + answer + (asked.held.rows if asked.held else 0)
     return inputs.run_size(tokens, asked.caches)
 
 
 def _prompt_ids(asked: SimpleNamespace, tokenizer: Any) -> list[int] | str:
-    """What is to be read: all of the prompt, or what follows the beginning that a file holds."""
+    """The tokens to read: the whole prompt, or the part that a prompt-cache file does not hold."""
     if asked.held:
         extra = {} if asked.thinking is None else {"enable_thinking": asked.thinking}
         return encode_query(tokenizer, asked.prompt, asked.raw, {**extra, **asked.template_args}, asked.prefill_response)
@@ -317,7 +317,7 @@ def _answer(asked: SimpleNamespace, settings: Any, pair: tuple[str, str | None, 
     if draft and block_size and block_size > draft.config.block_size:
         say(f"This drafter was trained for blocks of {draft.config.block_size}; slots beyond that are seldom right.")
     prompt, cache = _prompt_ids(asked, tokenizer), asked.held.open(lm, draft) if asked.held else None
-    # Text that no chat template has rendered, or an answer that has begun, is continued: a leading blank stays.
+    # The answer continues text, because there is no chat template or the answer was begun: keep a leading blank.
     ids, is_rendered = encode(tokenizer, prompt), not isinstance(prompt, str) and asked.prefill_response is None
     if asked.prompt_lookup is False and (draft is None or block_size):
         say(f"--no-prompt-lookup has no effect {'with --block-size' if draft else 'without a drafter'}: that is the default.")
@@ -419,9 +419,9 @@ def until(responses: Iterator[Any], words: list[str]) -> Iterator[Any]:
 
 
 def run(responses: Iterator[Any], show: Any, begun: Any = None, end: Any = output.nothing) -> dict[str, Any]:
-    """Drain a generation, showing each response, into the fields of --json. Ctrl-C ends it with what there is.
+    """Run a generation, show each response, and return the fields of --json. Ctrl-C ends it with what there is.
 
-    begun: an event that is set with the first response. end: called after the last one, before notes about the run.
+    begun: an event, set at the first response. end: called after the last response, before notes about the run.
     """
     text, ids, last, reason = [], [], None, None
     with contextlib.ExitStack() as log:
@@ -486,9 +486,9 @@ def fields_of(text: list[str], ids: list[int], last: Any, reason: str | None) ->
 
 @contextlib.contextmanager
 def leave_prefill_at_ctrl_c(leave: Callable[[], None]) -> Iterator[threading.Event]:
-    """Ctrl-C while the prompt is read ends the process within a second, though a pass over a long prompt takes many.
+    """Let Ctrl-C end the process within a second while the prompt is read, although a pass may take many seconds.
 
-    leave: prints what there is to say. Yields an event to be set at the first token; from then on Ctrl-C is Python's own.
+    leave: prints the last message. Yields an event to set at the first token; from then on Python handles Ctrl-C itself.
     """
     begun, ended = threading.Event(), threading.Event()
 

@@ -19,17 +19,17 @@ from .output import say
 if TYPE_CHECKING:
     from ..memory import RunSize
 
-# Tokens of context that a chat, a server and a benchmark are checked for, whose texts are not known yet.
+# Tokens of context for which memory is checked in chat, server and bench, whose texts are not known yet.
 CONTEXT = 4096
 
 
 def is_piped() -> bool:
-    """Whether standard input is something else than a terminal."""
+    """Whether standard input is not a terminal."""
     return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def standard_input() -> str:
-    """All of standard input, unchanged. Says that it waits for it, where that takes longer than two seconds.
+    """All of standard input, unchanged. After two seconds of waiting a line says so.
 
     Raises:
       DFlashError: if it is not UTF-8.
@@ -59,7 +59,7 @@ def utf8(data: bytes, where: str) -> str:
 
 
 def check_revision(revision: str | None, *names: str | None) -> None:
-    """Refuse --revision where no name is a hub repo, so that it is never dropped in silence."""
+    """Refuse --revision if no name is a hub repo, because it would have no effect."""
     from ..pairs import builtin
 
     local = [n for n in names if n and (n in builtin.BUILTIN_PAIRS or os.path.exists(os.path.expanduser(n)))]
@@ -69,7 +69,7 @@ def check_revision(revision: str | None, *names: str | None) -> None:
 
 
 def choose_pair(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
-    """Names of target and drafter (None: plain decoding), with what was chosen for the user said on stderr."""
+    """Names of target and drafter (None: plain decoding). A line on stderr shows what was chosen for the user."""
     from ..pairs import builtin
     from ..pairs.published import nearest_target, published_drafter
 
@@ -117,10 +117,10 @@ def load_pair(
     """Names of target and drafter, then target, tokenizer and drafter (None: plain decoding).
 
     Args:
-      run: called with the tokenizer, returns what caches will be needed, which is compared with memory before weights are read.
+      run: called with the tokenizer, returns the size of the run, which is compared with memory before weights are read.
         None: `CONTEXT` tokens.
-      adapter_path: what mlx-lm trained for the target, put over it. last_tap: as in `load_drafter`.
-      pipeline: over ranks, each takes some of the layers, not a share of each.
+      adapter_path: an adapter that mlx-lm trained for the target. last_tap: as in `load_drafter`.
+      pipeline: over ranks, each takes whole layers, not a share of each layer.
     """
     from .. import loading, traced
     from ..kernels import autotune
@@ -165,7 +165,7 @@ def load_pair(
 
 
 def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[str, Any]:
-    """What the generation_config.json beside a loaded target recommends, by settings; says what of it is ignored."""
+    """The settings that a loaded target's generation_config.json recommends. Lines on stderr name those that are ignored."""
     import json
 
     from ..hub import file_beside
@@ -177,7 +177,7 @@ def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[st
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file else {}
     except (OSError, ValueError):
-        # One that is no JSON ended the loading.
+        # If it were not JSON, loading would have failed.
         return {}
     found, ignored = recommended(config, Target(model).vocabulary)
     for why in ignored.values():
@@ -186,7 +186,7 @@ def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[st
 
 
 def use_recommended(name: str, recommended: Mapping[str, Any], given: Mapping[str, Any], drafter: Any) -> dict[str, Any]:
-    """Of what a target's files recommend that which holds beside what the user gave; said, with its cost in drafts."""
+    """The recommended settings that the user did not override. A line shows them, and what they cost in drafts."""
     found = used_of(recommended, given)
     if found:
         cost = ""
@@ -200,13 +200,13 @@ _RECOMMENDS = "generation_config.json"
 
 
 def _brings_code(tokenizer: Any) -> bool:
-    """Whether a tokenizer names Python code of its own."""
+    """Whether a tokenizer comes with Python code."""
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     return "auto_map" in getattr(inner, "init_kwargs", {}) or type(inner).__module__.startswith("transformers_modules")
 
 
 def refuse_without_template(given: Mapping[str, Any]) -> None:
-    """Raises DFlashError for the first option that was given, where the tokenizer has no chat template."""
+    """Raises DFlashError for the first given option if the tokenizer has no chat template."""
     for name, value in given.items():
         if value is not None:
             raise DFlashError(f"{name} needs a chat template; this tokenizer has none", f"Leave {name} out")
@@ -221,7 +221,7 @@ def encode_prompt(
     template_args: Mapping[str, Any] | None = None,
     prefill: str | None = None,
 ) -> list[int] | str:
-    """Through the chat template unless --raw; a tokenizer without one gets the text as it is, and says so.
+    """Render the prompt with the chat template, unless --raw. Without a template the text stays as it is, and a line says so.
 
     Raises:
       DFlashError: an option of the chat template without one, or what the template refuses.
@@ -250,7 +250,7 @@ def encode_prompt(
 
 
 def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
-    """Whether a target's quantized layers are turned into plain ones; said where --dense or --no-dense changes nothing."""
+    """Whether a target's quantized layers are turned into plain ones. A line says if --dense or --no-dense has no effect."""
     if dense is not None and dense == default:
         say(f"--{'' if dense else 'no-'}dense has no effect: on this device that is the default.")
     elif dense and not any(hasattr(module, "bits") for _, module in model.named_modules()):
@@ -260,7 +260,7 @@ def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
 
 
 def say_unread_template_args(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Say of --chat-template-args what the chat template does not read."""
+    """Name the variables of --chat-template-args that the chat template does not read."""
     for name in without_effect(tokenizer, arguments):
         why = "this chat template does not read it" if tokenizer.has_chat_template else "this tokenizer has no chat template"
         say(f"{name} of --chat-template-args has no effect: {why}.")

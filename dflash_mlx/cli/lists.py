@@ -25,7 +25,7 @@ def models(as_json: AsJson = False) -> None:
     from ..machine import limit_bytes, limit_text
     from ..tools.columns import align
 
-    # Smallest first: what a small Mac can run stands on top.
+    # Smallest first: the top of the list runs on a small Mac.
     rows, limit = [*_built_in(), *sorted(_published(), key=lambda row: row["target_gb"])], limit_bytes() / 1e9
     for row in rows:
         row["fits"] = _fits(row["memory_gb"], row["drafter_gb"] is not None, limit)

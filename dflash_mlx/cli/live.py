@@ -1,9 +1,9 @@
-"""The one live line on stderr: what goes on, how far it is, how long it took, and what is left.
+"""The live line on stderr: what is running, how far it is, how long it has taken, and how long is left.
 
     Fetching Qwen/Qwen3-4B: 1.2 of 8.0 GB, 14 s, about 2 min left
 
 On a terminal the line is drawn four times a second and is gone at the end. Elsewhere, as in a pipe, it is printed every ten
-seconds. The seconds run on while one long step says nothing. Ctrl-C is answered on it at once.
+seconds. The seconds are counted even during one long step. The line answers Ctrl-C at once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..serving.interrupt import at_ctrl_c
 
 # Work that ends sooner shows nothing. Between two drawings, and between two lines in a pipe.
 _DELAY_S, _DRAWN_S, _PRINTED_S = 0.3, 0.25, 10.0
-# What a drawing may take; a thread that hangs in one does not keep the command from ending.
+# The longest wait for a drawing: a thread that hangs in one must not keep the command from ending.
 _LEFT_S = 2.0
-# What is left is not guessed from less.
+# The time left is not estimated before this.
 _ENOUGH_S = 2.0
 _line: ContextVar[Line | None] = ContextVar("line", default=None)
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 class Line:
-    """What is going on now. `update` may be called from any thread; it is cheap, and draws nothing."""
+    """The state of the line. `update` may be called from any thread; it is cheap, and draws nothing."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic, printed_after: float | None = None):
         self._clock, self._thread, self._printed_after = clock, None, printed_after
@@ -46,11 +46,11 @@ class Line:
             self._state = what, done, total, unit, began, first
 
     def stopping(self) -> None:
-        """Say from now on that Ctrl-C was heard: a pass ends before Python does, and may take seconds."""
+        """Show from now on that Ctrl-C was received: Python ends only after the running pass, which may take seconds."""
         self._is_stopping = True
 
     def heed(self) -> None:
-        """End here where Ctrl-C was heard and its exception was lost, as in an `except` of somebody's that catches all.
+        """End here if Ctrl-C was received and its exception was lost, for example in other code's bare `except`.
 
         Raises: KeyboardInterrupt.
         """
@@ -58,14 +58,14 @@ class Line:
             raise KeyboardInterrupt
 
     def prefill(self, done: int, total: int) -> None:
-        """A `prompt_progress_callback`; where the prompt is read the line ends."""
+        """A `prompt_progress_callback`. The line ends when the prompt is read."""
         if done < total:
             self.update("Reading the prompt", done, total, "tokens")
         else:
             self.stop()
 
     def text(self, width: int) -> str:
-        """The line, in at most `width` characters: what goes on is cut before the figures are."""
+        """The line, in at most `width` characters: the description is cut before the figures."""
         with self._lock:
             what, done, total, unit, began, first = self._state
         what = f"Stopping after this: {what}" if self._is_stopping else what
@@ -142,9 +142,9 @@ def time_text(seconds: float) -> str:
 
 @contextlib.contextmanager
 def live(what: str, printed_after: float | None = None) -> Iterator[Line]:
-    """Show a live line until the block ends, or `Line.stop`. What the block tells by `progress.tell` is on it.
+    """Show a live line until the block ends, or `Line.stop`. It shows what the block reports by `progress.tell`.
 
-    Inside of another such block its line is used. printed_after: seconds to the first line in a pipe, where it is not ten.
+    A block inside another one uses its line. printed_after: seconds to the first line in a pipe, if not ten.
     """
     if (outer := _line.get()) is not None and outer.is_shown:
         outer.update(what)

@@ -1,4 +1,4 @@
-"""--help below 100 columns: one option under the other, where the boxes of rich would cut names and tear words."""
+"""--help below 100 columns: one option below the other, because the boxes of rich would cut names and words."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _Narrow:
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if (width := shutil.get_terminal_size().columns) >= ROOM:
             return super().format_help(ctx, formatter)
-        # Printed here, as rich's is: of a command without arguments typer shows no other.
+        # Printed here, as rich prints its own: typer shows nothing else for a command without arguments.
         echo(text(self, ctx, width), nl=False)
 
 
 class HelpfulCommand(_Narrow, TyperCommand):
-    """A command whose --help is read in any width."""
+    """A command whose --help is readable at any width."""
 
 
 class HelpfulGroup(_Narrow, TyperGroup):
-    """The same of a group of commands."""
+    """A group of commands whose --help is readable at any width."""
 
 
 def text(command: Any, ctx: Any, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Every option of the command line that more than one command has, declared once, and what any command refuses.
+"""The options that several commands share, each declared once, and the usage errors that several commands share.
 
 The sampling options come from the fields of `SamplingSettings`. Imports nothing heavy: `dflash-mlx -h` answers at once.
 """
@@ -33,7 +33,7 @@ class Dtype(StrEnum):
 LastTapKind = StrEnum("LastTapKind", {"before": "before", "after": "after"})
 DraftBits = StrEnum("DraftBits", {"four": "4", "eight": "8", "none": "none"})
 
-# Groups of --help. A command shows those that it has options of, in the order in which it declares them.
+# Groups of --help. A command shows the groups of its options, in the order in which it declares them.
 MODEL, PROMPT, SAMPLING, DRAFTING, MEMORY, OUTPUT = "Model", "Prompt", "Sampling", "Drafting", "Memory", "Output"
 
 
@@ -129,7 +129,7 @@ BlockSize = Annotated[
         "Default: measured on this machine.",
     ),
 ]
-# How caches are read and held: `cache_options`.
+# The options of prompt caches: `cache_options`.
 _CACHES = {
     "prefill_step_size": option(MEMORY, min=1, help="Prompt tokens read in one pass."),
     "max_kv_size": option(MEMORY, min=1, help="Keep only the last N tokens in the KV cache."),
@@ -155,8 +155,8 @@ AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object on
 
 
 class CheckedCommand(HelpfulCommand):
-    """A command that names all options that it lacks, and its example; typer names the first alone. Over ranks it is refused
-    if it does not run there."""
+    """A command whose usage error names all missing options and an example; typer's names only the first. A command that does not
+    run over ranks is refused there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -247,7 +247,7 @@ def _in_place_of(name: str, parameters: list[inspect.Parameter], gathered: Calla
     return add
 
 
-# What mlx-lm calls an option of ours: the parameter it stands for, its type, and the value that is meant.
+# mlx-lm's names of our options: the parameter, its type, and the value that the name stands for.
 _MLX_LM_NAMES: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
     "system_prompt": ("system", str | None, lambda text: text),
     "ignore_chat_template": ("raw", bool | None, lambda given: given),
@@ -257,7 +257,7 @@ _MLX_LM_NAMES: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
 
 
 def mlx_lm_names(command: Callable) -> Callable:
-    """Let a command take mlx-lm's names of its options too. They are not shown in --help."""
+    """Let a command also take mlx-lm's names of its options. --help does not show them."""
     own = inspect.signature(command, eval_str=True).parameters
     taken = {name: entry for name, entry in _MLX_LM_NAMES.items() if entry[0] in own}
 
@@ -330,7 +330,7 @@ def refuse_without_effect(settings: sampling_settings.SamplingSettings, given: M
 
 
 def template_args(text: str | None) -> dict[str, Any]:
-    """What --chat-template-args says; a usage error unless it is a JSON object."""
+    """The value of --chat-template-args; a usage error unless it is a JSON object."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
@@ -351,7 +351,7 @@ def thinking_args(thinking: bool | None, text: str | None) -> dict[str, Any]:
 
 
 def refuse_lonely_kv_options(caches: Mapping[str, int | None]) -> None:
-    """Usage errors of options that say how --kv-bits works, where it is not given."""
+    """Usage errors for options of --kv-bits that are given without it."""
     for name in ("max_kv_size", "kv_bits"):
         if caches["exact"] and caches[name] is not None:
             raise refuse("--exact", f"it cannot honour {flag(name)}; give one of the two")

@@ -1,4 +1,4 @@
-"""What the command line says: sentences on stderr, text as it comes, and the figures under an answer."""
+"""Output of the command line: sentences on stderr, text as it comes, and the figures under an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..tools.columns import count, wrap
 
 
 def say(text: str) -> None:
-    """One sentence or more for the user, on stderr; on a terminal no word is torn."""
+    """Print a sentence or more on stderr. On a terminal lines break between words."""
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -32,7 +32,7 @@ def wrapped(text: str, stream: Any, indent: int = 0) -> str:
 
 @contextlib.contextmanager
 def only_ours_on_stdout() -> Iterator[Any]:
-    """Hand out the real stdout and send everything that libraries print to stderr meanwhile."""
+    """Yield the real stdout, and send everything that libraries print meanwhile to stderr."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
@@ -71,7 +71,7 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def device() -> str:
-    """What MLX computes on, in a person's words."""
+    """The device that MLX computes on, in words."""
     import mlx.core as mx
 
     return "CPU" if mx.default_device() == mx.cpu else "Mac's GPU" if mx.metal.is_available() else "GPU"

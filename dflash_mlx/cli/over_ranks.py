@@ -1,4 +1,4 @@
-"""`mlx.launch ... dflash-mlx generate | serve`: every rank runs the command, rank 0 alone reads, writes and says things."""
+"""`mlx.launch ... dflash-mlx generate | serve`: every rank runs the command, but only rank 0 reads input and prints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import DFlashError
 from .options import flag, refuse
 from .output import say
 
-# By their own ranks, or by those of `..ranks`.
+# Commands that run over ranks. Training has its own (`train.ranks`).
 COMMANDS = ("generate", "serve", "train run")
-# What a rank that does not lead would say, goes here; its errors do not.
+# Where the output of ranks other than 0 goes, except their errors.
 _muted: list[Any] = []
 
 
@@ -31,7 +31,7 @@ def may_compute_after(finish_reason: str | None) -> bool:
 
 
 def check_command(name: str) -> None:
-    """Refuse a command that each of several ranks would run whole. name: as it is typed, such as "train eval".
+    """Refuse a command that does not run over several ranks. name: as it is typed, such as "train eval".
 
     Raises:
       DFlashError: names the commands that work.
@@ -43,13 +43,13 @@ def check_command(name: str) -> None:
 
 
 def _join() -> Any:
-    """The ranks of this command; None: it is alone. From now on rank 0 has the terminal; the others end when it does."""
+    """The ranks of this command; None if it runs alone. From now on only rank 0 uses the terminal. The others end with it."""
     if os.environ["MLX_RANK"] != "0":
-        # Ctrl-C of a terminal reaches every rank of this machine; rank 0 heeds it.
+        # Ctrl-C in a terminal reaches every rank of this machine. Only rank 0 reacts to it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _muted[:] = [open(os.devnull, "w")]  # noqa: SIM115
         for handler in logging.getLogger().handlers:
-            # It was given this stream before.
+            # The handler still has the old stream.
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
                 handler.setStream(_muted[0])
         sys.stdout = sys.stderr = _muted[0]
@@ -62,7 +62,7 @@ def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: 
     """The ranks of this command, as `_join` gives them.
 
     Raises:
-      a usage error, DFlashError: what was asked for does not work over ranks. others: what does not.
+      a usage error, DFlashError: an option that does not work over ranks. others: those options, by name.
     """
     drafts = draft_model != "none" and (draft_model is not None or model is None)
     if pipeline and drafts:
@@ -79,7 +79,7 @@ def begin(pipeline: bool, draft_model: str | None, model: str | None, **others: 
 
 
 def serve(run: Callable[..., None], options: Any, open_pair: Callable[[], tuple], ranks: Any) -> None:
-    """`serving.server.serve`, on one machine or on rank 0 of several; on another rank, what follows it."""
+    """Run `serving.server.serve` on one machine or on rank 0, and `follow` on the other ranks."""
     if ranks is None:
         run(options, open_pair, say)
         return
@@ -92,7 +92,7 @@ def serve(run: Callable[..., None], options: Any, open_pair: Callable[[], tuple]
 
 
 def failed(sentence: str) -> str | None:
-    """An error's sentence as this rank says it; None: rank 0 said the same."""
+    """An error's sentence as this rank prints it; None if rank 0 prints the same."""
     if not is_over_ranks():
         return sentence
     from ..ranks import joined
@@ -100,7 +100,7 @@ def failed(sentence: str) -> str | None:
     ranks = joined()
     if not _muted:
         if ranks is not None:
-            # An error of MLX's may be that of a rank that is lost, which another thread is about to say.
+            # An error of MLX may come from a lost rank. Another thread is about to report that, so wait for it.
             time.sleep(0.5)
             ranks.leave()
         return sentence

@@ -280,7 +280,7 @@ def serve(
     _refuse_vain_batch(server["max_batch"], caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
     if pipeline and prompt_cache_gb:
-        why = "with --pipeline prompts have other sizes on each machine, which would then keep others; use --prompt-cache-size"
+        why = "with --pipeline a prompt has another size on each machine; use --prompt-cache-size"
         raise refuse("--prompt-cache-gb", why)
     names = {"adapter_path": adapter_path, "prompt_cache_dir": prompt_cache_dir, "exact": caches["exact"]}
     ranks = over_ranks.begin(pipeline, draft_model, model, **names, unload_after=server["unload_after_s"])

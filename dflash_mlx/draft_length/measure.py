@@ -41,11 +41,11 @@ class Measurement:
     """
 
     def __init__(self, target: Target, drafter: Drafter, clock: Callable[[], float] = time.perf_counter):
-        # The drafter holds its pair, and the pair this.
+        # A weak reference: the drafter holds its pair, and the pair holds this object.
         self.target, self._drafter, self._clock = target, weakref.ref(drafter), clock
         info = mx.device_info()
         device = (mx.default_device(), info.get("device_name"), info.get("architecture"), info.get("memory_size"))
-        # Passes of another kind of target cost something else.
+        # Another kind of target has other costs.
         kind = () if type(target) is Target else (type(target).__name__,)
         key = pair_key([target.model, drafter], drafter.config, *device, mx.__version__, setting(), fingerprint(), *kind)
         self._key, self.costs = key, load_cost_model(key)
@@ -150,7 +150,7 @@ class _Passes:
         self.start = mx.arange(1, _CONTEXT + 1, dtype=mx.int32)[None] * 37 % target.vocabulary
         self.text = mx.broadcast_to(self.start, (1 + self.K // _CONTEXT, _CONTEXT)).reshape(1, -1)
         self.token, self.rows, self.injected = self.start[0, :1], 0, 0
-        # Evaluated now: another thread, which may run the next piece, could not.
+        # Evaluate now: the next piece may run in another thread, which cannot evaluate this one's arrays.
         mx.eval(self.start, self.text, self.token)
 
     def read(self, at: int) -> None:

@@ -380,7 +380,7 @@ def _reason(
 
 
 class DraftLengthHistory:
-    """What the runs of one pair have learned: the next run's policy goes on with it. Safe for two generators at once.
+    """What the runs of one pair have learned. The next run's policy continues with it. Safe for two generators at once.
 
     Policies of one history share its cost model and its lock. So two generators measure once, and each round of one is a whole
     step for the other.

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts by copying what followed the last ids earlier in the text.
 
-Knows token ids. Knows no models, no costs, and nothing of drafters.
+Knows token ids. Does not know models, costs or drafters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BUCKETS = [_bucket(length) for length in range(_LONGEST + 1)]
 
 
 class PromptLookup:
-    """Follows a text, and finds an earlier occurrence of its last ids and what came after it.
+    """Follows a text, and finds what came after an earlier occurrence of its last ids.
 
         ids       a b c d e f g x b c d | ? ?       b c d occurred before, followed by e:
                           ^ source                  the draft is e f g x ...
@@ -54,7 +54,7 @@ class PromptLookup:
         """Read the ids that were added since the last call. Returns: whether there is something to copy."""
         self.ids = ids
         if self._known == 0 and len(ids) > SHORTEST:
-            # A prompt: read at once, and not counted, because the target did not write it.
+            # A prompt is not counted, because the target did not write it.
             self._known = len(ids) - 1
             self._after.update(zip(zip(*(ids[i : self._known] for i in range(SHORTEST)), strict=False), count(SHORTEST)))
         for known in range(self._known, len(ids)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """What a card says of where a drafter comes from. target: name; digest: of the target's weight files, where it has any."""
+    """Where a drafter comes from. target: its name; digest: of the target's weight files, if it has any."""
 
     target: str = ""
     digest: str | None = None

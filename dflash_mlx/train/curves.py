@@ -11,7 +11,7 @@ from ..tools import svg
 
 
 def write_curves(out: str | Path, path: str | Path) -> None:
-    """Draw what a run has written so far; nothing, where it has written no line yet."""
+    """Draw what a run has written so far. Does nothing before the first line."""
     file = Path(out) / "metrics.jsonl"
     if file.is_file():
         found = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]

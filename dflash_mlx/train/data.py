@@ -1,7 +1,7 @@
 """Training text: make it with the target, filter it and store it.
 
 A data directory holds `meta.json`, shards `train-00000.npz`, ... and `heldout.npz`; 2 bytes an id for vocabularies up to
-65,536. Each shard follows from the seed and its number, so a run that was stopped goes on with the next one.
+65,536. Each shard depends only on the seed and its number, so a stopped run continues with the next one.
 Knows files and what the text must look like; knows nothing of drafters.
 """
 
@@ -31,8 +31,8 @@ TRAIN, RESERVED = 0, 1  # RESERVED: seen families, new questions; feeds the held
 class DataConfig:
     """How to make a corpus. Shares are of conversations; `rows` are decoded at once.
 
-    looped_share: of the training text, at most this much are answers with a loop at their end; others that fell into one are
-    kept without it. A loop is drafted almost for free and teaches little, but a small model decoded greedily loops often, so
+    looped_share: at most this share of the training text may be answers that end in a loop; of other looping answers the loop is
+    cut off. A loop is drafted almost for free and teaches little, but a small model decoded greedily loops often, so
     a served drafter meets some.
     """
 
@@ -83,7 +83,7 @@ def _repeated(ids: np.ndarray, n: int = 4) -> float:
 
 @dataclass
 class _Filter:
-    """Keeps text that is worth learning, and remembers what it has seen.
+    """Filters text: keeps what is worth learning, and remembers what it has seen.
 
     looped_share: how much of what it keeps may be loops. kept, loops: conversations so far.
     """
@@ -300,7 +300,7 @@ class _Maker:
         return self.folder / f"train-{number:05d}.npz"
 
     def take_up(self) -> None:
-        """Go on after a shard that is stored."""
+        """Continue after a stored shard."""
         docs = Docs.load(self.path(self.number))
         for i in range(len(docs)):
             ids, answer = docs.doc(i)
@@ -320,7 +320,7 @@ class _Maker:
             _write_held_out(self.model, self.planner, self.reserved, self.folder, self.dtype, self.config, self.report)
 
     def tell(self, position: int, active: int, written: int) -> None:
-        """How far all of it is, while a shard is written."""
+        """Report the progress of the whole run while a shard is written."""
         if self.until is None:
             tell("Writing text", min(self.made_here + written, self.wanted), self.wanted, "tokens of answers")
         else:

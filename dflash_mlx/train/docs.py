@@ -1,4 +1,4 @@
-"""Training text as it is stored and as it is handed out: conversations end to end, shards of them, batches with anchors.
+"""Training text as stored and as batches: conversations end to end, shards of them, batches with anchors.
 
 Knows arrays and files; knows nothing of how text is written, nor of drafters.
 """
@@ -103,7 +103,7 @@ def load_docs(*folders: str | Path, names: str = "train-*.npz") -> Docs:
 
 
 def choose_anchors(rng: np.random.Generator, answer: np.ndarray, A: int) -> tuple[np.ndarray, np.ndarray]:
-    """A places in each document where a block may start, without repeats, sorted; fewer where there are fewer.
+    """A places in each document where a block may start, without repeats, sorted; fewer if there are fewer.
 
     A block may start at any answer id that an answer id follows: the first one is the block after prefill.
 

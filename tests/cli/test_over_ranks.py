@@ -75,7 +75,7 @@ def test_what_ranks_cannot_do_is_refused(monkeypatch):
         (("serve", *TINY, "--pipeline"), "it needs --draft-model none"),
         (
             ("serve", *TINY[:2], "--draft-model", "none", "--pipeline", "--prompt-cache-gb", "1"),
-            "have other sizes on each machine",
+            "a prompt has another size on each machine",
         ),
         (("generate", *TINY, "-p", "-"), "never ends standard input"),
     ):
