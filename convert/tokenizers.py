@@ -23,8 +23,8 @@ _LFS = b"version https://git-lfs"
 # files that a tokenizer and generation need; never code, never weights
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "chat_template.json", "chat_template.jinja", "generation_config.json", "*.tiktoken",
-    "tokenizer.*.model", "additional_chat_templates/*.jinja",
+    "merges.txt", "vocab.txt", "chat_template.json", "chat_template.jinja", "generation_config.json", "[!.]*.tiktoken",
+    "tokenizer.*.model", "additional_chat_templates/[!.]*.jinja",
 )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _ids_only(source: str, ids: list[int]) -> Any:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files among `TOKENIZER_FILES` that hold a vocabulary; empty when there is no tokenizer."""
-    return [file for pattern in TOKENIZER_FILES[:3] + ("vocab.*", "*.tiktoken") for file in directory.glob(pattern)]
+    return [file for pattern in TOKENIZER_FILES[:3] + ("vocab.*", "[!.]*.tiktoken") for file in directory.glob(pattern)]
 
 
 def copy_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:

@@ -32,6 +32,8 @@ _SHARD = re.compile(r"^(?P<start>.+?[-_.])(?P<number>\d{1,6})(?P<of>[-_]of[-_])(
 # files that may hold weights and are never read; what a training run leaves beside its model holds none
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|ckpt|pkl|pickle|np[yz]|gguf|h5|msgpack|onnx|ot|pdparams)$", re.IGNORECASE)
 _NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|.*imatrix.*)\.\w+$|^mask_embedding\.pt$")
+# without macOS's `._NAME`, which stands beside each file on a drive that is not formatted for it
+_SAFETENSORS = "[!.]*.safetensors"
 # what transformers' tokenizers, or copying them, may read beside the weights
 _READ_BESIDE = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 _LFS_POINTER = b"version https://git-lfs"
@@ -133,10 +135,10 @@ def _inspect(path_or_repo: str | Path, revision: str | None) -> Checkpoint:
     if path.is_file():
         return _inspect_gguf(path, source)
     folder = _weights_folder(path, source)
-    if (path / folder / "config.json").exists() or not any((path / folder).glob("*.safetensors")):
+    if (path / folder / "config.json").exists() or not any((path / folder).glob(_SAFETENSORS)):
         path, source, folder = path / folder, source if folder == "." else f"{source}/{folder}", "."
-    if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
-        ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if not any(path.glob(_SAFETENSORS)) and not (path / _INDEX).exists():
+        ggufs = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() == ".gguf")
         if len(ggufs) == 1:
             _check_link(path, ggufs[0].name, source)
             return _inspect_gguf(ggufs[0], source)
@@ -188,9 +190,9 @@ def _weights_folder(path: Path, source: str) -> str:
     Raises:
       CheckpointError: several have.
     """
-    if any(file.suffix.lower() in (".safetensors", ".gguf", ".bin", ".pt", ".pth") for file in path.iterdir()):
+    if any(file.suffix.lower() in (".safetensors", ".gguf", ".bin", ".pt", ".pth") for file in path.glob("[!.]*")):
         return "."
-    folders = sorted({file.parent.name for kind in ("safetensors", "gguf") for file in path.glob(f"[!.]*/*.{kind}")})
+    folders = sorted({file.parent.name for kind in ("safetensors", "gguf") for file in path.glob(f"[!.]*/[!.]*.{kind}")})
     if len(folders) > 1:
         problem = f"{source} has no weights, and {len(folders)} folders that have: {_some(folders)}"
         raise CheckpointError(problem, f"Name one: {source}/{folders[0]}")
@@ -264,8 +266,8 @@ def _adapter(source: str, files: str) -> tuple[str, str]:
 def _weight_files(path: Path, source: str) -> tuple[tuple[str, ...], dict[str, str], dict[str, str] | None]:
     """-> (weight files, files left alone and why, the index's tensor -> file map)."""
     # a drafter's vector for mask slots, which its reader looks for
-    present = sorted(f.name for f in path.glob("*.safetensors") if f.stem != "mask_embedding")
-    others = sorted(f.name for f in path.iterdir() if _OTHER_WEIGHTS.search(f.name) and not _NO_WEIGHTS.match(f.name))
+    present = sorted(f.name for f in path.glob(_SAFETENSORS) if f.stem != "mask_embedding")
+    others = sorted(f.name for f in path.glob("[!.]*") if _OTHER_WEIGHTS.search(f.name) and not _NO_WEIGHTS.match(f.name))
     ignored = dict.fromkeys(others, "not safetensors")
     index = _read_index(path, source)
     if index is not None:
@@ -336,7 +338,7 @@ def _complete_shards(shards: list[str], source: str) -> tuple[str, ...]:
 def _no_weights(path: Path, source: str, present: list[str]) -> tuple[str, str]:
     if (path / "adapter_config.json").exists():
         return _adapter(source, _some(present) or "adapter_config.json")
-    pickles = sorted(f.name for f in path.glob("*.bin")) + sorted(f.name for f in path.glob("*.pt*"))
+    pickles = sorted(f.name for f in path.glob("[!.]*.bin")) + sorted(f.name for f in path.glob("[!.]*.pt*"))
     if pickles:
         return (
             f"{source} has only PyTorch files ({_some(pickles)}), which can run code when read; it must have safetensors",

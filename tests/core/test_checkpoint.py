@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from convert_kit import SOME_CONFIG, shards, write_checkpoint
+from gguf import GGMLQuantizationType
 from gguf_files import FAMILIES, random_weights, write_model
 
 from dflash_mlx import hub
@@ -122,6 +123,23 @@ def test_weights_in_a_folder_of_their_own_are_found(tmp_path, config):
     shards(tmp_path / "other")
     with pytest.raises(CheckpointError, match="has no weights, and 2 folders that have: draft, other. Name one: .*/draft"):
         inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["single", "odd", "shards", "index", "folder", "gguf"])
+def test_what_macos_writes_beside_each_file_on_a_foreign_drive_is_no_file_of_a_model(tmp_path, kind):
+    path = tmp_path / "model"
+    if kind == "gguf":
+        path.mkdir()
+        write_model(path / "m.gguf", "llama", random_weights(FAMILIES["llama"]), GGMLQuantizationType.F16)
+    elif kind in ("single", "odd"):
+        write_checkpoint(path, SOME_CONFIG, {"t1": mx.ones((1, 3))}, "model.safetensors" if kind == "single" else "w.safetensors")
+    else:
+        shards(path / "part" if kind == "folder" else path, index=kind == "index")
+    clean = inspect_checkpoint(path)
+    for file in [file for file in path.rglob("*") if file.is_file()]:
+        file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7" + bytes(60))
+    found = inspect_checkpoint(path)
+    assert (found.files, found.path, found.kind, found.ignored) == (clean.files, clean.path, clean.kind, {})
 
 
 def test_a_folder_of_a_hub_repository_is_named_behind_it(tmp_path, monkeypatch):
