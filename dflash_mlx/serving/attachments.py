@@ -13,19 +13,19 @@ from ..errors import DFlashError
 from ..machine import size_text
 from ..tools.columns import count
 
-# Bytes of a file that are read at all; what a context holds is seldom more than a tenth of that.
+# The largest file that is read, in bytes. A context seldom holds more than a tenth of that.
 LARGEST = 4_000_000
-# By these a word is known as a file's name where there is no such file.
+# A word with one of these suffixes counts as a file's name, even if there is no such file.
 _SUFFIXES = tuple(
     f".{kind}" for kind in "txt md rst tex csv tsv json yaml yml toml xml html css py js ts c h cpp rs go swift sh log".split()
 )
-# @path, @"a path with blanks"; an address such as me@host is none.
+# @path, @"a path with blanks"; not an address such as me@host.
 _NAMED = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))""")
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file's name as it was written, its text, and how many bytes and tokens it has; None: nobody here can count them."""
+    """A file's name as it was written, its text, and how many bytes and tokens it has; None: tokens cannot be counted here."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ def read_attachment(name: str, tokenizer: Any, limit: int | None) -> Attachment:
       tokenizer: None: its tokens are not counted. limit: tokens that the target's context holds; None: unknown.
 
     Raises:
-      DFlashError: no file, no text, or more than the model can read.
+      DFlashError: there is no such file, it is not text, or it is more than the model can read.
     """
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
@@ -92,7 +92,7 @@ def _names(message: str) -> Iterator[tuple[str, bool]]:
 
 def _leads_somewhere(name: str) -> bool:
     path = os.path.expanduser(name)
-    # A word that is also a folder's name is only a word.
+    # A word that is also a folder's name counts as a word.
     return os.path.isfile(path) or "/" in name and os.path.exists(path)
 
 

@@ -1,7 +1,7 @@
 """`dflash-mlx chat`: the loop of a conversation in a terminal, a dumb terminal or through a pipe.
 
-It reads a line, does a command (`commands`) or lets the `Conversation` answer, and shows that (`screen`). Knows nothing of how
-models are found: the command line hands in a function that loads a pair.
+It reads a line, runs a command (`commands`) or lets the `Conversation` answer, and shows the result (`screen`). It does not know
+how models are found: the command line passes a function that loads a pair.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chat:
         self.conversation, self.load, self.given, self.session, self.resumed = conversation, load, given, session, resumed
         self.stdin, self.stdout, self.stderr = stdin or sys.stdin, stdout or sys.stdout, stderr or sys.stderr
         if isinstance(self.stdin, TextIOWrapper):
-            # Bytes that are no text come in as half surrogates in every locale.
+            # In every locale, bytes that are not text are read as half surrogates.
             self.stdin.reconfigure(errors="surrogateescape")
         self.interactive = self.stdin.isatty()
         # Whether Markdown could be drawn here, and whether it is.
@@ -83,15 +83,15 @@ class Chat:
         return read_line(self.stdin)
 
     def note(self, text: str, style: str = "dim") -> None:
-        """A line that is not part of an answer: stderr, quiet."""
+        """Print a line that is not part of an answer: on stderr, dimmed."""
         self.notes.print(Text(text, style))
 
     def show(self, what: Any) -> None:
-        """Something drawn that is not part of an answer, such as a table."""
+        """Print something drawn that is not part of an answer, such as a table."""
         self.notes.print(what)
 
     def run(self) -> None:
-        """Until Ctrl-D, `/exit` or the end of a pipe."""
+        """Chat until Ctrl-D, `/exit` or the end of a pipe."""
         with ExitStack() as stack:
             if self.editor:
                 stack.callback(self.editor.close)
@@ -125,10 +125,10 @@ class Chat:
             except KeyboardInterrupt:
                 self.note("Interrupted.")
             except BrokenPipeError:
-                # Nobody reads the answers any more.
+                # The reader of the answers has closed the pipe.
                 raise
             except Exception as error:
-                # One turn that fails does not end the others.
+                # A turn that fails does not end the chat.
                 self.note(f"Error: {error_text(error)}", "red")
                 self.failed = True
 
@@ -144,7 +144,7 @@ class Chat:
             self.note("\n".join(recap(talk, self.resumed)))
 
     def note_without_effect(self, names: Collection[str]) -> None:
-        """Say of each of these settings that changes nothing here why it does not."""
+        """For each of these settings that has no effect here, say why."""
         for name, why in self.conversation.without_effect(names).items():
             more = " /set temp 0.7 samples." if why == "at temperature 0" else ""
             self.note(f"{name} has no effect {why}.{more}")
@@ -163,11 +163,11 @@ class Chat:
                     "Nothing was sent: end it with a line of three double quotes",
                 ) from None
             line = "\n".join(lines)
-        # A pipe may hold bytes that are no text.
+        # A pipe may hold bytes that are not text.
         return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def attach(self, name: str) -> Attachment:
-        """Let a text file go with the next message. Raises: DFlashError, as `read_attachment`."""
+        """Attach a text file to the next message. Raises: DFlashError, as `read_attachment`."""
         found = read_attachment(name, self.conversation.pair.tokenizer, self.conversation.limit)
         self.files.append(found)
         return found
@@ -185,11 +185,11 @@ class Chat:
             talk.messages.append({"role": "user", "content": with_files(text, self.files, raw=talk.raw)})
             self._answer()
         finally:
-            # What /file added goes with another message, where this one was refused or taken back.
+            # If this message was refused or taken back, its attached files stay for the next one.
             self.files = [] if len(talk.messages) > count else waiting
 
     def _screen(self) -> PlainScreen:
-        """What shows one answer."""
+        """The object that shows one answer."""
         talk = self.conversation
         if self.show_drafts and talk.pair.drafter:
             return MarkedScreen(self.console, self.notes, DraftMarks(talk.pair.tokenizer, self.console), live=self.drawing)
@@ -200,7 +200,7 @@ class Chat:
     def _answer(self) -> None:
         talk, screen = self.conversation, self._screen()
         count = len(talk.messages)
-        # Who reads keys has made the terminal quiet for the whole chat.
+        # The reader of keys has turned off the terminal's echo for the whole chat.
         quiet = keys_wait(self.stdin, lines=True) if self.interactive and not self.editor else nullcontext()
         try:
             with (
@@ -216,7 +216,7 @@ class Chat:
                     screen.show(*shown)
         finally:
             if len(talk.messages) == count:
-                # Nothing came: the message is not part of the conversation.
+                # There is no answer, so the message is not part of the conversation.
                 talk.undo()
         if talk.last is None:
             self.note("Stopped before the first token; the message is taken back.")

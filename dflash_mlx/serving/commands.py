@@ -1,6 +1,6 @@
 """The commands of the chat: what a line that begins with `/` does.
 
-Each is one function, given the chat and what follows the name; its help line and its name stand with it.
+Each is one function, which gets the chat and the text after the name. Its name and help line are beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FOOT = """\
 Ctrl-C stops an answer and keeps what there is. Alt-Enter starts a new line; Ctrl-X Ctrl-E opens the line in $EDITOR; a message \
 between two lines of three double quotes may have many lines. @PATH in a message adds that text file. A message that begins \
 with / is written with //."""
-# What people type elsewhere.
+# Names that other programs use.
 _OTHER_NAMES = {"?": "help", "quit": "exit", "bye": "exit", "q": "exit"}
 
 
@@ -55,13 +55,13 @@ def _command(name: str, takes: str, about: str, *, changes: bool = False) -> Cal
 
 
 def _needs_models(talk: Conversation, what: str) -> None:
-    """Raises: DFlashError where a server answers."""
+    """Raises: DFlashError if a server answers."""
     if talk.url is not None:
         raise DFlashError(f"{what} needs models that run here, and {talk.url} answers", "dflash-mlx chat --model M runs one here")
 
 
 def columns(rows: list[tuple[str, ...]]) -> Table:
-    """Rows whose last column is wrapped, as the others are where there is no room."""
+    """Rows with the last column wrapped, and the others too if there is no room."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -69,7 +69,7 @@ def columns(rows: list[tuple[str, ...]]) -> Table:
 
 
 def run_command(chat: Chat, text: str) -> bool:
-    """Do what a line `/name rest` says. Returns: whether the chat ends.
+    """Run the command of a line `/name rest`. Returns: whether the chat ends.
 
     Raises:
       DFlashError: no such command, or words after one that takes none.
@@ -82,7 +82,7 @@ def run_command(chat: Chat, text: str) -> bool:
         remedy = f"Did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
         raise DFlashError(f"there is no command /{short(name)}", remedy)
     if rest and not command.takes:
-        # Words that would be dropped were meant for something.
+        # An error, because the user meant something by these words.
         raise DFlashError(f"/{name} takes no argument; found {short(rest)!r}", "Leave it out")
     ends = command.run(chat, rest)
     if chat.session and command.changes:
@@ -163,7 +163,7 @@ def _copy(chat: Chat, rest: str) -> None:
         raise DFlashError("there is no answer to copy", "Write a message")
     if not chat.drawing:
         raise DFlashError("/copy needs a terminal, which holds the clipboard", "Take the answer from the output")
-    # OSC 52: the terminal puts it there, also through ssh.
+    # OSC 52: the terminal copies it to the clipboard, also through ssh.
     chat.stdout.write(f"\x1b]52;c;{base64.b64encode(texts[-1].encode()).decode()}\x07")
     chat.stdout.flush()
     chat.note(f"Copied {len(texts[-1]):,} letters, if this terminal lets programs copy (OSC 52).")
@@ -173,7 +173,7 @@ def _copy(chat: Chat, rest: str) -> None:
 def _save(chat: Chat, rest: str) -> None:
     name = rest or chat.session or "last"
     if session_path(name).exists():
-        # What is no session may be somebody's file.
+        # A file that is not a session is not overwritten: it may be important.
         read_session(name)
     chat.note(f"Saved as {write_session(name, chat.conversation.state())}.")
 

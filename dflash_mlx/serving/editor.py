@@ -47,7 +47,7 @@ class Pastes:
 
 
 class LineEditor:
-    """Reads a message: called with what stands before it, it returns the text, pasted texts unfolded.
+    """Reads a message. Call it with the prompt; it returns the text, with pasted texts unfolded.
 
     Args:
       commands: those that Tab completes.
@@ -110,7 +110,7 @@ class LineEditor:
                 super().append_string(pastes.unfold(string))
 
             def store_string(self, string: str) -> None:
-                # A full disk costs later chats this line, and this chat nothing.
+                # A full disk only means that later chats lack this line.
                 with suppress(OSError):
                     super().store_string(string)
 
@@ -144,7 +144,7 @@ class LineEditor:
 
 
 def completer(commands: Callable[[], Iterable[str]]) -> Any:
-    """What Tab offers: commands at the beginning of a line, and paths after `@` or `/file `."""
+    """Completion by Tab: commands at the beginning of a line, and paths after `@` or `/file `."""
     from prompt_toolkit.completion import Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 

@@ -1,7 +1,7 @@
 """Tool calls while they are written: name first, then the arguments' letters as they come.
 
-What is let go cannot be taken back, so a call begins here only once its name is one that was offered and its arguments are an
-open JSON object. Grammars: JSON objects, `name[ARGS]{...}` and its like, `<function=...><parameter=...>`.
+What was sent cannot be taken back. So a call begins only once its name is an offered one and its arguments are an open JSON
+object. Grammars: JSON objects, `name[ARGS]{...}` and its like, `<function=...><parameter=...>`.
 Calls of other grammars come whole, at their end. Reading a whole call is `tool_calls`'.
 """
 
@@ -105,7 +105,7 @@ class HeadedCalls(LiveCalls):
 
 
 class JsonCalls(LiveCalls):
-    """`{"name": "ls", "arguments": {...}}`. Of a list nobody knows before its end whether all in it are calls."""
+    """`{"name": "ls", "arguments": {...}}`. Not lists: only their end shows whether all entries are calls."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
         super().__init__(tools)
@@ -204,7 +204,7 @@ class XmlCalls(LiveCalls):
         if end < 0:
             return False
         if self._first:
-            # Without parameters: nobody knows before whether it is a call, so it comes whole.
+            # Without parameters it is not known before the end whether it is a call, so it comes whole.
             return self._whole_call(self._held[:end].strip() or "{}", end, parts)
         parts.append(Part(arguments="}"))
         self._name, self._held = None, self._held[end + len("</function>") :]

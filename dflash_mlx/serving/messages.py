@@ -2,7 +2,7 @@
 
 Knows chat templates. Knows no HTTP and no models.
 
-Templates differ in what they read: `prompt_forms` finds the form of the messages that a template writes whole.
+Templates differ in what they read: `prompt_forms` finds the form of the messages that a template renders completely.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_messages(
     """Messages of a request in one form: known roles, content as text, arguments of calls as `Arguments`.
 
     Raises:
-      DFlashError: names what is no message.
+      DFlashError: names what is not a message.
     """
     if not isinstance(messages, list) or not messages:
         raise DFlashError(f"{name} is {shown(messages)}; it must be a list with at least one message", "Add one")
@@ -171,7 +171,7 @@ def _whole_characters(value: Any) -> Any:
 
 
 def _reasoning_names(tokenizer: Any) -> tuple[str, ...]:
-    """The names under which the template reads earlier reasoning; all of them where it does not tell."""
+    """The names under which the template reads earlier reasoning; all known names if it does not show that."""
     source = template_source(tokenizer)
     for name in REASONING:
         if re.search(rf"""\.{name}\b|["']{name}["']""", source):

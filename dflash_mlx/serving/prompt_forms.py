@@ -1,10 +1,10 @@
-"""The forms in which a chat template may want messages, and the one that it writes whole.
+"""The forms in which a chat template may expect messages, and how to find the one that it renders completely.
 
 Knows chat templates. Knows no requests and no tokenizers.
 
 Templates differ in what they read: where a system message may stand, whether roles must alternate, whether arguments of calls
-are objects or text, whether they know calls at all. What a template does not read it drops without a word. So each form is
-tried with a word of its own in place of every text, and the first form that loses fewest words is taken.
+are objects or text, whether they know calls at all. A template silently drops what it does not read. So each form is tried with
+a unique word in place of every text, and the first form that loses the fewest words is used.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
 
 
 def _stand_ins(messages: Messages) -> tuple[Messages, list[str]]:
-    """The same messages with a word of its own in place of each text, name of a call and arguments; and these words."""
+    """The same messages with a unique word in place of each text, name of a call and arguments; and these words."""
     words: list[str] = []
 
     def word() -> str:
@@ -91,7 +91,7 @@ def _stand_ins(messages: Messages) -> tuple[Messages, list[str]]:
 
 
 def _lost(form: Messages, words: Sequence[str], write: Callable[[Messages], Rendered]) -> int:
-    """How many of the words a template drops; more than there are where it refuses the form."""
+    """How many of the words a template drops; more than there are if it refuses the form."""
     try:
         rendered = write(form)
     except Exception:  # noqa: BLE001 - a template is a program and may raise anything
@@ -140,7 +140,7 @@ def _reads_results_within(write: Callable[[Messages], Rendered]) -> bool:
 
 
 def _roles_of_results(write: Callable[[Messages], Rendered]) -> list[str]:
-    """Roles under which the template reads results, where it reads no other role than those that it names (OLMo 3)."""
+    """Roles under which the template reads results, if it reads only roles that it names (OLMo 3)."""
 
     def wrote(role: str) -> bool:
         said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": role, "content": "zqrq"}]
@@ -190,7 +190,7 @@ def _forms(
 
 
 def _orders(messages: Messages, front: bool) -> list[Messages]:
-    """The messages with system messages where templates want them, and with roles that alternate."""
+    """The messages with system messages in the place that templates expect, and with alternating roles."""
     systems = [place for place, message in enumerate(messages) if message["role"] == "system"]
     orders = [messages]
     if systems and systems != [0]:
@@ -212,9 +212,9 @@ def _joined_in_front(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _in_first_user_message(messages: Messages) -> list[dict[str, Any]]:
-    """For templates without a system role: its text stands before the first message of the user.
+    """For templates without a system role: put its text before the user's first message.
 
-    Where the user said nothing it is the user's message: some templates write no system message by itself, or refuse it.
+    Without a message of the user it becomes one: some templates drop or refuse a system message alone.
     """
     system, *others = _joined_in_front(messages)
     first = next((place for place, message in enumerate(others) if message["role"] == "user"), None)
@@ -230,7 +230,7 @@ def _can_be_one(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 
 def _alternating(messages: Messages) -> list[dict[str, Any]]:
-    """For templates whose roles must alternate, the user's first: messages of one role that follow each other are one."""
+    """For templates whose roles must alternate, starting with the user: join successive messages of one role."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if joined and _can_be_one(joined[-1], message):
@@ -270,7 +270,7 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _results_within(messages: Messages) -> list[dict[str, Any]]:
-    """A message with calls holds what they found and what was said after it; what was said before is a message of its own."""
+    """Put results and the text after them into the message with the calls; the text before it becomes a message of its own."""
     found: list[dict[str, Any]] = []
     for message in (part for one in messages for part in _calls_apart(one)):
         last = found[-1] if found else {}
@@ -298,7 +298,7 @@ def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
-    """Each call with its result after it, for templates that take one call at once (Llama 3)."""
+    """Each call with its result after it, for templates that take one call at a time (Llama 3)."""
     found, rest = [], list(messages)
     while rest:
         message = rest.pop(0)

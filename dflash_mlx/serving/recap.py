@@ -1,4 +1,4 @@
-"""What the chat says of itself: its first line, a session that goes on, figures under an answer, the list of kept sessions."""
+"""Lines about the chat: its first line, a continued session, figures under an answer, the list of stored sessions."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _device() -> str:
 
 
 def setting_text(value: Any) -> str:
-    """A setting's value as it is typed: 1 is no switch, though it equals True."""
+    """A setting's value as a user types it. 1 is a number, although it equals True."""
     return str(value) if type(value) in (int, float) else {None: "default", True: "on", False: "off"}[value]
 
 
 def recap(talk: Conversation, state: Mapping[str, Any]) -> list[str]:
-    """What a session is about that goes on: messages, another model, settings, system message, the last exchange."""
+    """A recap of a continued session: messages, another model, settings, system message, the last exchange."""
     lines = [f"Continuing a session of {count(len(talk.messages), 'message')}."]
     if state["model"] != talk.pair.name:
         lines.append(f"That session was with {state['model']}; it goes on with {talk.pair.name}.")
@@ -103,7 +103,7 @@ def figures(talk: Conversation) -> str:
 
 
 def nothing_shown(message: Mapping[str, Any], stopped: bool) -> str | None:
-    """Why an answer shows nothing, in a sentence; None: it shows something."""
+    """A sentence that says why an answer shows no text; None if it shows some."""
     if message["content"].strip():
         return None
     if message.get("reasoning_content", "").strip():

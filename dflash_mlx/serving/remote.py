@@ -1,6 +1,6 @@
 """A conversation that another server answers: `chat --url`. OpenAI's chat completions, streamed.
 
-Knows HTTP as a client. Knows no models: names, limits and counts are what the server says.
+Knows HTTP as a client. Knows no models: names, limits and counts come from the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import DFlashError, one_line, os_error_text
 from .conversation import Conversation, Pair, Settings
 from .fields import SAMPLING
 
-# Seconds after which a stop is heeded while nothing comes.
+# While nothing comes, a stop takes effect within this many seconds.
 _POLL_S = 0.1
 # What a server writes while it reads a prompt: ours, and mlx_lm.server's.
 _PROGRESS = re.compile(r": ?(?:prompt|keepalive) (\d+)/(\d+)")
@@ -33,7 +33,7 @@ class Remote:
     Args:
       url: with or without a path; without one it is /v1. key: sent as a bearer token.
     Raises:
-      DFlashError: it is no address.
+      DFlashError: it is not an address.
     """
 
     def __init__(self, url: str, key: str | None = None):
@@ -51,7 +51,7 @@ class Remote:
         }
 
     def pair(self, name: str | None) -> Pair:
-        """A model of the server's by its name; None: the only one that it lists.
+        """The server's model of this name; None: the only one that it lists.
 
         Raises:
           DFlashError: the server does not answer, or lists several.
@@ -84,7 +84,7 @@ class Remote:
         return DFlashError(f"no server answers at {self.url}: {reason}", "Start it, or give another --url")
 
     def events(self, body: dict[str, Any], should_stop: Callable[[], bool]) -> Iterator[dict[str, Any] | tuple[int, int]]:
-        """What the server says to a chat completion: its chunks, and (tokens read, tokens of the prompt) while it reads.
+        """The server's answer to a chat completion: its chunks, and (tokens read, tokens of the prompt) while it reads.
 
         It ends where the stream does or at `should_stop`; then the connection is closed, which stops the server.
         Raises:
@@ -133,7 +133,7 @@ class Remote:
 
 
 async def _next(events: asyncio.Queue[Any], should_stop: Callable[[], bool]) -> Any:
-    """The next event; None where it shall stop."""
+    """The next event; None if it should stop."""
     while not should_stop():
         try:
             return await asyncio.wait_for(events.get(), _POLL_S)
@@ -192,7 +192,7 @@ class RemoteResponse:
 class RemoteConversation(Conversation):
     """A conversation whose answers come from a server.
 
-    Settings are sent where they were given: the server has its own for the rest.
+    Only settings that the user gave are sent: the server has its own for the rest.
     """
 
     pair: RemotePair
@@ -208,7 +208,7 @@ class RemoteConversation(Conversation):
         self.last, self.stopped = None, False
 
     def without_effect(self, names: Collection[str]) -> dict[str, str]:
-        # What the server makes of the others, it knows.
+        # Whether the others have an effect is up to the server.
         return self.settings.without_effect({*names} - {"thinking"}) if "temp" in self.given else {}
 
     @property

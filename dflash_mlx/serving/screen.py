@@ -1,4 +1,4 @@
-"""What the chat's terminal shows of an answer: text as it comes or growing Markdown, folded thinking, how long it is waiting."""
+"""Shows an answer in the chat's terminal: text as it comes or growing Markdown, folded thinking, and the time of waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SILENT_S = 1.0
 
 @contextmanager
 def stop_on_ctrl_c(say: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """While an answer runs Ctrl-C asks it to stop after the present pass; a second one does not wait for that.
+    """While an answer runs, Ctrl-C stops it after the current pass. A second Ctrl-C does not wait for that.
 
     say: called at once, also where the main thread is inside a long pass.
     """
@@ -46,7 +46,7 @@ def stop_on_ctrl_c(say: Callable[[], None]) -> Iterator[Callable[[], bool]]:
 
 
 class _Waiting:
-    """The live line under an answer: what is going on, once nothing has come for `SILENT_S`."""
+    """The live line under an answer. It shows what is running when no text has come for `SILENT_S`."""
 
     def __init__(self) -> None:
         self.what, self.since = "Waiting for the first token", time.monotonic()
@@ -78,7 +78,7 @@ class _Thinking:
         return Text(f"Thinking ({time.monotonic() - self.since:.0f} s, {len(self.text.split())} words)", "dim italic")
 
     def end(self) -> Text | None:
-        """The line that stays in place of the thinking; None where there was none."""
+        """The line that stays in place of the thinking; None if there was no thinking."""
         text, self.text = self.text, ""
         if not text.strip():
             return None
@@ -131,14 +131,14 @@ class PlainScreen:
         self.waiting.progress(done, total)
 
     def stopping(self) -> None:
-        """Said while the prompt is read, from another thread."""
+        """Called from another thread while the prompt is read."""
         if self.live:
             self.waiting.what = "Stopping"
         else:
             self.notes.print(Text("Stopping ...", "dim"))
 
     def show(self, kind: str, text: str, response: Any = None) -> None:
-        """A piece of an answer of kind "answer" or "thinking"; response: what it came with."""
+        """Show a piece of an answer, of kind "answer" or "thinking". response: the response that it came with."""
         if not text:
             return
         if self.open != kind:
@@ -234,7 +234,7 @@ class MarkdownScreen:
             self.live.refresh()
 
     def _end_kind(self) -> None:
-        """Print for good what is still being drawn."""
+        """Print permanently what is still being redrawn."""
         if line := self.thinking.end():
             self.live.print(line)
         text, self.tail = self.tail, ""
@@ -249,7 +249,7 @@ class MarkdownScreen:
 
 
 class _Live:
-    """The last lines of a terminal, drawn anew four times a second, and everything printed above them.
+    """The last lines of a terminal, redrawn four times a second, and all text printed above them.
 
     rich's own thread may draw in the middle of a print and then erases lines of it: here one lock holds for both.
     """
@@ -290,7 +290,7 @@ class _Live:
 
 @dataclass
 class _Bottom:
-    """The last lines of what is too high for the screen."""
+    """The last lines of text that is too high for the screen."""
 
     inner: Any
 

@@ -1,4 +1,4 @@
-"""Where the chat keeps its sessions and the history of lines, and what a session file may hold. Readable by the user alone."""
+"""The files of the chat's sessions and history, which only the user can read, and what a session file may hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def session_path(name: str) -> Path:
     """A session's file: always one in the folder of kept sessions. A name may be written with its .json.
 
     Raises:
-      DFlashError: the name is no plain file name, such as "../x".
+      DFlashError: the name is not a plain file name; "../x" is an example.
     """
     stem = name.removesuffix(".json")
     if not stem or not stem.isprintable() or set(stem) & set("/\\:") or stem.startswith(".") or len(os.fsencode(stem)) > 200:
@@ -32,7 +32,7 @@ def read_session(name: str) -> dict[str, Any]:
     """A kept session's state.
 
     Raises:
-      DFlashError: if there is none of this name, or the file is something else.
+      DFlashError: there is no session of this name, or the file is something else.
     """
     path = session_path(name)
     try:
@@ -52,7 +52,7 @@ def read_session(name: str) -> dict[str, Any]:
 
 
 def write_session(name: str, state: dict[str, Any]) -> Path:
-    """Keep a session: readable by the user alone, and never half written. Returns its file."""
+    """Store a session, readable by the user only and never half written. Returns: its file."""
     path = session_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(state, ensure_ascii=False), mode=0o600)
@@ -63,21 +63,21 @@ def history_file() -> Path:
     """The file of the lines typed so far, which no other user of this machine can read.
 
     Raises:
-      OSError: it cannot be made, or is no file. DFlashError: there is no directory for it.
+      OSError: it cannot be made, or is not a file. DFlashError: there is no directory for it.
     """
     path = state_directory() / "history"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
-        # To open a pipe would wait for its reader.
+        # Opening a pipe would wait for its reader.
         raise OSError(f"{path} is no file")
-    # What earlier versions left readable is closed too.
+    # Earlier versions left the file readable for others.
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     path.chmod(0o600)
     return path
 
 
 def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """A session of version 1, where a top_p of 0 was off, as one of this version."""
+    """A session of version 1, in which a top_p of 0 meant off, as one of this version."""
     settings = state.get("settings")
     if isinstance(settings, dict) and settings.get("top_p") == 0:
         settings = {name: value for name, value in settings.items() if name != "top_p"}
@@ -85,7 +85,7 @@ def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fault(state: Any) -> str | None:
-    """What keeps `state` from being a session's, in words; None: nothing. Raises: DFlashError for a setting's value."""
+    """Why `state` is not a session, in words; None if it is one. Raises: DFlashError for a setting's value."""
     if not isinstance(state, dict) or state.get("version") != VERSION:
         return f'it does not begin with {{"version": {VERSION}'
 

@@ -1,7 +1,7 @@
-"""What `dflash-mlx doctor` finds out about a target, a drafter, or a pair, as one plain dict, and its rendering as text.
+"""`dflash-mlx doctor`: examines a target, a drafter, or a pair. The result is one plain dict, and its rendering as text.
 
-Each step that fails adds its sentence to `faults` and the next independent step goes on; what looks odd and may be meant goes
-to `suspicions`. Nothing is printed here.
+A step that fails adds its sentence to `faults`, and the next independent step runs. What looks odd but may be intended goes to
+`suspicions`. Prints nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RANDOM_TAU = 1 + FEW_ACCEPTED
 _TOKENS = 32
 # The timed answers: how long, how often each, and the least that can be timed; the smallest gain that is reported.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
-# What the self-tests are called for people.
+# Names of the self-tests in the report.
 _SELF_TESTS = {"taps": "reading layers", "rollback": "undoing drafts", "rows": "many rows", "exact": "rows alone"}
 # Seconds after which no further turn begins.
 _ENOUGH_S = 10
@@ -72,7 +72,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """Look at a target (`model`), a drafter (`draft_model`) or both, and run the self-tests that they allow.
 
-    adapter_path: what mlx-lm trained for the target, put over it. draft_bits, last_tap: as in `load_drafter`.
+    adapter_path: an adapter that mlx-lm trained for the target. draft_bits, last_tap: as in `load_drafter`.
     exact: also compare a row alone and among others, as `exact=True` runs it.
     Returns: plain values only: versions, machine, target, drafter, memory, self_tests, acceptance, speed, kernels, traced,
     advice, faults, suspicions.
@@ -156,7 +156,7 @@ def _float16_advice(
 
 
 def _attempt(faults: list[str], step: Callable[[], Any]) -> Any:
-    """A step's result; None, and its sentence among the faults, where it fails."""
+    """A step's result. If it fails: None, and its sentence among the faults."""
     try:
         return step()
     except (DFlashError, OSError, ValueError, RuntimeError) as error:
@@ -180,7 +180,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _traced(draft: Any) -> dict[str, Any]:
-    """Whether passes may be traced once and run again, and what came of it with this pair in this process."""
+    """Whether passes may be traced, and which were with this pair in this process."""
     accelerator = draft.pair.accelerator if getattr(draft, "pair", None) else None
     return {"asked": traced.setting(), "here": traced.may_accelerate(), "found": accelerator.findings() if accelerator else []}
 
@@ -332,7 +332,7 @@ def _context(report: dict[str, Any], suspicions: list[str]) -> None:
 
 
 def _prompt(tokenizer: Any, draft: Any, model: str) -> tuple[str, list[int]]:
-    """What a target is asked in tests, in words and in ids."""
+    """The prompt of the tests, as text and as ids."""
     builtin = BUILTIN_PAIRS.get(model)
     text = builtin.prompt if builtin else "Write a Python function that returns the n-th Fibonacci number."
     prompt = [1, 2, 3, 4]
@@ -423,7 +423,7 @@ def _speed(lm: Any, tokenizer: Any, draft: Any, model: str) -> dict[str, Any]:
 
 
 def verdict(report: Mapping[str, Any]) -> list[str]:
-    """What a report comes to: whether anything is wrong, and whether drafting is faster here, and by how much."""
+    """The verdict: whether anything is wrong, and whether drafting is faster here, and by how much."""
     n, odd = len(report["faults"]), len(report["suspicions"])
     found = f"{n} fault{'s' if n > 1 else ''} found: see the end." if n else "No fault found."
     if odd:

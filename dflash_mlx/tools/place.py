@@ -1,4 +1,4 @@
-"""What a record says of the place it was made in: machine, versions, the weights in memory, our kernels."""
+"""The part of a record that says where it was made: machine, versions, the weights in memory, our kernels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """What the user asked of our kernels, and this machine's result for each shape that was tried."""
+    """The user's setting for our kernels, and this machine's result for each shape that was tried."""
     from ..kernels import autotune
 
     asked = autotune.setting()

@@ -1,7 +1,8 @@
-"""`dflash-mlx doctor --report FILE`: what this machine is and does, in at most five minutes, in one JSON file to send.
+"""`dflash-mlx doctor --report FILE`: describes and measures this machine in at most five minutes, in one JSON file to send.
 
-Parts run in order of worth, each in a process of its own: one that hangs or dies costs the others nothing, and what it had
-measured is kept. The file is whole at any time and names what there was no time for. No path, host or user name gets into it.
+The most important parts run first, each in a process of its own. One that hangs or dies does not disturb the others, and its
+measurements so far are kept. The file is complete at any time and names the parts that there was no time for. It holds no path,
+host name or user name.
 
     part           of it
     machine        chip, cores, memory, working set, system, Python, wheels, power, heat
@@ -40,7 +41,7 @@ FORMAT = 1
 WHAT = "dflash-mlx doctor --report"
 TEMPLATE = ".github/ISSUE_TEMPLATE/report.yml"
 BUDGET_S = 300.0
-# Left for the last write; what a part needs to start at all; what a process gets beyond the time that it was given.
+# Seconds: kept for the last write; least time for a part to start; what a process gets beyond its time before it is ended.
 _RESERVE_S, _LEAST_S, _GRACE_S = 5.0, 8.0, 5.0
 _KERNELS_S, _PAIR_S = 30.0, 40.0
 MODELS = ("8B", "27B")
@@ -185,7 +186,7 @@ def run_part(part: Part, seconds: float) -> tuple[dict[str, Any], str]:
 
 
 def planned_parts() -> Iterator[Part]:
-    """All parts, the most telling first."""
+    """All parts, the most important first."""
     first, *rest = MODELS
     yield from _kernel_parts(first)
     yield from _pair_parts()
@@ -273,7 +274,7 @@ def _fault(entry: Mapping[str, Any]) -> str | None:
 
 
 def quickest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each row count the plan that is right and quickest."""
+    """For each row count, the quickest plan that is right."""
     best: dict[int, Mapping[str, Any]] = {}
     for entry in entries:
         rows, us = entry["rows"], entry.get("kernel_us")

@@ -1,4 +1,4 @@
-"""What this machine and this Python are: chip, cores, memory, system, the wheels of MLX, power and heat.
+"""Facts about this machine and this Python: chip, cores, memory, system, the wheels of MLX, power and heat.
 
 Asks the system's own commands, each with a time limit; unknown values are None. Prints nothing, and names neither host nor user.
 """
@@ -23,7 +23,7 @@ _MATRIX_UNITS, _THEIR_WHEEL = 17, 26
 
 
 def facts() -> dict[str, Any]:
-    """What `place.machine` says, and: architecture, working set, cores by kind, macOS, Python's build, wheels, power, heat."""
+    """`place.machine`, and: architecture, working set, cores by kind, macOS, Python's build, wheels, power, heat."""
     gpu = mx.device_info(mx.Device(mx.gpu)) if mx.metal.is_available() or mx.cuda.is_available() else {}
     working_set = gpu.get("max_recommended_working_set_size")
     return machine() | {
@@ -39,7 +39,7 @@ def facts() -> dict[str, Any]:
 
 
 def faults(found: dict[str, Any]) -> list[str]:
-    """What of these facts keeps MLX from running, or from running fast, each with what to do."""
+    """Reasons in these facts why MLX cannot run, or not fast, each with what to do."""
     return [fault for fault in (machine_fault(), _wheel_fault(found)) if fault]
 
 
