@@ -59,6 +59,8 @@ class DFlashPair:
         self.judged: Counter[str] = Counter()
         # Costs of rounds with several rows (`batch.policy.RoundCosts`), kept from one batch to the next.
         self.round_costs: Any = None
+        # How several rows run in one pass of the target (`batch.passes.BatchTarget`), found by the first batch.
+        self.batch_target: Any = None
         # The target whose kernels were tried before its first answer.
         self._tried: Target | None = None
         self._measurement: Measurement | None = None

@@ -190,11 +190,14 @@ class BatchGenerator:
         return reading * (1 - self.prefill_share) <= answering * self.prefill_share
 
     def _can_batch(self, count: int) -> bool:
-        """Whether `count` rows can run together; tested when there are two, once per target."""
+        """Whether `count` rows can run together; tested when there are two, once per target, also for later batches."""
         if count < 2 or self.max_batch == 1:
             return self._target is not None and self._target.reason is None
         if self._target is None or self._target.target is not self.pair.target:
-            self._target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
+            known = self.pair.batch_target
+            if known is None or known.target is not self.pair.target:
+                known = self.pair.batch_target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
+            self._target = known.another()
         return self._target.reason is None
 
     def _read(self, rows: Sequence[Row], most: int | None) -> RowResponse | None:

@@ -13,6 +13,7 @@ Rows of a group stand side by side, in the order of their slots.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,8 +243,21 @@ class BatchTarget:
 
     def __init__(self, target: Target, make_cache: Callable[[], list[Any]]):
         self.target, self._layout, self._alone = target, None, False
-        self._handlers: list[tuple[nn.Module, Callable[..., Any], str]] = []
+        self._split_modules([], [])
         self.reason = self._probe(make_cache)
+
+    def another(self) -> BatchTarget:
+        """For passes of another batch, perhaps in another thread. What was found out is not tested again."""
+        made = copy.copy(self)
+        made._layout, made._alone = None, False
+        made._split_modules(*self._modules)
+        return made
+
+    def _split_modules(self, attending: Sequence[nn.Module], alone: Sequence[nn.Module]) -> None:
+        """Which modules attend for all rows, and which run row by row."""
+        self._modules = attending, alone
+        self._handlers = [(m, self._attends(m), "__call__") for m in attending]
+        self._handlers += [(m, self._one_by_one(m), "__call__") for m in alone]
 
     def __call__(self, ids: mx.array, rows: Sequence[RowPass], eager: bool = True) -> TargetOutput:
         """Run [T] ids, row after row. Afterwards each row's entries hold its tokens, and its `point` has ended.
@@ -309,8 +323,7 @@ class BatchTarget:
         near, reason = 1e-4 if alone.dtype == mx.float32 else 0.1, "none of its modules is given a cache"
         attending = {id(m): m for _, m in self.target.model.named_modules() if _calls_attention(m)}
         for chosen in (attending, {}) if attending else ({},):
-            self._handlers = [(m, self._attends(m), "__call__") for m in chosen.values()]
-            self._handlers += [(m, self._one_by_one(m), "__call__") for m in found if id(m) not in chosen]
+            self._split_modules([*chosen.values()], [m for m in found if id(m) not in chosen])
             try:
                 rows = [self._seated(*about) for about in zip(self._prompts(make_cache), _PROBE, blocks, strict=True)]
                 Groups().arrange([(row.seat, row.point.length + row.size) for row in rows if row.seat])

@@ -182,6 +182,20 @@ def test_a_target_whose_rows_differ_is_found_by_two_rows():
     assert "give other values" in BatchTarget(Target(model, (0, 2)), lambda: make_target_cache(model)).reason
 
 
+@pytest.mark.rows_equal
+def test_a_target_is_tested_with_two_rows_once_and_again_when_it_is_another(monkeypatch):
+    tested, probe = [], BatchTarget._probe
+    monkeypatch.setattr(BatchTarget, "_probe", lambda self, make: (tested.append(self.target), probe(self, make))[1])
+    model = tiny_target()
+    asked = {"max_tokens": 6, "max_batch": 2, "draft_model": tiny_drafter(model), "return_token_ids": True}
+    got = [batch_generate(model, letters(), PROMPTS[:2], **asked).token_ids for _ in range(2)]
+    assert len(tested) == 1 and got[0] == got[1]
+    # As adapters replace modules.
+    model.layers[0].mlp = tiny_target(seed=5).layers[0].mlp
+    batch_generate(model, letters(), PROMPTS[:2], **asked)
+    assert len(tested) == 2 and tested[0] is not tested[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
