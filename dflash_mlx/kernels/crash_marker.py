@@ -76,6 +76,8 @@ def marked(path: Path) -> Iterator[Marker]:
 # Of each trial that runs in this process: what undoes its marker. Whether the process ends, so that no trial is marked any more.
 _under_way: list[Callable[[], None]] = []
 _ending = threading.Event()
+# A child of a fork is in no trial.
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 @atexit.register

@@ -239,6 +239,15 @@ def test_a_program_that_ends_while_another_thread_is_in_a_trial_leaves_nothing_b
     assert not list(tmp_path.iterdir()), done.stderr
 
 
+def test_a_child_of_a_fork_that_ends_takes_no_marker_of_its_parent_away(tmp_path):
+    end = (
+        "child = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\n"
+        "print(*[file.read_text() for file in Path(sys.argv[1]).iterdir()])"
+    )
+    done = subprocess.run([sys.executable, "-c", LEAVES + end, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["trying"] and not list(tmp_path.iterdir()), done.stderr
+
+
 def test_leaving_at_once_leaves_no_trial_behind(gpu, fresh, monkeypatch):
     seen = []
     monkeypatch.setattr(os, "_exit", lambda status: seen.append((status, *fresh.glob("*.trying"))))
