@@ -72,7 +72,7 @@ class ConstrainedSampler(TargetSampler):
     def set_width(self, draft: Draft, n: int) -> int:
         """As in `TargetSampler`; if the host knows the ids, the width also ends before the first that the constraint refuses."""
         width = super().set_width(draft, n)
-        ids, confidence = draft.drafted_ids or (draft.ids if isinstance(draft.ids, list) else [], None)
+        ids, confidence = draft.host_values or (draft.ids if isinstance(draft.ids, list) else [], None)
         if width and ids and (legal := self.follow().legal(ids[:width])) < width:
             draft.width = legal
             if confidence:

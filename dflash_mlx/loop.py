@@ -225,7 +225,7 @@ class Run:
             draft.read()
             draft.draft_s = time.perf_counter() - began
         if cuts:
-            draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.drafted_ids[1]))
+            draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.host_values[1]))
             if not self.target_sampler.set_width(draft, width):
                 # A plain pass follows. The drafter's pass has put the pending rows into its cache.
                 self.drafter.mark_injected(self.rows)
@@ -251,7 +251,7 @@ class Run:
         drafted, by_drafter = draft.row, draft.by_drafter
         # Evaluated with the pass. If the drafter did not run, its entries have not changed.
         drafter_states = [entry.state for entry in self.cache.drafter] if by_drafter else []
-        confidence = None if draft.drafted_ids else draft.confidence
+        confidence = None if draft.host_values else draft.confidence
         output = verify_block(self.target, anchor, drafted[:, : draft.width], self.cache.target, self.point)
         args = (self.target, output, drafted, drafter_states, self.rows + 1, confidence)
         token, read, may_be_nonfinite = self.target_sampler.enqueue(*args)

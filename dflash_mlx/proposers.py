@@ -37,13 +37,12 @@ class Draft:
     ids: list[int] | mx.array
     confidence: mx.array | None = None
     source: str = "plain"
-    # Set by the loop. width: how many ids are verified; confidence_cut: whether confidence chose it; seconds: spent so far;
-    # draft_s: seconds until the host had read the draft, None if it did not wait; drafted_ids: the ids and confidences it read.
-    width: int = 0
-    seconds: float = 0.0
-    draft_s: float | None = None
-    drafted_ids: tuple[list[int], list[float] | None] | None = None
-    confidence_cut: bool = False
+    # Set by the loop:
+    width: int = 0  # how many ids are verified
+    seconds: float = 0.0  # spent so far
+    draft_s: float | None = None  # until the host had read the draft; None: it did not wait
+    host_values: tuple[list[int], list[float] | None] | None = None  # ids and confidences, once the host has read them
+    confidence_cut: bool = False  # whether confidence chose the width
 
     def __post_init__(self) -> None:
         self.row = mx.array([self.ids], dtype=mx.int32) if isinstance(self.ids, list) else self.ids  # [1, N] int32
@@ -55,7 +54,7 @@ class Draft:
 
     def read(self) -> None:
         """Wait for the ids and confidences."""
-        self.drafted_ids = unpack_drafts(pack_drafts(self.row, self.confidence).tolist(), self.row.shape[1])
+        self.host_values = unpack_drafts(pack_drafts(self.row, self.confidence).tolist(), self.row.shape[1])
 
 
 def check_draft(draft: Draft, vocabulary: int) -> None:

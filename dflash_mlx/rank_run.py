@@ -36,7 +36,7 @@ class _BroadcastDraft(Draft):
     def read(self) -> None:
         if self.ranks.leads:
             super().read()
-        self.drafted_ids = self.ranks.broadcast(self.drafted_ids, "a draft")
+        self.host_values = self.ranks.broadcast(self.host_values, "a draft")
 
 
 class RankProposer(DrafterProposer):

@@ -39,7 +39,7 @@ class RoundCounter:
         kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
         # The caller's own work is not counted while a pass that was enqueued ahead runs: plain decoding hides it.
         usual, self._kind = kind == self._kind, kind
-        ids, confidence = draft.drafted_ids or (result.drafted, result.confidence)
+        ids, confidence = draft.host_values or (result.drafted, result.confidence)
         more = result.accepted == width < len(ids) and ids[width] == result.bonus
         looked_up, waited = bool(width) and not by_drafter, draft.draft_s is not None
         self.policy.observe(width, result.accepted, more, output.seconds, usual, looked_up, confidence, waited)
