@@ -275,19 +275,17 @@ def _results_within(messages: Messages) -> list[dict[str, Any]]:
     for message in (part for one in messages for part in _calls_apart(one)):
         last = found[-1] if found else {}
         if message["role"] == "tool" and last.get("tool_calls") and not last["content"]:
-            name = message.get("name") or _called(last["tool_calls"], message.get("tool_call_id"))
-            result = {"name": name or "unknown", "response": message["content"]}
-            found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), result]}
+            results, calls = last.get("tool_responses", []), last["tool_calls"]
+            # Without an id a result is that of the call in its place.
+            own = (call for call in calls if call.get("id") == message.get("tool_call_id"))
+            call = next(own, calls[min(len(results), len(calls) - 1)])
+            result = {"name": call.get("function", call)["name"], "response": message["content"]}
+            found[-1] = {**last, "tool_responses": [*results, result]}
         elif message["role"] == "assistant" and "tool_responses" in last and "tool_calls" not in message and not last["content"]:
             found[-1] = {**last, "content": message["content"]}
         else:
             found.append(message)
     return found
-
-
-def _called(calls: Sequence[dict[str, Any]], id: Any) -> str | None:
-    """The name of the call with an id."""
-    return next((call.get("function", call)["name"] for call in calls if call.get("id") == id), None)
 
 
 def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:

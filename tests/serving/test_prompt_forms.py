@@ -116,6 +116,7 @@ CALLED = '(call weather{"city": "Oslo"})(call weather{"city": "Rome"})'
             f'<model|{CALLED}(found weather 20)(found weather 7)<model|(call weather{{"city": "Bari"}})(found weather 20)',
         ),
         ([ROME, FOUND[0]], "<model|Rome.><tool|20><model|"),
+        ([SILENT, {"role": "tool", "content": "20"}], f"<model|{CALLED}(found weather 20)"),
     ],
 )
 def test_results_stand_within_the_message_of_their_calls_where_the_template_reads_them_there(written, messages, prompt):
