@@ -72,6 +72,30 @@ def test_two_ranks_write_one_text(tmp_path):
     assert {r[3] for r in first["astray"]["chosen"]["rounds"]} > {0}
 
 
+@pytest.mark.full
+def test_two_ranks_keep_no_draft_of_a_hopeless_drafter_and_end_inside_of_a_block(tmp_path):
+    hopeless = {"quality": "hopeless", "batch": True, "n": 10}
+    ends = {"ends": True, "n": 14}
+    cases = [
+        {"name": "hopeless", "family": "llama", **hopeless},
+        {"name": "hopeless, recurrent", "family": "qwen3_5", **hopeless},
+        {"name": "hopeless, windows", "family": "gpt_oss", **hopeless, "ends": True},
+        {"name": "whole blocks", "family": "llama", "quality": "oracle", **ends},
+        {"name": "whole blocks, recurrent", "family": "qwen3_5", "quality": "oracle", **ends},
+        {"name": "astray", "family": "qwen3", "astray": True, **ends},
+    ]
+    found = found_by(tmp_path, 2, cases)
+    check(found)
+    for name, runs in found[0].items():
+        kept = [r[1] for r in runs["drafted"]["rounds"]]
+        assert "hopeless" not in name or not any(kept), name
+        assert "whole" not in name or kept[:-1] == [4] * (len(kept) - 1), name
+        for ended in {one for one in runs if one.startswith("ended ") and "plain" not in one}:
+            ids = runs[ended]["ids"]
+            assert ids == runs[ended.replace("ended", "ended plain")]["ids"] == runs["plain"]["ids"][: len(ids)], (name, ended)
+            assert 1 < len(ids) < 14, (name, ended)
+
+
 def one_of(size, rank):
     """A rank whose others are not there: enough for what is said before a message is sent."""
     return SimpleNamespace(group=SimpleNamespace(rank=lambda: rank, size=lambda: size), size=size, agree=lambda values: None)

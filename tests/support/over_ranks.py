@@ -152,6 +152,11 @@ def answers(group, family, n=16, block=5, seed=3, layers=None, astray=False, pol
         given = {"logits_processors": [lambda tokens, logits: logits - 0.1 * mx.arange(logits.shape[-1]) / len(tokens)]}
         found["processed plain"] = of(run(model, drafter, prompt, n, block_size=1, **given))
         found["processed"] = of(run(model, drafter, prompt, n, block_size=block, **given))
+    if more.get("ends"):
+        # Tokens of the first two blocks, each as the one that ends an answer.
+        for i, token in enumerate([*dict.fromkeys(line)][1:6]):
+            for name, size in (("ended plain", 1), ("ended", block)):
+                found[f"{name} {i}"] = of(run(model, drafter, prompt, n, letters(token), block_size=size))
     if more.get("batch"):
         # One of them sampled, one with a logits processor.
         own = [{}, {"sampler": Distribution(0.8), "seed": 5}, {"logits_processors": [lambda tokens, logits: logits * 0.9]}]
