@@ -178,7 +178,18 @@ class DFlashPair:
                 f"{wanted[1]}",
                 "Make it with make_prompt_cache(model, draft_model)",
             )
+        if cache.features is not None and (width := cache.features.shape[2]) != (takes := self._feature_width):
+            by = "by another drafter" if width else "without a drafter"
+            raise CacheError(
+                f"the prompt cache was filled {by}: features of width {width} wait in it, and this drafter takes {takes}",
+                "Start a new one",
+            )
         return cache
+
+    @property
+    def _feature_width(self) -> int:
+        config = self.drafter.config
+        return len(config.target_layer_ids) * config.target_hidden_size
 
 
 def make_pair_cache(model: nn.Module, drafter: Drafter, max_kv_size: int | None) -> list[Any]:

@@ -140,6 +140,16 @@ def test_a_drafters_cache_goes_on_without_one(pair):
     assert same(whole, bits_of(run(model, None, [8], 5, exact=True, prompt_cache=cache)))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_cache_without_a_drafter_given_to_one_of_a_single_layer_is_refused_in_a_sentence(pair, exact):
+    model, cache = pair[0], make_prompt_cache(pair[0])
+    run(model, None, PROMPT, 5, exact=True, prompt_cache=cache)
+    one = tiny_drafter(model, num_hidden_layers=1, layer_types=None, sliding_window=None)
+    said = "filled without a drafter: features of width 0 wait in it, and this drafter takes 48. Start a new one"
+    with pytest.raises(CacheError, match=said):
+        run(model, one, [8], 5, exact=exact, prompt_cache=cache)
+
+
 REFUSED = {
     "max_kv_size": ({"max_kv_size": 64}, "max_kv_size was given with exact"),
     "kv_bits": ({"kv_bits": 8}, "kv_bits was given with exact"),

@@ -13,6 +13,7 @@ from kit import TINY, flat, greedy_ids, ids_of, letters, raw_config, run, tiny_q
 from dflash_mlx import batch_generate, load, load_drafter, loading, machine
 from dflash_mlx.checkpoint import inspect_checkpoint
 from dflash_mlx.config import DrafterConfig
+from dflash_mlx.distribution import Distribution
 from dflash_mlx.errors import CheckpointError, GenerationError, PairError
 from dflash_mlx.loading import make_drafter, weight_bytes
 from dflash_mlx.models.drafter import Drafter
@@ -222,6 +223,17 @@ def test_a_drafter_of_which_next_to_nothing_is_accepted_is_said_once_over_all_an
         run(model, made(model), prompt, 80, block_size=4, logits_processors=[lambda ids, logits: logits])
         model, tokenizer = load("tiny", dtype=mx.float32)
         run(model, load_drafter("tiny", model), "def add(a, b):", 120, tokenizer, block_size=4)
+
+
+def test_a_sound_drafter_at_temperature_1_is_not_spoken_of(recwarn):
+    """There it loses half of what it keeps at 0: far from nothing."""
+    model, tokenizer = load("tiny", dtype=mx.float32)
+    drafter = load_drafter("tiny", model)
+    for seed, prompt in enumerate(("def add(a, b):", "import os\n", "class A:")):
+        run(model, drafter, prompt, 60, tokenizer, sampler=Distribution(1.0), seed=seed, block_size=8)
+    judged = drafter.pair.judged
+    assert judged["rounds"] > 50 and 0.2 < judged["accepted"] / judged["rounds"] < 2
+    assert not [w for w in recwarn if "attempts" in str(w.message)]
 
 
 def test_requests_side_by_side_count_for_their_drafter_too():
