@@ -92,7 +92,7 @@ def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(text: str | None) -> list[str]:
-    return [part for part in (text or "").split(",") if part]
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def _log_to_stderr(level: str, as_json: bool) -> None:

@@ -428,6 +428,19 @@ def test_an_admitted_origin_may_end_with_a_slash(outcome):
     assert "['http://a.example', '*', 'http://b.example:8080']" in str(slashed)
 
 
+@pytest.mark.parametrize(
+    ("flag", "spaced", "found"),
+    [
+        ("--allowed-origins", " http://a.example/, http://b.example:8080 , ", "['http://a.example', 'http://b.example:8080']"),
+        ("--model-aliases", "a , b", "['a', 'b']"),
+    ],
+)
+def test_blanks_around_the_commas_of_a_list_are_no_part_of_its_names(outcome, flag, spaced, found):
+    words = ["serve", *BASE["serve"], flag]
+    assert outcome([*words, spaced]) == outcome([*words, spaced.replace(" ", "")])
+    assert found in str(outcome([*words, spaced]))
+
+
 def test_an_adapter_belongs_to_the_model_of_the_session_that_is_continued(outcome, monkeypatch):
     state = {"model": "M", "draft_model": None, "system": None, "settings": {}, "messages": []}
     monkeypatch.setattr("dflash_mlx.serving.conversation.Conversation.restore", lambda *_: None)
