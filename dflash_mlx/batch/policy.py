@@ -69,6 +69,10 @@ class RoundCosts:
             same[rows] = same[near] * (_FIXED + rows) / (_FIXED + near)
         return min((s for b, s in same.items() if b >= rows), default=None)
 
+    def is_known(self, rows: int, width: int) -> bool:
+        """Whether a few rounds of this width ran with as many rows or more. A batch that rows leave need not measure again."""
+        return any(w == width and b >= rows and n >= _FEW for (b, w), n in self.rounds.items())
+
 
 class BatchPolicy:
     """Chooses the rows' widths, round by round. most: the drafter's largest width; costs: from earlier batches."""
@@ -96,7 +100,7 @@ class BatchPolicy:
             width = second
         elif self._rounds % _PLAIN_AGAIN == 0:
             width = 0
-        if width and self.costs.rounds[B, width] >= _FEW:
+        if width and self.costs.is_known(B, width):
             free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / B)
             width = width if free else 0
         for row in rows:
@@ -108,7 +112,7 @@ class BatchPolicy:
     def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
         """Seconds of a round of B rows by width; only width 0 before a few plain rounds ran. alone: costs of one row's passes."""
         plain = self.costs.seconds(B, 0)
-        if plain is None or self.costs.rounds[B, 0] < _FEW:
+        if plain is None or not self.costs.is_known(B, 0):
             return {0: 1.0}
         found = {}
         for w in widths:

@@ -23,9 +23,9 @@ def row(rate, costs=ALONE):
     return policy
 
 
-def play(rows, seconds, rounds=60):
+def play(rows, seconds, rounds=60, policy=None):
     """The widths of the last rounds, where one of B rows takes seconds(B, tokens)."""
-    policy, seen = BatchPolicy(MOST), []
+    policy, seen = policy or BatchPolicy(MOST), []
     for _ in range(rounds):
         width = policy.plan(rows)
         drafts = [one.width for one in rows]
@@ -145,6 +145,14 @@ def test_rows_that_gain_by_drafts_run_a_plain_round_now_and_then():
     seen = play([row(0.8) for _ in range(8)], by_pass, rounds=200)
     plain = [i for i, drafts in enumerate(seen) if not any(drafts)]
     assert plain[:3] == [0, 1, 2] and 2 <= len(plain[3:]) <= 5
+
+
+def test_a_batch_that_rows_leave_goes_on_without_measuring_plain_rounds_again():
+    rows, policy = [row(0.8) for _ in range(8)], BatchPolicy(MOST)
+    seen = [drafts for n in range(8, 1, -1) for drafts in play(rows[:n], by_pass, 5, policy)]
+    assert [any(drafts) for drafts in seen] == [False] * 3 + [True] * 32
+    # With more rows than ever it does measure.
+    assert [any(drafts) for drafts in play([row(0.8) for _ in range(9)], by_pass, 5, policy)] == [False] * 3 + [True] * 2
 
 
 def test_a_batchs_rounds_say_nothing_of_what_one_row_costs():
