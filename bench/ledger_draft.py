@@ -28,7 +28,7 @@ from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.traced import buffers, compiled, fusion
 
-fusion_weights = fusion._weights
+fusion_weights = fusion.weights_of
 CONTEXT, GPU = 1024, Gpu(15, "s")
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 
@@ -50,9 +50,7 @@ def _chosen(question: autotune.Question, rows: int) -> Any:
 def _untried(passes: compiled.CompiledPass, arrays: Any, filled: Any, cache: Any, place: Any, length: int, *_: Any) -> Any:
     """In the place of a trial: the pass with its fused linears."""
     spare = [buffers.copied(entry) for entry in cache]
-    noted = fusion.fused_linears(
-        passes._model(), lambda calls: passes._traced(calls)(arrays, spare, length), passes.kernels, 1, passes.fused
-    )
+    noted = passes._noted(arrays, spare, length)
     return functools.partial(buffers.traceable, passes._traced(noted), [*map(type, cache)])
 
 
@@ -72,7 +70,7 @@ def with_our_texts() -> Iterator[None]:
             (autotune, "choose", _chosen),
             (autotune, "allowed", lambda kernel: True),
             (autotune, "_plans", {}),
-            (fusion, "_weights", _weights),
+            (fusion, "weights_of", _weights),
             (compiled.CompiledPass, "_tried", _untried),
         ):
             stack.enter_context(mock.patch.object(where, name, value))

@@ -47,6 +47,8 @@ REGISTRY: dict[str, Registered] = {
         Registered("block_qmm_tiles", "block_qmm", "quantized products of 1 to 16 rows in matrix units", ("TILES",)),
         # Asked for by compiled passes, and by exact runs for weights that are not quantized.
         Registered("block_linear", "block_linear", "a product with the norm, sum or gate that stands around it"),
+        # Asked for by a drafter's compiled passes.
+        Registered("block_heads", "block_heads", "norms, rotation and layout of a drafter's queries, keys and values"),
         Registered("block_gather_qmm", "block_gather_qmm", "quantized products of chosen experts"),
         Registered("accept", "accept", "comparing drafts, counting and laying out what is committed"),
         Registered("head_argmax", "head_argmax", "the head's argmax without logits", ("KERNEL", "REDUCE")),

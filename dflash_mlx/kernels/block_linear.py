@@ -5,6 +5,7 @@ For passes whose time is that of their launches.
     x -- RMSNorm --> Linear -->        one launch for two         norm=(weight, eps)
               o_proj, down_proj --> + residual                    residual=r
     x -- RMSNorm --> gate, up --> silu(gate) * up                 gated=True; W = [gate; up]
+    attention --> heads side by side --> o_proj                   heads=True; x as attention gives it, [heads, M, D]
 
 In matrix units, so for 16-bit types: row_tiles.py on Metal, tile_product.py on CUDA. Weights may be affine or of x's type. A row
 gets the same bits among few and many. Knows arrays only; `fusion` sees which layers belong together.
@@ -65,11 +66,14 @@ def block_linear_ops(
     residual: mx.array | None = None,
     gated: bool = False,
     product: Launch | None = None,
+    heads: bool = False,
 ) -> mx.array:
-    """[..., K] to [..., N], or N / 2 if gated: the answer, in MLX's own operations.
+    """[..., K], or [..., K / D, M, D] if heads, to [..., N], or N / 2 if gated: the answer, in MLX's own operations.
 
     product: of (x, w), in place of MLX's for weights that are not quantized.
     """
+    if heads:
+        x = x.swapaxes(-3, -2).flatten(-2)
     if norm is not None:
         x = mx.fast.rms_norm(x, *norm)
     if weights.scales is not None:
@@ -92,17 +96,18 @@ def block_linear_kernel(
     columns: int | None = None,
     simdgroups: int | None = None,
     tile: int | None = None,
+    heads: bool = False,
 ) -> mx.array:
     """Launch. tile: as in `block_qmm_tiles_kernel`.
 
     Shapes:
-      - x: [..., K] float16 or bfloat16, its leading axes 1..16 rows together
+      - x: [..., K] float16 or bfloat16, its leading axes 1..16 rows together; if heads, [1, K / D, M, D], and no norm
       - norm: weight [K] in x's type, eps; residual: [..., N], N / 2 if gated, in x's type
     Returns:
       - y: [..., N], N / 2 if gated, in x's type
     """
     (scale, eps), n = norm or (None, None), weights.w.shape[0]
-    launch = prepare(x.shape, x.dtype, n, *weights[3:], eps, residual is not None, gated, columns, simdgroups, tile)
+    launch = prepare(x.shape, x.dtype, n, *weights[3:], eps, residual is not None, gated, columns, simdgroups, tile, heads)
     return launch(x, weights, scale, residual)
 
 
@@ -118,6 +123,7 @@ def prepare(
     columns: int | None = None,
     simdgroups: int | None = None,
     tile: int | None = None,
+    heads: bool = False,
 ) -> Launch:
     """`block_linear_kernel` for x [..., K] of one shape and type, as a function of (x, weights, norm's weight, residual).
 
@@ -126,11 +132,12 @@ def prepare(
     Raises:
       ValueError: for rows outside 1..16.
     """
+    shape = _in_rows(shape) if heads else shape
     rows, out = math.prod(shape[:-1]), n // 2 if gated else n
     columns, threadgroup, template = tile_sizes(rows, dtype, n, group_size, bits, columns, simdgroups)
     if eps is not None:
         template.append(("EPS", struct.unpack("i", struct.pack("f", eps))[0]))
-    launch = _kernel(bits, eps is not None, residual, gated, tile).prepared(
+    launch = _kernel(bits, eps is not None, residual, gated, tile, heads).prepared(
         template=template,
         grid=(-(-n // columns) * threadgroup, 1, 1),
         threadgroup=(threadgroup, 1, 1),
@@ -139,24 +146,32 @@ def prepare(
     )
 
     def run(x: mx.array, weights: Weights, scale: mx.array | None = None, residual: mx.array | None = None) -> mx.array:
-        given = [in_rows(x, rows), *weights.arrays, scale, residual]
-        return launch(inputs=[a for a in given if a is not None])[0]
+        arrays = [x if heads else in_rows(x, rows), *weights.arrays, scale, residual]
+        return launch(inputs=[a for a in arrays if a is not None])[0]
 
     return run
 
 
-def _kernel(bits: int, norm: bool, residual: bool, gated: bool, tile: int | None = None) -> Kernel:
+def _in_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[..., K / D, M, D] to [..., M, K]."""
+    *lead, heads, rows, D = shape
+    return (*lead, rows, heads * D)
+
+
+def _kernel(bits: int, norm: bool, residual: bool, gated: bool, tile: int | None = None, heads: bool = False) -> Kernel:
     text = row_tiles if (tile or own_tile()) == 8 else tile_product
-    return text(KERNEL.name, bits < 16, norm, residual, gated)
+    return text(KERNEL.name, bits < 16, norm, residual, gated, heads)
 
 
-def block_linear_plan(x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool) -> Launch | None:
+def block_linear_plan(
+    x: mx.array, weights: Weights, eps: float | None, residual: bool, gated: bool, heads: bool = False
+) -> Launch | None:
     """A function of (x, weights, norm's weight, residual) by a kernel; None: MLX's operations serve them."""
     scales = None if weights.scales is None else weights.scales.dtype
     if weights.scales is not None and weights.biases is None:  # not affine
         return None
     types = x.dtype, weights.w.dtype, scales
-    return autotune.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], eps, residual, gated)
+    return autotune.planned(_plan, x.shape, types, weights.w.shape[0], *weights[3:], eps, residual, gated, heads)
 
 
 def _plan(
@@ -168,11 +183,16 @@ def _plan(
     eps: float | None,
     residual: bool,
     gated: bool,
+    heads: bool,
 ) -> Launch | None:
     """`block_linear_plan` for arrays of these shapes and types."""
-    (dtype, w, scales), k = types, shape[-1]
+    D, given, (dtype, w, scales) = shape[-1], shape, types
+    shape = _in_rows(shape) if heads else shape
+    k = shape[-1]
     eligible = (
-        1 <= math.prod(shape[:-1]) <= MAX_ROWS
+        # No vector of x lies in two heads.
+        (not heads or D % 8 == 0 and eps is None and math.prod(shape[:-2]) == 1)
+        and 1 <= math.prod(shape[:-1]) <= MAX_ROWS
         and dtype in TILE_TYPES
         and (bits in (4, 8) and scales == dtype or bits == 16 and w == dtype)
         and group_size in (32, 64, 128)
@@ -182,14 +202,15 @@ def _plan(
     )
     if not eligible:
         return None
-    kernel = _kernel(bits, eps is not None, residual, gated)
+    kernel = _kernel(bits, eps is not None, residual, gated, heads=heads)
     form = kernel.form.replace("_EIGHTS", "").replace("_", " ")
     about = f"product{form} {dtype} {bits} bit group {group_size} N {n} K {k}"
-    made = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated)
+    about += f" of {D}" if heads else ""
+    made = partial(trials, n, k, group_size, bits, dtype, eps, residual, gated, D=D if heads else 0)
     question = autotune.Question(about, (autotune.Candidate(kernel),), made, _ROWS, nbytes=n * k * bits // 8)
     if not autotune.choose(question, math.prod(shape[:-1])):
         return None
-    return prepare(shape, dtype, n, group_size, bits, eps, residual, gated)
+    return prepare(given, dtype, n, group_size, bits, eps, residual, gated, heads=heads)
 
 
 def made(
@@ -215,8 +236,12 @@ def trials(
     residual: bool,
     gated: bool,
     ways: Sequence[autotune.Candidate],
+    D: int = 0,
 ) -> Callable[[int], autotune.Trial]:
-    """Comparisons with MLX's operations on made-up values of the real shape, for a row count."""
+    """Comparisons with MLX's operations on made-up values of the real shape, for a row count.
+
+    D: numbers of a head, for an x of heads; 0: an x of rows.
+    """
     norm = eps is not None
     x, first, scale, r = made(n, k, group_size, bits, dtype, norm, residual, gated)
     copies = min(16, 1 + TRIAL_BYTES // sum(a.nbytes for a in first.arrays))
@@ -225,11 +250,12 @@ def trials(
 
     def one(m: int) -> autotune.Trial:
         some, rest, turn = x[None, :m], None if r is None else r[None, :m], itertools.cycle(weights)
-        launch = lazy(lambda: prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated))
         product = matmul_as_gemv_plan(some, first.w) if bits == 16 else None
+        some = mx.contiguous(some.reshape(1, m, -1, D).swapaxes(1, 2)) if D else some
+        launch = lazy(lambda: prepare(some.shape, dtype, n, group_size, bits, eps, residual, gated, heads=D > 0))
         ours = lambda x: [launch(x, next(turn), scale, rest)]  # noqa: E731
         around = (scale, eps) if norm else None
-        stock = lambda x: [block_linear_ops(x, next(turn), around, rest, gated, product)]  # noqa: E731
+        stock = lambda x: [block_linear_ops(x, next(turn), around, rest, gated, product, D > 0)]  # noqa: E731
         return autotune.Trial(some, [ours for _ in ways], stock, autotune.same_floats(_ROUNDINGS * TOLERANCE[dtype]))
 
     return one

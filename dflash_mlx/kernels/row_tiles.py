@@ -57,7 +57,7 @@ _SOURCE = (
     constexpr int VECTOR = WORDS < 4 ? 2 : 4;
     constexpr int HALVES = PAIRS < 4 ? 1 : 2;             // uints of a row's values for one word
     constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 8;
-    const int M = x_shape[x_ndim - 2], K = x_shape[x_ndim - 1], N = w_shape[0];
+    const int M = x_shape[x_ndim - 2], D = x_shape[x_ndim - 1], K = HEADS ? x_shape[x_ndim - 3] * D : D, N = w_shape[0];
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
     const int groups = K / GROUP;
     const int r = tile_row(lane), t = tile_pair(lane);
@@ -81,7 +81,7 @@ _SOURCE = (
         #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int c = 8 * m + 2 * t + e;
-            row[m][e] = (c < M ? c : M - 1) * K;
+            row[m][e] = (c < M ? c : M - 1) * D;
         }
     }
     #pragma unroll
@@ -130,18 +130,18 @@ _SOURCE = (
             total[m][1] = 0.0f;
             #pragma unroll
             for (int j = 0; j < WORDS; ++j) {
-                const int k = g * GROUP + PER * (r / 2 * WORDS + j) + PAIRS * (r % 2);
+                const int k = g * GROUP + PER * (r / 2 * WORDS + j) + PAIRS * (r % 2), at = HEADS ? k + k / D * (M - 1) * D : k;
                 uint own[2][HALVES];
                 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     if (PAIRS == 4) {
-                        const vec<uint, 2> some = ((const device vec<uint, 2>*)(x + size_t(row[m][e] + k)))[0];
+                        const vec<uint, 2> some = ((const device vec<uint, 2>*)(x + size_t(row[m][e] + at)))[0];
                         own[e][0] = some[0];
                         own[e][HALVES - 1] = some[1];
                     } else if (PAIRS == 2) {
-                        own[e][0] = ((const device uint*)(x + size_t(row[m][e] + k)))[0];
+                        own[e][0] = ((const device uint*)(x + size_t(row[m][e] + at)))[0];
                     } else {
-                        own[e][0] = uint(((const device ushort*)(x + size_t(row[m][e] + k)))[0]);
+                        own[e][0] = uint(((const device ushort*)(x + size_t(row[m][e] + at)))[0]);
                     }
                     if (NORM) {
                         #pragma unroll
@@ -221,9 +221,11 @@ _SOURCE = (
 
 
 @functools.lru_cache(maxsize=64)
-def row_tiles(name: str, quantized: bool, norm: bool = False, residual: bool = False, gated: bool = False) -> Kernel:
+def row_tiles(
+    name: str, quantized: bool, norm: bool = False, residual: bool = False, gated: bool = False, heads: bool = False
+) -> Kernel:
     """The kernel of one form, as `tile_product` of the same arguments: another text of the same name."""
     helpers = tile_product.HELPERS + _HELPERS
     return tile_product.kernel_of(
-        name, _SOURCE, tiles.METAL + helpers, tiles.CUDA + helpers, "_EIGHTS", quantized, norm, residual, gated
+        name, _SOURCE, tiles.METAL + helpers, tiles.CUDA + helpers, "_EIGHTS", quantized, norm, residual, gated, heads
     )

@@ -4,6 +4,7 @@
     NORM       x = rms(x) * weight        each threadgroup norms all rows: they are few
     RESIDUAL   y = residual + y
     GATED      y = silu(gate) * up        W = [gate; up], N / 2 columns come out
+    HEADS      x as attention gives it    [K / D, M, D], head by head; not with NORM
 
     a threadgroup takes 16 to 64 columns; its simd groups share out the groups of K and add up at the end
     a lane's part of a group      4 bit, group 64: values 16 t .. 16 t + 15 of column r: two words, whose bits, masked and
@@ -78,7 +79,7 @@ _SOURCE = (
     constexpr int ROW_TILES = ROWS / 8, TILES = COLS / 16;
     constexpr uint MASK = BITS < 16 ? (1u << (BITS % 16)) - 1u : 0xffffu;
     constexpr float CENTRE = BITS == 4 ? 8.0f : 128.0f;
-    const int M = x_shape[x_ndim - 2], K = x_shape[x_ndim - 1], N = w_shape[0];
+    const int M = x_shape[x_ndim - 2], D = x_shape[x_ndim - 1], K = HEADS ? x_shape[x_ndim - 3] * D : D, N = w_shape[0];
     const int lane = int(thread_index_in_simdgroup), part = int(simdgroup_index_in_threadgroup);
     const int groups = K / GROUP;
     const int r = tile_row(lane), t = tile_pair(lane);
@@ -98,7 +99,7 @@ _SOURCE = (
     // Where a column's groups and a row begin. Those beyond the last one repeat it; their sums are not stored.
     int begin[TILES][2], row[ROW_TILES];
     #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) row[m] = (8 * m + r < M ? 8 * m + r : M - 1) * K;
+    for (int m = 0; m < ROW_TILES; ++m) row[m] = (8 * m + r < M ? 8 * m + r : M - 1) * D;
     #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         #pragma unroll
@@ -147,8 +148,8 @@ _SOURCE = (
                 uint own[OWN / 2];
                 #pragma unroll
                 for (int j = 0; j < OWN / 8; ++j) {
-                    const int k = g * GROUP + t * OWN;
-                    const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(row[m] + k)))[j];
+                    const int k = g * GROUP + t * OWN, other_heads = HEADS ? (k + 8 * j) / D * (M - 1) * D : 0;
+                    const vec<uint, 4> four = ((const device vec<uint, 4>*)(x + size_t(row[m] + other_heads + k)))[j];
                     #pragma unroll
                     for (int e = 0; e < 4; ++e) own[4 * j + e] = four[e];
                     if (NORM) {
@@ -265,20 +266,31 @@ _ABSENT = "    const auto {} = x;\n"
 
 
 @functools.lru_cache(maxsize=64)
-def tile_product(name: str, quantized: bool, norm: bool = False, residual: bool = False, gated: bool = False) -> Kernel:
+def tile_product(
+    name: str, quantized: bool, norm: bool = False, residual: bool = False, gated: bool = False, heads: bool = False
+) -> Kernel:
     """The kernel of one form. Inputs: x, w; scales and biases if quantized; weight of a norm; residual.
 
     The template of a norm's form has EPS, the bits of its eps: a number of the host's would have to be fetched.
     """
-    return kernel_of(name, _SOURCE, tiles.METAL + HELPERS, tiles.CUDA + HELPERS, "", quantized, norm, residual, gated)
+    return kernel_of(name, _SOURCE, tiles.METAL + HELPERS, tiles.CUDA + HELPERS, "", quantized, norm, residual, gated, heads)
 
 
 def kernel_of(
-    name: str, source: str, header: str, cuda_header: str, form: str, quantized: bool, norm: bool, residual: bool, gated: bool
+    name: str,
+    source: str,
+    header: str,
+    cuda_header: str,
+    form: str,
+    quantized: bool,
+    norm: bool,
+    residual: bool,
+    gated: bool,
+    heads: bool,
 ) -> Kernel:
     """A text of a product with what may stand around it, in one form. form: what MLX is to know it by besides."""
     given = {"scales": quantized, "biases": quantized, "weight": norm, "residual": residual}
-    forms = {"NORM": norm, "RESIDUAL": residual, "GATED": gated}
+    forms = {"NORM": norm, "RESIDUAL": residual, "GATED": gated, "HEADS": heads}
     said = "".join(f"    constexpr bool {form} = {str(value).lower()};\n" for form, value in forms.items())
     said += "" if norm else "    constexpr int EPS = 0;\n"
     absent = "".join(_ABSENT.format(other) for other, there in given.items() if not there)

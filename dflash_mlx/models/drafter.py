@@ -11,6 +11,7 @@ Dimensions: B batch, S new context rows, C context rows in all, K block_size, H 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -142,6 +143,12 @@ def block_mask(K: int, C: int, causal: bool, window: int | None) -> mx.array | s
     context = (C - c) + j < window
     block = mx.arange(K)[None, :] <= j if causal else mx.ones((K, K), dtype=mx.bool_)
     return mx.concatenate([context, block], axis=1)
+
+
+@cache
+def _is_anchor(block_size: int) -> mx.array:
+    """[1, block_size] bool, True for slot 0. Made once a process: an operation less in each round."""
+    return mx.array([[True] + [False] * (block_size - 1)])
 
 
 class MLP(nn.Module):
@@ -285,8 +292,7 @@ class Drafter(nn.Module):
 
         accelerator: the run's (`Target.accelerator`), which may run the pass in place of the modules; None: they run it.
         """
-        masks = mx.full((anchor.shape[0], block_size - 1), self.config.mask_token_id, dtype=mx.int32)
-        ids = mx.concatenate([anchor[:, None].astype(mx.int32), masks], axis=1)
+        ids = mx.where(_is_anchor(block_size), anchor[:, None].astype(mx.int32), self.config.mask_token_id)
         if accelerator and (hidden := accelerator.draft(ids, features, cache, start)) is not None:
             return hidden
         return self.mask_rows(ids, features, cache, start)
@@ -328,7 +334,7 @@ class Drafter(nn.Module):
 
     def target_ids(self, ids: mx.array) -> mx.array:
         """Map the head's ids to the target's. A head with a reduced vocabulary has a table d2t: target id minus head id."""
-        return (ids + self.d2t[ids] if "d2t" in self else ids).astype(mx.int32)
+        return (ids + self.d2t[ids]).astype(mx.int32) if "d2t" in self else ids.view(mx.int32)
 
     def draw(
         self, hidden: mx.array, anchor: mx.array, probabilities: Callable[[mx.array], mx.array], temperature: float, key: mx.array

@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..kernels import accept as accepting
 from ..kernels import block_attention as attention
 from ..kernels import block_gather_qmm as gathering
+from ..kernels import block_heads as drafting
 from ..kernels import block_linear as linear
 from ..kernels import block_qmm as qmm
 from ..kernels import gated_delta as recurrence
@@ -62,6 +63,8 @@ AROUND = {
 # Key heads, value heads and their size: Qwen3.5-9B's and 27B's recurrent layers.
 RECURRENT = {"8B": (16, 32, 128), "27B": (16, 48, 128)}
 HEADS = {"8B": (151936, 4096), "27B": (248320, 5120)}
+# Query heads, KV heads and their size, of the layers of published drafters for Qwen3.
+DRAFTER = (32, 8, 128)
 # (model, query heads, KV heads, head dimension, keys, window)
 CACHES = {
     "8B": [
@@ -144,6 +147,40 @@ def _around(bench: Bench, what: str, n: int, k: int, bits: int, form: str) -> Sh
 
     given, nbytes = (lambda rows: x[:rows]), (lambda rows: size)
     return Shape("block_linear", what, {"": ours}, stock, given, bench.same_formed, nbytes, None, alone)
+
+
+def block_heads(bench: Bench, model: str) -> Shapes:
+    """Rows are a block's, after as many of a context."""
+    if model != "8B":
+        return
+    HQ, HK, D = DRAFTER
+    heads = drafting.Heads(HQ, HK, D, D, False, 1e-6)
+    made = cache(drafting.trials(bench.dtype, heads, (Candidate(drafting.KERNEL),)))
+    y, context, first, *norms, rotation = drafting.made(bench.dtype, heads)
+    turns = drafting.turns_of(rotation, heads, 2 * MOST, 0)
+
+    def alone(call: Call, rows: int) -> list[mx.array]:
+        """The block's rows one by one, each after the whole context: queries, its key and its value."""
+        at = [mx.concatenate([turns[:, :, :rows], turns[:, :, rows + m : rows + m + 1]], axis=2) for m in range(rows)]
+        each = [drafting.block_heads_kernel(y[:, m : m + 1], context[:, :rows], first, *norms, at[m], heads) for m in range(rows)]
+        held = [a[:, :, :rows] for a in each[0][1:]]
+        q, k, v = (mx.concatenate([a[:, :, -1:] for a in of], axis=2) for of in zip(*each, strict=True))
+        return [q, *(mx.concatenate([a, b], axis=2) for a, b in zip(held, (k, v), strict=True))]
+
+    yield (
+        Shape(
+            "block_heads",
+            f"a drafter's HQ {HQ} HK {HK} D {D}",
+            {plan_name(Candidate(drafting.KERNEL)): lambda y: list(made(y.shape[1]).ours[0](y))},
+            lambda y: list(made(y.shape[1]).stock(y)),
+            lambda rows: made(rows).x,
+            made(1).same,
+            lambda rows: 2 * rows * (HQ + 4 * HK) * D * bench.dtype.size,
+            None,
+            alone,
+        ),
+        1,
+    )
 
 
 def block_gather_qmm(bench: Bench, model: str) -> Shapes:
@@ -300,6 +337,7 @@ SHAPES: dict[str, Callable[[Bench, str], Shapes]] = {
         block_qmm,
         block_qmm_tiles,
         block_linear,
+        block_heads,
         block_gather_qmm,
         accept,
         head_argmax,

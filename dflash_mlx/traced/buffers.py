@@ -10,6 +10,7 @@ Knows mlx-lm's cache entries; knows no model and no pass.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -100,16 +101,20 @@ class Place(NamedTuple):
     def of(cls, length: int, spare: int, context: int, K: int, columns: mx.array, dtype: mx.Dtype) -> Place:
         """The position after `length` rows. spare: rows without meaning before the new ones, which are written after them;
         columns: [capacity], 0, 1, ..."""
-        # Made outside of the trace, by operations that need no compiling, and on the device: CUDA fetches an array from the host
-        # by a page fault, which takes some hundred microseconds.
+        # Made outside of the trace, by few operations that need no compiling, and on the device: CUDA fetches an array from the
+        # host by a page fault, which takes some hundred microseconds.
         end = length + context + K
-        rows = mx.arange(length, end, dtype=mx.int32)
-        seen = columns <= rows[context:, None]
+        seen = columns <= columns[length + context : end, None]
         added = mx.where(seen, mx.array(0, dtype), mx.array(-math.inf, dtype))
-        if spare:
-            rows = mx.concatenate([mx.arange(end, end + spare, dtype=mx.int32), rows])
+        rows = _rows_from(spare, spare + context + K) + length if spare else columns[length:end]
         at = [mx.array([n], dtype=mx.int32) for n in (length - spare, length + context, end)]
         return cls(*at, rows[None, None, :, None], seen, added)
+
+
+@functools.cache
+def _rows_from(spare: int, n: int) -> mx.array:
+    """[n] int32: the last `spare` of 0, 1, ..., n - 1, then the others."""
+    return mx.array([*range(n - spare, n), *range(n - spare)], dtype=mx.int32)
 
 
 class TracedKV:

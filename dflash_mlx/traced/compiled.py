@@ -72,6 +72,7 @@ from .buffers import (
     traceable,
     widen,
 )
+from .draft_attention import attention_calls
 from .fusion import Call, fused_bytes, fused_linears
 
 # Blocks are filled up to a multiple of this: it keeps traces few, and rows cost little in a compiled pass.
@@ -342,9 +343,14 @@ class CompiledPass:
         # Held here, the old weights of a model that is joined in place would stay in memory too.
         self.parts = [] if self.own else self.parts
         try:
-            return fused_linears(self._model(), run, self.kernels, columns, fused, self.own)
+            calls, taken = self._attention(arrays) if fused else ([], [])
+            return [*calls, *fused_linears(self._model(), run, self.kernels, columns, fused, self.own, taken)]
         finally:
             self.parts = _parts(self._model()) if self.own else self.parts
+
+    def _attention(self, arrays: Sequence[mx.array]) -> tuple[list[Call], list[nn.Module]]:
+        """Calls of attention layers in a trace, and the modules that these make unnecessary."""
+        return [], []
 
 
 @dataclass
@@ -495,6 +501,10 @@ class CompiledDraft(CompiledPass):
         self._calls, self._routed = calls, passes([])
         super().__init__("the drafter", self._routed, passes, drafter, parts, always)
 
+    def _attention(self, arrays: Sequence[mx.array]) -> tuple[list[Call], list[nn.Module]]:
+        ids, features = arrays
+        return attention_calls(self._model(), self.kernels, ids.shape[1], features.shape[1])
+
     def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
         """`Drafter.mask_rows`, compiled, or on Metal with kernels; None: run that instead."""
         if (out := self._filled_up(ids, features, cache, start)) is not None:
@@ -517,9 +527,15 @@ class CompiledDraft(CompiledPass):
             features, start, S = features[:, n:], start + n, S - n
         # Filled up at the front, so that all later rows keep their distances.
         spare = -S % K
-        rows = mx.pad(features, [(0, 0), (spare, 0), (0, 0)]) if spare else features
+        rows = mx.take(features, _filled_rows(spare, S), axis=1) if spare else features
         out = self.run([ids, features], [ids, rows], cache, spare, S, K, S)
         return None if out is None else out[0]
+
+
+@functools.cache
+def _filled_rows(spare: int, S: int) -> mx.array:
+    """[spare + S] int32: the first of S rows in place of rows without meaning, then all of them. Made once: see `Place.of`."""
+    return mx.array([*[0] * spare, *range(S)], dtype=mx.int32)
 
 
 def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[Any]]], keeps: int) -> list[float]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -49,6 +49,7 @@ def fused_linears(
     columns: int = 1,
     fused: bool = False,
     own: bool = False,
+    taken: Collection[nn.Module] = (),
 ) -> list[Call]:
     """The calls that replace a model's layers in traces. Layers that get the same array in a pass are joined, with the rotations
     of their results. Every other product has a call of its own. With `fused`, norms and gates have calls too, which pass what
@@ -60,7 +61,9 @@ def fused_linears(
       columns: quantized products are filled up to a multiple of this, also products of one layer.
       fused: whether `block_linear` may take the norm, sum or gate around a product.
       own: whether the model is ours. Then layers of any size are joined, and become views of the fused weights.
+      taken: linears whose products others make, and norms before those.
     """
+    made = {id(module) for module in taken}
     every = [module for _, module in model.named_modules()]
     linears = [module for module in every if own_class(module) in (nn.Linear, nn.QuantizedLinear)]
     rotating = [_rotating(module) for module in every if _turns_heads(module)]
@@ -72,15 +75,15 @@ def fused_linears(
     groups: dict[tuple, list[nn.Module]] = {}
     for key, (_, modules) in seen.given.items():
         for module in modules:
-            if seen.calls[id(module)] == 1:
+            if seen.calls[id(module)] == 1 and id(module) not in made:
                 groups.setdefault((key, *_form(module)), []).append(module)
     small = [group for group in groups.values() if own or _bytes(group) <= MOST_BYTES]
     filled = [(group, _missing(group, columns)) for group in small]
     found = [call for group, rows in filled if len(group) > 1 or rows for call in _joined(group, kernels, rows, seen, fused, own)]
-    taken = {id(module) for module, _ in found}
+    made |= {id(module) for module, _ in found}
     rotations = rotating if any(seen.rotated(module) for module, _ in found) else []
-    alone = [_alone(module, kernels, seen, fused) for module in linears if id(module) not in taken and seen.calls[id(module)]]
-    around = [*(_norming(norm) for norm in norms if id(norm) in seen.norms), *_gating(every, _gate)] if fused else []
+    alone = [_alone(module, kernels, seen, fused) for module in linears if id(module) not in made and seen.calls[id(module)]]
+    around = [*(_norming(norm) for norm in norms if id(norm) in seen.norms | made), *_gating(every, _gate)] if fused else []
     return [*found, *rotations, *alone, *around]
 
 
@@ -163,22 +166,9 @@ def _joined(
     own: bool,
 ) -> list[Call]:
     """One handler per layer. The first that is called computes the product of all; it is held until all have been called."""
-    first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
-    whole = own_class(first).__new__(own_class(first))
-    nn.Module.__init__(whole)
-    for name in ("group_size", "bits", "mode"):
-        if hasattr(first, name):
-            setattr(whole, name, getattr(first, name))
-    for name in names:
-        zeros = mx.zeros((missing, *first[name].shape[1:]), dtype=first[name].dtype)
-        whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
-    mx.eval(whole.parameters())
     ends = [sum(layer["weight"].shape[0] for layer in layers[: i + 1]) for i in range(len(layers))]
-    if own:
-        for layer, begin, end in zip(layers, [0, *ends], ends, strict=False):
-            layer.update({name: whole[name][begin:end] for name in names})
-            mx.eval(layer.parameters())
-    make = _maker(whole, kernels, _weights(whole, ends[-1]) if fused else None, ends, whole)
+    whole = joined(layers, missing, own)
+    make = product_maker(whole, kernels, weights_of(whole, ends[-1]) if fused else None, ends, whole)
     last: list[Any] = []  # an x, its product, the ends of layers not yet called with it
 
     def part(layer: nn.Module, end: int) -> Handler:
@@ -200,10 +190,39 @@ def _joined(
     return [(layer, part(layer, end)) for layer, end in zip(layers, ends, strict=True)]
 
 
+def can_join(layers: Sequence[nn.Module]) -> bool:
+    """Whether these are linears whose weights differ in their values and columns alone."""
+    return all(own_class(layer) in (nn.Linear, nn.QuantizedLinear) for layer in layers) and len({*map(_form, layers)}) == 1
+
+
+def joined(layers: Sequence[nn.Module], missing: int = 0, own: bool = False) -> nn.Module:
+    """A linear whose columns are those of the layers one behind the other, then `missing` columns of zeros.
+
+    own: the layers' weights become views of its weights.
+    """
+    first, names = layers[0], [name for name in _ARRAYS if layers[0].get(name) is not None]
+    whole = own_class(first).__new__(own_class(first))
+    nn.Module.__init__(whole)
+    for name in ("group_size", "bits", "mode"):
+        if hasattr(first, name):
+            setattr(whole, name, getattr(first, name))
+    for name in names:
+        zeros = mx.zeros((missing, *first[name].shape[1:]), dtype=first[name].dtype)
+        whole[name] = mx.concatenate([*(layer[name] for layer in layers), zeros])
+    mx.eval(whole.parameters())
+    if own:
+        end = 0
+        for layer in layers:
+            begin, end = end, end + layer["weight"].shape[0]
+            layer.update({name: whole[name][begin:end] for name in names})
+            mx.eval(layer.parameters())
+    return whole
+
+
 def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], seen: _Seen, fused: bool) -> Call:
     """The handler of a layer that is not joined to others."""
     N, followed, rotates = layer["weight"].shape[0], fused and seen.products[id(layer)].added, seen.rotated(layer)
-    make = _maker(layer, kernels, _weights(layer, N) if fused else None, [N])
+    make = product_maker(layer, kernels, weights_of(layer, N) if fused else None, [N])
 
     def handler(inner: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         (x,) = args or kwargs.values()
@@ -213,7 +232,7 @@ def _alone(layer: nn.Module, kernels: Callable[[nn.Module], Sequence[tuple]], se
     return layer, handler
 
 
-def _weights(layer: nn.Module, rows: int) -> Weights | None:
+def weights_of(layer: nn.Module, rows: int) -> Weights | None:
     """The first rows of a layer's weights, as `block_linear` takes them; None if it cannot."""
     if "bias" in layer or getattr(layer, "mode", "affine") != "affine":
         return None
@@ -225,7 +244,7 @@ def _weights(layer: nn.Module, rows: int) -> Weights | None:
     return weights
 
 
-def _maker(
+def product_maker(
     layer: nn.Module,
     kernels: Callable[[nn.Module], Sequence[tuple]],
     weights: Weights | None,
@@ -239,24 +258,27 @@ def _maker(
     """
     fixed = small_batch.fixed_product(layer["weight"]) if own_class(layer) is nn.Linear and "bias" not in layer else None
 
-    def launched(x: mx.array, norm: nn.Module | None, residual: mx.array | None = None, gated: bool = False) -> mx.array | None:
+    def launched(
+        x: mx.array, norm: nn.Module | None, heads: bool = False, residual: mx.array | None = None, gated: bool = False
+    ) -> mx.array | None:
         if weights is None or not autotune.may_run():
             return None
         scale, eps = (None, None) if norm is None else (norm["weight"], norm.eps)
         if scale is not None and scale.dtype != x.dtype:
             return None
-        launch = block_linear_plan(x, weights, eps, residual is not None, gated)
+        launch = block_linear_plan(x, weights, eps, residual is not None, gated, heads)
         return launch(x, weights, scale, residual) if launch else None
 
     def make(x: mx.array, inner: Callable[[mx.array], mx.array] | None = own) -> _Product:
         normed = isinstance(x, _Normed) and not x.changed
         # A copy: the product may be computed again after the model has changed this array in place.
-        given = (x.source, x.module) if normed else (copy.copy(x), None)
+        headed = isinstance(x, JoinedHeads) and not x.changed
+        given = (x.source, x.module) if normed else (x.heads, None, True) if headed else (copy.copy(x), None)
         if (y := launched(*given)) is not None:
             shape = y.shape
         else:
             # Use the plain array: the noted one is a cast.
-            plain = x.plain if normed else x
+            plain = x.plain if normed or headed else x
             calls = [] if fixed else kernels(layer)
             y = calls[0][1](inner, (plain,), {}) if calls else (fixed or inner)(plain)
             shape = *x.shape[:-1], layer["weight"].shape[0]
@@ -394,6 +416,20 @@ class _Normed(WatchedArray):
     plain: mx.array
     source: mx.array
     module: nn.Module
+
+
+class JoinedHeads(WatchedArray):
+    """Attention's heads side by side [1, L, n D], which a product can do without. heads: [1, n, L, D]; plain: as of `_Part`."""
+
+    plain: mx.array
+    heads: mx.array
+
+    @classmethod
+    def of(cls, heads: mx.array) -> JoinedHeads:
+        plain = heads.transpose(0, 2, 1, 3).flatten(2)
+        joined = cls(plain)
+        joined.plain, joined.heads = plain, heads
+        return joined
 
 
 def _norming(module: nn.Module) -> Call:

@@ -214,6 +214,23 @@ def test_without_a_form_it_is_block_qmm_in_matrix_units_bit_for_bit():
 
 
 @needs_compiler
+@pytest.mark.parametrize("tile", [8, 16])
+@pytest.mark.parametrize("form, bits, group, D", [("", 16, 32, 8), ("residual", 4, 64, 32), ("residual", 8, 32, 64),
+                                                  ("residual", 16, 64, 128), ("gated", 4, 128, 48)])  # fmt: skip
+def test_heads_as_attention_gives_them_are_their_rows_bit_for_bit(form, bits, group, D, tile):
+    dtype = mx.bfloat16 if bits == 8 else mx.float16
+    x, w, given = made(form, 34, 3 * max(group, D), dtype, group, bits)
+    for m in (1, 3, 8, 16):
+        rows, some = x[None, :m], rows_of(given, slice(0, m))
+        heads = mx.contiguous(rows.reshape(1, m, -1, D).swapaxes(1, 2))
+        with emulator.emulated():
+            got = block_linear_kernel(heads, w, **some, tile=tile, heads=True)
+            want = block_linear_kernel(rows, w, **some, tile=tile)
+            assert got.shape == want.shape and mx.array_equal(got, want), m
+        assert mx.array_equal(block_linear_ops(heads, w, **some, heads=True), block_linear_ops(rows, w, **some))
+
+
+@needs_compiler
 def test_a_gate_far_from_zero_is_shut_or_open():
     gate = [0.0, 1e-3, 1.0, 5.0, 9.0, 12.0, 15.0, 20.0, 80.0, 100.0, 1000.0, 30000.0]
     x = mx.array([[*gate, *(-g for g in gate), *[0.5] * 8]], dtype=mx.float16)
@@ -318,6 +335,17 @@ def changed(change):
     }[change]
 
 
+@pytest.mark.parametrize(
+    "shape, eps", [((1, 8, 3, 12), None), ((1, 8, 3, 32), EPS), ((2, 8, 3, 32), None), ((1, 8, 17, 32), None)]
+)
+def test_heads_that_are_not_eligible_go_to_mlx(shape, eps, asked):
+    w = Weights(mx.zeros((N, shape[1] * shape[3]), dtype=mx.float16), group_size=32)
+    assert block_linear_plan(mx.zeros(shape, dtype=mx.float16), w, eps, True, False, True) is None and not asked
+    block_linear_plan(mx.zeros((1, 8, 3, 32), dtype=mx.float16), eligible(16)[1], None, True, False, True)
+    assert [about.split(" N ")[0] for _, about in asked] == [f"product dense residual heads {mx.float16} 16 bit group 64"]
+    assert asked[0][1].endswith(f"K {K} of 32")
+
+
 CHANGES = ["float32", "dense float32", "17 rows", "18 rows in two axes", "no row", "3 bit", "6 bit", "scales of another type",
            "dense of another type", "not affine", "no biases", "groups of 256", "half a group", "N 12", "a gate of N 24",
            "no column"]  # fmt: skip
@@ -369,7 +397,7 @@ def test_without_a_gpu_there_is_no_plan(monkeypatch):
 
 
 # bfloat16 is not tried here: MLX's own quantized product of it is far off on a CPU.
-TRIED = [("", 16, 64), ("residual", 8, 32), ("norm residual", 4, 128), ("norm gated", 4, 64)]
+TRIED = [("", 16, 64), ("heads", 16, 64), ("residual", 8, 32), ("norm residual", 4, 128), ("norm gated", 4, 64)]
 
 
 @needs_compiler
@@ -378,7 +406,8 @@ def test_a_trial_finds_the_text_right(form, bits, group):
     forms = EPS if "norm" in form else None, "residual" in form, "gated" in form
     with emulator.emulated():
         ways = (autotune.Candidate(module._kernel(bits, bool(forms[0]), *forms[1:])),)
-        tried = [module.trials(32, 4 * group, group, bits, mx.float16, *forms, ways)(m) for m in (4, 16)]
+        D = 32 if form == "heads" else 0
+        tried = [module.trials(32, 4 * group, group, bits, mx.float16, *forms, ways, D)(m) for m in (4, 16)]
         assert [t.ours[0](t.x)[0].shape for t in tried] == [(1, m, 16 if forms[2] else 32) for m in (4, 16)]
         assert [t.check() for t in tried] == [[None], [None]]
 

@@ -7,6 +7,7 @@ import pytest
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_heads import Heads, block_heads_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.gated_delta import gated_delta_kernel
@@ -36,6 +37,15 @@ def no_spills():
 
 def test_accept():
     accept_kernel(mx.zeros((1, 15), dtype=mx.int32), mx.zeros((1, 16), dtype=mx.int32))
+    no_spills()
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+def test_block_heads(traditional):
+    D, first = 128, mx.zeros((1,), dtype=mx.int32)
+    y, context, weight = (mx.zeros(shape, dtype=mx.bfloat16) for shape in ((1, 8, 48 * D), (1, 8, 80 * D), (D,)))
+    heads = Heads(32, 8, D, 64 if traditional else D, traditional, 1e-6)
+    block_heads_kernel(y, context, first, weight, weight, mx.zeros((1, 1, 16, heads.dims)), heads)
     no_spills()
 
 
@@ -79,7 +89,7 @@ def test_block_qmm_tiles(dtype, bits, n, group, rows):
         for i, weights in enumerate(
             [(mx.float16, 4, 8192, 64), (mx.bfloat16, 8, 2048, 128), (mx.bfloat16, 16, 64, 64), (mx.float16, 4, 2048, 128)]
         )
-        for j, form in enumerate(["norm", "residual", "norm gated", "norm residual gated"])
+        for j, form in enumerate(["norm", "residual", "norm gated", "norm residual gated", "residual heads"])
     ],
 )
 def test_block_linear(dtype, bits, n, group, form, rows):
@@ -88,7 +98,8 @@ def test_block_linear(dtype, bits, n, group, form, rows):
     gated = "gated" in form
     norm = (mx.zeros((512,), dtype=dtype), 1e-6) if "norm" in form else None
     residual = mx.zeros((rows, n // 2 if gated else n), dtype=dtype) if "residual" in form else None
-    block_linear_kernel(mx.zeros((rows, 512), dtype=dtype), w, norm, residual, gated)
+    x = mx.zeros((1, 8, rows, 64) if "heads" in form else (rows, 512), dtype=dtype)
+    block_linear_kernel(x, w, norm, residual, gated, heads="heads" in form)
     no_spills()
 
 

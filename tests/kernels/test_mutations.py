@@ -14,7 +14,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.kernels import accept, block_attention, block_gather_qmm, block_linear, block_qmm, gated_delta, head_argmax
+from dflash_mlx.kernels import (
+    accept,
+    block_attention,
+    block_gather_qmm,
+    block_heads,
+    block_linear,
+    block_qmm,
+    gated_delta,
+    head_argmax,
+)
 
 
 def checks_of(name):
@@ -29,6 +38,7 @@ def checks_of(name):
 test_accept = checks_of("accept")
 test_block_attention = checks_of("block_attention")
 test_block_gather_qmm = checks_of("block_gather_qmm")
+test_block_heads = checks_of("block_heads")
 test_block_linear = checks_of("block_linear")
 test_block_qmm = checks_of("block_qmm")
 test_gated_delta = checks_of("gated_delta")
@@ -158,6 +168,11 @@ def check_block_gather_qmm():
     check(x, w, [5, 0, 1, 2, 5, 0])
 
 
+def check_block_heads():
+    for form in ("a part", "neighbours"):
+        test_block_heads.check(test_block_heads.FORMS[form], mx.float32, rows=(1,))
+
+
 def check_accept():
     for n in (1, 7, 65):
         test_accept.test_every_place_of_the_first_difference(n)
@@ -256,6 +271,7 @@ TEXTS = [
     (block_linear, (16, False, False, False, 16), check_block_linear_dense),
     (block_linear, (4, True, True, True, 8), check_block_linear_eights),
     (block_linear, (16, True, False, False, 8), check_block_linear_dense_eights),
+    (block_heads, "KERNEL", check_block_heads),
     (block_gather_qmm, "KERNEL", check_block_gather_qmm),
     (accept, "KERNEL", check_accept),
     (gated_delta, "KERNEL", check_gated_delta),

@@ -65,9 +65,9 @@ def test_every_kernel_object_is_registered():
     assert found == registered
 
 
-def test_docs_list_is_the_registrys_and_eight_kernels_can_run_on_a_mac():
+def test_docs_list_is_the_registrys_and_nine_kernels_can_run_on_a_mac():
     assert table() in (ROOT / "docs/kernels.md").read_text()
-    assert len(names(on="metal", text=True)) == 8 and "matmul_as_gemv" not in names(on="metal")
+    assert len(names(on="metal", text=True)) == 9 and "matmul_as_gemv" not in names(on="metal")
     assert names() == tuple(REGISTRY) and set(names(on="cuda")) == set(REGISTRY)
 
 

@@ -13,6 +13,7 @@ import pytest
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_heads import Heads, block_heads_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.gated_delta import gated_delta_kernel
@@ -97,6 +98,19 @@ def test_block_attention_takes_views(dtype):
     sinks = normal(4, dtype=dtype)
     given = (q, k, v, 0.2, True, 20, sinks)
     same(block_attention_kernel, given, (view(q, 1), view(k, 0, 1), view(v, 0, 3), 0.2, True, 20, view(sinks, 0, 1)))
+
+
+def test_block_heads_takes_views():
+    heads = Heads(2, 1, 32, 16, False, 1e-5)
+    y, context, weight, turns = (
+        normal(1, 3, 4 * 32),
+        normal(1, 2, 5 * 32, seed=1),
+        normal(32, seed=2),
+        normal(1, 1, 5, 16, dtype=mx.float32),
+    )
+    first = mx.array([64], dtype=mx.int32)
+    moved = (view(y, 0, 1), view(context, 0, 3), view(first, 0, 1), view(weight, 0, 1), view(weight, 0, 5), view(turns, 0, 1))
+    same(block_heads_kernel, (y, context, first, weight, weight, turns, heads), (*moved, heads))
 
 
 def test_accept_takes_views():

@@ -14,6 +14,7 @@ from dflash_mlx.kernels import (
     autotune,
     block_attention,
     block_gather_qmm,
+    block_heads,
     block_linear,
     block_qmm,
     gated_delta,
@@ -27,6 +28,7 @@ OPS = {
     "block_qmm": (block_qmm, block_qmm.block_qmm_ops),
     "block_attention": (block_attention, block_attention.block_attention_ops),
     "block_gather_qmm": (block_gather_qmm, block_gather_qmm.block_gather_qmm_ops),
+    "block_heads": (block_heads, block_heads.block_heads_ops),
     "block_linear": (block_linear, block_linear.block_linear_ops),
     "gated_delta": (gated_delta, gated_delta.gated_delta_ops),
 }
@@ -128,7 +130,13 @@ class MetalDevice:
         norm = None if weight is None else (weight, struct.unpack("f", struct.pack("i", given["EPS"]))[0])
         # Its form is in its text alone, but for what its output says.
         residual = None if residual is None else residual.reshape(shapes[0])
-        return [OPS["block_linear"][1](x, weights, norm, residual, shapes[0][-1] < w.shape[0])]
+        return [OPS["block_linear"][1](x, weights, norm, residual, shapes[0][-1] < w.shape[0], heads=x.ndim == 4)]
+
+    @staticmethod
+    def _block_heads(inputs, given, shapes):
+        eps = struct.unpack("f", struct.pack("i", given["EPS"]))[0]
+        heads = block_heads.Heads(*map(given.get, ("HEADS", "KV_HEADS", "D", "DIMS", "TRADITIONAL")), eps)
+        return OPS["block_heads"][1](*inputs.values(), heads)
 
     @staticmethod
     def _gated_delta(inputs, given, shapes):

@@ -215,7 +215,7 @@ def test_folded_rows_read_keys_once_for_all_heads_that_share_them(ledger):
     assert stock_ms == pytest.approx(folded_ms)
 
 
-@pytest.mark.parametrize("block, ordinary, traced", [(8, 138, 111), (16, 154, 106)])
+@pytest.mark.parametrize("block, ordinary, traced", [(8, 135, 60), (16, 151, 55)])
 def test_a_drafters_pass_launches_what_the_docs_say(block, ordinary, traced):
     draft = importlib.import_module("ledger_draft")
     assert [len(draft.launches(block, way)) for way in (False, True)] == [ordinary, traced], "docs/kernels.md says these"

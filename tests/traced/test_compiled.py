@@ -175,6 +175,13 @@ def test_the_mask_over_a_buffer_is_mlx_lms_and_hides_what_is_behind(window):
     assert mx.array_equal(mask[:, :12], create_causal_mask(5, 7, window)) and not mask[:, 12:].any()
 
 
+def test_rows_without_meaning_are_written_after_all_others_and_seen_by_none():
+    place = buffers.Place.of(7, 3, 2, 4, mx.arange(20), mx.float16)
+    assert place.rows.reshape(-1).tolist() == [13, 14, 15, 7, 8, 9, 10, 11, 12] and place.shape == (5, 4)
+    assert place.seen.sum(axis=1).tolist() == [10, 11, 12, 13] and bool(mx.all(place.seen[:, :10]))
+    assert [a.item() for a in (place.offset, place.block, place.end)] == [4, 9, 13]
+
+
 def test_a_compiled_pass_waits_for_nothing(waits):
     model = tiny_target()
     ours = blocks_of(model)

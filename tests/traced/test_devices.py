@@ -66,8 +66,16 @@ def hybrid():
 CUDA = {"matmul_as_gemv", "gqa_folded_attention"}
 TARGETS = {
     "dense": (lambda: tiny_target(hidden=32), {"head_argmax", "head_argmax_reduce"}, CUDA),
-    "4 bit": (lambda: quantized(tiny_target(hidden=32)), {"block_qmm", "block_linear", "head_argmax", "accept"}, CUDA),
-    "hybrid": (hybrid, {"block_qmm", "block_linear", "block_gather_qmm", "gated_delta", "accept"}, CUDA | {"gated_delta"}),
+    "4 bit": (
+        lambda: quantized(tiny_target(hidden=32)),
+        {"block_qmm", "block_linear", "block_heads", "head_argmax", "accept"},
+        CUDA,
+    ),
+    "hybrid": (
+        hybrid,
+        {"block_qmm", "block_linear", "block_heads", "block_gather_qmm", "gated_delta", "accept"},
+        CUDA | {"gated_delta"},
+    ),
 }
 
 

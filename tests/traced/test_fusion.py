@@ -443,7 +443,8 @@ def launches(monkeypatch):
     """A list of the forms that block_linear is launched in, with MLX's operations in its place: (norm, residual, gated)."""
     made = []
 
-    def plan(x, weights, eps, residual, gated):
+    def plan(x, weights, eps, residual, gated, heads):
+        assert not heads
         shape = (*x.shape[:-1], weights.w.shape[0] // (2 if gated else 1))
 
         def launch(given, weights, scale, r):

@@ -31,7 +31,8 @@ def launched(monkeypatch, tmp_path):
     """As if block_linear ran, in float32: a list of each launch's form, "norm", "gated norm" or "sum" say."""
     made = []
 
-    def prepare(shape, dtype, n, group_size, bits, eps, residual, gated):
+    def prepare(shape, dtype, n, group_size, bits, eps, residual, gated, heads):
+        assert not heads
         form = " ".join(w for w, there in (("gated", gated), ("norm", eps is not None), ("sum", residual)) if there)
 
         def run(x, weights, scale=None, rest=None):

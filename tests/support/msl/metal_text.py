@@ -21,6 +21,7 @@ from dflash_mlx.kernels import names
 from dflash_mlx.kernels.accept import accept_kernel
 from dflash_mlx.kernels.block_attention import block_attention_kernel
 from dflash_mlx.kernels.block_gather_qmm import block_gather_qmm_kernel
+from dflash_mlx.kernels.block_heads import Heads, block_heads_kernel
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel
 from dflash_mlx.kernels.block_qmm import TILE_TYPES, block_qmm_kernel, block_qmm_tiles_kernel
 from dflash_mlx.kernels.gated_delta import gated_delta_kernel
@@ -28,7 +29,7 @@ from dflash_mlx.kernels.head_argmax import head_argmax_kernel
 
 # What stands around a product, each a text: (norm, residual, gated).
 AROUND = {"": (0, 0, 0), "_norm": (1, 0, 0), "_residual": (0, 1, 0), "_norm_gated": (1, 0, 1), "_norm_residual_gated": (1, 1, 1)}
-LINEAR = [dense + form for dense in ("", "_dense") for form in AROUND]
+LINEAR = [dense + form for dense in ("", "_dense") for form in (*AROUND, "_residual_heads")]
 
 
 def metal_file(name, input_names, inputs, output_names, output_dtypes, source, header, template) -> str:
@@ -102,6 +103,15 @@ def linear(x: mx.array, w: Weights) -> None:
         added = mx.zeros((x.shape[0], n // 2 if gated else n), dtype=x.dtype) if residual else None
         for tile in (8, 16):
             block_linear_kernel(x, w, given, added, bool(gated), tile=tile)
+            if AROUND["_residual"] == (norm, residual, gated):
+                block_linear_kernel(x.reshape(4, -1, 64), w, None, added, tile=tile, heads=True)
+
+
+def every_heads() -> None:
+    for dtype, traditional in itertools.product((mx.float32, mx.float16, mx.bfloat16), (False, True)):
+        y, context, weight = (mx.zeros(shape, dtype=dtype) for shape in ((1, 2, 8 * 64), (1, 2, 8 * 64), (64,)))
+        turns = mx.zeros((1, 1, 4, 64))
+        block_heads_kernel(y, context, mx.array([256]), weight, weight, turns, Heads(4, 2, 64, 64, traditional, 1e-6))
 
 
 def every_gather() -> None:
@@ -146,6 +156,7 @@ EXAMPLES = {
     "block_qmm": lambda: products(block_qmm_kernel),
     "block_qmm_tiles": lambda: [products(partial(block_qmm_tiles_kernel, tile=tile), TILE_TYPES) for tile in (8, 16)],
     "block_linear": every_linear,
+    "block_heads": every_heads,
     "block_gather_qmm": every_gather,
     "head_argmax": every_head,
     "block_attention": every_attention,

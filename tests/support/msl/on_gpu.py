@@ -49,7 +49,19 @@ def linear(large: bool) -> None:
     for (form, dtype, bits, group), tile in itertools.product(t.QUICK if large else t.QUICK[-1:], (8, 16)):
         launch = partial(t.block_linear_kernel, tile=tile)
         t.check(form, t.TYPES[dtype], bits, group, [(34, 9 * group), *[(1024, 4096)] * large], ROWS if large else (3,), launch)
+        t.test_heads_as_attention_gives_them_are_their_rows_bit_for_bit("residual", bits, group, 32, tile)
     v.test_block_linear_takes_views(4, 64)
+
+
+def heads(large: bool) -> None:
+    t, v = tests_of("block_heads"), tests_of("views")
+    for form in t.FORMS:
+        for dtype in t.TYPES if large else ("float16",):
+            t.check(t.FORMS[form], t.TYPES[dtype])
+    for K, S in ((8, 8), (16, 5), (1, 64)) if large else ():
+        t.check(t.Heads(32, 8, 128, 128, False, t.EPS), mx.bfloat16, K, S, rows=(1, K))
+    t.test_a_row_that_is_not_finite_stays_alone()
+    v.test_block_heads_takes_views()
 
 
 def gather(large: bool) -> None:
@@ -139,6 +151,7 @@ CHECKS = {
     "block_qmm": lambda large: products("plain", large),
     "block_qmm_tiles": lambda large: [products(launch, large) for launch in ("eights", "tiles")],
     "block_linear": linear,
+    "block_heads": heads,
     "block_gather_qmm": gather,
     "accept": accept,
     "head_argmax": head,
