@@ -136,9 +136,10 @@ class _Pass:
         return handler
 
     def _of_pass(self, context: mx.array) -> tuple[mx.array, dict[int, mx.array]]:
-        if self._shared is None or self._shared[0] is not context:
-            self._shared = context, self._make[-1](context).y, {}
-        return self._shared[1:]
+        # Another thread may be tracing too.
+        if (shared := self._shared) is None or shared[0] is not context:
+            shared = self._shared = context, self._make[-1](context).y, {}
+        return shared[1:]
 
 
 def _maker(whole: nn.Module, kernels: Callable) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from dflash_mlx import traced
 from dflash_mlx.config import DrafterConfig
 from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.loading import make_drafter
+from dflash_mlx.models.dflash2 import DFlash2Drafter
 from dflash_mlx.models.drafter import Attention, DecoderLayer
 from dflash_mlx.traced import buffers, compiled, draft_attention
 
@@ -94,6 +95,14 @@ def test_a_traced_pass_drafts_what_the_modules_draft(kind, bits, device):
 def test_layers_whose_positions_turn_otherwise_have_tables_of_their_own(device):
     drafter = tiny_drafter(tiny_target(hidden=32), hidden_size=32, head_dim=16, num_hidden_layers=3, **FULL)
     drafter.layers[1].self_attn.rope = nn.RoPE(16, base=50.0)
+    pairs, _ = drafts(drafter)
+    assert alike(pairs) and "block_heads" in names(device)
+
+
+def test_a_dflash_2_drafter_whose_convolutions_stand_between_norm_and_attention(device):
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+    model = tiny_target(hidden=32)
+    drafter = tiny_drafter(model, cls=DFlash2Drafter, hidden_size=32, intermediate_size=64, head_dim=16, **FULL, **sizes)
     pairs, _ = drafts(drafter)
     assert alike(pairs) and "block_heads" in names(device)
 
