@@ -301,9 +301,12 @@ class _Marked:
         # How calls of the offered functions begin where Qwen3-Coder and its like leave their mark out.
         xml = self.calls is not None and self.calls[2] is parse_xml_call and not marked
         self.heads = [f"<function={name}>" for name in names_of(tools)] if xml else []
-        self.edges = self._transitions(tokenizer, thinking_marks(tokenizer))
+        thinking = thinking_marks(tokenizer)
+        self.edges = self._transitions(tokenizer, thinking)
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
         self.state = tokenizer.response_initial_state or self.state
+        # Reasoning that the prompt opened may begin with its mark once more.
+        self.again = thinking[0] if self.state == "reasoning" and thinking else ""
         spelled = [frame for frame in frames(tokenizer) if not all(_is_token(tokenizer, mark) for mark in frame)]
         self.frame = _Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
@@ -337,6 +340,12 @@ class _Marked:
         self.scanner.held += text
         pieces = []
         while True:
+            if self.again and (begun := self.scanner.held.lstrip()):
+                if not last and begun != self.again and self.again.startswith(begun):
+                    return pieces
+                if begun.startswith(self.again):
+                    self.scanner.held = self.scanner.held.replace(self.again, "", 1)
+                self.again = ""
             if self.bare and self.state == "normal" and (begun := self.scanner.held.strip()):
                 self.bare = False
                 if begins_bare(begun):

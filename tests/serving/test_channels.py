@@ -198,6 +198,23 @@ def test_reasoning_marks_that_mlx_lms_wrapper_lacks_are_known(start, end, step):
         assert told(tokenizer, f"hm{end}Hi", before=f"x{start}", step=step) == [("reasoning", "hm"), ("answer", "Hi")]
 
 
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("<think>\nhm</think>Hi", "\nhm"),
+        ("\n<think>hm</think>Hi", "\nhm"),
+        ("a <think> b</think>Hi", "a <think> b"),
+        ("<thing>hm</think>Hi", "<thing>hm"),
+        ("<think><think>hm</think>Hi", "<think>hm"),
+    ],
+)
+def test_a_mark_that_repeats_the_prompts_is_no_reasoning(text, reasoning, step):
+    """As DeepSeek-R1's distilled models write it where the template has opened the reasoning."""
+    assert told(Hermes(), text, before="<think>\n", step=step) == [("reasoning", reasoning), ("answer", "Hi")]
+    assert told(Hermes(), "<thi", before="<think>", step=step) == [("reasoning", "<thi")]
+
+
 @pytest.mark.parametrize("step", [1, 1000])
 def test_a_frame_round_an_answer_is_none_of_it(step):
     # As ERNIE's thinking models write; where the marks are no tokens they are text.
