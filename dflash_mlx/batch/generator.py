@@ -32,21 +32,12 @@ from .rounds import Round, RowRound, begin_round
 from .row import Row, RowResponse, make_row
 
 # The share of time for reading prompts while answers run, and how many tokens are then read at once.
-PREFILL_SHARE, _CHUNK = 0.5, 512
+MAX_BATCH, PREFILL_SHARE, _CHUNK = 8, 0.5, 512
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(stream_generate).parameters.items()
     if parameter.default is not parameter.empty
 }
-
-
-def usual_rows() -> int:
-    """The default of `max_batch`: requests answered at the same time.
-
-    On CUDA it is one: there passes over one row are traced, and passes over several are not. An H200 wrote 282 tokens/s one by
-    one, 208 with four at once, 231 with eight, 366 with sixteen (SmolLM2-135M, bfloat16; mlx-lm: 94, 204, 454, 701).
-    """
-    return 1 if mx.default_device() == mx.gpu and mx.cuda.is_available() else 8
 
 
 def options_of(model: nn.Module, tokenizer: Any, prompt: Any, **given: Any) -> RunOptions:
@@ -70,7 +61,7 @@ class BatchGenerator:
 
     Args:
       draft_model: what `load_drafter` returned for `model`.
-      max_batch: most requests answered at the same time (None: `usual_rows()`); the others wait in order.
+      max_batch: most requests answered at the same time; the others wait in order.
       prefill_share: share of the time for reading prompts while answers run, above 0 and below 1.
     Raises:
       GenerationError: an argument that cannot be honoured.
@@ -82,7 +73,7 @@ class BatchGenerator:
         tokenizer: Any,
         draft_model: nn.Module,
         *,
-        max_batch: int | None = None,
+        max_batch: int = MAX_BATCH,
         prefill_share: float = PREFILL_SHARE,
         stream: Any = generation_stream,
     ):
@@ -90,7 +81,6 @@ class BatchGenerator:
             raise GenerationError(
                 "a batch needs a DFlash drafter", "Pass what load_drafter returns, or use mlx_lm.batch_generate"
             )
-        max_batch = usual_rows() if max_batch is None else max_batch
         if type(max_batch) is not int or max_batch < 1:
             raise GenerationError(f"max_batch is {max_batch!r}; it must be a whole number of at least 1")
         if not 0 < prefill_share < 1:
@@ -330,7 +320,7 @@ def batch_generate(
     *,
     draft_model: nn.Module | None = None,
     seeds: Sequence[int] | None = None,
-    max_batch: int | None = None,
+    max_batch: int = MAX_BATCH,
     prefill_share: float = PREFILL_SHARE,
     **options: Any,
 ) -> BatchResponse:

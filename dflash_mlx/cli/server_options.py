@@ -29,9 +29,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "max_batch": (
         Annotated[
             int | None,
-            option(
-                SERVER, min=1, help="Requests answered at the same time. Default: 8 with a drafter; 1 without one, and on CUDA."
-            ),
+            option(SERVER, min=1, help="Requests answered at the same time. Default: 8 with a drafter, 1 without one."),
         ],
         None,
     ),

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..batch.generator import PREFILL_SHARE, usual_rows
+from ..batch.generator import MAX_BATCH, PREFILL_SHARE
 from ..constraint import Grammar
 from ..drafter_checks import largest_block
 from ..errors import DFlashError
@@ -50,7 +50,7 @@ class Options:
     recommended: sampling settings from the target's generation_config.json. They apply unless the user or the request sets
     them, or the request's temperature is 0. prompt_cache_size: prompts kept in memory, at most prompt_cache_bytes in all (None:
     no limit; 0: keep nothing); prompt_cache_dir: where they are also kept in files.
-    log_prompts: log the text of each prompt. max_batch: requests answered at the same time; None: `usual_rows()` with a
+    log_prompts: log the text of each prompt. max_batch: requests answered at the same time; None: `MAX_BATCH` with a
     drafter, else 1, because only drafted requests run together. prefill_share: as in `BatchGenerator`.
     """
 
@@ -417,7 +417,7 @@ class Engine:
 
     def _can_run_together(self, stream: Any) -> bool:
         """Whether requests run together here. If so, `_together` is made."""
-        pair, options, most = self.pair, self.options, self.options.max_batch or usual_rows()
+        pair, options, most = self.pair, self.options, self.options.max_batch or MAX_BATCH
         if pair.drafter is None or most == 1 or options.caches.exact:
             return False
         if self._together is None:
