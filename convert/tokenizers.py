@@ -109,7 +109,7 @@ def _processors_template(directory: Path) -> dict[str, str]:
     file, own = directory / "chat_template.json", directory / "tokenizer_config.json"
     if not file.is_file() or (directory / "chat_template.jinja").exists():
         return {}
-    if own.is_file() and "chat_template" in json.loads(own.read_bytes()):
+    if own.is_file() and json.loads(own.read_bytes()).get("chat_template") is not None:
         return {}
     held = json.loads(file.read_bytes())
     template = held.get("chat_template") if isinstance(held, dict) else None

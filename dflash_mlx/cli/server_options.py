@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -83,14 +84,21 @@ def _gathered(given: Mapping[str, Any]) -> dict[str, Any]:
         **{name: given[name] for name in names},
         "unload_after_s": given["unload_after"],
         "aliases": _listed(given["model_aliases"]),
-        # An Origin header has no slash at its end.
-        "allowed_origins": [origin.rstrip("/") for origin in _listed(given["allowed_origins"])],
+        "allowed_origins": [_origin(text) for text in _listed(given["allowed_origins"])],
         "max_body_bytes": int(given["max_body_mb"] * 1e6),
     }
 
 
 def _listed(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _origin(text: str) -> str:
+    """What a browser may send as Origin: *, null, or a scheme and a host without a path; a slash at the end is taken off."""
+    origin = text.rstrip("/")
+    if not re.fullmatch(r"\*|null|[A-Za-z][\w.+-]*://[^/\s]+", origin):
+        raise refuse("--allowed-origins", f"{text!r} is not an origin; give the scheme and the host, as in http://localhost:3000")
+    return origin
 
 
 def _log_to_stderr(level: str, as_json: bool) -> None:

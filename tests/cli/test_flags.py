@@ -428,6 +428,19 @@ def test_an_admitted_origin_may_end_with_a_slash(outcome):
     assert "['http://a.example', '*', 'http://b.example:8080']" in str(slashed)
 
 
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/app", "a.example", "http://"])
+def test_what_no_browser_sends_as_an_origin_is_refused_with_an_example(outcome, origin):
+    code, output, *_ = outcome(["serve", *BASE["serve"], "--allowed-origins", f"http://a.example,{origin}"])
+    assert code == 2 and "is not an origin" in output and "http://localhost:3000" in output
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "https://a.example", "http://[::1]:8080", "chrome-extension://abcdef", "tauri://localhost"]
+)
+def test_every_form_of_an_origin_is_taken(outcome, origin):
+    assert f"['{origin}']" in str(outcome(["serve", *BASE["serve"], "--allowed-origins", origin]))
+
+
 @pytest.mark.parametrize(
     ("flag", "spaced", "found"),
     [

@@ -32,7 +32,7 @@ def test_the_terminal_of_the_tests_sees_torn_words_long_lines_and_pauses():
         screen.send("bob\r")
         assert screen.end() == 0
     assert screen.text.splitlines() == ["hello hello hello he", "llo hello", "word word", "name? bob"]
-    assert screen.torn == screen.over == ["hello hello hello he"] and 0.3 < screen.longest_pause < screen.changes[-1]
+    assert screen.torn == screen.over == ["hello hello hello he"] and 0.3 < screen.longest_pause < 20
 
 
 # Slow parts of every kind: one long step, known and unknown ends, words said meanwhile, and text at the end.

@@ -331,19 +331,20 @@ def test_eos_ids_are_joined_from_tokenizer_config_and_generation_config(tmp_path
     assert load(str(tmp_path / "mlx"))[1].eos_token_ids == tokenizer.eos_token_ids
 
 
-@pytest.mark.parametrize("beside", ["", "jinja", "tokenizer_config", "setting"])
+@pytest.mark.parametrize("beside", ["", "null", "jinja", "tokenizer_config", "setting"])
 def test_a_chat_template_in_a_processors_file_is_the_tokenizers_unless_it_has_one(tmp_path, beside):
     """As Mistral Small 3.1 and other multimodal models are published: transformers' tokenizers do not read that file."""
     source = copy_checkpoint(TINY / "target", tmp_path / "source")
     (source / "chat_template.json").write_text(json.dumps({"chat_template": "processor's é"}), encoding="utf-8")
     if beside == "jinja":
         (source / "chat_template.jinja").write_text("own")
-    if beside == "tokenizer_config":
+    if beside in ("tokenizer_config", "null"):
         settings = json.loads((source / "tokenizer_config.json").read_text())
-        (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "own"}))
+        own = "own" if beside == "tokenizer_config" else None
+        (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": own}))
     given = {"chat_template": "own"} if beside == "setting" else None
     _, tokenizer = load(str(source), tokenizer_config=given)
-    assert tokenizer.has_chat_template and tokenizer.chat_template == ("own" if beside else "processor's é")
+    assert tokenizer.has_chat_template and tokenizer.chat_template == ("processor's é" if beside in ("", "null") else "own")
     convert(str(source), str(tmp_path / "mlx"))
     theirs = mlx_lm.load(str(tmp_path / "mlx"))[1].chat_template
     assert theirs == ("own" if beside in ("jinja", "tokenizer_config") else "processor's é")
