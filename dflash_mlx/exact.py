@@ -233,7 +233,7 @@ def _pair_of(model: nn.Module, drafter: Drafter | None) -> ExactPair:
         pair.exact = pair.exact or ExactPair(pair.model, drafter)
         return pair.exact
     alone = vars(model).get("_exact_alone")
-    if alone is None:
+    if alone is None or alone.model is not model:
         # Beside the module's items: neither a parameter nor seen by who walks through them.
         object.__setattr__(model, "_exact_alone", alone := ExactAlone(model))
     return alone

@@ -67,7 +67,7 @@ class DFlashPair:
         self.exact: Any = None
 
     def __deepcopy__(self, memo: Any) -> None:
-        """None: a model that is copied gets an exact pair of its own at its first exact run."""
+        """None: a target that is copied gets an exact pair of its own at its first exact run."""
 
     @staticmethod
     def of(drafter: Drafter) -> DFlashPair:

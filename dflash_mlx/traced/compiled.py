@@ -532,7 +532,7 @@ class CompiledDraft(CompiledPass):
         return None if out is None else out[0]
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _filled_rows(spare: int, S: int) -> mx.array:
     """[spare + S] int32: the first of S rows in place of rows without meaning, then all of them. Made once: see `Place.of`."""
     return mx.array([*[0] * spare, *range(S)], dtype=mx.int32)

@@ -8,6 +8,7 @@ import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from kit import flat, greedy_ids, ids_of, letters, run, tiny_drafter, tiny_target
 
 from dflash_mlx import load, load_drafter, pair, stream_generate
@@ -85,14 +86,15 @@ def test_a_pair_keeps_neither_its_drafter_nor_its_target():
     assert gone[2]() is None
 
 
-def test_a_target_that_has_run_can_be_copied_and_the_copy_has_a_pair_of_its_own():
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_target_that_has_run_can_be_copied_and_the_copy_has_a_pair_of_its_own(copied):
     model = tiny_target(seed=2)
 
     def said(model):
         return [ids_of(run(model, d, PROMPT, 10, exact=exact)) for d in (tiny_drafter(model), None) for exact in (False, True)]
 
     before = said(model)
-    other = copy.deepcopy(model)
+    other = copied(model)
     assert said(other) == before
     pairs = [vars(each)["_exact_alone"] for each in (model, other)]
     assert [each.model for each in pairs] == [model, other] and pairs[0] is not pairs[1]
