@@ -1,6 +1,8 @@
 """DFlash 2 beside DFlash on `tiny`'s target: both go on from its built-in drafter with the same text for as many steps, on a CPU.
 
-    python bench/dflash2_tiny.py --out FOLDER [--steps 200] [--seed 0] [--backbone 0.5]     some ten minutes of a core
+    python bench/dflash2_tiny.py --out FOLDER [--steps 200] [--seed 0] [--backbone 0.5] [--conv-lr 0]
+
+Some ten minutes of a core.
 
 It leaves text, both drafters and record.json. The text is of one sort: how functions that begin by refusing a wrong type go on,
 half greedy and half drawn at temperature 0.7 or 1. Words of the 200 held-out questions are not in the training text's. tau:
@@ -109,6 +111,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=200)
     p.add_argument("--seed", type=int, default=0, help="of the order of the text, and of what is drawn at the start")
     p.add_argument("--backbone", type=float, default=0.5, help="weight of DFlash 2's loss without its selector")
+    p.add_argument("--conv-lr", type=float, default=0.0, help="times lr, of DFlash 2's convolutions; 0: as they begin")
     args = p.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begun = time.process_time()
@@ -123,7 +126,7 @@ def main() -> None:
     first = json.loads((start / "config.json").read_text())
     settings = TrainConfig(
         steps=args.steps, batch=1, anchors=16, max_len=80, lr=5e-4, ema=0.98, noise=0.0, log_every=20, eval_every_s=1e9,
-        seed=args.seed, backbone=args.backbone,
+        seed=args.seed, backbone=args.backbone, conv_lr=args.conv_lr,
     )  # fmt: skip
     folders = [args.out / "dflash", args.out / "dflash2"]
     for folder, raw in zip(folders, (first, as_dflash2(first, rank=32)), strict=True):
@@ -136,7 +139,7 @@ def main() -> None:
         row = {"temp": temp, "texts": len(written), "dflash": tau(one), "dflash2": tau(two), "bigram": tau(table)}
         rows.append(row | {"gain": paired(two, one), "over_bigram": paired(two, table)})
     record = {
-        "settings": {"steps": args.steps, "seed": args.seed, "backbone": args.backbone},
+        "settings": {"steps": args.steps, "seed": args.seed, "backbone": args.backbone, "conv_lr": args.conv_lr},
         "answer_tokens": int(docs.answer.sum()),
         "conversations": len(docs),
         "cpu_seconds": round(time.process_time() - begun),

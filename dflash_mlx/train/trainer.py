@@ -61,7 +61,8 @@ class TrainConfig:
     the temperature that it was sampled at, and drafts of greedy text are judged at `greedy_heat`.
     patience: end after this many evaluations in a row without a better tau, and keep the best weights; 0: never.
     Of DFlash 2 only: backbone, tv and predecessor ("text" or "own") as in `LossConfig`; selector_lr: times `lr`, because most
-    rows of a codebook are seldom seen.
+    rows of a codebook are seldom seen; conv_lr: times `lr`, for convolutions of slots, which begin as if they were not there.
+    0 leaves them so: better in short runs (docs/training.md).
     """
 
     steps: int | None = None
@@ -84,6 +85,7 @@ class TrainConfig:
     tv: float = 0.0
     predecessor: str = "text"
     selector_lr: float = 3.0
+    conv_lr: float = 1.0
     noise: float = 0.05
     seed: int = 0
     patience: int = 0
@@ -130,9 +132,11 @@ def learning_rate(config: TrainConfig, share: float) -> float:
 
 
 def _group(path: str, weight: mx.array) -> str:
-    """Which weights are optimised alike: the selector's at a rate of their own, and weight decay is for matrices."""
+    """Which weights are optimised alike: selector and convolutions at rates of their own, and weight decay is for matrices."""
     if path.startswith(("candidate_selector.", "markov_head.")):
         return "selector"
+    if "_conv." in path:
+        return "convolutions"
     return "matrices" if weight.ndim > 1 else "vectors"
 
 
@@ -153,8 +157,9 @@ class Trainer:
         adam = partial(optim.AdamW, 0.0, betas=[0.9, 0.95], bias_correction=True)
         # DFlash 2's selector or DSpark's Markov head: what knows the token before a slot.
         self.selector = drafter.get("candidate_selector") or drafter.get("markov_head")
-        groups = [adam(weight_decay=0.0), adam(weight_decay=config.weight_decay), adam(weight_decay=0.0)]
-        self.optimizer = optim.MultiOptimizer(groups, [lambda n, _: n == "selector", lambda n, _: n == "matrices"])
+        decay = {"selector": 0.0, "convolutions": config.weight_decay, "matrices": config.weight_decay, "vectors": 0.0}
+        filters = [lambda n, _, name=name: n == name for name in decay]
+        self.optimizer = optim.MultiOptimizer([adam(weight_decay=value) for value in decay.values()], filters[:-1])
         self.optimizer.init(self.params)
 
     @property
@@ -220,8 +225,8 @@ class Trainer:
         # The norm is a sum: in another order it rounds otherwise, and a restored state comes in another order.
         grads, norm = optim.clip_grad_norm(dict(sorted(grads.items())), self.config.clip)
         self.optimizer.learning_rate = rate
-        if self.selector is not None:
-            self.optimizer.optimizers[0].learning_rate = rate * self.config.selector_lr
+        for group, times in zip(self.optimizer.optimizers, (self.config.selector_lr, self.config.conv_lr), strict=False):
+            group.learning_rate = rate * times
         params = self.optimizer.apply_gradients(grads, params)
         ema = tree_map(lambda e, p: keep * e + (1 - keep) * p, ema, params)
         return params, ema, norm

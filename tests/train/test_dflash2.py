@@ -385,9 +385,10 @@ def test_gradients_of_sampled_and_greedy_text_do_not_depend_on_their_order(model
             np.testing.assert_allclose(got, want, atol=1e-6, rtol=2e-4, err_msg=name)
 
 
-def test_one_trained_step_moves_weights_as_an_independent_adamw_does(model, docs, first, tmp_path):
+@pytest.mark.parametrize("conv_lr", [0.25, 0.0])
+def test_one_trained_step_moves_weights_as_an_independent_adamw_does(model, docs, first, conv_lr):
     target, raw = Target(model, [1, 2, 4]), as_dflash2(first, rank=8)
-    settings = config(steps=10, learn_from="target", tv=0.5, weight_decay=0.01, clip=0.5)
+    settings = config(steps=10, learn_from="target", tv=0.5, weight_decay=0.01, clip=0.5, conv_lr=conv_lr)
     trainer = Trainer(init_drafter(raw, target, docs.pad([0], 32)[0], 0), target, raw, settings, mx.float32)
     one = next(batches(docs, 8, 24, 64, 0))[:5]
     before = {n: np.array(v, np.float64) for n, v in tree_flatten(trainer.packing.tree(trainer.params))}
@@ -400,7 +401,7 @@ def test_one_trained_step_moves_weights_as_an_independent_adamw_does(model, docs
     for name, value in tree_flatten(trainer.packing.tree(trainer.params)):
         g = grads[name] * min(1.0, 0.5 / (norm + 1e-6))
         own = name.startswith("candidate_selector.")
-        lr = rate * (settings.selector_lr if own else 1.0)
+        lr = rate * (settings.selector_lr if own else conv_lr if "_conv." in name else 1.0)
         decay = settings.weight_decay if before[name].ndim > 1 and not own else 0.0
         # First step: bias-corrected moments are the gradient and its square.
         want = before[name] * (1 - lr * decay) - lr * g / (np.abs(g) + 1e-8)
