@@ -276,16 +276,20 @@ def _results_within(messages: Messages) -> list[dict[str, Any]]:
         last = found[-1] if found else {}
         if message["role"] == "tool" and last.get("tool_calls") and not last["content"]:
             results, calls = last.get("tool_responses", []), last["tool_calls"]
-            # Without an id a result is that of the call in its place.
-            own = (call for call in calls if call.get("id") == message.get("tool_call_id"))
-            call = next(own, calls[min(len(results), len(calls) - 1)])
-            result = {"name": call.get("function", call)["name"], "response": message["content"]}
+            result = {"name": _name_of(message, calls, len(results)), "response": message["content"]}
             found[-1] = {**last, "tool_responses": [*results, result]}
         elif message["role"] == "assistant" and "tool_responses" in last and "tool_calls" not in message and not last["content"]:
             found[-1] = {**last, "content": message["content"]}
         else:
             found.append(message)
     return found
+
+
+def _name_of(result: dict[str, Any], calls: list[dict[str, Any]], place: int) -> str:
+    """The function that a result is of: by the id of its call, else by its own name, else by its place among the results."""
+    id, names = result.get("tool_call_id"), [call.get("function", call)["name"] for call in calls]
+    by_id = (name for call, name in zip(calls, names, strict=True) if id and call.get("id") == id)
+    return next(by_id, result["name"] if result.get("name") in names else names[min(place, len(names) - 1)])
 
 
 def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -309,7 +313,7 @@ def _one_at_a_time(messages: Messages) -> list[dict[str, Any]]:
         for place, call in enumerate(message["tool_calls"]):
             again = {key: value for key, value in message.items() if key not in REASONING} | {"content": ""}
             found.append({**(again if place else message), "tool_calls": [call]})
-            own = (at for at, one in enumerate(results) if one.get("tool_call_id") in (None, call.get("id")))
+            own = (at for at, one in enumerate(results) if one.get("tool_call_id") in (None, "", call.get("id")))
             if (at := next(own, None)) is not None:
                 found.append(results.pop(at))
         found += results

@@ -123,6 +123,31 @@ def test_results_stand_within_the_message_of_their_calls_where_the_template_read
     assert written(WITHIN, [ASKED, *messages]) == f"<user|{ASKED['content']}>{prompt}"
 
 
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        ([{}, {}], "ab"),
+        ([{"tool_call_id": None}, {"tool_call_id": None}], "ab"),
+        ([{"tool_call_id": ""}, {"tool_call_id": ""}], "ab"),
+        ([{"name": "b"}, {"name": "a"}], "ba"),
+        ([{"tool_call_id": "2"}, {"tool_call_id": "1"}], "ba"),
+        ([{"tool_call_id": "2", "name": "a"}, {"name": "c"}], "bb"),
+    ],
+)
+@pytest.mark.parametrize("ids", [("1", "2"), (None, None)])
+def test_a_result_is_that_of_the_call_that_it_names_or_whose_place_it_has(written, results, names, ids):
+    if ids[0] is None:
+        results = [{key: value for key, value in result.items() if not value or key == "name"} for result in results]
+        names = {"bb": "ab"}.get(names, names if "name" in results[0] else "ab")
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}} for id, name in zip(ids, "ab", strict=True)
+    ]
+    calls = [{key: value for key, value in call.items() if value is not None} for call in calls]
+    found = [{"role": "tool", "content": str(n), **result} for n, result in enumerate(results)]
+    prompt = written(WITHIN, [ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, *found])
+    assert prompt.endswith(f"(found {names[0]} 0)(found {names[1]} 1)")
+
+
 def test_a_template_that_reads_results_in_both_places_gets_them_as_they_came(written):
     prompt = written(WITHIN_OR_APART, [ASKED, BOTH, *FOUND])
     assert prompt == f"<user|{ASKED['content']}><model|{CALLED}Let me look.>(found 20)(found 7)<model|"
