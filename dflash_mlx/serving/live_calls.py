@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm.tool_parsers.qwen3_coder import _convert_param_value as convert_value
 
-from .call_texts import Reader, as_meant, is_text, names_of, schemas_of
+from .call_texts import Reader, Types, as_meant, is_text, names_of, types_of
 from .tool_calls import Call, is_json, parse_xml_call
 
 
@@ -80,7 +80,7 @@ class HeadedCalls(LiveCalls):
     """A name, a mark, and an object: `ls[ARGS]{...}`, `functions.ls:0<|tool_call_argument_begin|>{...}`."""
 
     _HEAD = re.compile(
-        r"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
+        r"(?<![\w./:-])(?:functions\.)?([\w./:-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
@@ -174,6 +174,7 @@ class XmlCalls(LiveCalls):
     def __init__(self, tools: Sequence[dict[str, Any]]):
         super().__init__(tools)
         self._held, self._name, self._key, self._first, self._open = "", None, None, True, False
+        self._types: Types = {}
 
     def feed(self, text: str) -> list[Part]:
         parts, self._held = [], self._held + text
@@ -189,11 +190,12 @@ class XmlCalls(LiveCalls):
         """Outside of values: a call begins, a parameter begins, or a call ends."""
         if self._name is None:
             found = self._FUNCTION.search(self._held)
-            if found is None or found[1] not in self.names:
+            if found is None or found[1] not in self.names or self._is_json():
                 return False
             self._name, self._first, self._held = found[1], True, self._held[found.end() :]
+            self._types = types_of(self._name, self.tools)
         found, end = self._PARAMETER.search(self._held), self._held.find("</function>")
-        if found is not None and (end < 0 or found.start() < end):
+        if found is not None and (end < 0 or found.start() < end) and not self._is_json():
             self._key, self._open = found[1], False
             self._held = self._held[found.end() :]
             if self._first:
@@ -209,6 +211,10 @@ class XmlCalls(LiveCalls):
         parts.append(Part(arguments="}"))
         self._name, self._held = None, self._held[end + len("</function>") :]
         return True
+
+    def _is_json(self) -> bool:
+        """Whether an object comes next: tags within its texts begin nothing."""
+        return self._held.lstrip().startswith("{")
 
     def _whole_call(self, arguments: str, end: int, parts: list[Part]) -> bool:
         """A call without parameters, if its arguments are an object all the same."""
@@ -239,15 +245,11 @@ class XmlCalls(LiveCalls):
         return False
 
     def _is_text(self) -> bool:
-        return is_text(self._key, schemas_of(self._name, self.tools))
+        return is_text(self._types.get(self._key))
 
     def _whole(self, value: str) -> str:
         """A value that is closed, or the rest of an open text with its quote."""
         if self._open:
             return json.dumps(value, ensure_ascii=False)[1:]
-        try:
-            schemas = schemas_of(self._name, self.tools)
-            read = as_meant(value, convert_value(value, self._key, schemas), self._key, schemas)
-            return json.dumps(read, ensure_ascii=False, allow_nan=False)
-        except Exception:  # noqa: BLE001 - it raises what it likes on what a target may write
-            return json.dumps(value, ensure_ascii=False)
+        read = as_meant(value, convert_value(value, self._key, {}), self._types.get(self._key))
+        return json.dumps(read, ensure_ascii=False, allow_nan=False)

@@ -15,12 +15,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
-from mlx_lm.tool_parsers.minimax_m2 import _convert_param_value_with_types as read_as
-from mlx_lm.tool_parsers.minimax_m2 import _get_param_types_from_config as types_of
-from mlx_lm.tool_parsers.pythonic import parse_tool_call as parse_python
-from mlx_lm.tool_parsers.qwen3_coder import _get_arguments_config as schemas_of
+from mlx_lm.tool_parsers.pythonic import _JSONLiterals as JsonLiterals
 
-from .call_texts import GLM, LONGCAT, MINICPM, MINIMAX, MUSE, NAME, XML, Reader, any_name, names_of, or_name, show, verbatim
+from .call_texts import (
+    GLM,
+    LONGCAT,
+    MINICPM,
+    MINIMAX,
+    MUSE,
+    NAME,
+    XML,
+    Reader,
+    Types,
+    any_name,
+    names_of,
+    or_name,
+    read_as,
+    show,
+    types_of,
+    untyped,
+    verbatim,
+)
 from .gemma_calls import gemma_reader
 
 
@@ -48,7 +63,7 @@ def _llama_calls(text: str, tools: Any) -> Any:
     try:
         return _json_calls(text, tools)
     except json.JSONDecodeError:
-        return any_name(_pythonic(parse_python))(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"), tools)
+        return _pythonic(text.strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>"), tools)
 
 
 def _llama4_calls(text: str, tools: Any) -> Any:
@@ -61,7 +76,7 @@ def _llama4_calls(text: str, tools: Any) -> Any:
 
 def _python_lines(text: str, tools: Any) -> Any:
     """A call as Python writes it on each line."""
-    calls = [any_name(_pythonic(parse_python))(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
+    calls = [_pythonic(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
     return [call for one in calls for call in (one if isinstance(one, list) else [one])]
 
 
@@ -103,20 +118,19 @@ def _dsml_calls(text: str, tools: Any) -> Any:
     found = _DSML_CALL.findall(text)
     if not found or not _DSML_ENDS.fullmatch(_DSML_CALL.sub("", text)):
         raise ValueError("not all of it is calls")
-    return [{"name": name, "arguments": _dsml_arguments(body, schemas_of(name, tools))} for name, body in found]
+    return [{"name": name, "arguments": _dsml_arguments(body, types_of(name, tools))} for name, body in found]
 
 
-def _dsml_arguments(body: str, schemas: dict[str, Any]) -> Any:
+def _dsml_arguments(body: str, types: Types) -> Any:
     parts = _DSML_PART.findall(body)
     if _DSML_PART.sub("", body).strip():
         return body
-    typed = {key: types_of(key, schemas) if key in schemas else [] for key, _, _ in parts}
     return {
         key: value
-        if stated == "true" or typed[key] == ["string"]
+        if stated == "true" or types.get(key) == {"string"}
         else json.loads(value)
         if stated
-        else read_as(value, typed[key])
+        else read_as(value, types.get(key, set()))
         for key, stated, value in parts
     }
 
@@ -135,44 +149,49 @@ def _mistral(read: Reader) -> Reader:
     return read_with_ids
 
 
-def _pythonic(read: Reader) -> Reader:
-    """mlx-lm's parser, also for JSON, and without its guess at text that is no Python.
+@any_name
+def _pythonic(text: str, tools: Any) -> Any:
+    """A list of calls as Python writes them; also JSON. There may be JSON's true, false and null, and line ends in texts.
 
-    The guess reads several calls as one with a long value, and drops values without a name.
+    What is no literal is its text. mlx-lm's parser guesses at what is no Python, and so drops and changes values.
+    Raises ValueError or SyntaxError on anything else than calls with named values.
     """
-
-    def read_python(text: str, tools: Any) -> Any:
-        if re.match(r"\s*(?:\[\s*)?\{", text):
-            return _json_calls(text, tools)
-        parsed = read(text, tools)
-        if isinstance(parsed, dict):
-            bare = re.sub(_QUOTED, "", text)
-            several = len(re.findall(r"[\w.]+\(", bare)) > 1
-            if several or _has_unnamed(text) or not parsed["arguments"] and not re.search(r"\(\s*\)", bare):
-                raise ValueError("it is no list of calls with named values")
-        return parsed
-
-    return read_python
-
-
-def _has_unnamed(text: str) -> bool:
-    """Whether a list of one call as Python writes it has values without a name."""
+    if re.match(r"\s*(?:\[\s*)?\{", text):
+        return _json_calls(text, tools)
+    text = text[text.find("[") : text.rfind("]") + 1]
     try:
-        made = ast.parse(text[text.find("[") : text.rfind("]") + 1], mode="eval").body
-    except (SyntaxError, ValueError):
-        return False
-    return any(getattr(call, "args", None) for call in getattr(made, "elts", ()))
+        made = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        text = re.sub(_QUOTED, lambda found: found[0].replace("\n", "\\n").replace("\r", "\\r"), text)
+        made = ast.parse(text, mode="eval").body
+    calls = made.elts if isinstance(made, ast.List) else []
+    if not calls or any(not isinstance(call, ast.Call) or call.args for call in calls):
+        raise ValueError("it is no list of calls with named values")
+    if any(len({part.arg for part in call.keywords if part.arg}) < len(call.keywords) for call in calls):
+        raise ValueError("two of its values have one name, or one has none")
+    return [
+        {"name": ast.unparse(call.func), "arguments": {part.arg: _python_value(part.value, text) for part in call.keywords}}
+        for call in calls
+    ]
 
 
-def _with_schemas(part: re.Pattern, text: str, tools: Any, rewrite: Callable[[re.Match, dict[str, Any]], str]) -> str:
-    """A text with each argument that `part` finds rewritten by the schemas of its call: group 1 is the name of a call."""
-    schemas: dict[str, Any] = {}
+def _python_value(node: ast.expr, text: str) -> Any:
+    written = ast.get_source_segment(text, node)
+    try:
+        return ast.literal_eval(JsonLiterals().visit(node))
+    except ValueError:
+        return written
+
+
+def _with_schemas(part: re.Pattern, text: str, tools: Any, rewrite: Callable[[re.Match, Types], str]) -> str:
+    """A text with each argument that `part` finds rewritten by the types of its call: group 1 is the name of a call."""
+    types: Types = {}
 
     def seen(found: re.Match) -> str:
-        nonlocal schemas
+        nonlocal types
         if found[1] is None:
-            return rewrite(found, schemas)
-        schemas = schemas_of(found[1], tools)
+            return rewrite(found, types)
+        types = types_of(found[1], tools)
         return found[0]
 
     return part.sub(seen, text)
@@ -186,28 +205,28 @@ _K3_PART = re.compile(
 def _kimi_k3(read: Reader) -> Reader:
     """mlx-lm's parser, with the type of the tool's schema for arguments that state no type or another one."""
 
-    def typed(found: re.Match, schemas: dict[str, Any]) -> str:
+    def typed(found: re.Match, known: Types) -> str:
         key = re.search(r'\bkey="([^"]*)"', found[3])
-        types = types_of(key[1], schemas) if key and key[1] in schemas else ["string", "null"]
+        types = (known.get(key[1]) if key else None) or {"string", "null"}
         stated = re.search(r'\s*\btype="[^"]*"', found[3])
         if stated and "string" in types and len(types) > 1:
             return found[0]
         rest = found[3].replace(stated[0], "") if stated else found[3]
-        return f'{found[2]}{rest} type="{"string" if types == ["string"] else "json"}"'
+        return f'{found[2]}{rest} type="{"string" if types == {"string"} else "json"}"'
 
     def read_typed(text: str, tools: Any) -> Any:
         calls = read(_with_schemas(_K3_PART, text, tools, typed), tools)
         for call in calls:
+            types = types_of(call["name"], tools)
             for key, value in call["arguments"].items():
-                types = types_of(key, schemas_of(call["name"], tools))
-                if isinstance(value, str) and "string" not in types:
-                    call["arguments"][key] = read_as(value, types)
+                if isinstance(value, str) and types.get(key) and "string" not in types[key]:
+                    call["arguments"][key] = read_as(value, types[key])
         return calls
 
     return read_typed
 
 
-_read_parameters = verbatim(XML)(qwen3_coder.parse_tool_call)
+_read_parameters = verbatim(XML)(untyped(qwen3_coder.parse_tool_call))
 
 
 def parse_xml_call(text: str, tools: Any) -> Any:
@@ -220,20 +239,20 @@ def parse_xml_call(text: str, tools: Any) -> Any:
 
 _TOOL_CALL = {
     json_tools.parse_tool_call: _json_calls,
-    glm47.parse_tool_call: verbatim(GLM)(glm47.parse_tool_call),
+    glm47.parse_tool_call: verbatim(GLM)(untyped(glm47.parse_tool_call, "<arg_key>")),
     qwen3_coder.parse_tool_call: parse_xml_call,
 }
 # Corrections of mlx-lm's parsers, by the mark that starts their calls.
 _MENDED = {
     "[TOOL_CALLS]": lambda read: any_name(_mistral(read)),
-    "<|tool_call_start|>": lambda read: any_name(_pythonic(read)),
+    "<|tool_call_start|>": lambda read: _pythonic,
     "<|tool_call>": lambda read: gemma_reader('<|"|>'),
     "<start_function_call>": lambda read: gemma_reader("<escape>"),
     "<|open|>tools<|sep|>": _kimi_k3,
     "<atem:function_calls>": verbatim(MUSE),
-    "<minimax:tool_call>": verbatim(MINIMAX),
-    "<function name=": verbatim(MINICPM),
-    "<longcat_tool_call>": lambda read: verbatim(LONGCAT)(or_name(read)),
+    "<minimax:tool_call>": lambda read: verbatim(MINIMAX)(untyped(read)),
+    "<function name=": lambda read: verbatim(MINICPM)(untyped(read)),
+    "<longcat_tool_call>": lambda read: verbatim(LONGCAT)(untyped(or_name(read))),
     "<tool_call>": lambda read: _TOOL_CALL.get(read, read),
 }
 

@@ -143,12 +143,27 @@ WORDY = [{"type": "function", "function": {"name": "ls", "parameters": WORDS}}]
 
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("key", ["a", "s"])
-@pytest.mark.parametrize("value", ["3", "true", '{"x":1}', " x ", "    if a < b:\n        return\n", "\n", ""])
+@pytest.mark.parametrize("value", ["3", "true", "null", '{"x":1}', " x ", "    if a < b:\n        return\n", "\n", ""])
 @pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
 def test_a_value_that_is_to_be_text_is_the_text_that_was_written(parser, head, part, end, key, value, step):
     family = marked(parser)
     written = f"{family.tool_call_start}{head}{part.format(key, value)}{part.format('n', 3)}{end}{family.tool_call_end}"
-    assert told(family, written, tools=WORDY, step=step) == [("call", [("ls", json.dumps({key: value, "n": 3}))])]
+    for live in (False, True):
+        read = None if (key, value) == ("s", "null") else value
+        assert called(family, written, WORDY, step, live) == [("ls", {key: read, "n": 3})]
+
+
+def called(family, text, tools, step=1000, live=False):
+    """The calls in a text, each with its arguments; no text may stand beside them."""
+    reader, calls = Channels(family, tools=tools, live=live), []
+    for at in range(0, len(text), step):
+        for piece in reader.feed(text[at : at + step], last=at + step >= len(text)):
+            calls += [[call.name, call.arguments] for call in piece.calls]
+            if piece.kind == "arguments":
+                calls[-1][1] += piece.text
+            else:
+                assert not piece.text
+    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 OPTIONAL = [
@@ -158,22 +173,106 @@ OPTIONAL = [
 ]
 
 
+FORMS = {
+    "list": lambda kind: {"type": [kind, "null"]},
+    "anyOf": lambda kind: {"anyOf": [{"type": kind}, {"type": "null"}], "default": None},
+    # As Pydantic writes the optional fields that are models.
+    "anyOf ref": lambda kind: {"anyOf": [{"$ref": "#/$defs/V"}, {"type": "null"}]},
+    "allOf ref": lambda kind: {"allOf": [{"$ref": "#/definitions/V"}], "default": None},
+    "ref": lambda kind: {"$ref": "#/$defs/V"},
+    "circle": lambda kind: {"$ref": "#/$defs/W"},
+}
+
+
 @pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("form", ["list", "anyOf"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kind", "value", "read"), [*OPTIONAL, *((kind, "null", None) for kind, *_ in OPTIONAL[2:])])
 @pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
 def test_a_value_that_may_be_missing_has_its_type(parser, head, part, end, kind, value, read, form, live):
     """As Pydantic and MCP servers write an optional parameter."""
-    schema = {"type": [kind, "null"]} if form == "list" else {"anyOf": [{"type": kind}, {"type": "null"}], "default": None}
-    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"properties": {"v": schema}}}}]
     family = marked(parser)
-    channels = Channels(family, tools=tools, live=live)
-    pieces = channels.feed(f"{family.tool_call_start}{head}{part.format('v', value)}{end}{family.tool_call_end}", last=True)
-    text = "".join(piece.text for piece in pieces) or "".join(call.arguments for piece in pieces for call in piece.calls)
-    assert json.loads(text) == {"v": read}
+    written = f"{family.tool_call_start}{head}{part.format('v', value)}{end}{family.tool_call_end}"
+    assert called(family, written, offered(FORMS[form](kind), kind), live=live) == [("ls", {"v": read})]
+
+
+def offered(schema, kind="object"):
+    """A function with one parameter, whose schema may refer to a type."""
+    defined = {"V": {"type": kind}, "W": {"anyOf": [{"$ref": "#/$defs/W"}, {"$ref": "#/$defs/V"}]}}
+    parameters = {"properties": {"v": schema}, "$defs": defined, "definitions": defined}
+    return [{"type": "function", "function": {"name": "ls", "parameters": parameters}}]
+
+
+# And those that may state what a value is.
+STATING = [
+    *TAGGED,
+    ("kimi_k3", '<|open|>call tool="ls" index="1"<|sep|>', argument("{}", "{}"), "<|close|>call<|sep|>"),
+    ("dsml", *(DSML[: DSML.index("{}")], dsml("{}", "{}", ""), DSML[DSML.index("{}") + 2 :])),
+]
+
+
+def in_marks(parser, written):
+    """A family, and the text of a call of its."""
+    family = Marked("｜DSML｜") if parser == "dsml" else marked(parser)
+    return family, written if parser == "dsml" else f"{family.tool_call_start}{written}{family.tool_call_end}"
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("schema", [{}, {"description": "what is sought"}, {"$ref": "#/$defs/X"}, {"$ref": "#/$defs/V"}])
+@pytest.mark.parametrize(("value", "read"), [('{"x": [1]}', {"x": [1]}), ("3", 3), ("x y", "x y")])
+@pytest.mark.parametrize(("parser", "head", "part", "end"), STATING)
+def test_a_value_of_no_type_is_json_if_it_can_be(parser, head, part, end, value, read, schema, live):
+    family, text = in_marks(parser, f"{head}{part.format('v', value)}{end}")
+    assert called(family, text, offered(schema), live=live) == [("ls", {"v": read})]
+
+
+@pytest.mark.parametrize("schema", [{}, {"$ref": "#/$defs/V"}])
+@pytest.mark.parametrize(
+    ("parser", "part", "value", "read"),
+    [
+        ("kimi_k3", argument("v", "{}", "object"), '{"x": 1}', {"x": 1}),
+        ("dsml", dsml("v", "{}", ' string="false"'), '{"x": 1}', {"x": 1}),
+    ],
+)
+def test_a_value_of_no_type_is_of_the_type_that_the_call_states(parser, part, value, read, schema):
+    head, end = next((head, end) for name, head, _, end in STATING if name == parser)
+    assert called(*in_marks(parser, f"{head}{part.format(value)}{end}"), offered(schema)) == [("ls", {"v": read})]
+    text = part.replace('"object"', '"string"').replace('"false"', '"true"').format("3")
+    assert called(*in_marks(parser, f"{head}{text}{end}"), offered({})) == [("ls", {"v": "3"})]
+
+
+EXACT = 2**53 + 1
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "value", "read"),
+    [
+        *(("boolean", value, True) for value in ("true", " true", "True", "1", "yes", "on")),
+        *(("boolean", value, False) for value in ("false", "False ", "0", "no", "off")),
+        *(("integer", str(EXACT), EXACT), ("number", str(EXACT), EXACT), ("integer", "3.0", 3), ("number", "1e3", 1000)),
+        # What is of no such type stays what it is: the tool says what is wrong with it.
+        *(("integer", "3.5", 3.5), ("integer", "abc", "abc"), ("boolean", "maybe", "maybe"), ("number", "1e999", "1e999")),
+        *(("object", "[1", "[1"), ("array", "NaN", "NaN"), ("object", "{'a': {1}}", "{'a': {1}}")),
+    ],
+)
+@pytest.mark.parametrize(("parser", "head", "part", "end"), TAGGED)
+def test_a_value_is_exactly_what_is_written_whole_or_in_a_stream(parser, head, part, end, kind, value, read, live):
+    family, text = in_marks(parser, f"{head}{part.format('v', value)}{end}")
+    (name, arguments), *more = called(family, text, offered({"type": kind}), live=live)
+    assert (name, arguments, more) == ("ls", {"v": read}, []) and type(arguments["v"]) is type(read)
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": None}, {"properties": {"v": True}}])
+@pytest.mark.parametrize(("parser", "head", "part", "end"), [*STATING, ("mistral", "ls[ARGS]", '{{"{}": "{}"}}', "")])
+def test_a_function_of_no_known_parameters_is_called(parser, head, part, end, parameters, live):
+    family, text = in_marks(parser, f"{head}{part.format('v', 'x y')}{end}")
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": parameters}}]
+    assert called(family, text, tools, live=live) == [("ls", {"v": "x y"})]
 
 
 OBJECT = '{"a": "x <b>", "n": 3}'
+TAGS = '{"a": "<function=ls><parameter=a>x</parameter>"}'
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -183,12 +282,19 @@ OBJECT = '{"a": "x <b>", "n": 3}'
     [
         ("qwen3_coder", f"\n<function=ls>\n{OBJECT}\n</function>\n", OBJECT),
         ("qwen3_coder", f'\n{{"name": "ls", "arguments": {OBJECT}}}\n', OBJECT),
+        ("qwen3_coder", f"\n<function=ls>\n{TAGS}\n</function>\n", TAGS),
+        ("qwen3_coder", f'\n{{"name": "ls", "arguments": {TAGS}}}\n', TAGS),
         ("qwen3_coder", "\n<function=ls>\nthe files\n</function>\n", None),
         ("pythonic", f'[{{"name": "ls", "arguments": {OBJECT}}}]', OBJECT),
         ("pythonic", f'{{"name": "ls", "arguments": {OBJECT}}}', OBJECT),
         ("pythonic", '[ls("x <b>", n=3)]', None),
         ("pythonic", '[ls("x")]', None),
         ("pythonic", "[ls(x y)]", None),
+        ("pythonic", '[ls(a="x", n="5", "z")]', None),
+        ("pythonic", '[ls(a="x", **n)]', None),
+        ("pythonic", "[ls(n=1, n=2)]", None),
+        ("pythonic", '[ls(a="x", n=[y, z])]', '{"a": "x", "n": "[y, z]"}'),
+        ("pythonic", '[ls(a="x\ny", n=3)]', '{"a": "x\\ny", "n": 3}'),
     ],
 )
 def test_arguments_in_another_form_are_read_or_left_as_text_and_never_dropped(parser, written, wanted, step, live):
@@ -224,7 +330,21 @@ def test_a_function_is_called_by_the_whole_of_its_name(parser, written, name, st
     tools = [{"type": "function", "function": {"name": other}} for other in (name, "read", "id", "fs", "resolve")]
     written = written.replace("ls", name, 1).replace("VALUE", f"{name}(")
     text = f"{family.tool_call_start}{written}{family.tool_call_end}"
-    assert told(family, text, tools=tools, step=step) == [("call", [(name, json.dumps({"a": f"{name}("}))])]
+    for live in (False, True):
+        assert called(family, text, tools, step, live) == [(name, {"a": f"{name}("})]
+
+
+@pytest.mark.parametrize("key", ["max-results", "@type", "a.b", "from", "n"])
+@pytest.mark.parametrize(
+    "marks", ["<|tool_call_start|>[{}]<|tool_call_end|>", "<|python_tag|>[{}]", "<function_calls>{}</function_calls>"]
+)
+def test_a_parameter_has_the_whole_of_its_name_in_python(marks, key):
+    start, end = marks.split("[{}]" if "[" in marks else "{}")
+    family = marked("pythonic") if "start" in start else Marked(*filter(None, (start, end)))
+    parameters = {"properties": {name: {} for name in (key, "results", "type", "b")}}
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": parameters}}]
+    text = marks.format(f'ls({key}=3, results="{key}=4", b=true)')
+    assert called(family, text, tools) == [("ls", {key: 3, "results": f"{key}=4", "b": True})]
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -239,6 +359,16 @@ def test_a_function_is_called_by_the_whole_of_its_name(parser, written, name, st
         ("a:Ma, b:{c}]M, n : 2", {"a": "a, b:{c}]", "n": 2}),
         ('a:"x, y"', {"a": "x, y"}),
         ("a:Paris", {"a": "Paris"}),
+        # Colons and apostrophes are a text's.
+        ("t:12:30,n:1", {"t": "12:30", "n": 1}),
+        ("t:2026-11-30 12:30", {"t": "2026-11-30 12:30"}),
+        ("a:https://x.y/z?q=1", {"a": "https://x.y/z?q=1"}),
+        ("a: see https://x.y", {"a": "see https://x.y"}),
+        ("a:it's", {"a": "it's"}),
+        ("o:{t:12:30}", {"o": {"t": "12:30"}}),
+        # The tool wants another type.
+        ("a:42,n:M5M,b:MtrueM", {"a": "42", "n": 5, "b": True}),
+        ("a:null,n:MfiveM", {"a": "null", "n": "five"}),
     ],
 )
 def test_values_of_gemmas_calls_are_read_at_every_depth(parser, written, read, step):
@@ -266,7 +396,7 @@ def test_every_call_between_one_pair_of_marks_is_read():
     ("parser", "written"),
     [
         ("kimi_k3", k3(argument("a", "x", "string")) + k3(call='<|open|>call index="2"<|sep|>')),
-        ("qwen3_coder", "<function=ls><parameter=n>1</parameter></function><function=ls><parameter=n>two</parameter></function>"),
+        ("qwen3_coder", "<function=ls><parameter=n>1</parameter></function><function=ls>words</function>"),
         ("pythonic", "[ls(n=1), ls(n=)]"),
     ],
 )
