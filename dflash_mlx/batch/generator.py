@@ -61,7 +61,7 @@ class BatchGenerator:
 
     Args:
       draft_model: what `load_drafter` returned for `model`.
-      max_batch: most requests answered at the same time; the others wait in order.
+      max_batch: most requests answered at the same time; the others wait in order. None: `MAX_BATCH`.
       prefill_share: share of the time for reading prompts while answers run, above 0 and below 1.
     Raises:
       GenerationError: an argument that cannot be honoured.
@@ -73,7 +73,7 @@ class BatchGenerator:
         tokenizer: Any,
         draft_model: nn.Module,
         *,
-        max_batch: int = MAX_BATCH,
+        max_batch: int | None = MAX_BATCH,
         prefill_share: float = PREFILL_SHARE,
         stream: Any = generation_stream,
     ):
@@ -81,6 +81,7 @@ class BatchGenerator:
             raise GenerationError(
                 "a batch needs a DFlash drafter", "Pass what load_drafter returns, or use mlx_lm.batch_generate"
             )
+        max_batch = MAX_BATCH if max_batch is None else max_batch
         if type(max_batch) is not int or max_batch < 1:
             raise GenerationError(f"max_batch is {max_batch!r}; it must be a whole number of at least 1")
         if not 0 < prefill_share < 1:
@@ -186,7 +187,9 @@ class BatchGenerator:
         if self._target is None or self._target.target is not self.pair.target:
             known = self.pair.batch_target
             if known is None or known.target is not self.pair.target:
-                known = self.pair.batch_target = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
+                known = BatchTarget(self.pair.target, lambda: make_target_cache(self.model))
+                # An error may pass, as for want of memory: the next batch tests again.
+                self.pair.batch_target = None if known.has_failed else known
             self._target = known.another()
         return self._target.reason is None
 
@@ -216,7 +219,7 @@ class BatchGenerator:
                 return self._alone(rows[0])
             current, width = self._begin(rows)
         done = [row for row in rows if row.round]
-        is_alike, seconds = current is not None and all(row.policy.width == width for row in done), 0.0
+        is_alike, seconds = current is not None and all(row.did(width) for row in done), 0.0
         if current is not None:
             self._ahead = current.read(self._look_ahead(current, rows))
             current.commit(seconds := self.pair.clock() - began)
@@ -224,7 +227,7 @@ class BatchGenerator:
             is_alike = is_alike and not (current.is_ahead and (has_read or self._ahead is None))
         found = self._hand_out(done)
         if is_alike and all(response.error is None for response in found):
-            self.policy.observe(len(done), width, seconds)
+            self.policy.observe([row.policy for row in done], width, seconds)
         return found
 
     @staticmethod
@@ -320,7 +323,7 @@ def batch_generate(
     *,
     draft_model: nn.Module | None = None,
     seeds: Sequence[int] | None = None,
-    max_batch: int = MAX_BATCH,
+    max_batch: int | None = MAX_BATCH,
     prefill_share: float = PREFILL_SHARE,
     **options: Any,
 ) -> BatchResponse:

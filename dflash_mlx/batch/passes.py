@@ -46,8 +46,8 @@ class RowPass:
     seat: Seat | None = None
 
 
-# Never evaluated: a layer only hands such an array on.
-_NOTHING = mx.zeros((1, 1, 1, 1))
+# A layer only hands such an array on. A constant: an operation would belong to the thread that imports this.
+_NOTHING = mx.array([[[[0.0]]]])
 
 
 class _PerShare(mx.array):
@@ -239,10 +239,11 @@ class BatchTarget:
 
     make_cache: makes empty cache entries of the target.
     reason: why the target cannot run several rows, found by a test with two short rows; None if it can.
+    has_failed: whether the reason is an error, which another test might not meet.
     """
 
     def __init__(self, target: Target, make_cache: Callable[[], list[Any]]):
-        self.target, self._layout, self._alone = target, None, False
+        self.target, self.has_failed, self._layout, self._alone = target, False, None, False
         self._split_modules([], [])
         self.reason = self._probe(make_cache)
 
@@ -319,6 +320,7 @@ class BatchTarget:
                 self._prompts(make_cache)
             alone = mx.concatenate(self._singles(blocks, make_cache))
         except Exception as error:  # noqa: BLE001 - any error of a model's code is the reason
+            self.has_failed = True
             return f"its caches are of a kind that only one row can use ({error})"
         near, reason = 1e-4 if alone.dtype == mx.float32 else 0.1, "none of its modules is given a cache"
         attending = {id(m): m for _, m in self.target.model.named_modules() if _calls_attention(m)}
@@ -329,10 +331,12 @@ class BatchTarget:
                 Groups().arrange([(row.seat, row.point.length + row.size) for row in rows if row.seat])
                 together = self(mx.array([token for block in blocks for token in block]), rows).hidden[:, 0]
                 error = (mx.abs(together - alone).max() / mx.abs(alone).max()).item()
+                self.has_failed = False
                 if error < near:
                     return None
                 reason = f"its layers give other values for several rows ({error:.1e} off)"
             except Exception as error:  # noqa: BLE001
+                self.has_failed = True
                 reason = f"its layers cannot run several rows ({type(error).__name__}: {error})"
         return reason
 

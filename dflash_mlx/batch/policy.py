@@ -8,8 +8,10 @@ Knows numbers only. For a row that runs alone its own policy chooses (`draft_len
 The width with the largest value is taken; 0 is plain batching. The drafts of a row add time to the round. If they bring less than
 half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
 are taken from the nearest number of rows. A width that never ran is tried once, if it would pay at the cost that it has for one
-row. All rows draft in the first rounds of a width: only such rounds say what it costs. Drafting is compared with plain rounds: a
-few come first, and then one now and then while rows draft.
+row. All rows draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Drafting is compared
+with plain rounds: a few come first, and then one now and then while rows draft.
+
+A request may ask for a width of its own. Such a row drafts in every round; what the others do beside it has costs of its own.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class BatchPolicy:
 
     def __init__(self, most: int, costs: RoundCosts | None = None):
         self.most, self.costs = most, costs or RoundCosts()
+        # By number of rows with a fixed width, and the sum of these widths.
+        self._costs = {(0, 0): self.costs}
         self._rounds = 0
 
     def plan(self, rows: Sequence[RowPolicy]) -> int:
@@ -89,10 +93,10 @@ class BatchPolicy:
         if not free:
             return 0
         self._rounds += 1
-        B, widths = len(rows), [0, *first_widths(self.most)]
+        B, widths, costs = len(rows), [0, *first_widths(self.most)], self._costs_with(rows)
         tokens = [expected_tokens(row.own.acceptance.rates()) for row in free]
-        seconds, fixed = self._seconds(B, widths, free[0].own.cost_model), len(rows) - len(free)
-        value = {w: (fixed + sum(t[w] for t in tokens)) / s for w, s in seconds.items()}
+        seconds, others = self._seconds(costs, B, widths, free[0].own.cost_model), len(rows) - len(free)
+        value = {w: (others + sum(t[w] for t in tokens)) / s for w, s in seconds.items()}
         best = sorted(value, key=value.__getitem__, reverse=True)
         # Plain rounds first: drafting is compared with them. A width that is almost as good is timed again now and then.
         width, second = best[0], best[1] if len(best) > 1 else best[0]
@@ -100,33 +104,44 @@ class BatchPolicy:
             width = second
         elif self._rounds % _PLAIN_AGAIN == 0:
             width = 0
-        if width and self.costs.is_known(B, width):
-            free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / B)
+        is_known, drafting = costs.is_known(B, width), sum(row.is_free for row in rows)
+        if width and is_known:
+            free = self._worth(free, tokens, width, value[best[0]], (seconds[width] - seconds[0]) / drafting)
             width = width if free else 0
         for row in rows:
-            row.price = value[best[0]] * self._token_s(B, seconds)
+            row.price, row.looks_up = value[best[0]] * self._token_s(costs, B, drafting, seconds), is_known
         for row in free:
             row.width = width
         return width
 
-    def _seconds(self, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
+    def _costs_with(self, rows: Sequence[RowPolicy]) -> RoundCosts:
+        """The costs of rounds with as many rows of fixed width as here, which draft as much."""
+        fixed = [row.own.width for row in rows if not row.is_free]
+        return self._costs.setdefault((len(fixed), sum(fixed)), RoundCosts())
+
+    @staticmethod
+    def _seconds(costs: RoundCosts, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
         """Seconds of a round of B rows by width; only width 0 before a few plain rounds ran. alone: costs of one row's passes."""
-        plain = self.costs.seconds(B, 0)
-        if plain is None or not self.costs.is_known(B, 0):
+        plain = costs.seconds(B, 0)
+        if plain is None or not costs.is_known(B, 0):
             return {0: 1.0}
         found = {}
         for w in widths:
-            known = self.costs.seconds(B, w)
+            known = costs.seconds(B, w)
             if known is None:
                 known = plain * max(alone.round(w) / alone.plain(), 1.0) if alone is not None else plain
             found[w] = known
         return found
 
     @staticmethod
-    def _token_s(B: int, seconds: Mapping[int, float]) -> float:
-        """Seconds that a verified token adds to a round of B rows."""
-        w = min((w for w in seconds if w), default=0)
-        return max(seconds[w] - seconds[0], 0.0) / (B * w) if w else 0.0
+    def _token_s(costs: RoundCosts, B: int, drafting: int, seconds: Mapping[int, float]) -> float:
+        """Seconds that a verified token adds to a round, without the drafter's pass if rounds of two widths were measured.
+
+        drafting: rows that have a round's width.
+        """
+        measured = [w for w in seconds if w and costs.seconds(B, w) is not None]
+        few, many = min(measured) if len(measured) > 1 else 0, max(measured or seconds)
+        return max(seconds[many] - seconds[few], 0.0) / (drafting * (many - few)) if many else 0.0
 
     @staticmethod
     def _worth(free: list[RowPolicy], tokens: list[list[float]], width: int, rate: float, added_s: float) -> list[RowPolicy]:
@@ -138,9 +153,9 @@ class BatchPolicy:
                 found.append(row)
         return found
 
-    def observe(self, rows: int, width: int, seconds: float) -> None:
-        """Note the seconds of a round in which all `rows` rows had this width."""
-        self.costs.add(rows, width, seconds)
+    def observe(self, rows: Sequence[RowPolicy], width: int, seconds: float) -> None:
+        """Note the seconds of a round in which all rows whose width is chosen by time had this width."""
+        self._costs_with(rows).add(len(rows), width, seconds)
 
 
 class RowPolicy:
@@ -148,10 +163,12 @@ class RowPolicy:
 
     width: the batch's choice; waits: the row has no first token yet, so it does not draft; idle: rounds since drafting paid.
     price: of verifying one token, in tokens that the batch would give in that time.
+    looks_up: whether prompt lookup may draft; not in the rounds that say what plain decoding or the drafter costs.
     """
 
     def __init__(self, own: DraftLengthPolicy | FixedDraftLength):
         self.own, self.in_company, self.width, self.waits, self.idle, self.price = own, False, 0, True, 0, 0.0
+        self.looks_up = True
 
     @property
     def is_free(self) -> bool:
@@ -197,6 +214,8 @@ class RowPolicy:
         """With other rows: the number of looked-up ids that gains most, if that is more than the drafter promises; else 0."""
         if not self._goes_by_batch:
             return self.own.prompt_lookup_width(width, rates)
+        if not self.looks_up:
+            return 0
         gains = [tokens - self.price * w for w, tokens in enumerate(expected_tokens(rates))]
         best = max(range(len(gains)), key=gains.__getitem__)
         drafted = expected_tokens(self.own.acceptance.rates())[width] - self.price * width

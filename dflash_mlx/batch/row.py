@@ -122,6 +122,13 @@ class Row:
         # Empty entries have no shape yet, and quantized ones have another.
         return None if empty or not run.rows or run.quantization else seat_of(run.cache.entries[:-1])
 
+    def did(self, width: int) -> bool:
+        """Whether it does in this round what the batch chose for all: draft with the drafter, or verify nothing at width 0. What
+        a row of fixed width does is its own."""
+        draft = self.round.draft
+        as_chosen = draft is not None and self.policy.width == width and (draft.by_drafter if width else not draft.width)
+        return as_chosen or not self.policy.is_free
+
     @property
     def room(self) -> int:
         """The most tokens that its entries may hold during the next round."""

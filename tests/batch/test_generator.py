@@ -1,5 +1,9 @@
 """Many requests at once: each gets what it gets alone, whatever the others do."""
 
+import importlib.util
+import sys
+import threading
+
 import mlx.core as mx
 import pytest
 import schedules
@@ -8,7 +12,7 @@ from kit import ids_of, letters, offsets, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from dflash_mlx import BatchGenerator, batch_generate, make_prompt_cache, stream_generate
-from dflash_mlx.batch import generator
+from dflash_mlx.batch import generator, passes
 from dflash_mlx.batch.groups import MOST, MOST_TOKENS, SlotKV
 from dflash_mlx.batch.passes import BatchTarget
 from dflash_mlx.batch.row import Row
@@ -194,6 +198,53 @@ def test_a_target_is_tested_with_two_rows_once_and_again_when_it_is_another(monk
     model.layers[0].mlp = tiny_target(seed=5).layers[0].mlp
     batch_generate(model, letters(), PROMPTS[:2], **asked)
     assert len(tested) == 2 and tested[0] is not tested[1]
+
+
+def test_an_error_that_passes_costs_one_batch_only_its_rows_together(monkeypatch):
+    prompts, failing = BatchTarget._prompts, [True]
+
+    def once(self, make):
+        if failing:
+            failing.pop()
+            raise RuntimeError("no memory is left")
+        return prompts(self, make)
+
+    monkeypatch.setattr(BatchTarget, "_prompts", once)
+    model = tiny_target()
+    drafter, reasons = tiny_drafter(model), []
+    for _ in range(2):
+        batch = BatchGenerator(model, letters(), drafter)
+        for prompt in PROMPTS[:2]:
+            batch.insert(prompt, max_tokens=2, block_size=5)
+        batch.next()
+        reasons.append(batch.reason)
+        batch.close()
+    assert "no memory is left" in reasons[0] and reasons[1] is None
+
+
+def test_no_array_of_a_pass_belongs_to_the_thread_that_imported_it():
+    made = []
+
+    def load():
+        spec = importlib.util.spec_from_file_location("dflash_mlx.batch.passes_again", passes.__file__)
+        module = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, spec.name, module)
+            spec.loader.exec_module(module)
+        made.append(module._NOTHING)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert made[0].shape == (1, 1, 1, 1) and made[0].tolist() == [[[[0.0]]]]
+
+
+def test_none_as_max_batch_is_the_default(pairs):
+    assert BatchGenerator(pairs[0], letters(), pairs[1], max_batch=None).max_batch == generator.MAX_BATCH
+    got = batch_generate(
+        pairs[0], letters(), PROMPTS[:2], max_tokens=2, draft_model=pairs[1], max_batch=None, return_token_ids=True
+    )
+    assert [len(ids) for ids in got.token_ids] == [2, 2]
 
 
 @pytest.mark.parametrize(

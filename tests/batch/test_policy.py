@@ -28,11 +28,17 @@ def play(rows, seconds, rounds=60, policy=None):
     policy, seen = policy or BatchPolicy(MOST), []
     for _ in range(rounds):
         width = policy.plan(rows)
-        drafts = [one.width for one in rows]
-        if all(row.width == width for row in rows):
-            policy.observe(len(rows), width, seconds(len(rows), sum(drafts) + len(rows), any(drafts)))
+        drafts = [one.next_length() for one in rows]
+        if all(row.width == width for row in rows if row.is_free):
+            policy.observe(rows, width, seconds(len(rows), sum(drafts) + len(rows), any(drafts)))
         seen.append(drafts)
     return seen
+
+
+def fixed_row(width):
+    policy = RowPolicy(FixedDraftLength(width))
+    policy.in_company, policy.waits = True, False
+    return policy
 
 
 def by_tokens(B, tokens, drafts):
@@ -83,6 +89,48 @@ def test_fixed_rows_keep_their_width_and_rows_that_wait_do_not_draft():
     fixed.in_company, waiting.waits = True, True
     BatchPolicy(MOST).plan([fixed, waiting, free])
     assert (fixed.next_length(), waiting.next_length()) == (3, 0)
+
+
+def test_a_row_of_fixed_width_does_not_keep_poor_rows_drafting():
+    policy, cheap = BatchPolicy(MOST), CostModel(1.0, 0.2, 0.0, {1: 1.0, 3: 1.05, 7: 1.1})
+    # Plain rounds are known from an earlier batch.
+    play([row(0.0, cheap) for _ in range(4)], lambda *about: 1.0, 4, policy)
+    rows = [row(0.6, cheap), row(0.6, cheap), row(0.02, cheap), fixed_row(3)]
+    seen = play(rows, lambda B, tokens, drafts: 1.0 + 2.0 * (tokens > B + 3), 300, policy)
+    assert sum(drafts[2] > 0 for drafts in seen) <= 12 and {drafts[3] for drafts in seen} == {3}
+
+
+def test_rows_draft_beside_one_of_fixed_width_where_it_gains_and_know_what_a_token_costs():
+    rows = [row(0.9), row(0.9), fixed_row(3)]
+    seen = play(rows, lambda B, tokens, drafts: 1.0 + 0.01 * tokens, 300)
+    assert sum(drafts[0] > 0 for drafts in seen) >= 280 and rows[0].price > 0
+
+
+def test_rounds_beside_rows_of_fixed_width_say_nothing_of_rounds_without_them():
+    policy = BatchPolicy(MOST)
+    policy.observe([row(0.9), row(0.9), fixed_row(3)], 0, 9.0)
+    assert policy.costs.seconds(3, 0) is None
+    policy.observe([row(0.9), row(0.9), row(0.9)], 0, 1.0)
+    assert policy.costs.seconds(3, 0) == 1.0
+
+
+def test_no_row_looks_up_in_the_rounds_that_say_what_a_width_costs():
+    rows, policy, looked = [row(0.8), row(0.8)], BatchPolicy(MOST), []
+    for _ in range(10):
+        play(rows, by_pass, 1, policy)
+        looked.append(rows[0].prompt_lookup_width(0, [0.99] * 7) > 0)
+    # Three plain rounds and three of the drafter.
+    assert looked == [False] * 6 + [True] * 4
+
+
+def test_an_id_of_the_text_is_not_charged_with_the_drafters_pass():
+    policy, rows = BatchPolicy(MOST), [row(0.0), row(0.0)]
+    for _ in range(3):
+        for width in (0, 1, 7):
+            policy.observe(rows, width, 1.0 + (2.0 + 0.02 * width if width else 0.0))
+    assert policy.plan(rows) == 0
+    # 0.02 seconds of two rows, of which the batch makes two tokens a second.
+    assert rows[0].price == pytest.approx(0.02) and rows[0].prompt_lookup_width(0, [0.9] * 7) == 7
 
 
 def test_costs_of_other_numbers_of_rows_are_a_guess_until_seen():

@@ -13,9 +13,11 @@ from kit import ids_of, letters, tiny_drafter, tiny_target
 from dflash_mlx import BatchGenerator, stream_generate
 from dflash_mlx.batch import group_pass
 from dflash_mlx.batch.groups import Seat
+from dflash_mlx.batch.policy import BatchPolicy
 from dflash_mlx.batch.rounds import Round
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.models.target import Target
+from dflash_mlx.proposers import Draft
 from dflash_mlx.sampling import Distribution
 
 PROMPTS = [[5, 9, 2, 7], [3] * 30, [8, 1], [4, 4, 6, 1, 9]]
@@ -204,6 +206,55 @@ def test_a_row_more_costs_hardly_any_python_once_a_layer(monkeypatch, block, mos
             batch.close()
     more = {layers: (counts[layers, 8] - counts[layers, 2]) / 6 for layers in (4, 12)}
     assert 0 < more[4] and (more[12] - more[4]) / 8 < most + 0.5, (counts, more)
+
+
+class Sure:
+    """A draft source that always has drafts and is sure of them."""
+
+    source = "sure"
+
+    def rates(self, ids, n):
+        return [0.99] * n
+
+    def propose(self, anchor, n):
+        return Draft([7] * n, source=self.source)
+
+
+def test_only_rounds_of_the_drafter_and_plain_ones_say_what_a_width_costs(monkeypatch):
+    """In text that repeats itself most drafts come from it."""
+    model, noted, rounds = tiny_target(), [], []
+    commit, observe = Round.commit, BatchPolicy.observe
+    monkeypatch.setattr(Round, "commit", lambda self, seconds: rounds.append(self) or commit(self, seconds))
+
+    def note(self, rows, width, seconds):
+        noted.append((width, rounds[-1]))
+        observe(self, rows, width, 1.0 + width / 50)
+
+    monkeypatch.setattr(BatchPolicy, "observe", note)
+    batch = BatchGenerator(model, letters(), tiny_drafter(model))
+    for prompt in PROMPTS[:3]:
+        batch.insert(prompt, max_tokens=30, proposers=[Sure()])
+    run(batch)
+    drafts = [(width, row.draft) for width, one in noted for row in one.rows]
+    assert all(draft.by_drafter if width else not draft.width for width, draft in drafts)
+    assert {bool(width) for width, _ in noted} == {False, True}
+    assert sum(row.draft.source == "sure" for one in rounds for row in one.rows) > len(rounds)
+
+
+def test_rounds_beside_a_row_of_fixed_width_say_what_they_cost(monkeypatch):
+    model, noted, observe = tiny_target(), [], BatchPolicy.observe
+    monkeypatch.setattr(
+        BatchPolicy,
+        "observe",
+        lambda self, rows, width, seconds: noted.append(width) or observe(self, rows, width, 1.0 + width / 50),
+    )
+    batch = BatchGenerator(model, letters(), tiny_drafter(model))
+    for prompt, options in zip(PROMPTS, ({}, {}, {"block_size": 4}), strict=False):
+        batch.insert(prompt, max_tokens=20, prompt_lookup=False, **options)
+    while len(batch) == 3:
+        batch.next()
+    batch.close()
+    assert noted.count(0) >= 3 and any(noted)
 
 
 @pytest.mark.full
