@@ -9,6 +9,7 @@ nvfp4, mxfp4, mxfp8) and quantization/lifecycle/forward.py (what a packed value 
 modules; NVIDIA ModelOpt's NVFP4 export; `mx.quantize`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -137,18 +138,20 @@ class _Integers:
             has = f"has zero points for {list(self.zeros.shape)} rows and groups, and scales for {list(self.scales.shape)}"
             raise parts.refuse(has, "Download the checkpoint again")
         group = _group(parts, self.columns, self.scales.shape[-1])
-        size = next((size for size in sorted(GROUP_SIZES, reverse=True) if group % size == 0), None)
-        if size is None or self.columns % group:
-            how = f"{packing}: dequantized, because MLX has no groups of {group} inputs"
+        # A short last group has a whole number of them too.
+        shared = math.gcd(group, self.columns)
+        size = next((size for size in sorted(GROUP_SIZES, reverse=True) if shared % size == 0), None)
+        if size is None:
+            how = f"{packing}: dequantized, because MLX has no groups of {shared} inputs"
             return Matrix({"weight": self._floats(group)}, None, how)
         scales, biases = _exactly(self.scales, -self.zeros.astype(mx.float32) * self.scales.astype(mx.float32))
-        repeats = self.columns // self.scales.shape[-1] // size
+        wide = [mx.repeat(part, group // size, axis=-1)[:, : self.columns // size] for part in (scales, biases)]
         bits = next(bits for bits in BITS if bits >= self.bits)
         if self.words is not None and bits == self.bits and self.words.shape[-1] * 32 == self.columns * bits:
             weight = self.words
         else:
             weight = pack(self._values(), bits)
-        tensors = {"weight": weight, "scales": mx.repeat(scales, repeats, axis=-1), "biases": mx.repeat(biases, repeats, axis=-1)}
+        tensors = {"weight": weight, "scales": wide[0], "biases": wide[1]}
         options = {"group_size": size, "bits": bits}
         return Matrix(tensors, options, f"{packing}: kept packed as {bits}-bit affine, group {size}")
 
@@ -164,12 +167,12 @@ class _Integers:
 
 
 def _group(parts: Packed, columns: int, groups: int) -> int:
-    """Number of inputs per scale; the last group may be shorter if the record says how long the others are."""
-    if columns % groups == 0:
-        return columns // groups
+    """Number of inputs per scale. The last group may be shorter if the record says how long the others are."""
     stated = parts.stated.get("group_size")
     if isinstance(stated, int) and stated > 0 and -(-columns // stated) == groups:
         return stated
+    if columns % groups == 0:
+        return columns // groups
     raise parts.refuse(f"has {groups} scales for each row of {columns} inputs, which no group size gives")
 
 
@@ -196,7 +199,7 @@ def _check_order(parts: Packed, name: str, columns: int, groups: int) -> None:
     if name not in parts.tensors and not parts.stated.get("act_order"):
         return
     index = parts.need(name).astype(mx.int32)
-    run = mx.arange(columns, dtype=mx.int32) // max(columns // groups, 1)
+    run = mx.arange(columns, dtype=mx.int32) // _group(parts, columns, groups)
     if index.shape == run.shape and (mx.array_equal(index, run).item() or mx.all(index == -1).item()):
         return
     raise parts.refuse(

@@ -108,6 +108,13 @@ CASES = {
     # name: (packer, record, mode that the matrices have, None for floats)
     "int4, group 64": (INT4, compressed(group_of(4, group_size=64, strategy="group", symmetric=True)), "affine"),
     "int4, group 32": (partial(INT4, group=32), compressed(group_of(4, group_size=32, strategy="group")), "affine"),
+    # rows of 192 and 512 inputs
+    "int4, the last group short": (partial(INT4, group=128), compressed(group_of(4, group_size=128)), "affine"),
+    "int4, short groups that MLX lacks": (
+        partial(INT4, group=80, float_out=True),
+        compressed(group_of(4, group_size=80)),
+        None,
+    ),
     "int4, a zero point a group": (
         partial(INT4, symmetric=False, dtype="F16"),
         compressed(group_of(4, group_size=64, symmetric=False)),
@@ -189,6 +196,11 @@ CASES = {
         None,
     ),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}, "affine"),
+    "GPTQ, the last group short": (
+        partial(gptq, group=128),
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+        "affine",
+    ),
     "GPTQ with zero points": (
         partial(gptq, symmetric=False),
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False},

@@ -90,10 +90,18 @@ def _integers(weight, bits, groups, symmetric, scale_dtype):
     return integers, (kind, stored), zero, ((integers - wide[1]) * wide[0]).astype(np.float32)
 
 
+def _with_a_short_group(weight, bits, group, symmetric, scale_dtype):
+    """`_integers` of groups of this size, the last of which may have fewer inputs."""
+    columns = weight.shape[1]
+    whole = np.pad(weight, [(0, 0), (0, -columns % group)])
+    integers, scale, zero, values = _integers(whole, bits, whole.shape[1] // group, symmetric, scale_dtype)
+    return integers[:, :columns], scale, zero, values[:, :columns]
+
+
 def pack_quantized(weight, bits=4, group=64, symmetric=True, dtype="BF16", dense=True, packed_zeros=True, float_out=False):
     """compressed-tensors pack-quantized; group 0: one scale a row. float_out: what its tools give in the scales' own type."""
     rows, columns = weight.shape
-    integers, scale, zero, values = _integers(weight, bits, columns // group if group else 1, symmetric, dtype)
+    integers, scale, zero, values = _with_a_short_group(weight, bits, group or columns, symmetric, dtype)
     half, words = 1 << (bits - 1), bit_string if dense else whole_in_words
     tensors = {
         "weight_packed": ("I32", words(integers + half, bits)),
@@ -177,21 +185,21 @@ def nvfp4(weight, divisor, modelopt=False):
 
 def gptq(weight, bits=4, group=64, symmetric=True, v2=False, order=None):
     """AutoGPTQ: words down the inputs; zero points stored less one, but in gptq_v2. order: input -> group, for act-order."""
-    columns, groups = weight.shape[1], weight.shape[1] // group
-    integers, (kind, scale), zero, _ = _integers(weight, bits, groups, symmetric, "F16")
+    columns = weight.shape[1]
+    integers, (kind, scale), zero, _ = _with_a_short_group(weight, bits, group, symmetric, "F16")
     half = 1 << (bits - 1)
     zeros = (zero + half).T - (0 if v2 else 1)
     index = np.arange(columns) // group if order is None else order
     # a zero point of 0 cannot be stored less one
     zeros = np.maximum(zeros, 0)
-    meant = (zeros + (0 if v2 else 1)).T.repeat(group, 1)
+    meant = (zeros + (0 if v2 else 1)).T.repeat(group, 1)[:, :columns]
     tensors = {
         "qweight": ("I32", bit_string(integers + half, bits).T),
         "qzeros": ("I32", bit_string(zeros, bits)),
         "scales": (kind, scale.T),
         "g_idx": ("I32", index.astype(np.int32)),
     }
-    return tensors, ((integers + half - meant) * scale.astype(np.float32).repeat(group, 1)).astype(np.float32)
+    return tensors, ((integers + half - meant) * scale.astype(np.float32).repeat(group, 1)[:, :columns]).astype(np.float32)
 
 
 def awq(weight, group=64, zeros=True):
