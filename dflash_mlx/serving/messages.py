@@ -17,6 +17,7 @@ from typing import Any
 from mlx_lm.server import convert_chat
 
 from ..errors import DFlashError
+from ..text import common_start
 from .channels import call_spelling, has_reasoning, template_source
 from .errors import shown
 from .prompt_forms import REASONING, Arguments, Rendered, Spelling, best_form
@@ -218,10 +219,30 @@ def render_chat(
     end = {"add_generation_prompt": False, "continue_final_message": True} if continues else {"add_generation_prompt": True}
     written, rendered = best_form(messages, lambda some: write(some, **end), spell)
     ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
-    said = messages[-1]["content"].strip()
-    before = rendered.rpartition(said)[2] if isinstance(rendered, str) and said else rendered
+    before = tokenizer.decode(ids)
+    if isinstance(rendered, str):
+        before = _after_the_last(messages[-1]["content"].strip(), written, rendered, lambda some: str(write(some, **end)))
     shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
-    return Prompt(ids, shared, before if isinstance(before, str) else tokenizer.decode(ids))
+    return Prompt(ids, shared, before)
+
+
+def _after_the_last(said: str, written: Sequence[dict[str, Any]], rendered: str, write: Callable[..., Rendered]) -> str:
+    """What the template writes after the text of the last message, `said`.
+
+    The text itself cannot be looked for: `n`, `think` or `user` may stand in what follows too. So it is written with one letter
+    more, and what both have in common at their ends follows it.
+    """
+    *others, last = written
+    parts = last["content"] if isinstance(last["content"], list) else None
+    text = (parts[-1]["text"] if parts else last["content"] or "").rstrip()
+    try:
+        if text.endswith(said) and "tool_responses" not in last:
+            longer = text + ("y" if text.endswith("x") else "x")
+            other = write([*others, {**last, "content": [{"type": "text", "text": longer}] if parts else longer}])
+            return rendered[len(rendered) - common_start(rendered[::-1], other[::-1]) :]
+    except Exception:  # noqa: BLE001, S110 - a template is a program and may raise anything; this one then tells nothing
+        pass
+    return rendered.rpartition(said)[2] if said else rendered
 
 
 def _with_tools(

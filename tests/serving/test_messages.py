@@ -361,6 +361,17 @@ def test_a_mark_in_what_the_user_wrote_opens_no_reasoning(thinker):
     assert answer.choices[0].message.content == "Yes"
 
 
+@pytest.mark.parametrize("text", ["n", "think", "<think>", ">", "t ", "assistant", "x", "", "a\n\n<think> x", "No."])
+def test_words_of_the_user_that_the_end_of_the_prompt_repeats_hide_no_opened_reasoning(thinker, text):
+    render = lambda say: render_chat(thinker, read_messages(said(("user", say)), thinker), None, {"enable_thinking": True})  # noqa: E731
+    assert render(text).before.lstrip() == render("Hello!").before.lstrip() == "[assistant]<think>"
+    line = [*thinker.encode("Hm"), 1537, *thinker.encode("Yes"), thinker.eos_token_id]
+    with running(scripted(line, vocab=1540), thinker) as server:
+        body = {"chat_template_kwargs": {"enable_thinking": True}}
+        message = ask(server, said(("user", text)), max_tokens=9, extra_body=body).choices[0].message
+    assert (message.reasoning, message.content) == ("Hm", "Yes")
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
