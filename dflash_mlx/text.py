@@ -89,6 +89,8 @@ class TextStream:
 
 # How many tokens at the end of a prompt or a window can change how the next ones are decoded.
 _SHIELD = 8
+# Names of SentencePiece's tokens of one byte.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class _ByMlxLm:
@@ -140,7 +142,6 @@ class _ByWindow:
     """Any other tokenizer: the last tokens are decoded together, and the text that this adds is returned."""
 
     _LONGEST = 32
-    _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
     # Before these, `clean_up_tokenization_spaces` removes the space.
     _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
@@ -179,7 +180,7 @@ class _ByWindow:
 
     def _is_byte(self, token: int) -> bool:
         name = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token: None)(token)
-        return isinstance(name, str) and self._BYTE.fullmatch(name) is not None
+        return isinstance(name, str) and _BYTE.fullmatch(name) is not None
 
     def _tail(self, ids: Sequence[int]) -> list[int]:
         """The last ids. A run of byte tokens is taken whole, because it can only be decoded as a whole."""
@@ -308,7 +309,9 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     if isinstance(name, str) and isinstance(way, BPEStreamingDetokenizer):
         return _letters_bytes(name)
     text = tokenizer.decode([token])
-    return None if "\ufffd" in text else text.encode()
+    if "\ufffd" not in text:
+        return text.encode()
+    return bytes([int(name[3:5], 16)]) if isinstance(name, str) and _BYTE.fullmatch(name) else None
 
 
 def _byte_letters() -> dict[str, int]:
