@@ -75,9 +75,12 @@ def _stand_ins(messages: Messages) -> tuple[Messages, list[str]]:
         words.append(f"zq{len(words)}q")
         return words[-1]
 
+    def like(value: Any) -> Any:
+        return {"zq": word()} if isinstance(value, dict) else [word()] if isinstance(value, list) else word()
+
     def call(given: dict[str, Any]) -> dict[str, Any]:
         function, name = given.get("function", given), word()
-        value = {key: word() for key in function["arguments"]}
+        value = {key: like(inner) for key, inner in function["arguments"].items()}
         changed = {**function, "name": name, "arguments": Arguments(value, json.dumps(value))}
         return {**given, "function": changed} if "function" in given else changed
 
@@ -98,8 +101,8 @@ def _lost(form: Messages, words: Sequence[str], write: Callable[[Messages], Rend
         return len(words) + 2
     if not isinstance(rendered, str):
         return 0
-    # Arguments as Python writes objects: the template wants their text.
-    spoiled = any(f": '{word}'" in rendered for word in words)
+    # Arguments, or one of their values, as Python writes objects and lists: the template wants their text.
+    spoiled = any(f": '{word}'" in rendered or f"['{word}']" in rendered for word in words)
     return len(words) + 1 if spoiled else sum(word not in rendered for word in words)
 
 
@@ -173,6 +176,7 @@ def _forms(
         yield [part for message in order for part in _calls_apart(message)]
         yield [_changed(part, text=True, null=True) for message in order for part in _calls_apart(message)]
         yield [_changed(message, whole=True) for message in order]
+        yield [_changed(message, values=True) for message in order]
     for order in orders if calls else ():
         single = _one_at_a_time([part for message in order for part in _calls_apart(message)])
         yield single
@@ -243,11 +247,17 @@ def _alternating(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _changed(
-    message: dict[str, Any], text: bool = False, null: bool = False, thought_only: bool = False, whole: bool = False
+    message: dict[str, Any],
+    text: bool = False,
+    null: bool = False,
+    thought_only: bool = False,
+    whole: bool = False,
+    values: bool = False,
 ) -> dict[str, Any]:
     """A message with calls in another form.
 
     text: arguments as the text that they came in; whole: as the text of an object, also where that was cut off;
+    values: an object of them whose own objects and lists are text, for Qwen3-Coder's first template;
     null: no content as null; thought_only: reasoning without content, for gpt-oss's template.
     """
     if "tool_calls" not in message:
@@ -255,6 +265,8 @@ def _changed(
     changed = {**message}
     if text or whole:
         changed["tool_calls"] = [_with_text(call, whole) for call in message["tool_calls"]]
+    if values:
+        changed["tool_calls"] = [_with_texts_within(call) for call in message["tool_calls"]]
     if null and not message["content"]:
         changed["content"] = None
     if thought_only and any(name in message for name in REASONING):
@@ -296,6 +308,14 @@ def _with_text(call: dict[str, Any], whole: bool) -> dict[str, Any]:
     function = call.get("function", call)
     given = function["arguments"]
     changed = {**function, "arguments": json.dumps(dict(given), ensure_ascii=False) if whole else given.text}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _with_texts_within(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    given = function["arguments"]
+    value = {key: json.dumps(one, ensure_ascii=False) if isinstance(one, (dict, list)) else one for key, one in given.items()}
+    changed = {**function, "arguments": Arguments(value, given.text)}
     return {**call, "function": changed} if "function" in call else changed
 
 

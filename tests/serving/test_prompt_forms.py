@@ -233,3 +233,20 @@ def test_the_template_is_rendered_as_often_for_many_tools_as_for_one(tmp_path, m
         assert '"weather0"' in tokenizer.decode(render_chat(tokenizer, read_messages([ASKED], tokenizer), tools).ids)
         counts.append(len(rendered))
     assert counts[0] == counts[1] > 0
+
+
+# Qwen3-Coder's first template: a value that is no text is written as Python writes it.
+AS_PYTHON = "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v if v is string else v | string }}</{{ k }}>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "value", [{"city": {"name": "Łódź", "n": [1, None, True]}}, {"days": ["Mon", None], "city": "Oslo", "n": 3}]
+)
+def test_objects_and_lists_among_the_arguments_are_never_written_as_python_does(written, value):
+    calls = "{% for c in m.tool_calls %}<f={{ c.function.name }}>" + AS_PYTHON + "</f>{% endfor %}"
+    template = EACH.replace("{% endfor %}", calls + "{% endfor %}")
+    made = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(value)}}
+    prompt = written(template, [ASKED, {"role": "assistant", "content": "Let me look.", "tool_calls": [made]}, FOUND[1]])
+    spelled = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in value.values()]
+    assert all(f"<{key}>{one}</{key}>" in prompt for key, one in zip(value, spelled, strict=True))
+    assert "Let me look." in prompt and "7" in prompt
