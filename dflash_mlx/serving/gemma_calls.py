@@ -12,6 +12,7 @@ from typing import Any
 
 from .call_texts import Types, read_as, types_of
 
+_BLANKS = re.compile(r"\s*")
 _NAME = re.compile(r"\s*,?\s*call:\s*([^\s{}]+)\s*(?=\{)")
 # A key of another value ends it: something is missing between the two.
 _BARE = re.compile(r"""\s*(?:(?!\s[A-Za-z_@][\w.-]*\s*:(?!//))[^,\]}"<>\n])+(?=[,\]}])""")
@@ -42,7 +43,7 @@ class _Text:
 
     def _take(self, letters: str) -> bool:
         """Go on behind these letters, if they come next."""
-        at = len(self.text) - len(self.text[self.at :].lstrip())
+        at = _BLANKS.match(self.text, self.at).end()
         if not self.text.startswith(letters, at):
             return False
         self.at = at + len(letters)

@@ -219,9 +219,10 @@ def render_chat(
     end = {"add_generation_prompt": False, "continue_final_message": True} if continues else {"add_generation_prompt": True}
     written, rendered = best_form(messages, lambda some: write(some, **end), spell)
     ids = list(tokenizer.encode(rendered, add_special_tokens=False)) if isinstance(rendered, str) else list(rendered)
-    before = tokenizer.decode(ids)
     if isinstance(rendered, str):
         before = _after_the_last(messages[-1]["content"].strip(), written, rendered, lambda some: str(write(some, **end)))
+    else:
+        before = tokenizer.decode(ids)
     shared = _shared(tokenizer, written, ids, write) if messages[-1]["role"] == "user" else [(len(ids) - 1, "assistant")]
     return Prompt(ids, shared, before)
 
