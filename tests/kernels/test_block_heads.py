@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checks import f64, ulp
 
-from dflash_mlx.kernels import autotune, trials
+from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels import block_heads as module
 from dflash_mlx.kernels.block_heads import Heads, block_heads_kernel, block_heads_ops, block_heads_plan, turns_of
 
@@ -202,14 +202,8 @@ def test_a_trial_finds_the_text_right_and_a_wrong_one_wrong(monkeypatch):
 
 
 @needs_compiler
-def test_a_plan_that_was_tried_launches_the_kernel(monkeypatch, tmp_path):
-    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
-    # On a CUDA GPU it is not tried unasked.
-    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_heads")
-    for name in ("_known", "_off", "_plans"):
-        monkeypatch.setattr(autotune, name, {})
-    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    monkeypatch.setattr(trials, "medians_s", lambda kernel, stock, **_: [1.0, 2.0])
+def test_a_plan_that_was_tried_launches_the_kernel(found_faster):
+    found_faster("block_heads")
     arrays = made(FORMS["halves"], dtype=mx.float16)
     with emulator.emulated():
         launch = block_heads_plan(**GOOD)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checks import TOO_LARGE, f64, five_of_16, ulp
 
-from dflash_mlx.kernels import autotune, trials
+from dflash_mlx.kernels import autotune
 from dflash_mlx.kernels import block_linear as module
 from dflash_mlx.kernels.block_linear import Weights, block_linear_kernel, block_linear_ops, block_linear_plan
 from dflash_mlx.kernels.block_qmm import EIGHTS, TILES, block_qmm_tiles_kernel
@@ -424,14 +424,8 @@ def test_a_trial_finds_a_wrong_text_wrong(monkeypatch):
 
 
 @needs_compiler
-def test_a_plan_that_was_tried_launches_the_kernel(monkeypatch, tmp_path):
-    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
-    # On a CUDA GPU it is not tried unasked.
-    monkeypatch.setenv("DFLASH_MLX_KERNELS", "block_linear")
-    for name in ("_known", "_off", "_plans"):
-        monkeypatch.setattr(autotune, name, {})
-    monkeypatch.setattr(autotune, "has_gpu", lambda: True)
-    monkeypatch.setattr(trials, "medians_s", lambda kernel, stock, **_: [1.0, 2.0])
+def test_a_plan_that_was_tried_launches_the_kernel(found_faster):
+    found_faster("block_linear")
     x, w, given = made("norm gated", 32, 256, mx.float16, 64, 4)
     x = x.reshape(2, 8, 256)
     with emulator.emulated():
