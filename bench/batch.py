@@ -9,7 +9,7 @@ and how many rows had the same text (on a GPU texts may part at near ties). `rou
 far in this process and how long one takes. A turn is told as it ends; what was measured by `--max-seconds` is what is written.
 
 --parts also measures ours without drafts (`plain`), and both sides with one token a row (`first`: seconds, nearly all of them for
-the prompts).
+the prompts). --split measures, after the turns, where the time of one more turn goes (`batch_split.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import mlx.core as mx
 import numpy as np
 from acceptance import DTYPES
 from acceptance_rules import as_prompt, read_prompts
+from batch_split import OURS, THEIRS, split_of
 from mlx_lm import batch_generate as mlx_lm_batch_generate
 
 from dflash_mlx import batch_generate, load, load_drafter
@@ -51,6 +53,7 @@ def main() -> None:
     p.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     p.add_argument("--dense", action="store_true", help="write quantized layers out first")
     p.add_argument("--parts", action="store_true", help="also ours without drafts, and both sides with one token a row")
+    p.add_argument("--split", action="store_true", help="also where the time of one turn goes, step by step")
     args = p.parse_args()
     begun, dtype = time.monotonic(), DTYPES[args.dtype]
     model, tokenizer = load(args.model, dtype=dtype)
@@ -61,9 +64,14 @@ def main() -> None:
     texts = [as_prompt(tokenizer, one["prompt"]) for one in read_prompts(args)]
     prompts = [text if isinstance(text, list) else tokenizer.encode(text) for text in texts]
 
+    # By number of rows: how many rounds of a row that drafted gave so many tokens.
+    kept = {rows: Counter() for rows in args.rows}
+
     def ours(some: list[list[int]], **options: Any) -> list[list[int]]:
         asked = {"draft_model": drafter, "max_tokens": args.max_tokens, "return_token_ids": True, **options}
-        return batch_generate(model, tokenizer, some, max_batch=len(some), **asked).token_ids
+        found = batch_generate(model, tokenizer, some, max_batch=len(some), **asked)
+        kept[len(some)].update(length for stats in found.stats for length in stats.acceptance_lengths)
+        return found.token_ids
 
     def theirs(some: list[list[int]], most: int = args.max_tokens) -> list[list[int]]:
         # It returns texts alone.
@@ -110,10 +118,22 @@ def main() -> None:
             table.append({"rows": rows, "turns": len(turns), "tokens_per_second": rates, "over": over[0], "quarters": over[1:]})
             table[-1]["equal"] = f"{int(same.sum())} of {rows * len(turns)}"
             table[-1] |= {name: round(float(np.median([part[name] for part in pieces[rows]])), 3) for name in pieces[rows][0]}
+            table[-1]["tokens of a row's drafting rounds"] = dict(sorted(kept[rows].items()))
             table[-1]["rounds"] = rounds_of(drafter.pair.round_costs, rows)
     about: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k not in ("out", "part", "limit")}}
     about |= {"device": str(mx.default_device()), "mlx": mx.__version__, "drafter_sha256": drafter.digest()}
-    Path(args.out).write_text(json.dumps(about | {"table": table}, indent=1) + "\n")
+
+    def write() -> None:
+        Path(args.out).write_text(json.dumps(about | {"table": table}, indent=1) + "\n")
+
+    write()
+    for row in table if args.split else ():
+        some = (prompts * row["rows"])[: row["rows"]]
+        row["split"] = {"ours": split_of(lambda some=some: ours(some), OURS)}
+        row["split"]["plain"] = split_of(lambda some=some: ours(some, block_size=1), OURS)
+        row["split"]["mlx-lm"] = split_of(lambda some=some: theirs(some), THEIRS)
+        write()
+        print(f"{time.monotonic() - begun:.0f} s: {row['rows']} rows split", flush=True)
     for row in table:
         print(json.dumps(row))
 
