@@ -1,6 +1,6 @@
 """Where the time of `batch_generate` goes, step by step, ours and mlx-lm's: for `bench/batch.py --split`.
 
-Each step's seconds are its own: those of the steps inside it are not counted twice. Knows the names of the functions on both sides.
+Each step's seconds are its own: those of the steps inside it are not counted twice. Knows both sides' functions by name.
 """
 
 from __future__ import annotations
