@@ -3,10 +3,12 @@
     python bench/peer_worker.py SIDE '{"target": DIR, "drafter": DIR, ...}'
 
 Reads a JSON object {"ids": [...], "max_tokens": n} a line from stdin and writes {"ids", "ttft_s", "decode_s"} a line to stdout,
-decode_s from the first token to the end. Imports nothing of this checkout unless SIDE is ours: a peer has a package of the
-same name; side `before` is an older state of ours, found by PYTHONPATH. Every side is greedy, with its own defaults for all else.
+decode_s from the first token to the end; ours also "drafted", the drafted ids of each round. Imports nothing of this checkout
+unless SIDE is ours: a peer has a package of the same name; side `before` is an older state of ours, found by PYTHONPATH. Every
+side is greedy, with its own defaults for all else.
 """
 
+import inspect
 import json
 import sys
 import time
@@ -46,13 +48,24 @@ def mlx_lm_draft(paths):
 
 
 def ours(paths):
+    """With "block_size": that block in each round, nothing copied from the text."""
     from dflash_mlx import load, load_drafter, stream_generate
 
     model, tokenizer = load(paths["target"])
     drafter = load_drafter(paths["drafter"], model)
+    # An older state has another name for it.
+    lookup = next(name for name in ("prompt_lookup", "copy") if name in inspect.signature(stream_generate).parameters)
+    fixed = {"block_size": paths["block_size"], lookup: False} if paths.get("block_size") else {}
 
     def answer(ids, n):
-        return streamed(stream_generate(model, tokenizer, ids, max_tokens=n, draft_model=drafter), lambda r: [r.token])
+        stats = []
+
+        def token_of(response):
+            stats[:] = [response.stats]
+            return [response.token]
+
+        found = streamed(stream_generate(model, tokenizer, ids, max_tokens=n, draft_model=drafter, **fixed), token_of)
+        return *found, [list(r.drafted) for r in stats[0].rounds]
 
     return tokenizer, answer
 
@@ -142,8 +155,8 @@ def main():
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            ids, ttft_s, decode_s = answer(asked["ids"], asked["max_tokens"])
-            reply = {"ids": ids, "ttft_s": ttft_s, "decode_s": decode_s}
+            answered = answer(asked["ids"], asked["max_tokens"])
+            reply = dict(zip(("ids", "ttft_s", "decode_s", "drafted"), answered, strict=False))
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=out, flush=True)

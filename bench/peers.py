@@ -2,12 +2,13 @@
 
     python bench/peers.py --envs DIR --pair tiny --z-lab CHECKOUT --out bench/results/peers-tiny.json
         [--sides mlx-lm ours mlx-dspark] [--small-draft DIR] [--kinds chat,code] [--max-tokens 64] [--trials 3]
-        [--max-seconds 600] [--before CHECKOUT] [--dense]
+        [--max-seconds 600] [--before CHECKOUT] [--block-size 8] [--dense]
 
 Sides: mlx-lm (plain decoding), ours (default settings), z-lab (the authors' MLX code; give a checkout of z-lab/dflash),
 mlx-dspark, dflash-mlx-0.1.8 (both from the package index), mlx-lm-draft (mlx-lm's speculative decoding; its small model is
 --small-draft, else the target's own first layers, for want of one with the same tokenizer), before (an older checkout of this
-project, given by --before: its answers are compared with ours id by id, and its speed trial by trial). Environments are made in
+project, given by --before: its answers are compared with ours id by id, and its speed trial by trial). --block-size fixes the
+block of these two, and nothing is copied from the text, so that equal rounds are timed. Environments are made in
 --envs with venv and pip at the first run and kept. Target and drafter are written out once as float32 (on a CPU; bfloat16 on a
 GPU), a quantized drafter dense, so that all load the same numbers. Greedy; every side otherwise with its own defaults.
 
@@ -133,7 +134,7 @@ def laid_out(checkout: Path, folder: Path) -> str:
 class Side:
     """A peer's process: `ask` gives its answer to one prompt."""
 
-    def __init__(self, name: str, python: str, paths: dict[str, str], log: Path):
+    def __init__(self, name: str, python: str, paths: dict[str, Any], log: Path):
         self.name, self.log = name, log
         environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if name == "before":
@@ -181,8 +182,8 @@ def said(ids: list[int], eos: set[int], max_tokens: int) -> list[int]:
     return ids[:end]
 
 
-def digest(ids: list[int]) -> str:
-    """Stands for the ids in a record: equal ones have equal digests."""
+def digest(ids: list[Any]) -> str:
+    """Stands for ids, or for lists of ids, in a record: equal ones have equal digests."""
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
@@ -218,8 +219,11 @@ def against(runs: list[dict[str, Any]], before: str = "before") -> dict[str, Any
     logs = np.log([ours["decode_tps"] / then["decode_tps"] for ours, then in pairs])
     means = np.random.default_rng(0).choice(logs, (4000, len(logs))).mean(axis=1)
     low, high = np.exp(np.quantile(means, (0.025, 0.975)))
-    same = sum(ours["said"] == then["said"] for ours, then in pairs)
-    return {"ratio": float(np.exp(logs.mean())), "low": float(low), "high": float(high), "pairs": len(pairs), "same_ids": same}
+    ids, drafts = (sum(ours[of] == then[of] for ours, then in pairs) for of in ("said", "drafted"))
+    return {"ratio": float(np.exp(logs.mean())), "low": float(low), "high": float(high), "pairs": len(pairs)} | {
+        "same_ids": ids,
+        "same_drafts": drafts,
+    }
 
 
 def table(record: dict[str, Any]) -> str:
@@ -237,7 +241,7 @@ def table(record: dict[str, Any]) -> str:
     if b := record.get("against_before"):
         lines.append(
             f"ours over before: {b['ratio']:.3f} ({b['low']:.3f} to {b['high']:.3f}, 95 %) in {b['pairs']} pairs; "
-            f"the same ids in {b['same_ids']}"
+            f"the same ids in {b['same_ids']}, the same drafts in all rounds in {b['same_drafts']}"
         )
     return "\n".join([*lines, "", *align(rows), "", f"This run is {record['ended']}."])
 
@@ -258,6 +262,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     wanted = [side for side in wanted if side != "before" or args.before]
     if args.before:
         paths["before"] = laid_out(args.before, args.envs / "before")
+    if args.block_size:
+        paths["block_size"] = args.block_size
     if args.z_lab:
         paths["z_lab"] = str(args.z_lab.resolve())
     plan = bench.Plan(kinds=tuple(args.kinds.split(",")) if args.kinds else (), temps=(0.0,), contexts=(0,))
@@ -270,7 +276,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "versions": {},
         "settings": {"max_tokens": args.max_tokens, "trials": args.trials, "dtype": bench.weights_of(model)["dtype"]}
         | {"bits": bench.weights_of(model)["bits"], "digest": prompts.prompts.digest()}
-        | {"small_draft": args.small_draft or f"the target's first {max(layers // 4, 1)} of {layers} layers"},
+        | {"small_draft": args.small_draft or f"the target's first {max(layers // 4, 1)} of {layers} layers"}
+        | {"block_size": args.block_size},
         "failed": {},
         "runs": [],
         "ended": "unfinished",
@@ -314,6 +321,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                             {"side": side, "kind": cell[0], "trial": trial, "tokens": len(a["ids"]), "ttft_s": a["ttft_s"]}
                             | {"decode_tps": (len(a["ids"]) - 1) / a["decode_s"], "equal": equal}
                             | {"said": digest(said(a["ids"], eos, args.max_tokens))}
+                            | ({"rounds": len(a["drafted"]), "drafted": digest(a["drafted"])} if "drafted" in a else {})
                         )
                 if args.out:
                     bench_record.write_record(record, args.out)
@@ -336,6 +344,7 @@ def main() -> None:
     p.add_argument("--sides", nargs="+", choices=REQUIREMENTS, default=list(REQUIREMENTS))
     p.add_argument("--z-lab", type=Path, help="checkout of github.com/z-lab/dflash; without it that side is left out")
     p.add_argument("--before", type=Path, help="an older checkout of this project; without it that side is left out")
+    p.add_argument("--block-size", type=int, help="of ours and before in each round; default: they choose")
     p.add_argument("--small-draft", help="directory of a small model with the target's tokenizer, for mlx-lm-draft")
     p.add_argument("--dense", action="store_true", help="write quantized matrices out: on CUDA theirs take minutes to compile")
     p.add_argument("--kinds")

@@ -7,7 +7,10 @@ Target and drafter have published shapes and pay every pass in full: embedding, 
 Only the values are planned. The target's last hidden states are replaced by the head's own row of the planned next token, so
 its greedy text is known and no rounding changes it; the drafter runs and its choice is replaced by the planned tokens, each of
 them wrong with probability 1 - accept. Text and errors do not repeat within 65,536 tokens, so nothing can be copied. Both loops
-are the real ones: mlx-lm's `stream_generate` and this package's. By turns: the order of runs is turned round after every trial.
+are the real ones: mlx-lm's `stream_generate` and this package's. By turns: mlx-lm's own loop runs before and after each other
+run, whose speed-up is over the mean of these two; the order is turned round after every trial. Where the policy chooses the
+widths, each acceptance has a draft-length history of its own, which one run before the timed ones begins: as a pair has whose
+drafter is that good. `--block-size` without numbers: only the policy. A record in --out that ran out of time is continued.
 
 Break-even: the acceptance at which a fixed block is as fast as plain decoding, from measured costs: expected tau, the sum of
 accept^i for i = 0..block_size - 1, equals a round's cost in plain steps. On a CUDA GPU MLX compiles the kernels of quantized
@@ -19,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +37,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import stream_generate
 from dflash_mlx.config import DrafterConfig
+from dflash_mlx.draft_length.policy import DraftLengthHistory
 from dflash_mlx.models.drafter import Drafter
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.tools.columns import align
 from dflash_mlx.traced import prepare
@@ -253,6 +260,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     drafter = planned_drafter(draft_config, model, line)
     tokenizer = TokenizerWrapper(Letters(), eos_token_ids=[])
     prompt, expected = line.tokens(1, args.context), line.tokens(1, args.context + args.tokens)[args.context :]
+    histories: dict[float, DraftLengthHistory] = {}
     record = {
         "what": "bench/shapes.py",
         "shape": args.shape,
@@ -261,21 +269,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "versions": bench.versions(),
         "weights": bench.weights_of(model),
         "settings": {name: value for name, value in vars(args).items() if name not in ("out", "max_seconds")},
-        "kernels": bench.kernels(),
         "built_s": time.perf_counter() - began,
         "runs": [],
         "ended": "unfinished",
     }
+    record["runs"] = earlier_runs(record, args.out)
 
-    def run(cell: tuple[float | None, int | None] | None, tokens: int) -> dict[str, Any]:
-        """`cell`: (acceptance, block size or None for the width rule); None: mlx-lm's own loop."""
+    def run(cell: tuple[float | None, int | None] | None) -> dict[str, Any]:
+        """`cell`: (acceptance, block size or None where the policy chooses); None: mlx-lm's own loop."""
         if cell is None:
-            responses = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=tokens)
+            responses = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=args.tokens)
         else:
             line.accept = cell[0]
+            if cell[1] is None:
+                DFlashPair.of(drafter).history = histories.setdefault(cell[0], DraftLengthHistory())
             # The acceptance is planned: copied drafts would have their own.
             drafting = {"draft_model": drafter, "block_size": cell[1], "prompt_lookup": False}
-            responses = stream_generate(model, tokenizer, prompt, max_tokens=tokens, **drafting)
+            responses = stream_generate(model, tokenizer, prompt, max_tokens=args.tokens, **drafting)
         figures, ids = bench.timed(responses, len(prompt))
         return (
             figures
@@ -283,21 +293,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             | {"equal": ids == expected[: len(ids)]}
         )
 
-    blocks = [*args.block_size, None]
-    cells = [None, *((a, K) for K in blocks for a in args.accept)]
+    cells = [(a, K) for K in [*args.block_size, None] for a in args.accept]
+    plan = [(t, cell) for t in range(args.trials) for cell in [None, *(c for of in cells[:: (-1) ** t] for c in (of, None))]]
     start = time.perf_counter()
-    for cell in (None, *((args.accept[-1], K) for K in blocks)):
-        run(cell, min(32, args.tokens))
-    record["warm_up_s"] = time.perf_counter() - start
+    # As long as the timed ones: passes are traced anew where a cache outgrows its buffers.
+    for cell in (None, *((args.accept[-1], K) for K in args.block_size), *((a, None) for a in args.accept)):
+        run(cell)
+        DFlashPair.of(drafter).finish_measuring()
+    record["warm_up_s"], record["kernels"] = time.perf_counter() - start, bench.kernels()
     print(f"{args.shape}: built in {record['built_s']:.0f} s, warm after {record['warm_up_s']:.0f} s more", flush=True)
     try:
-        for trial in range(args.trials):
-            # The plain run stands at both ends of a trial, so that a machine that slows down shows.
-            for cell in [*(cells if trial % 2 == 0 else [None, *cells[:0:-1]]), None]:
-                if args.max_seconds and time.perf_counter() - began > args.max_seconds:
-                    record["ended"] = "out of time"
-                    return record
-                record["runs"].append(run(cell, args.tokens) | {"trial": trial})
+        for trial, cell in plan[len(record["runs"]) :]:
+            if args.max_seconds and time.perf_counter() - began > args.max_seconds:
+                record["ended"] = "out of time"
+                return record
+            record["runs"].append(run(cell) | {"trial": trial})
+            if args.out:
+                bench_record.write_record(record, args.out)
         record["ended"] = "complete"
     except KeyboardInterrupt:
         record["ended"] = "interrupted"
@@ -306,36 +318,48 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+def earlier_runs(record: dict[str, Any], out: Path | None) -> list[dict[str, Any]]:
+    """The runs in `out`, where it is a record of the same settings, machine and versions that was not finished."""
+    if out is None or not out.exists():
+        return []
+    found, chip = json.loads(out.read_text()), record["machine"]["chip"]
+    same = found["machine"]["chip"] == chip and all(found[of] == record[of] for of in ("shape", "versions", "settings"))
+    return found["runs"] if same and found["ended"] != "complete" else []
+
+
+def speed_ups(runs: list[dict[str, Any]]) -> list[float | None]:
+    """Of each run, tokens/s over the mean of the plain runs just before and after it; None of a plain run."""
+    found: list[float | None] = []
+    for i, run in enumerate(runs):
+        beside = [r["decode_tps"] for r in runs[max(i - 1, 0) : i + 2] if r["plain"]]
+        found.append(None if run["plain"] else run["decode_tps"] / statistics.fmean(beside))
+    return found
+
+
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians: plain tokens/s; by block size (None: the width rule) a round's cost, break-even, and speed-up by acceptance."""
+    """Medians: plain tokens/s; by block size (None: the policy) a round's cost, break-even, and speed-up by acceptance."""
     plain = [r for r in runs if r["plain"]]
     if not plain:
         return {"plain_tps": None, "blocks": []}
     plain_tps = statistics.median(r["decode_tps"] for r in plain)
     by_block: dict[int | None, list] = {}
-    for r in runs:
+    for r, up in zip(runs, speed_ups(runs), strict=True):
         if not r["plain"]:
-            by_block.setdefault(r["block_size"], []).append(r)
+            by_block.setdefault(r["block_size"], []).append((r, up))
     blocks = []
     for K, of in by_block.items():
         cells = []
-        for accept in dict.fromkeys(r["accept"] for r in of):
-            same = [r for r in of if r["accept"] == accept]
-            tps = [r["decode_tps"] for r in same]
+        for accept in dict.fromkeys(r["accept"] for r, _ in of):
+            same, ups = [r for r, _ in of if r["accept"] == accept], [up for r, up in of if r["accept"] == accept]
             drafting = sum(r["drafting_rounds"] for r in same)
             cells.append(
-                {
-                    "accept": accept,
-                    "speedup": statistics.median(tps) / plain_tps,
-                    "low": min(tps) / plain_tps,
-                    "high": max(tps) / plain_tps,
-                    "tau": sum(r["committed"] for r in same) / drafting if drafting else None,
-                    "widths": {w: sum(r["widths"].get(w, 0) for r in same) for w in same[0]["widths"]},
-                }
+                {"accept": accept, "speedup": statistics.median(ups), "low": min(ups), "high": max(ups)}
+                | {"tau": sum(r["committed"] for r in same) / drafting if drafting else None}
+                | {"widths": dict(sum((Counter({str(w): n for w, n in r["widths"].items()}) for r in same), Counter()))}
             )
         block = {"block_size": K, "cells": cells}
         if K is not None:
-            round_s = statistics.median(r["decode_s"] / r["rounds"] for r in of)
+            round_s = statistics.median(r["decode_s"] / r["rounds"] for r, _ in of)
             block |= {"round_ms": 1e3 * round_s, "cost": round_s * plain_tps}
             block["break_even"] = break_even(block["cost"], K - 1)
         blocks.append(block)
@@ -360,7 +384,11 @@ def table(record: dict[str, Any]) -> str:
             if K is None
             else [f"{block['round_ms']:.2f}", f"{block['cost']:.2f}", "never" if even is None else f"{even:.2f}"]
         )
-        rows.append([str(K or "rule"), *fixed, *(ups.get(a, "") for a in accepts), ""])
+        rows.append([str(K or "policy"), *fixed, *(ups.get(a, "") for a in accepts), ""])
+    chosen = [cell for block in s["blocks"] if block["block_size"] is None for cell in block["cells"]]
+    for cell in chosen:
+        rounds = ", ".join(f"{w} in {n}" for w, n in sorted(cell["widths"].items(), key=lambda item: int(item[0])))
+        lines.append(f"accept {cell['accept']:g}: {cell['low']:.2f} to {cell['high']:.2f}; drafts verified, in rounds: {rounds}")
     lines += [*align(rows), "", f"Planned text in {s['equal']} of {s['runs']} runs; this run is {record['ended']}."]
     return "\n".join(lines)
 
@@ -371,17 +399,18 @@ def main() -> None:
     p.add_argument("--bits", type=int, choices=(4, 8, 16), default=16, help="16: not quantized")
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     p.add_argument("--accept", type=float, nargs="+", default=[0.0, 0.5, 0.7, 0.8, 0.9])
-    p.add_argument("--block-size", type=int, nargs="+", default=[2, 4, 8, 16])
+    p.add_argument("--block-size", type=int, nargs="*", default=[2, 4, 8, 16])
     p.add_argument("--context", type=int, default=512)
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--trials", type=int, default=3)
     p.add_argument("--max-seconds", type=float, help="begin no run after this, building and warm-up included")
     p.add_argument("--out", type=Path, help="JSON record")
     args = p.parse_args()
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     record = measure(args)
     print(table(record))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         bench_record.write_record(record, args.out)
     if record["summary"].get("equal") != record["summary"].get("runs"):
         p.exit(1, "Error: expected the planned text in every run; found others. Drafts or rollback are wrong.\n")

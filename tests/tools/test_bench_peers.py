@@ -83,7 +83,7 @@ def test_another_drafter_of_the_same_name_is_written_out_anew(tmp_path):
 
 def options(tmp_path, *sides, **changes):
     given = {"envs": tmp_path, "pair": "tiny", "draft_model": None, "sides": sides, "z_lab": None, "small_draft": None}
-    given |= {"before": None, "kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None}
+    given |= {"before": None, "block_size": None, "kinds": "function,copy", "max_tokens": 10, "trials": 2, "max_seconds": None}
     return Namespace(**given | {"dense": False, "out": tmp_path / "record.json"} | changes)
 
 
@@ -134,15 +134,17 @@ def test_a_worker_says_why_it_failed_and_goes_on(tmp_path):
 
 
 def test_speed_against_an_earlier_state_is_paired_by_prompt_and_trial():
-    def run(side, trial, tps, said="a"):
-        return {"side": side, "kind": "k", "trial": trial, "decode_tps": tps, "said": said}
+    def run(side, trial, tps, said="a", drafted="d"):
+        return {"side": side, "kind": "k", "trial": trial, "decode_tps": tps, "said": said, "drafted": drafted}
 
     runs = [run(side, i, tps * (i + 1)) for i in range(6) for side, tps in (("before", 10.0), ("ours", 12.0))]
     found = peers.against([*runs, run("before", 9, 1.0), run("mlx-lm", 0, 1.0)])
-    assert found["pairs"] == 6 and found["same_ids"] == 6
+    assert found["pairs"] == found["same_ids"] == found["same_drafts"] == 6
     assert all(abs(found[name] - 1.2) < 1e-9 for name in ("ratio", "low", "high"))
     runs[1] = run("ours", 0, 6.0, "b")
-    assert peers.against(runs)["same_ids"] == 5 and peers.against(runs)["low"] < 1.0 < peers.against(runs)["ratio"]
+    runs[3] = run("ours", 1, 24.0, drafted="e")
+    assert (peers.against(runs)["same_ids"], peers.against(runs)["same_drafts"]) == (5, 5)
+    assert peers.against(runs)["low"] < 1.0 < peers.against(runs)["ratio"]
     assert peers.against([run("ours", 0, 1.0)]) is None
 
 
@@ -155,3 +157,13 @@ def test_an_earlier_state_is_imported_whole_and_alone(tmp_path):
     environment = {**os.environ, "PYTHONPATH": peers.laid_out(checkout, tmp_path / "laid")}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["dflash_mlx/__init__.py", "convert/__init__.py"]
+
+
+@pytest.mark.full
+def test_two_states_of_this_package_draft_the_same_ids_in_blocks_of_one_size(tmp_path):
+    """The checkout beside itself: each round of both drafts a block's ids, from the drafter alone."""
+    checkout = Path(__file__).resolve().parents[2]
+    record = peers.measure(options(tmp_path, "ours", "before", before=checkout, block_size=5, trials=1))
+    found = record["against_before"]
+    assert found["pairs"] == found["same_ids"] == found["same_drafts"] == 2 and record["settings"]["block_size"] == 5
+    assert all(r["rounds"] >= 2 for r in record["runs"]) and "the same drafts in all rounds in 2" in peers.table(record)

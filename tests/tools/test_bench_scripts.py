@@ -52,7 +52,7 @@ def small_shapes(monkeypatch):
 def test_the_planned_text_comes_out_at_the_set_acceptance(shape, bits):
     record = shapes.measure(options(shape, bits=bits))
     summary = record["summary"]
-    assert record["ended"] == "complete" and summary["equal"] == summary["runs"] == 2 + 3 * 3
+    assert record["ended"] == "complete" and summary["equal"] == summary["runs"] == 3 * 3 + 10
     of = {(b["block_size"], c["accept"]): c for b in summary["blocks"] for c in b["cells"]}
     for K in (2, 5):
         assert of[K, 0.0]["tau"] == 1 and of[K, 1.0]["tau"] == K
@@ -60,7 +60,7 @@ def test_the_planned_text_comes_out_at_the_set_acceptance(shape, bits):
         assert of[K, 0.7]["tau"] == pytest.approx(shapes.expected_tau(0.7, K - 1), rel=0.35)
     assert {b["block_size"] for b in summary["blocks"]} == {2, 5, None}
     shown = shapes.table(record)
-    assert "Planned text in 11 of 11 runs" in shown and "\nrule" in shown
+    assert "Planned text in 19 of 19 runs" in shown and "\npolicy" in shown
 
 
 def test_errors_come_at_the_set_rate_and_nothing_repeats():
