@@ -5,10 +5,13 @@ meaning are refused: taken as numbers, they would give a model that writes noise
 with scales; `packings` knows the other layouts. Knows no models.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,13 +22,15 @@ from dflash_mlx.errors import ConversionError
 
 from .families import special
 from .layouts import Weights, unused_reason
-from .packings import FLOAT_CHECKPOINT, PARTS, Packed, read_matrix
+from .packings import FLOAT_CHECKPOINT, PARTS, Packed, plain, read_matrix
 
 # the scale beside `X.weight`, as fp8 checkpoints name it
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 # the same for integers; and the float types in which models compute
 _SCALES = (".weight_scale", ".scales")
 _HALF = {"F16": mx.float16, "BF16": mx.bfloat16}
+# where GPTQ's tools and AutoRound keep the record too, or alone
+_RECORD_FILES = ("quantize_config.json", "quantization_config.json")
 # methods of checkpoints that mlx-lm's own `sanitize` unpacks (gpt-oss's experts) -> the mode, and a tensor that shows it
 _UNPACKED_BY_MLX_LM = {"mxfp4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "_blocks")}
 # projections of stacked experts -> the modules of one expert that they hold, rows after rows
@@ -47,7 +52,7 @@ _LEFT_OVER = PARTS - {"weight", "weight_packed", "scale", "scales", "meta", "qwe
 _INDEX = re.compile(r"(^|\.)(t2d|d2t|\w*position_ids|num_batches_tracked|tid2eid)$")
 # parts of matrices in packings that nothing here reads
 _UNREAD = re.compile(
-    r"\.(weight_packed|qweight|qzeros|B|W_q|SCB|bitmask|compressed|absmax|quant_map|nested_\w+|quant_state\.\w+)$"
+    r"\.(weight_packed|qweight|qzeros|B|W_q|SCB|bitmask|compressed|absmax|quant_map|nested_\w+|quant_state\.\w+|pre_quant_scale)$"
     r"|_weight_(packed|scale|scale_2)$"
 )
 
@@ -59,11 +64,17 @@ class Record:
     settings: Mapping
 
     @classmethod
-    def of(cls, config: Mapping) -> "Record":
+    def of(cls, config: Mapping, folder: Path) -> "Record":
+        """The record in config.json, else in a file of its own beside it."""
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, Mapping) else {}):
             if isinstance(found := part.get("quantization_config"), Mapping):
                 return cls(found)
+        for file in _RECORD_FILES:
+            with suppress(OSError, ValueError):
+                if isinstance(found := json.loads((folder / file).read_text()), dict):
+                    # the oldest of these files do not name their tool
+                    return cls({"quant_method": "gptq"} | found)
         return cls({})
 
     @property
@@ -82,21 +93,27 @@ class Record:
         if self.method == "compressed-tensors":
             return self._group_of(name)
         if self.method in ("gptq", "awq", "auto-round", "intel/auto-round"):
-            stated = {"group_size": self.settings.get("group_size")}
-            if self.method in ("gptq", "awq"):
-                stated["num_bits"] = self.settings.get("bits")
+            stated = {"num_bits": self.settings.get("bits"), "group_size": self.settings.get("group_size")}
             formats = [self.settings.get(key) for key in ("checkpoint_format", "format", "packing_format")]
             if isinstance(zeros := self.settings.get("zero_point"), bool):
                 stated["symmetric"] = not zeros
             stated["act_order"] = self.settings.get("desc_act")
             stated["zeros_minus_one"] = not any(form in _ZEROS_AS_MEANT for form in formats)
-            # GPTQModel's own bits for some layers: "+:" and a pattern, or the pattern alone
-            rules = self.settings.get("dynamic")
-            for pattern, own in rules.items() if isinstance(rules, Mapping) else ():
-                if isinstance(own, Mapping) and "bits" in own and _matches(f"re:{pattern.removeprefix('+:')}", name):
-                    stated["num_bits"] = own["bits"]
+            own = self._own_of(name)
+            stated |= {key: own[part] for part, key in (("bits", "num_bits"), ("group_size", "group_size")) if part in own}
             return _numbers(stated)
         return {}
+
+    def _own_of(self, name: str) -> Mapping:
+        """What is stated for one module alone: AutoRound's `extra_config` by name or by a pattern found in it, GPTQModel's
+        `dynamic` by a pattern of its beginning (behind "+:", or bare)."""
+        extra, dynamic = (self.settings.get(key) for key in ("extra_config", "dynamic"))
+        extra, dynamic = (rules if isinstance(rules, Mapping) else {} for rules in (extra, dynamic))
+        named = [own for target, own in extra.items() if _matches(target, name)]
+        patterns = [(f".*(?:{pattern})", own) for pattern, own in extra.items() if not re.fullmatch(r"[\w.]+", pattern)]
+        patterns += [(pattern.removeprefix("+:"), own) for pattern, own in dynamic.items()]
+        found = named + [own for pattern, own in patterns if _matches(f"re:{pattern}", name)]
+        return next((own for own in found if isinstance(own, Mapping)), {})
 
     @property
     def rotations(self) -> list[str]:
@@ -153,7 +170,8 @@ def decode_quantized(
     Raises:
       ConversionError: a method or a tensor that is not understood, named.
     """
-    config, record = dict(config), Record.of(config)
+    config, record = dict(config), Record.of(config, checkpoint.path)
+    floats = _floats_of(checkpoint)
     if rotations := record.rotations:
         raise ConversionError(
             f"{checkpoint.source} rotates activations while it runs ({record.name}, transform_config {', '.join(rotations)}), "
@@ -163,8 +181,8 @@ def decode_quantized(
     inner = config.get("text_config")
     own = inner.get("model_type") if isinstance(inner, Mapping) else None
     alternating = special(own, config.get("model_type")).fused_experts.interleaved
-    weights, packed, hows = _decode_packed(weights, record, checkpoint, keep_packed, alternating)
-    weights, fp8 = _decode_fp8(weights, checkpoint, declared=record.method in ("fp8", "compressed-tensors"))
+    weights, packed, hows = _decode_packed(weights, record, checkpoint, floats, keep_packed, alternating)
+    weights, fp8 = _decode_fp8(weights, checkpoint, floats, declared=record.method in ("fp8", "compressed-tensors"))
     notes = [f"{count} {'matrices' if count > 1 else 'matrix'}, {how}" for how, count in hows.items()] + fp8
     mode, shows = _UNPACKED_BY_MLX_LM.get(record.method, (None, ""))
     if mode is not None and any(name.endswith(shows) for name in weights):
@@ -187,7 +205,7 @@ def decode_quantized(
 
 
 def _decode_packed(
-    weights: Weights, record: Record, checkpoint: Checkpoint, keep_packed: bool, alternating: bool
+    weights: Weights, record: Record, checkpoint: Checkpoint, floats: mx.Dtype, keep_packed: bool, alternating: bool
 ) -> tuple[Weights, dict[str, Mapping], Counter[str]]:
     """-> (weights, module -> options of those that stay packed, what was done -> number of matrices)."""
     modules: dict[str, dict[str, tuple[str, mx.array]]] = {}
@@ -201,7 +219,7 @@ def _decode_packed(
             continue
         tensors = {part: value for part, (_, value) in filed.items()}
         types = {part: checkpoint.tensors[name].dtype for part, (name, _) in filed.items()}
-        whole = Packed(module, checkpoint.source, tensors, types, record.of_module(module))
+        whole = Packed(module, checkpoint.source, tensors, types, record.of_module(module), floats)
         read = [(names, read_matrix(one, keep_packed)) for names, one in _experts_of(whole)]
         if any(matrix is None for _, matrix in read):
             continue
@@ -216,6 +234,16 @@ def _decode_packed(
                 if matrix.options is not None:
                     packed[name] = matrix.options
     return out, packed, hows
+
+
+def _floats_of(checkpoint: Checkpoint) -> mx.Dtype:
+    """The half type of a checkpoint's own floats, in which matrices are that MLX has no mode for: one other type among them would
+    have everything computed in float32."""
+    own = [t for t in checkpoint.tensors.values() if t.dtype in _HALF and "scale" not in t.name.rpartition(".")[2]]
+    sizes = Counter()
+    for tensor in own:
+        sizes[_HALF[tensor.dtype]] += tensor.nbytes
+    return max(sizes, key=sizes.get, default=mx.bfloat16)
 
 
 def _module_and_part(name: str) -> tuple[str, str]:
@@ -317,8 +345,8 @@ def _refuse_unread(weights: Weights, record: Record, checkpoint: Checkpoint, *, 
 # --- fp8 --------------------------------------------------------------------------------------------------------------
 
 
-def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> tuple[Weights, list[str]]:
-    """fp8 weights times their scales, in float32 and kept in bfloat16 (what the scales' publishers compute in)."""
+def _decode_fp8(weights: Weights, checkpoint: Checkpoint, floats: mx.Dtype, *, declared: bool) -> tuple[Weights, list[str]]:
+    """fp8 weights times their scales, in float32 and rounded once to the half type of the checkpoint's own floats."""
     headers = {name: checkpoint.tensors[name].dtype for name in weights if name in checkpoint.tensors}
     fp8 = [name for name, dtype in headers.items() if dtype == "F8_E4M3"]
     if declared:
@@ -337,9 +365,9 @@ def _decode_fp8(weights: Weights, checkpoint: Checkpoint, *, declared: bool) -> 
     for name in fp8:
         scale = _scale_of(name, weights)
         factor = _factor(weights[scale], headers.get(scale))
-        out[name] = _times_scale(mx.from_fp8(weights[name], dtype=mx.float32), factor, name, checkpoint)
+        out[name] = _times_scale(mx.from_fp8(weights[name], dtype=mx.float32), factor, name, checkpoint).astype(floats)
         out.pop(scale, None)
-    return out, [f"{len(fp8)} fp8 tensors dequantized to bfloat16"]
+    return out, [f"{len(fp8)} fp8 tensors dequantized to {plain(floats)}"]
 
 
 def _factor(scale: mx.array, dtype: str | None) -> mx.array:
@@ -358,7 +386,7 @@ def _scale_of(name: str, weights: Mapping) -> str | None:
 def _times_scale(value: mx.array, scale: mx.array, name: str, checkpoint: Checkpoint) -> mx.array:
     """value [..., out, in] times a scale per tensor, per row, or per block (the block size follows from both shapes)."""
     if scale.size == 1:
-        return (value * scale.reshape(())).astype(mx.bfloat16)
+        return value * scale.reshape(())
     if scale.ndim == 1:
         scale = scale[:, None]
     if scale.ndim != value.ndim:
@@ -371,7 +399,7 @@ def _times_scale(value: mx.array, scale: mx.array, name: str, checkpoint: Checkp
         block = _block(value.shape[axis], scale.shape[axis])
         scale = mx.repeat(scale, block, axis=axis)
     rows, columns = value.shape[-2:]
-    return (value * scale[..., :rows, :columns]).astype(mx.bfloat16)
+    return value * scale[..., :rows, :columns]
 
 
 def _block(size: int, blocks: int) -> int:

@@ -6,7 +6,7 @@ names and shapes are exactly the model's parameters is the right one, and none i
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -127,6 +127,19 @@ def layouts(model_type: str, weights: Weights) -> Iterator[Layout]:
     yield Layout("model. added", add_model_prefix)
     for old, new in _WRAPPER_PREFIXES:
         yield Layout(f"{old} -> {new}", lambda source, old=old, new=new: swap_prefix(source, old, new))
+
+
+def without_zero_biases(weights: Weights, expected: Collection[str]) -> Weights:
+    """The weights without biases of zeros for layers that have none: AutoGPTQ writes one for every matrix.
+
+    Args:
+      expected: names of the model's parameters.
+    """
+
+    def adds_nothing(name: str, value: mx.array) -> bool:
+        return name.endswith(".bias") and name not in expected and not mx.any(value).item()
+
+    return {name: value for name, value in weights.items() if not adds_nothing(name, value)}
 
 
 def rename(weights: Weights, rules: tuple[tuple[re.Pattern, str], ...]) -> Weights:

@@ -6,7 +6,7 @@ no models and no configs beyond what the record says of one matrix.
 
 Sources (layouts only): vllm-project/compressed-tensors, src/compressed_tensors/compressors (pack_quantized, naive_quantized,
 nvfp4, mxfp4, mxfp8) and quantization/lifecycle/forward.py (what a packed value means); AutoGPTQ's and AutoAWQ's qlinear
-modules; NVIDIA ModelOpt's NVFP4 export; `mx.quantize`.
+modules; NVIDIA ModelOpt's NVFP4 export; AMD Quark's MXFP4 export; `mx.quantize`.
 """
 
 import math
@@ -35,6 +35,7 @@ class Packed:
     - tensors, types: last part of the name ("weight_packed") -> array, and its type in the file's header ("I32")
     - stated: what the config says about this matrix: num_bits, symmetric, group_size, zeros_minus_one, in_blocks (whether
       several rows share a scale), act_order; may be empty
+    - floats: the half type of the checkpoint's own floats
     """
 
     name: str
@@ -42,6 +43,7 @@ class Packed:
     tensors: Mapping[str, mx.array]
     types: Mapping[str, str]
     stated: Mapping
+    floats: mx.Dtype = mx.bfloat16
 
     def need(self, part: str) -> mx.array:
         if part not in self.tensors:
@@ -64,6 +66,10 @@ class Matrix:
     how: str
 
 
+def plain(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def read_matrix(parts: Packed, keep_packed: bool = True) -> Matrix | None:
     """The matrix of one module, as floats unless `keep_packed`; None if its tensors have no packing of `PACKINGS`.
 
@@ -76,7 +82,7 @@ def read_matrix(parts: Packed, keep_packed: bool = True) -> Matrix | None:
     if matrix is None or matrix.options is None or (keep_packed and not parts.name.endswith(_TAKEN_APART)):
         return matrix
     scales = matrix.tensors["scales"]
-    floats = mx.bfloat16 if scales.dtype == mx.uint8 else scales.dtype
+    floats = parts.floats if scales.dtype == mx.uint8 else scales.dtype
     wide = [part.astype(mx.float32) if mx.issubdtype(part.dtype, mx.floating) else part for part in matrix.tensors.values()]
     weight = mx.dequantize(*wide, **matrix.options, dtype=mx.float32).astype(floats)
     return Matrix({"weight": weight}, None, f"{matrix.how.partition(':')[0]}: dequantized, because mlx-lm takes it apart")
@@ -334,19 +340,24 @@ def _fp4(parts: Packed) -> Matrix:
         options = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
         return Matrix({"weight": codes, "scales": folded}, options, "NVFP4: kept packed")
     bare = mx.dequantize(codes, mx.full(scales.shape, _FP8_ONE, mx.uint8), group_size=16, bits=4, mode="nvfp4", dtype=mx.float32)
-    weight = (bare * mx.repeat(exact, 16, axis=-1)).astype(mx.bfloat16)
-    how = "NVFP4: dequantized to bfloat16, because fp8 scales do not hold their products with the global scale"
+    weight = (bare * mx.repeat(exact, 16, axis=-1)).astype(parts.floats)
+    how = f"NVFP4: dequantized to {plain(parts.floats)}, because fp8 scales do not hold their products with the global scale"
     return Matrix({"weight": weight}, None, how)
 
 
+# Bytes of two fp4 values for one scale, by the scale's type: 16 inputs of NVFP4, 32 of MXFP4.
+_FP4_BYTES_A_SCALE = {"F8_E4M3": 8, "U8": 16, "F8_E8M0": 16}
+
+
 def _fp4_part(parts: Packed) -> str | None:
-    """The tensor that holds fp4 codes: `weight_packed`, or with ModelOpt `weight`, half as wide as its inputs."""
+    """The tensor that holds fp4 codes: `weight_packed`, or with ModelOpt and Quark `weight`, half as wide as its inputs."""
     if parts.types.get("weight_packed") == "U8":
         return "weight_packed"
     scale = parts.tensors.get("weight_scale")
-    if parts.types.get("weight") != "U8" or scale is None or scale.ndim != 2 or parts.types["weight_scale"] != "F8_E4M3":
+    if parts.types.get("weight") != "U8" or scale is None or scale.ndim != 2:
         return None
-    return "weight" if parts.tensors["weight"].shape[-1] == 8 * scale.shape[-1] else None
+    each = _FP4_BYTES_A_SCALE.get(parts.types["weight_scale"], 0)
+    return "weight" if parts.tensors["weight"].shape[-1] == each * scale.shape[-1] else None
 
 
 def _mxfp8(parts: Packed) -> Matrix:

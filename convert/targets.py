@@ -22,7 +22,8 @@ from .activations import correct_activation
 from .config_values import TEXT_CONFIG_KEYS, check_values
 from .configs import TargetConfig, mlx_module, normalise_config
 from .dequantize import decode_quantized, types_of_scales
-from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason
+from .layouts import NEEDED, Layout, Weights, layouts, strip_text_prefix, unused_reason, without_zero_biases
+from .packings import plain
 from .rope import correct_rope
 from .sliding_window import add_windows
 
@@ -173,7 +174,10 @@ def _build_target(raw_config: dict, weights: Weights, where: str, checkpoint: Ch
     _refuse_lost(weights, ready, target, where)
     _refuse_types(model, ready, where)
     _refuse_changed(tried, ready, where)
-    fates = _fates(tried, ready, layout.name)
+    left = {_layer_and_end(name) for name in ready}
+    biases = [name for name in tried if name.endswith(".bias") and _layer_and_end(_formed_names(name)[0]) not in left]
+    dropped |= {name: "a bias of zeros" for name in biases if not mx.any(tried[name]).item()}
+    fates = _fates({name: value for name, value in tried.items() if name not in dropped}, ready, layout.name)
     notes = list(target.notes)
     if any(target.windows):
         add_windows(model, target.windows)
@@ -346,6 +350,7 @@ def _try_layout(target: TargetConfig, weights: Weights, layout: Layout, where: s
     except (KeyError, ValueError, IndexError) as error:
         return model, {}, [f"{layout.name}: {type(error).__name__} {error}"] * (len(weights) + 1)
     quantize_to_match(model, ready, target.config, where)
+    ready = without_zero_biases(ready, dict(tree_flatten(model.parameters())))
     _share_embedding(model, ready, target)
     _fill_shared_keys(model, ready, target)
     return model, ready, _faults(model, ready)
@@ -406,7 +411,7 @@ def _refuse_types(model: nn.Module, weights: Weights, where: str) -> None:
         is_float = mx.issubdtype(due, mx.floating)
         packed = not is_float and f"{name.rpartition('.')[0]}.scales" in weights
         if (is_float and not mx.issubdtype(found, mx.floating)) or (packed and found != due):
-            faults.setdefault(f"{_plain(found)} where {_plain(due)} belongs", []).append(name)
+            faults.setdefault(f"{plain(found)} where {plain(due)} belongs", []).append(name)
     if faults:
         each = "; ".join(f"{kind}: {names[0]}{_and_more(len(names) - 1)}" for kind, names in faults.items())
         raise CheckpointError(
@@ -426,10 +431,6 @@ def _refuse_changed(source: Weights, ready: Weights, where: str) -> None:
 
 def _and_more(count: int) -> str:
     return f" and {count} more" if count else ""
-
-
-def _plain(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def _share_embedding(model: nn.Module, weights: Weights, target: TargetConfig) -> None:

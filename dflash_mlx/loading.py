@@ -83,6 +83,22 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
     return Target(model, (0,))(mx.zeros((1, 1), dtype=mx.int32)).features.dtype
 
 
+def _two_types(model: nn.Module) -> str | None:
+    """What it costs that the matrices of a model have two number types, as other tools leave them; None if it costs nothing."""
+    kinds = {value.dtype for _, value in tree_flatten(model.parameters()) if value.ndim > 1 and value.dtype in DTYPES.values()}
+    try:
+        if len(kinds) < 2 or activation_dtype(model) != mx.float32:
+            return None
+    except TapError:
+        # It runs without a drafter all the same.
+        return None
+    names = " and ".join(name for name, kind in sorted(DTYPES.items()) if kind in kinds)
+    return (
+        f"has matrices or scales in {names}, so everything is computed in float32. --dtype bfloat16 (in Python dtype='bfloat16') "
+        "gives all of them one type, which is faster and rounds some"
+    )
+
+
 def load(
     path_or_hf_repo: str,
     tokenizer_config: dict[str, Any] | None = None,
@@ -130,6 +146,8 @@ def load(
         _put_adapter(model, adapter_path, path_or_hf_repo)
         # The adapter's own weights; layers that it wraps have other names now and must be cast before.
         loaded.cast(due, spare=dtype is not None)
+    if due is None and (said := _two_types(model)):
+        warnings.warn(f"{checkpoint.source} {said}", stacklevel=2)
     if ranks is not None:
         take_share(model, ranks, path_or_hf_repo, pipeline)
     if not lazy:

@@ -102,6 +102,18 @@ def rounded(packer):
     return pack
 
 
+def quark(weight):
+    """AMD Quark's names for the same bytes."""
+    tensors, values = mxfp4(weight)
+    return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}, values
+
+
+def gptq_with_biases(weight):
+    """As AutoGPTQ writes it: zeros for every matrix, of models that have no biases too."""
+    tensors, values = gptq(weight)
+    return tensors | {"bias": ("F16", np.zeros(len(weight), np.float16))}, values
+
+
 AWQ_ZEROS = "AWQ, zero points"
 INT4 = partial(pack_quantized, bits=4)
 CASES = {
@@ -168,6 +180,7 @@ CASES = {
         compressed(group_of(4, "float", "mxfp4-pack-quantized", group_size=32)),
         "mxfp4",
     ),
+    "MXFP4 of Quark": (quark, {"quant_method": "quark"}, "mxfp4"),
     "NVFP4 that folds": (
         partial(nvfp4, divisor=0.5),
         compressed(group_of(4, "float", "nvfp4-pack-quantized", group_size=16)),
@@ -196,6 +209,7 @@ CASES = {
         None,
     ),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}, "affine"),
+    "GPTQ, biases of zeros": (gptq_with_biases, {"quant_method": "gptq", "bits": 4, "group_size": 64}, "affine"),
     "GPTQ, the last group short": (
         partial(gptq, group=128),
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
@@ -335,6 +349,79 @@ def test_packings_are_mixed_and_modules_are_left_out(tmp_path, role):
         assert len({(m.mode, m.bits) for m in modules_of(model).values() if hasattr(m, "scales")}) == 3
 
 
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "packing_format": "auto_round:auto_gptq"}
+OWN = {"bits": 8, "group_size": 32}
+OWN_SETTINGS = {
+    "AutoRound, by name": AUTOROUND
+    | {"extra_config": {f"model.layers.{n}.self_attn.{x}_proj": OWN for n in range(6) for x in "qkvo"}},
+    "AutoRound, by pattern": AUTOROUND | {"extra_config": {r"layers\.\d+\.self_attn": OWN, r".*lm_head.*": {"bits": 16}}},
+    "GPTQModel": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 64,
+        "dynamic": {r"+:.*self_attn.*": OWN, r"-:.*lm_head.*": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("case", OWN_SETTINGS)
+def test_settings_of_one_module_are_read_however_the_tool_writes_them(tmp_path, case, role):
+    """With 64 outputs the shapes alone allow 7 bits too."""
+    own = partial(gptq, bits=8, group=32, symmetric=False)
+    path, values = write(
+        tmp_path / "packed", lambda module: own if "self_attn" in module else gptq, OWN_SETTINGS[case], role=role
+    )
+    target, _ = load("tiny", dtype=mx.float32)
+    model = load(str(path), dtype=mx.float32)[0] if role == "target" else load_drafter(str(path), target)
+    assert differing(model, values) == []
+
+
+@pytest.mark.parametrize(
+    "name, record",
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"}),
+        ("quantization_config.json", AUTOROUND | {"packing_format": "auto_round"}),
+    ],
+)
+def test_a_record_that_only_a_file_of_its_own_holds_is_read(tmp_path, name, record):
+    path, values = write(tmp_path / "packed", lambda module: partial(gptq, symmetric=False, v2=True))
+    (path / name).write_text(json.dumps(record))
+    assert differing(load(str(path), dtype=mx.float32)[0], values) == []
+
+
+def in_float16(path):
+    """Give the checkpoint's own floats another half type."""
+    tensors = read_safetensors(path / "model.safetensors")
+    for name, (kind, array) in tensors.items():
+        if kind == "BF16" and "scale" not in name:
+            tensors[name] = as_type((array.astype(np.uint32) << 16).view(np.float32), "F16")[:2]
+    write_safetensors(path / "model.safetensors", tensors)
+
+
+@pytest.mark.parametrize("case", ["NVFP4", "fp8 with powers of two for small blocks", "fp8 a row"])
+def test_what_is_dequantized_has_the_half_type_of_the_files_so_that_activations_stay_in_it(tmp_path, recwarn, case):
+    by_row = (partial(packers.fp8, dtype="F32"), compressed(group_of(8, "float", "float-quantized", strategy="channel")))
+    packer, record = by_row if case == "fp8 a row" else CASES[case][:2]
+    path, _ = write(tmp_path / "packed", lambda module: packer, record)
+    for kind in (mx.bfloat16, mx.float16):
+        model, _ = load(str(path), dtype="auto")
+        assert {value.dtype for _, value in tree_flatten(model.parameters())} == {kind}
+        in_float16(path)
+    assert not [one for one in recwarn if "float32" in str(one.message)]
+
+
+def test_scales_of_another_half_type_than_the_floats_are_said_with_what_makes_them_one(tmp_path):
+    """As AutoRound leaves them: activations are float32, in mlx-lm too."""
+    path, _ = write(tmp_path / "packed", lambda module: gptq, CASES["GPTQ"][1])
+    with pytest.warns(
+        UserWarning, match="scales in bfloat16 and float16, so everything is computed in float32. --dtype bfloat16"
+    ):
+        model, _ = load(str(path), dtype="auto")
+    assert model(mx.array([[1, 2]])).dtype == mx.float32
+    assert load(str(path), dtype="bfloat16")[0](mx.array([[1, 2]])).dtype == mx.bfloat16
+
+
 def test_calibration_of_activations_and_caches_is_dropped_and_said(tmp_path):
     one = ("F32", np.array([0.5], np.float32))
     names = [f"model.layers.{n}.self_attn.{part}" for n in range(6) for part in ("k_scale", "q_proj.input_global_scale")]
@@ -458,6 +545,11 @@ REFUSED = {
     ),
     "marlin-24": (marlin, compressed(group_of(4), form="marlin-24"), "marlin-24"),
     "sparse": (bitmask, compressed(group_of(4), form="sparse-bitmask"), r"quantized with compressed-tensors \(sparse-bitmask\)"),
+    "inputs that are scaled": (
+        lambda weight: (nvfp4(weight, 2, modelopt=True)[0] | {"pre_quant_scale": as_type(weight[0], "BF16")[:2]}, None),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        r"with modelopt \(NVFP4_AWQ\), which is not read: .*pre_quant_scale",
+    ),
     "bitsandbytes nf4": (
         nf4,
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
