@@ -14,6 +14,7 @@ GPU), a quantized drafter dense, so that all load the same numbers. Greedy; ever
 
 All processes stay loaded and answer in turn, one at a time; the order is turned round after every trial. Speed of a side in a
 trial is over mlx-lm's on the same prompt in the same trial. A side that says something else than mlx-lm is shown with the count.
+A record in --out that ran out of time is continued.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,9 @@ REQUIREMENTS = {
     "mlx-dspark": ["mlx-dspark==0.20.3"],
     "dflash-mlx-0.1.8": ["dflash-mlx==0.1.8", "mlx-lm==0.32.2"],
 }
+
+# Run by `ours` of peer_worker.py.
+OURS = ("ours", "before")
 
 
 def environment(side: str, folder: Path) -> str:
@@ -187,6 +193,13 @@ def digest(ids: list[Any]) -> str:
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
+def rounds_of(drafted: list[list[int]] | None) -> dict[str, Any]:
+    """What a record keeps of the drafted ids of each round: the number of rounds and of drafts, and a digest."""
+    if drafted is None:
+        return {}
+    return {"rounds": len(drafted), "drafts": sum(map(len, drafted)), "drafted": digest(drafted)}
+
+
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a side and kind, then one a side over all kinds (medians of its speed over mlx-lm's, by pair)."""
     plain = {(r["kind"], r["trial"]): r for r in runs if r["side"] == "mlx-lm"}
@@ -246,6 +259,33 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *align(rows), "", f"This run is {record['ended']}."])
 
 
+def earlier_runs(record: dict[str, Any], out: Path | None) -> list[dict[str, Any]]:
+    """The runs in `out`, where it is a record of the same pair, settings and machine that ran out of time."""
+    if out is None or not out.exists():
+        return []
+    found = json.loads(out.read_text())
+    same = found["machine"]["chip"] == record["machine"]["chip"]
+    same = same and all(found[of] == record[of] for of in ("what", "pair", "drafter_sha256", "settings"))
+    return found["runs"] if same and found["ended"] != "complete" else []
+
+
+def warm_up(sides: list[str], ask: Callable[[str], Any]) -> set[str]:
+    """Two answers of each side, the first of which loads it. Returns: the sides that gave both.
+
+    Peers compile for long, so they warm up together; states of ours time their passes meanwhile, so each does alone.
+    """
+    alone = [side for side in sides if side in OURS]
+    together = [side for side in sides if side not in OURS]
+
+    def answers(side: str) -> bool:
+        return bool(ask(side) and ask(side))
+
+    with ThreadPoolExecutor(len(REQUIREMENTS)) as pool:
+        found = dict(zip(together, pool.map(answers, together), strict=True))
+    found |= {side: answers(side) for side in alone}
+    return {side for side, both in found.items() if both}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All sides over all kinds and trials, into a record of plain values."""
     began = time.perf_counter()
@@ -277,11 +317,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "settings": {"max_tokens": args.max_tokens, "trials": args.trials, "dtype": bench.weights_of(model)["dtype"]}
         | {"bits": bench.weights_of(model)["bits"], "digest": prompts.prompts.digest()}
         | {"small_draft": args.small_draft or f"the target's first {max(layers // 4, 1)} of {layers} layers"}
-        | {"block_size": args.block_size},
+        | {"block_size": args.block_size, "sides": wanted},
         "failed": {},
         "runs": [],
         "ended": "unfinished",
     }
+    record["runs"] = earlier_runs(record, args.out)
     open_sides: dict[str, Side] = {}
 
     def ask(side: str, ids: list[int], max_tokens: int) -> dict[str, Any] | None:
@@ -297,14 +338,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return None
 
     try:
-        warm, sides = prompts.ids(prompts.cells[0], 0), []
-        # Loads a side, then warms it up; one that cannot is not asked again.
-        for side in wanted:
-            if ask(side, warm, args.max_tokens) and ask(side, warm, args.max_tokens):
-                sides.append(side)
-                print(f"{side} is warm after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        ready = warm_up(wanted, lambda side: ask(side, prompts.ids(prompts.cells[0], 0), args.max_tokens))
+        sides = [side for side in wanted if side in ready]
+        print(f"warm after {time.perf_counter() - began:.0f} s: {', '.join(sides)}", file=sys.stderr, flush=True)
         for trial in range(args.trials):
             for cell in prompts.cells:
+                if any((r["kind"], r["trial"]) == (cell[0], trial) for r in record["runs"]):
+                    continue
                 if args.max_seconds and time.perf_counter() - began > args.max_seconds:
                     record["ended"] = "out of time"
                     return record
@@ -321,7 +361,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                             {"side": side, "kind": cell[0], "trial": trial, "tokens": len(a["ids"]), "ttft_s": a["ttft_s"]}
                             | {"decode_tps": (len(a["ids"]) - 1) / a["decode_s"], "equal": equal}
                             | {"said": digest(said(a["ids"], eos, args.max_tokens))}
-                            | ({"rounds": len(a["drafted"]), "drafted": digest(a["drafted"])} if "drafted" in a else {})
+                            | rounds_of(a.get("drafted"))
                         )
                 if args.out:
                     bench_record.write_record(record, args.out)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -101,6 +102,34 @@ def test_every_side_answers_in_its_own_process_and_one_that_cannot_is_left_out(t
     assert all(r["equal"] for r in record["runs"]) and record["versions"]["ours"]["mlx"] == mx.__version__
     shown = peers.table(record)
     assert "z-lab left out" in shown and "4/4" in shown
+    # Cut short in its second trial, it is continued there.
+    cut = record | {"runs": record["runs"][:9], "ended": "out of time"}
+    (tmp_path / "record.json").write_text(json.dumps(cut))
+    again = peers.measure(options(tmp_path, "mlx-lm", "z-lab", "ours", "mlx-lm-draft", z_lab=checkout))
+    assert again["ended"] == "complete" and again["runs"][:9] == cut["runs"] and len(again["runs"]) == 12
+
+
+def test_peers_warm_up_together_and_states_of_ours_alone():
+    """The first peer answers only once the other one was asked; `ours` is asked when both are done."""
+    asked, other = [], threading.Event()
+
+    def ask(side):
+        asked.append(side)
+        if side == "z-lab":
+            other.set()
+        return {} if side == "mlx-dspark" else {"ids": [1]} if side != "mlx-lm" or other.wait(30) else None
+
+    assert peers.warm_up(["mlx-lm", "ours", "z-lab", "mlx-dspark"], ask) == {"mlx-lm", "ours", "z-lab"}
+    assert asked[-2:] == ["ours"] * 2 and sorted(asked[:-2]) == ["mlx-dspark", "mlx-lm", "mlx-lm", "z-lab", "z-lab"]
+
+
+@pytest.mark.parametrize(("changes", "kept"), [({}, 2), ({"settings": {"trials": 9}}, 0), ({"ended": "complete"}, 0)])
+def test_a_record_that_ran_out_of_time_is_continued(changes, kept, tmp_path):
+    record = {"what": "w", "pair": "p", "drafter_sha256": "d", "settings": {"trials": 2}, "machine": {"chip": "C"}}
+    earlier = record | {"ended": "out of time", "runs": [run_of("ours", "a", 0, 1.0), run_of("mlx-lm", "a", 0, 1.0)]} | changes
+    (tmp_path / "record.json").write_text(json.dumps(earlier))
+    assert len(peers.earlier_runs(record, tmp_path / "record.json")) == kept
+    assert peers.earlier_runs(record, tmp_path / "none.json") == peers.earlier_runs(record, None) == []
 
 
 def test_a_dense_target_has_no_quantized_matrix(tmp_path):
@@ -166,4 +195,6 @@ def test_two_states_of_this_package_draft_the_same_ids_in_blocks_of_one_size(tmp
     record = peers.measure(options(tmp_path, "ours", "before", before=checkout, block_size=5, trials=1))
     found = record["against_before"]
     assert found["pairs"] == found["same_ids"] == found["same_drafts"] == 2 and record["settings"]["block_size"] == 5
-    assert all(r["rounds"] >= 2 for r in record["runs"]) and "the same drafts in all rounds in 2" in peers.table(record)
+    assert all(
+        r["drafts"] == 4 * r["rounds"] > 0 for r in record["runs"]
+    ) and "the same drafts in all rounds in 2" in peers.table(record)
