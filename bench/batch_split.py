@@ -20,7 +20,7 @@ import mlx_lm.generate  # noqa: F401 - the module; the package has a function of
 from mlx_lm.generate import BatchGenerator as MlxLmBatch
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
-from dflash_mlx.batch import rounds
+from dflash_mlx.batch import reading, rounds
 from dflash_mlx.batch.generator import BatchGenerator
 from dflash_mlx.batch.groups import Groups
 from dflash_mlx.batch.passes import BatchTarget
@@ -30,7 +30,8 @@ from dflash_mlx.batch.row import Row
 
 OURS = [
     (BatchGenerator, ("next", "insert", "remove", "_read", "_plan", "_look_ahead", "_hand_out")),
-    (Row, ("read", "join")),
+    (Row, ("join",)),
+    (reading, ("_run_pass",)),
     (Groups, ("arrange",)),
     (BatchPolicy, ("plan",)),
     (BatchTarget, ("__call__",)),
@@ -76,7 +77,7 @@ class Split:
             one: Round = args[0]
             width = max(row.draft.width for row in one.rows)
             self._did.append(f"{len(one.rows)} rows, width {width}{', ahead' if one.is_ahead else ''}")
-        elif name in ("Row.read", "PromptProcessingBatch.prompt"):
+        elif name in ("reading._run_pass", "PromptProcessingBatch.prompt"):
             self._did[:] = ["prompts", *[did for did in self._did if did != "prompts"]]
         elif name == "BatchGenerator.remove":
             self._did[:] = [*[did for did in self._did if did != "rows leave"], "rows leave"]

@@ -163,30 +163,17 @@ class Run:
 
     def prefill(self, prompt: list[int]) -> int:
         """Read the prompt in chunks, all but its last token, and give their features to the drafter. Returns: the last token."""
-        cache, progress = self.cache, self.options.progress
-        cache.mark_in_use()
-        feed = cache.ids[cache.rows :] + prompt
-        self._prompt_rows = len(feed)
+        feed, progress = begin_prefill(self, prompt), self.options.progress
         progress(0, len(feed))
         while len(feed) > 1:
             chunk = feed[: self.target.prefill_chunk(self.rows, self.options.prefill_step_size, len(feed) - 1)]
             with mx.stream(self.stream):
-                features = self.target(mx.array([chunk]), cache.target).features
-                # 0 rows: a chunk is kept or undone as a whole.
-                self.point.ended(0)
-                self.drafter.inject(features)
-                if self.quantization:
-                    self.quantization.apply(cache)
-                mx.eval([entry.state for entry in cache.entries[:-1]])
+                mx.eval(inject_chunk(self, self.target(mx.array([chunk]), self.cache.target).features))
                 mx.clear_cache()
-            cache.ids = cache.ids[: self.rows] + chunk
-            feed, done = feed[len(chunk) :], self.rows + len(chunk)
-            context, point = self.drafter.injected(done), rollback_point(cache.target, done)
-            # One statement, so that an interruption falls before or after it.
-            self.rows, self.drafter.context, self.point = done, context, point
-            progress(self._prompt_rows - len(feed), self._prompt_rows)
-        cache.ids = cache.ids[: self.rows] + feed
-        self.prompt_end = self.rows
+            keep_chunk(self, chunk)
+            feed = feed[len(chunk) :]
+            progress(self.prompt_rows - len(feed), self.prompt_rows)
+        self.cache.ids = self.cache.ids[: self.rows] + feed
         return feed[0]
 
     def next_draft_length(self) -> int:
@@ -321,7 +308,7 @@ class Run:
         if self.emitted:
             self.counter.add(kept)
         else:  # the first token's pass ends the prefill, and is no round
-            self.options.progress(self._prompt_rows, self._prompt_rows)
+            self.options.progress(self.prompt_rows, self.prompt_rows)
         for i, token in enumerate([*result.drafted[: result.accepted], result.bonus]):
             # First, because it may fail: the token is then not counted as handed out.
             row = result.row_logprobs(i)
@@ -390,6 +377,31 @@ def evaluate(entries: list[Any], *arrays: mx.array) -> None:
 def _row(anchor: int | mx.array) -> mx.array:
     """[1]"""
     return mx.array([anchor], dtype=mx.int32) if isinstance(anchor, int) else anchor
+
+
+def begin_prefill(run: Run, prompt: list[int]) -> list[int]:
+    """Returns: the tokens to read, which begin with those that the cache's text has beyond its rows."""
+    run.cache.mark_in_use()
+    feed = run.cache.ids[run.cache.rows :] + prompt
+    run.prompt_rows, run.prompt_end = len(feed), run.rows
+    return feed
+
+
+def inject_chunk(run: Run, features: mx.array) -> list[Any]:
+    """Give a chunk's features to the drafter. Returns: what must be evaluated before `keep_chunk`."""
+    run.point.ended(0)  # a chunk is kept or undone as a whole
+    run.drafter.inject(features)
+    if run.quantization:
+        run.quantization.apply(run.cache)
+    return [entry.state for entry in run.cache.entries[:-1]]
+
+
+def keep_chunk(run: Run, chunk: list[int]) -> None:
+    """Commit a chunk of the prompt, which both models have read."""
+    run.cache.ids, done = run.cache.ids[: run.rows] + chunk, run.rows + len(chunk)
+    context, point = run.drafter.injected(done), rollback_point(run.cache.target, done)
+    # One statement, so that an interruption falls before or after it.
+    run.rows, run.prompt_end, run.drafter.context, run.point = done, done, context, point
 
 
 def keep_rows(run: Run, kept: Kept) -> mx.array:

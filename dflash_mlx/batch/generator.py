@@ -28,6 +28,7 @@ from ..stats import GenerationStats
 from .groups import Groups
 from .passes import BatchTarget
 from .policy import BatchPolicy, RoundCosts
+from .reading import choose_chunks, read_chunks
 from .rounds import Round, RowRound, begin_round
 from .row import Row, RowResponse, make_row
 
@@ -166,7 +167,7 @@ class BatchGenerator:
         if reading and self._is_time_to_read():
             began = self.pair.clock()
             if failed := self._read(reading, _CHUNK if answering else None):
-                return [failed]
+                return failed
             self._spent[0] += self.pair.clock() - began
         if not answering:
             return []
@@ -193,20 +194,15 @@ class BatchGenerator:
             self._target = known.another()
         return self._target.reason is None
 
-    def _read(self, rows: Sequence[Row], most: int | None) -> RowResponse | None:
+    def _read(self, rows: Sequence[Row], most: int | None) -> list[RowResponse]:
         """Read at most `most` tokens: of the first prompt, and of the next ones while they are short, so that requests which come
-        together answer together. Returns: the response of a request that failed, or None."""
-        self._has_read, left = True, most or _CHUNK
-        for row in rows:
-            before = row.run.rows
-            try:
-                row.read(left if most else None)
-            except Exception as error:  # noqa: BLE001 - a fault of this request, such as a prompt that memory does not hold
-                return row.fail(error)
-            left -= row.run.rows - before
-            if row.is_reading or left < _CHUNK // 2:
-                break
-        return None
+        together answer together. Returns: the responses of requests that failed, such as for a prompt that memory does not hold.
+        """
+        self._has_read = True
+        can_share = self._target is not None and self._target.reason is None
+        return [
+            row.fail(error) for row, error in read_chunks(self._target, choose_chunks(rows[: None if can_share else 1], most))
+        ]
 
     def _answer(self, rows: list[Row]) -> list[RowResponse]:
         """Run a round of these rows, or finish the one that was started; the next may start before this one is read."""

@@ -38,12 +38,21 @@ _PROBE = (5, 3)
 
 @dataclass
 class RowPass:
-    """One row's part of a pass: `size` tokens after those in its entries. point: undoes them; seat: set if it shares a group."""
+    """One row's part of a pass: `size` tokens after those in its entries. point: undoes them; seat: set if it shares a group.
+
+    is_chunk: they are a piece of its prompt, which is kept or undone as a whole, and is seen under mlx-lm's own masks.
+    """
 
     entries: list[Any]
     point: RollbackPoint
     size: int
     seat: Seat | None = None
+    is_chunk: bool = False
+
+    @property
+    def cut_by(self) -> RollbackPoint | None:
+        """The point, if some of its tokens may be undone and others kept."""
+        return None if self.is_chunk or self.size == 1 else self.point
 
 
 # A layer only hands such an array on. A constant: an operation would belong to the thread that imports this.
@@ -270,13 +279,13 @@ class BatchTarget:
         columns = zip(*(row.entries for row in rows), strict=True)
         cache = [RowsEntry(self._layout, list(column)) for column in columns]
         try:
-            alone = [entry for row in rows for entry in row.entries if type(entry) is not SlotKV]
+            alone = [entry for row in rows if not row.is_chunk for entry in row.entries if type(entry) is not SlotKV]
             with masks_by_row(alone), intercept(self._handlers):
                 out = self.target(ids[:, None], cache, eager=eager)
         finally:
             self._layout = None
         for row in rows:
-            row.point.ended(row.size)
+            row.point.ended(0 if row.is_chunk else row.size)
         return out
 
     def _attends(self, module: nn.Module) -> Callable[..., Any]:
@@ -302,7 +311,7 @@ class BatchTarget:
                 for i, (row, span) in enumerate(zip(layout.rows, layout.spans, strict=True)):
                     given = [_of_row(value, i, span) for value in args]
                     named = {name: _of_row(value, i, span) for name, value in kwargs.items()}
-                    with states.during(row.entries, row.point if row.size > 1 else None, row.size, False):
+                    with states.during(row.entries, row.cut_by, row.size, False):
                         outs.append(module(*given, **named))
             finally:
                 self._alone = False

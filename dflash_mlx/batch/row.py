@@ -11,11 +11,11 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from ..loop import Kept, Run, Step, generate_steps, make_run
+from ..loop import Kept, Run, Step, begin_prefill, generate_steps, keep_chunk, make_run
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..responses import GenerationResponse, Responder
-from ..rollback import rollback_point
+from ..rollback import rollback, rollback_point
 from .groups import Seat, seat_of
 from .policy import RowPolicy
 from .rounds import RowRound
@@ -34,10 +34,6 @@ class RowResponse(GenerationResponse):
     prompt_cache: list[Any] | None = field(default=None, repr=False)
 
 
-class _Paused(Exception):
-    """Ends a prefill after one chunk."""
-
-
 class Row:
     """uid: its number; run: its generation; rest: prompt tokens that are not read yet; anchor: its last committed token."""
 
@@ -46,7 +42,9 @@ class Row:
         self.policy = RowPolicy(run.policy)
         run.policy = run.drafter.policy = run.counter.policy = run.stats.rule = self.policy
         options, self._tell = run.options, run.options.progress
-        self._step_size, self.prompt_tokens = options.prefill_step_size, len(prompt)
+        # The most tokens of a pass in which its prompt is read.
+        self.step_size, self.prompt_tokens = options.prefill_step_size or 2048, len(prompt)
+        options.progress = lambda *_: None
         self.responder = Responder(run, prompt)
         # Number of prompt tokens in the cache -> a function that is called with the entries when they hold that many.
         self.keep_at: dict[int, Callable[[list[Any]], None]] = {}
@@ -67,30 +65,33 @@ class Row:
     def is_reading(self) -> bool:
         return self.anchor < 0
 
-    def read(self, most: int | None) -> None:
-        """Run the next chunk of the prompt, of `most` tokens if that is less than the row's own step."""
-        run, step = self.run, self._step_size or 2048
-        stops = [length - run.rows for length in self.keep_at if length > run.rows]
-        run.options.prefill_step_size = min([step, most or step, *stops])
-        before, old = run.rows, len(run.cache.ids) - run.cache.rows
+    def next_chunk(self, most: int) -> tuple[list[int], bool]:
+        """The prompt's next tokens, `most` at most and without its last one, and whether nothing is left to read after them."""
+        run = self.run
+        feed, stops = begin_prefill(run, self.rest), [length - run.rows for length in self.keep_at if length > run.rows]
+        chunk = feed[: run.target.prefill_chunk(run.rows, min([most, *stops]), len(feed) - 1)]
+        return chunk, len(chunk) == len(feed) - 1
 
-        def progress(done: int, total: int) -> None:
-            # With one token left there is nothing more to read.
-            if done and (done < total - 1 or run.rows in self.keep_at):
-                raise _Paused
-
-        run.options.progress = progress
-        try:
-            self.anchor = run.prefill(self.rest)
-            run.options.progress = lambda *_: None
-            self._tell(self.prompt_tokens, self.prompt_tokens)
-        except _Paused:
+    def keep_chunk(self, chunk: list[int]) -> None:
+        """Commit what was read of the prompt. With one token left there is nothing more to read."""
+        run = self.run
+        if chunk:
+            feed = begin_prefill(run, self.rest)
+            keep_chunk(run, chunk)
             # The cache records what it holds; the next chunk begins there.
-            run.cache.rows = run.rows
-            self.rest = self.rest[run.rows - before - old :]
-            self._tell(self.prompt_tokens - len(self.rest), self.prompt_tokens)
-            if keep := self.keep_at.pop(run.rows, None):
-                keep(self.leave_settled())
+            run.cache.rows, self.rest = run.rows, feed[len(chunk) :]
+        if keep := self.keep_at.pop(run.rows, None):
+            keep(self.leave_settled())
+        if len(feed := begin_prefill(run, self.rest)) == 1:
+            run.cache.ids, self.anchor, self.rest = run.cache.ids[: run.rows] + feed, feed[0], []
+        self._tell(self.prompt_tokens - len(self.rest), self.prompt_tokens)
+
+    def undo_chunk(self) -> None:
+        """Undo a pass over a chunk that was not kept."""
+        run = self.run
+        rollback(run.cache.target, run.point, run.rows)
+        run.drafter.settle(run.rows)
+        run.point = rollback_point(run.cache.target, run.rows)
 
     def alone(self) -> list[RowResponse]:
         """Run one round with the loop for one row. Returns: its tokens."""

@@ -13,7 +13,7 @@ from kit import ids_of, letters, offsets, tiny_drafter, tiny_target
 from mlx_lm.models.cache import make_prompt_cache as make_target_cache
 
 from dflash_mlx import BatchGenerator, batch_generate, make_prompt_cache, stream_generate
-from dflash_mlx.batch import generator, passes
+from dflash_mlx.batch import generator, passes, reading
 from dflash_mlx.batch.groups import MOST, MOST_TOKENS, SlotKV
 from dflash_mlx.batch.passes import BatchTarget
 from dflash_mlx.batch.row import Row
@@ -298,21 +298,63 @@ def test_prompts_that_come_together_are_read_together_a_chunk_at_most(pairs, mon
     model, drafter = pairs
     # Reading and answering take equally long, whatever else the machine does.
     monkeypatch.setattr(DFlashPair.of(drafter), "clock", itertools.count().__next__)
+    passes, run_pass = [], reading._run_pass
+    monkeypatch.setattr(reading, "_run_pass", lambda target, chunks: passes.append(chunks) or run_pass(target, chunks))
     batch, chunk = BatchGenerator(model, letters(), drafter, prefill_share=0.9), generator._CHUNK
     for n in (chunk // 4, chunk // 8, 3 * chunk, 7):
         batch.insert([i % 50 for i in range(n)], max_tokens=30, block_size=5)
     batch.next()
-    # The third is long: with nobody waiting for a token, all of it.
-    assert [row.run.rows for row in batch.rows] == [chunk // 4 - 1, chunk // 8 - 1, 3 * chunk - 1, 0]
-    late = [batch.insert([i % 50 for i in range(n)], max_tokens=30, block_size=5) for n in (2 * chunk, 9)]
+    # One pass: nobody is waiting for a token.
+    assert [row.run.rows for row in batch.rows] == [chunk // 4 - 1, chunk // 8 - 1, 3 * chunk - 1, 6] and len(passes) == 1
+    late = [batch.insert([i % 50 for i in range(n)], max_tokens=30, block_size=5) for n in (2 * chunk - 99, 9)]
     read, answers = [0] * 2, 0
     while len(batch) == 6 and batch.row(late[1]).is_reading:
         answers += len(batch.next())
         rows = [batch.row(uid).run.rows for uid in late]
         assert sum(rows) - sum(read) <= chunk
         read = rows
-    assert answers and read == [2 * chunk - 1, 8]
+    assert answers and read == [2 * chunk - 100, 8]
     batch.close()
+
+
+@pytest.mark.rows_equal
+@pytest.mark.parametrize("name", ["llama, mixed windows", "lfm2", "deepseek_v3"])
+def test_a_pass_over_several_prompts_that_fails_is_undone_and_each_is_read_alone(name, monkeypatch):
+    case, call, failed = schedules.make_case(name), BatchTarget.__call__, []
+
+    def fails(self, ids, rows, eager=True):
+        out = call(self, ids, rows, eager)
+        if rows[0].is_chunk:
+            failed.append(len(rows))
+            raise RuntimeError("no memory is left")
+        return out
+
+    monkeypatch.setattr(BatchTarget, "__call__", fails)
+    batch, got = BatchGenerator(case.model, letters(case.eos), case.drafter), {}
+    for prompt in (3, 5, 4):
+        batch.insert(case.prompts[prompt], max_tokens=6, block_size=4, prefill_step_size=96)
+    while len(batch):
+        for response in batch.next():
+            assert response.error is None
+            got.setdefault(response.uid, []).append(response.token)
+    assert failed == [3]
+    assert list(got.values()) == [case.alone(prompt, 0, 4)[0][:6] for prompt in (3, 5, 4)]
+
+
+def test_a_prompt_that_cannot_be_kept_fails_alone(pairs):
+    model, drafter = pairs
+    batch, got = BatchGenerator(model, letters(), drafter), {}
+    uids = [batch.insert(p, max_tokens=5, block_size=5) for p in PROMPTS]
+
+    def fails(entries):
+        raise OSError("the disk is full")
+
+    batch.row(uids[1]).keep_at = {9: fails}
+    while len(batch):
+        for response in batch.next():
+            got.setdefault(response.uid, []).append(str(response.error) if response.error else response.token)
+    wanted = [alone(model, drafter, p, 5) for p in PROMPTS]
+    assert list(map(got.get, uids)) == [wanted[0], ["the disk is full"], *wanted[2:]]
 
 
 def filled(model, drafter, n):

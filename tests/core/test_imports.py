@@ -95,6 +95,7 @@ ORDER = (
     "batch.policy",
     "batch.rounds",
     "batch.row",
+    "batch.reading",
     "batch.generator",
     "prompt_files",
     "serving.prefix_cache",
