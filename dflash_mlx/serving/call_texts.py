@@ -117,6 +117,45 @@ MUSE = r"""<atem:invoke\b[^>]*?\bname="([^"]+)">|<atem:parameter\b[^>]*?\bname="
 # Its values stand on lines of their own.
 XML = r"<function=\s*([^\s<>]+)>|<parameter=\s*([^\s<>]+)>\n?(.*?)\n?</parameter>"
 
+# The same grammars, and Kimi's two: a text that is calls from end to end, in which no mark stands within a value.
+_FIELDS = r"""(?:\s+\w+="[^"<>]*")*"""
+_NAMED = r"""\s*["']?[^"'<>\s]+["']?\s*>"""
+GLM_CALL, LONGCAT_CALL = (
+    rf"[^<]+(?:<{kind}arg_key>[^<]*</{kind}arg_key>(?:\\n|\s)*<{kind}arg_value>[^<]*</{kind}arg_value>\s*)*"
+    for kind in ("", "longcat_")
+)
+MINIMAX_CALLS = rf"(?:<invoke name={_NAMED}\s*(?:<parameter name={_NAMED}[^<]*</parameter>\s*)*</invoke>\s*)+"
+MINICPM_CALL = rf"{_NAMED}\s*(?:<param\s+name\s*={_NAMED}(?:\s*<!\[CDATA\[[^<]*|[^<]*)</param>\s*)*"
+MUSE_CALLS = rf"(?:<atem:invoke{_FIELDS}>\s*(?:<atem:parameter{_FIELDS}>[^<]*</atem:parameter>\s*)*(?:</atem:invoke>\s*|\Z))+"
+XML_CALLS = (
+    r"(?:<function=\s*[^\s<>]+>\s*(?:\{[^<]*\}\s*|(?:<parameter=\s*[^\s<>]+>[^<]*</parameter>\s*)*)(?:</function>\s*|\Z))+"
+)
+_K2_CALL = r"[^<]+<\|tool_call_argument_begin\|>[^<]*"
+K2_CALLS = rf"(?:(?:<\|tool_call_begin\|>{_K2_CALL}<\|tool_call_end\|>\s*)+|{_K2_CALL})"
+K3_CALLS = (
+    rf"(?:<\|open\|>call{_FIELDS}<\|sep\|>\s*"
+    rf"(?:<\|open\|>(?:argument|json){_FIELDS}<\|sep\|>[^<]*<\|close\|>(?:argument|json)<\|sep\|>\s*)*"
+    r"<\|close\|>call<\|sep\|>\s*)+"
+)
+
+
+def all_of(calls: str) -> Callable[[Reader], Reader]:
+    """A parser of texts that are calls from end to end. mlx-lm's skip what they do not know beside and between their parts.
+
+    calls: what such a text looks like.
+    """
+    pattern = re.compile(rf"\s*{calls}\s*")
+
+    def mend(read: Reader) -> Reader:
+        def read_all(text: str, tools: Any) -> Any:
+            if not pattern.fullmatch(text):
+                raise ValueError("not all of it is calls")
+            return read(text, tools)
+
+        return read_all
+
+    return mend
+
 
 def verbatim(part: str) -> Callable[[Reader], Reader]:
     """Gives values as they are meant: mlx-lm's parsers of tagged values differ in what they take off and what they convert."""
@@ -126,12 +165,15 @@ def verbatim(part: str) -> Callable[[Reader], Reader]:
         def read_verbatim(text: str, tools: Any) -> Any:
             parsed = read(text, tools)
             calls = iter(parsed if isinstance(parsed, list) else [parsed])
-            call, types = None, {}
+            call, types, keys = None, {}, set()
             for head, key, *values in (found.groups() for found in pattern.finditer(text)):
                 if head is not None:
-                    call = next(calls, None)
+                    call, keys = next(calls, None), set()
                     types = types_of(head, tools)
                 elif call and key in call["arguments"]:
+                    if key in keys:
+                        raise ValueError("two of its values have one name")
+                    keys.add(key)
                     value = next(value for value in values if value is not None)
                     call["arguments"][key] = as_meant(value, call["arguments"][key], types.get(key))
             return parsed

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
+from .scanning import Frame, JsonText, Scanner
 from .tool_calls import (
     BARE,
     CALLS,
@@ -21,6 +22,7 @@ from .tool_calls import (
     Reader,
     begins_bare,
     begins_python,
+    end_of_calls,
     is_json,
     mended,
     names_of,
@@ -191,112 +193,16 @@ def _streamed(parts: Sequence[Part]) -> list[Piece]:
     return [Piece("begun", calls=[part.call]) if part.call else Piece("arguments", part.arguments) for part in parts]
 
 
-class _Scanner:
-    """Cuts growing text at marks, wherever their letters fall."""
-
-    def __init__(self) -> None:
-        self.held = ""
-
-    def next(self, marks: Sequence[str], last: bool) -> tuple[str, str | None]:
-        """Text before the first of these marks in what is held, and that mark; without one, the text that begins none."""
-        found = [(at, -len(mark), mark) for mark in marks if (at := self.held.find(mark)) >= 0]
-        if found:
-            at, _, mark = min(found)
-            text, self.held = self.held[:at], self.held[at + len(mark) :]
-            return text, mark
-        cut = len(self.held)
-        if not last:
-            longest = max(map(len, marks), default=1) - 1
-            starts = (n for n in range(min(longest, cut), 0, -1) if any(mark.startswith(self.held[-n:]) for mark in marks))
-            cut -= next(starts, 0)
-        text, self.held = self.held[:cut], self.held[cut:]
-        return text, None
-
-
 # An end mark inside a value does not end a call. At most so many letters are held after such a mark: a value that is longer is
 # taken for one that was never closed.
 _MOST_HELD = 32_768
-
-
-class _Frame:
-    """Removes marks that are ordinary text: one where an answer begins, the other where it ends. Elsewhere they stay."""
-
-    def __init__(self, start: str, end: str, before: str):
-        self.start, self.end, self.held = start, end, ""
-        # Whether the first mark may still come; None: it came, or cannot come any more.
-        self.begins: bool | None = not before.rstrip().endswith(start)
-        self.within = not self.begins
-
-    def open(self) -> None:
-        """Its first mark stood before the answer, where it ended reasoning."""
-        self.begins, self.within = None, True
-
-    def feed(self, text: str, last: bool) -> str:
-        """The text that is the answer's for certain. last: the answer ends after this text."""
-        self.held += text
-        said = ""
-        if self.begins:
-            at = len(self.held) - len(self.held.lstrip())
-            said, self.held = self.held[:at], self.held[at:]
-            if self.held.startswith(self.start):
-                self.begins, self.within, self.held = None, True, self.held[len(self.start) :]
-            elif self.held and (last or not self.start.startswith(self.held)):
-                self.begins = None
-        if self.begins:
-            return said
-        at = len(self.held)
-        if self.within:
-            at = self.held.rfind(self.end[0])
-            tail = self.held[at:].rstrip() if at >= 0 else ""
-            ended = tail == self.end
-            if at < 0 or not ended and (last or not self.end.startswith(self.held[at:])):
-                at = len(self.held)
-            elif last and ended:
-                self.held, self.within = self.held[:at], False
-        said, self.held = said + self.held[:at], self.held[at:]
-        return said
-
-
-class _Json:
-    """Whether growing text can still be JSON (possible), and whether it ends within a string (within)."""
-
-    def __init__(self) -> None:
-        self.possible, self.within, self._escaped, self._over = True, False, False, False
-        # How many objects and lists are open; None: none was opened yet.
-        self._depth: int | None = None
-
-    def feed(self, text: str) -> bool:
-        """Add text. Returns: whether it can still be JSON."""
-        for letter in text if self.possible and not self._over else "":
-            if self._escaped:
-                self._escaped = False
-            elif self.within:
-                # No string holds a line end. So text with a string that was never closed is soon known to be no call.
-                self.possible = letter >= " "
-                self.within, self._escaped = letter != '"', letter == "\\"
-            elif self._depth == 0 and letter == "<":
-                # Marks may follow.
-                self._over = True
-                break
-            elif self._depth == 0 and letter == ";":
-                # Llama writes it between calls.
-                self._depth = None
-            elif self._depth == 0 and letter == "{":
-                self._depth = 1
-            elif not letter.isspace():
-                self.possible = bool(self._depth) or self._depth is None and letter in "{["
-                self._depth = (self._depth or 0) + (letter in "{[") - (letter in "}]")
-                self.within = letter == '"'
-            if not self.possible:
-                break
-        return self.possible
 
 
 class _Marked:
     """Reads grammars whose marks stand in one stream of text: states, and in each the marks that lead to another one."""
 
     def __init__(self, tokenizer: Any, before: str, tools: Any, live: bool, marked: bool):
-        self.tokenizer, self.tools, self.scanner, self.lives = tokenizer, tools, _Scanner(), live
+        self.tokenizer, self.tools, self.scanner, self.lives = tokenizer, tools, Scanner(), live
         self.calls = call_grammar(tokenizer) if tools else None
         # How calls of the offered functions begin where Qwen3-Coder and its like leave their mark out.
         xml = self.calls is not None and self.calls[2] is parse_xml_call and not marked
@@ -308,12 +214,12 @@ class _Marked:
         # Reasoning that the prompt opened may begin with its mark once more.
         self.again = thinking[0] if self.state == "reasoning" and thinking else ""
         spelled = [frame for frame in frames(tokenizer) if not all(_is_token(tokenizer, mark) for mark in frame)]
-        self.frame = _Frame(*spelled[0], before) if spelled else None
+        self.frame = Frame(*spelled[0], before) if spelled else None
         # Whether the answer may begin with a call without its mark.
         self.bare = bool(self.calls) and self.calls[0] in BARE
         # Of the call that is being read: the state before it, its opening mark, its text, and whether that can still be JSON;
         # head: the mark, if it is a part of the call.
-        self.before, self.mark, self.call, self.json, self.head = self.state, "", "", _Json(), ""
+        self.before, self.mark, self.call, self.json, self.head = self.state, "", "", JsonText(), ""
         self.live = LiveCalls(())
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
@@ -363,6 +269,8 @@ class _Marked:
             else:
                 pieces.append(self._text(part, last or mark is not None))
             if mark is None:
+                if last and self.scanner.held:
+                    continue
                 return pieces
             if self.frame and (self.state, mark) == ("reasoning", self.frame.start):
                 self.frame.open()
@@ -371,7 +279,7 @@ class _Marked:
     def _open(self, state: str, mark: str) -> None:
         """Enter the state that a mark opens. In "tool" a call begins; with mark "" the whole answer is the call."""
         if state == "tool":
-            self.before, self.mark, self.call, self.json = self.state, mark, "", _Json()
+            self.before, self.mark, self.call, self.json = self.state, mark, "", JsonText()
             self.head = mark if mark in self.heads else ""
             lives = self.lives and mark and not self.head
             self.live = live_calls(self.calls[2], mark, self.tools) if lives else LiveCalls(())
@@ -390,26 +298,31 @@ class _Marked:
         that is read again.
         """
         text, (_, mark, read) = self.head + self.call, self.calls
+        if not mark and self.mark and (at := end_of_calls(read, text)):
+            # No mark ends these calls. So what stands behind them is text, or the next ones.
+            behind = "" if self.live.is_open or not text[at:].strip() else text[at:]
+            self.call = text = text[:at]
+            self.state, self.scanner.held = self.before, behind + self.scanner.held
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = not value or value[0] != "<" and not (mark and mark in text)
         calls = tried(lambda: read_whole(read, text, self.tools), text, self.tools) if whole else []
         if calls and (self.mark or offered(calls, self.tools)):
-            if self.before == "reasoning" and (marks := thinking_marks(self.tokenizer)):
-                # A call ends the reasoning that it stands in, and its mark may still come.
-                self.edges["normal"].append((marks[1], "normal"))
+            self._end_reasoning()
             pieces.append(Piece("call", calls=calls[self.live.begun :]))
             return True
         if end and value:
             self.json.feed(end)
             self.call += end
             pieces += _streamed(self.live.feed(end))
-        elif self.live.begun:
-            # What was streamed as a call stays one.
-            return True
         else:
             self._reread(end, pieces)
         return False
+
+    def _end_reasoning(self) -> None:
+        """A call ends the reasoning that it stands in, and the mark of its end may still come."""
+        if self.before == "reasoning" and (marks := thinking_marks(self.tokenizer)):
+            self.edges["normal"].append((marks[1], "normal"))
 
     def _given_up(self, part: str) -> bool:
         """Whether the held text cannot become a call any more. part: its newest letters."""
@@ -427,8 +340,11 @@ class _Marked:
     def _reread(self, end: str, pieces: list[Piece]) -> None:
         """The held text is no call: its mark is text, and what came after it is read again."""
         if self.live.begun:
-            # Except what was already reported as a call.
-            self.state = self.before
+            # Except what was already streamed as a call, which stays one.
+            self._end_reasoning()
+            pieces += _streamed(self.live.finish())
+            rest = self.live.rest()
+            self.state, self.scanner.held = "normal", (rest and rest + end) + self.scanner.held
             return
         self.state, self.scanner.held = self.before, self.call + end + self.scanner.held
         pieces.append(self._text(self.mark, False))
@@ -453,13 +369,18 @@ class _Harmony:
         r"\s*(?:<\|start\|>)?[^<]{0,160}(?:<\|channel\|>[^<]{0,160})?(?:<\|constrain\|>[^<]{0,40})?<\|message\|>"
     )
     _LONGEST_HEADER = 400
+    # The beginning of a header.
+    _CUT = re.compile(
+        r"\s*(?:<\|start\|>\s*\w*)?\s*(?:to=\S*)?\s*(?:<\|channel\|>\s*\w*(?:\s+to=\S*)?(?:\s+\w+)?)?"
+        r"\s*(?:<\|constrain\|>\s*\w*)?\s*(?:<[|\w]*)?"
+    )
 
     def __init__(self, before: str, tools: Any, live: bool):
-        self.tools, self.scanner, self.lives, self.live = tools, _Scanner(), live, LiveCalls(())
+        self.tools, self.scanner, self.lives, self.live = tools, Scanner(), live, LiveCalls(())
         self.header, self.body, self.kind, self.first = "", "", "header", True
         # json: whether the body can be JSON; torn: where in a call's body the first mark inside a string is, -1 if there is none;
         # given_up: the body began as a call and is text.
-        self.json, self.torn, self.given_up = _Json(), -1, False
+        self.json, self.torn, self.given_up = JsonText(), -1, False
         opened = before.rpartition("<|start|>")[2]
         if "<|channel|>" in opened and not any(end in opened for end in self._ENDS):
             # The prompt chose the channel.
@@ -471,8 +392,12 @@ class _Harmony:
         pieces = []
         while True:
             more = self._header(last) if self.kind == "header" else self._body(last, pieces)
-            if not more:
-                return pieces
+            if more:
+                continue
+            if last and self.kind == "header" and not self._CUT.fullmatch(self.header):
+                # It is no header, and there is no text after it.
+                pieces.append(Piece("answer", self.header))
+            return pieces
 
     def _header(self, last: bool) -> bool:
         """Read on in a header; False: it waits for more text."""
@@ -492,7 +417,7 @@ class _Harmony:
             return False
         self.first = False
         if mark == "<|message|>":
-            self.kind, self.body, self.json, self.torn = self._kind(), "", _Json(), -1
+            self.kind, self.body, self.json, self.torn = self._kind(), "", JsonText(), -1
             if self.kind == "call":
                 # Its name is known, and the object follows.
                 self.live = HeadedCalls(self.tools) if self.lives else LiveCalls(())
@@ -554,7 +479,7 @@ class _Harmony:
         at = self.torn if self.torn >= 0 else len(self.body)
         if self.live.begun:
             # What was streamed as a call stays one.
-            self.scanner.held = mark + self.scanner.held
+            self.scanner.held = self.live.rest() + mark + self.scanner.held
             self.kind, self.given_up, self.json.possible = "answer", True, False
             return True
         pieces.append(Piece("answer", f"{self.header}<|message|>{self.body[:at]}"))

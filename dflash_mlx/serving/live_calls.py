@@ -38,6 +38,19 @@ class LiveCalls:
         """The parts that these letters complete."""
         return []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the arguments of a call that was let go are not closed."""
+        return False
+
+    def finish(self) -> list[Part]:
+        """What is held of a value that was cut off."""
+        return []
+
+    def rest(self) -> str:
+        """The text behind what was let go, if it is no part of a call; "" if marks alone stand there."""
+        return ""
+
     def _begin(self, name: str, id: str | None = None) -> Part:
         self.begun += 1
         return Part(Call(name, "", id) if id else Call(name, ""))
@@ -79,8 +92,11 @@ class JsonObject:
 class HeadedCalls(LiveCalls):
     """A name, a mark, and an object: `ls[ARGS]{...}`, `functions.ls:0<|tool_call_argument_begin|>{...}`."""
 
+    # What may stand between two calls.
+    _BETWEEN = r"\s*(?:(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|<\|tool_call_begin\|>)\s*)*"
     _HEAD = re.compile(
-        r"(?<![\w./:-])(?:functions\.)?([\w./:-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
+        _BETWEEN + r"(?:functions\.)?([\w./:-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?"
+        r"(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
@@ -91,7 +107,7 @@ class HeadedCalls(LiveCalls):
         parts, self._held = [], self._held + text
         while self._held:
             if self._object is None:
-                found = self._HEAD.search(self._held)
+                found = self._HEAD.match(self._held)
                 if found is None or found[1] not in self.names:
                     return parts
                 parts.append(self._begin(found[1], found[2]))
@@ -103,6 +119,13 @@ class HeadedCalls(LiveCalls):
                 self._object = None
         return parts
 
+    @property
+    def is_open(self) -> bool:
+        return self._object is not None
+
+    def rest(self) -> str:
+        return "" if re.fullmatch(self._BETWEEN, self._held) else self._held
+
 
 class JsonCalls(LiveCalls):
     """`{"name": "ls", "arguments": {...}}`. Not lists: only their end shows whether all entries are calls."""
@@ -112,6 +135,8 @@ class JsonCalls(LiveCalls):
         self._depth, self._key, self._name, self._value = 0, None, None, False
         self._string: str | None = None
         self._escaped, self._object = False, None
+        # The letters of an object so far, without its arguments' own; behind: those after its arguments.
+        self._object_text, self._behind = "", ""
 
     def feed(self, text: str) -> list[Part]:
         parts, at = [], 0
@@ -121,14 +146,26 @@ class JsonCalls(LiveCalls):
                 parts.append(Part(arguments=text[at : at + count]))
                 at += count
                 if not self._object.depth:
-                    self._object = None
+                    self._object, self._object_text, self._behind = None, self._object_text + "{}", ""
                 continue
             if self._take(text[at]):
                 parts.append(self._begin(self._name))
                 self._object = JsonObject()
                 continue
+            self._object_text += text[at]
+            self._behind += text[at]
             at += 1
         return parts
+
+    def rest(self) -> str:
+        return "" if self._object else self._behind.lstrip(" \n\r\t};")
+
+    def _is_sound(self, end: str) -> bool:
+        """Whether the object is JSON with this end."""
+        try:
+            return isinstance(json.loads(self._object_text + end), dict)
+        except ValueError:
+            return False
 
     def _take(self, letter: str) -> bool:
         """Whether arguments begin with this letter."""
@@ -138,16 +175,19 @@ class JsonCalls(LiveCalls):
             self._string = ""
         elif letter in "{[":
             wanted = letter == "{" and self._depth == 1 and self._value and self._key in ("arguments", "parameters")
-            if wanted and self._name in self.names:
+            if wanted and self._name in self.names and self._is_sound("{}}"):
                 self._value = False
                 return True
             if not self._depth:
                 # Another call in a row.
-                self._key = self._name = None
+                self._key, self._name, self._object_text = None, None, ""
             # Within a list no depth is a call's.
             self._depth += 1 if letter == "{" else 1000
         elif letter in "}]":
             self._depth -= 1 if letter == "}" else 1000
+            if not self._depth and not self._is_sound("}"):
+                # What comes next may be no call either.
+                self.names = set()
         elif self._depth == 1 and letter in ":,":
             self._value = letter == ":"
         return False
@@ -168,7 +208,7 @@ class JsonCalls(LiveCalls):
 class XmlCalls(LiveCalls):
     """`<function=ls><parameter=path>...</parameter></function>`: texts as they come, other values at their end."""
 
-    _FUNCTION, _PARAMETER = (re.compile(rf"<{kind}=\s*([^\s<>]+)>") for kind in ("function", "parameter"))
+    _FUNCTION, _PARAMETER = (re.compile(rf"\s*<{kind}=\s*([^\s<>]+)>") for kind in ("function", "parameter"))
     _CLOSE = "</parameter>"
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
@@ -189,13 +229,13 @@ class XmlCalls(LiveCalls):
     def _between(self, parts: list[Part]) -> bool:
         """Outside of values: a call begins, a parameter begins, or a call ends."""
         if self._name is None:
-            found = self._FUNCTION.search(self._held)
-            if found is None or found[1] not in self.names or self._is_json():
+            found = self._FUNCTION.match(self._held)
+            if found is None or found[1] not in self.names:
                 return False
             self._name, self._first, self._held = found[1], True, self._held[found.end() :]
             self._types = types_of(self._name, self.tools)
-        found, end = self._PARAMETER.search(self._held), self._held.find("</function>")
-        if found is not None and (end < 0 or found.start() < end) and not self._is_json():
+        found, end = self._PARAMETER.match(self._held), self._held.find("</function>")
+        if found is not None:
             self._key, self._open = found[1], False
             self._held = self._held[found.end() :]
             if self._first:
@@ -208,13 +248,11 @@ class XmlCalls(LiveCalls):
         if self._first:
             # Without parameters it is not known before the end whether it is a call, so it comes whole.
             return self._whole_call(self._held[:end].strip() or "{}", end, parts)
+        if self._held[:end].strip():
+            return False
         parts.append(Part(arguments="}"))
         self._name, self._held = None, self._held[end + len("</function>") :]
         return True
-
-    def _is_json(self) -> bool:
-        """Whether an object comes next: tags within its texts begin nothing."""
-        return self._held.lstrip().startswith("{")
 
     def _whole_call(self, arguments: str, end: int, parts: list[Part]) -> bool:
         """A call without parameters, if its arguments are an object all the same."""
@@ -243,6 +281,17 @@ class XmlCalls(LiveCalls):
             parts.append(Part(arguments=letters if self._open else '"' + letters))
             self._open = True
         return False
+
+    def finish(self) -> list[Part]:
+        if self._key is None:
+            return []
+        letters = json.dumps(self._held if self._open else self._held.removeprefix("\n"), ensure_ascii=False)[1:-1]
+        self._held = ""
+        return [Part(arguments=letters if self._open else '"' + letters)]
+
+    def rest(self) -> str:
+        head = f"<function={self._name}>" if self._name and self._first else ""
+        return head + self._held if head or self._held.strip() else ""
 
     def _is_text(self) -> bool:
         return is_text(self._types.get(self._key))

@@ -19,14 +19,23 @@ from mlx_lm.tool_parsers.pythonic import _JSONLiterals as JsonLiterals
 
 from .call_texts import (
     GLM,
+    GLM_CALL,
+    K2_CALLS,
+    K3_CALLS,
     LONGCAT,
+    LONGCAT_CALL,
     MINICPM,
+    MINICPM_CALL,
     MINIMAX,
+    MINIMAX_CALLS,
     MUSE,
+    MUSE_CALLS,
     NAME,
     XML,
+    XML_CALLS,
     Reader,
     Types,
+    all_of,
     any_name,
     names_of,
     or_name,
@@ -37,6 +46,7 @@ from .call_texts import (
     verbatim,
 )
 from .gemma_calls import gemma_reader
+from .mistral_calls import end_of_mistrals, mistral_calls
 
 
 @dataclass
@@ -135,20 +145,6 @@ def _dsml_arguments(body: str, types: Types) -> Any:
     }
 
 
-_CALL_ID = re.compile(r"\[CALL_ID\]\s*(\w+)\s*(?=\[ARGS\])")
-
-
-def _mistral(read: Reader) -> Reader:
-    """mlx-lm's parser of `name[ARGS]{...}`, for `name[CALL_ID]id[ARGS]{...}` too: it takes the id for the name."""
-
-    def read_with_ids(text: str, tools: Any) -> Any:
-        ids, parsed = _CALL_ID.findall(text), read(_CALL_ID.sub("", text), tools)
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        return [{**call, "id": id} for call, id in zip(calls, ids, strict=True)] if len(ids) == len(calls) else parsed
-
-    return read_with_ids
-
-
 @any_name
 def _pythonic(text: str, tools: Any) -> Any:
     """A list of calls as Python writes them; also JSON. There may be JSON's true, false and null, and line ends in texts.
@@ -158,7 +154,7 @@ def _pythonic(text: str, tools: Any) -> Any:
     """
     if re.match(r"\s*(?:\[\s*)?\{", text):
         return _json_calls(text, tools)
-    text = text[text.find("[") : text.rfind("]") + 1]
+    text = text.strip()
     try:
         made = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -226,7 +222,8 @@ def _kimi_k3(read: Reader) -> Reader:
     return read_typed
 
 
-_read_parameters = verbatim(XML)(untyped(qwen3_coder.parse_tool_call))
+_read_parameters = all_of(XML_CALLS)(verbatim(XML)(untyped(qwen3_coder.parse_tool_call)))
+_read_glm = all_of(GLM_CALL)(verbatim(GLM)(untyped(glm47.parse_tool_call, "<arg_key>")))
 
 
 def parse_xml_call(text: str, tools: Any) -> Any:
@@ -237,22 +234,28 @@ def parse_xml_call(text: str, tools: Any) -> Any:
     return {"name": whole[1], "arguments": whole[2]} if whole else _read_parameters(text, tools)
 
 
+def _glm_call(text: str, tools: Any) -> Any:
+    """GLM's call, also as JSON; of a list mlx-lm reads the first alone."""
+    return _json_calls(text, tools) if text.lstrip().startswith("[") else _read_glm(text, tools)
+
+
 _TOOL_CALL = {
     json_tools.parse_tool_call: _json_calls,
-    glm47.parse_tool_call: verbatim(GLM)(untyped(glm47.parse_tool_call, "<arg_key>")),
+    glm47.parse_tool_call: _glm_call,
     qwen3_coder.parse_tool_call: parse_xml_call,
 }
 # Corrections of mlx-lm's parsers, by the mark that starts their calls.
 _MENDED = {
-    "[TOOL_CALLS]": lambda read: any_name(_mistral(read)),
+    "[TOOL_CALLS]": lambda read: mistral_calls,
     "<|tool_call_start|>": lambda read: _pythonic,
     "<|tool_call>": lambda read: gemma_reader('<|"|>'),
     "<start_function_call>": lambda read: gemma_reader("<escape>"),
-    "<|open|>tools<|sep|>": _kimi_k3,
-    "<atem:function_calls>": verbatim(MUSE),
-    "<minimax:tool_call>": lambda read: verbatim(MINIMAX)(untyped(read)),
-    "<function name=": lambda read: verbatim(MINICPM)(untyped(read)),
-    "<longcat_tool_call>": lambda read: verbatim(LONGCAT)(untyped(or_name(read))),
+    "<|tool_calls_section_begin|>": all_of(K2_CALLS),
+    "<|open|>tools<|sep|>": lambda read: all_of(K3_CALLS)(_kimi_k3(read)),
+    "<atem:function_calls>": lambda read: all_of(MUSE_CALLS)(verbatim(MUSE)(read)),
+    "<minimax:tool_call>": lambda read: all_of(MINIMAX_CALLS)(verbatim(MINIMAX)(untyped(read))),
+    "<function name=": lambda read: all_of(MINICPM_CALL)(verbatim(MINICPM)(untyped(read))),
+    "<longcat_tool_call>": lambda read: all_of(LONGCAT_CALL)(verbatim(LONGCAT)(untyped(or_name(read)))),
     "<tool_call>": lambda read: _TOOL_CALL.get(read, read),
 }
 
@@ -260,6 +263,11 @@ _MENDED = {
 def mended(start: str, read: Reader) -> Reader:
     """A parser of mlx-lm, corrected if `_MENDED` has its mark."""
     return _MENDED[start](read) if start in _MENDED else read
+
+
+def end_of_calls(read: Reader, text: str) -> int:
+    """Where calls that no mark ends are at an end within a text; 0 if that is not known of this grammar."""
+    return end_of_mistrals(text) if read is mistral_calls else 0
 
 
 def is_json(read: Reader) -> bool:

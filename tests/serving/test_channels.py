@@ -167,6 +167,13 @@ ASKED = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a":
             [("reasoning", "hm"), ("answer", "Hi!")],
         ),
         ("Hi!", {"before": "<|start|>user<|message|>x<|end|><|start|>assistant"}, [("answer", "Hi!")]),
+        # Words in what was to be a header, and none follows.
+        ("<|channel|>final Hi, it is done.", {}, [("answer", "<|channel|>final Hi, it is done.")]),
+        (
+            THOUGHT + "<|start|>assistant<|channel|>final\nHi!",
+            {},
+            [("reasoning", "hm"), ("answer", "<|start|>assistant<|channel|>final\nHi!")],
+        ),
         # Cut within a header: no mark reaches the client.
         (THOUGHT + "<|start|>assistant<|chan", {}, [("reasoning", "hm")]),
     ],

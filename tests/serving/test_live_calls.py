@@ -68,6 +68,14 @@ def test_two_calls_come_apart_and_a_call_that_is_cut_off_stays_one(step):
     assert [(name, "".join(pieces)) for name, pieces in calls] == [("ls", '{"a": "x')] and said == ""
 
 
+@pytest.mark.parametrize("step", [1, 10_000])
+@pytest.mark.parametrize("key", ["a", "n"])
+def test_no_letter_of_a_call_that_is_cut_off_within_a_value_is_lost(key, step):
+    one = "<function=ls>\n<parameter=a>\nx\n</parameter>\n"
+    calls, said = parts_of(marked("qwen3_coder"), f"<tool_call>\n{one}<parameter={key}>\n1234 and so", step)
+    assert "".join(calls[0][1]) == f'{{"a": "x", "{key}": "1234 and so' and said == ""
+
+
 ODD = ['{"name": "rm", "arguments": {"a": ', '[{"name": "ls", "arguments": {}}, 3]', '{"name": "ls", "arg']
 
 
@@ -76,3 +84,72 @@ ODD = ['{"name": "rm", "arguments": {"a": ', '[{"name": "ls", "arguments": {}}, 
 def test_what_may_be_no_call_is_held_to_its_end(written, step):
     calls, said = parts_of(Marked("<tool_call>", "</tool_call>"), f"<tool_call>{written}", step)
     assert calls == [] and said == f"<tool_call>{written}"
+
+
+# Calls as a family writes them, by mlx-lm's parser or by marks that its wrapper lacks.
+TWO_PARTS = {
+    "glm47": "<tool_call>ls\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n<arg_key>n</arg_key><arg_value>3</arg_value>"
+    "</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="ls">\n<parameter name="a">x</parameter>\n</invoke>\n</minimax:tool_call>',
+    "muse_spark": '<atem:function_calls><atem:invoke name="ls"><atem:parameter name="a">x</atem:parameter></atem:invoke>'
+    "</atem:function_calls>",
+    "minicpm5": '<function name="ls"><param name="a">x</param></function>',
+    "qwen3_coder": "<tool_call>\n<function=ls>\n<parameter=a>\nx\n</parameter>\n</function>\n<function=ls>\n</function>\n"
+    "</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    '<|tool_call_begin|>functions.ls:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.ls:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="ls"<|sep|><|open|>argument key="a"<|sep|>x<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "longcat": "<longcat_tool_call>ls<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>x</longcat_arg_value>"
+    "</longcat_tool_call>",
+    "pythonic": '<|tool_call_start|>[ls(a="x"), ls(n=3)]<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:ls{a:<|"|>x<|"|>}<tool_call|>',
+    "mistral": '[TOOL_CALLS]ls[ARGS]{"a": "x"}[TOOL_CALLS]ls[CALL_ID]abcdefghi[ARGS]{"n": 3}',
+    "json_tools": '<tool_call>\n{"name": "ls", "arguments": {"a": "x"}}\n{"name": "ls", "arguments": {}}\n</tool_call>',
+}
+OWN_MARKS = {
+    ("<TOOLCALL>", "</TOOLCALL>"): '<TOOLCALL>[{"name": "ls", "arguments": {"a": "x"}}]</TOOLCALL>',
+    ("<|python_tag|>",): '<|python_tag|>{"name": "ls", "parameters": {"a": "x"}}; {"name": "ls", "parameters": {}}',
+    ("<function_calls>", "</function_calls>"): '<function_calls>ls(a="x")\nls(n=3)</function_calls>',
+    ("<seed:tool_call>", "</seed:tool_call>"): "<seed:tool_call><function=ls>\n<parameter=a>x</parameter></function>"
+    "</seed:tool_call>",
+    ("｜DSML｜",): '<｜DSML｜calls>\n<｜DSML｜invoke name="ls">\n{"a": "x"}</｜DSML｜invoke>\n</｜DSML｜calls>',
+}
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("family", [*TWO_PARTS, *OWN_MARKS], ids=str)
+def test_a_word_that_is_written_anywhere_in_a_call_never_disappears(family, live):
+    """Readers of mlx-lm's skip what they do not know between, beside and within the marks of a call."""
+    tokenizer, text = (marked(family), TWO_PARTS[family]) if family in TWO_PARTS else (Marked(*family), OWN_MARKS[family])
+    for at in range(len(text) + 1):
+        if text[at - 1 : at + 1].isalnum():
+            continue
+        channels, told = Channels(tokenizer, "", LS, live=live), ""
+        for letters in (text[:at], " WORD", " ", text[at:]):
+            pieces = channels.feed(letters)
+            told += "".join(
+                piece.text + "".join(f"{call.name} {call.arguments} {call.id}" for call in piece.calls) for piece in pieces
+            )
+        for piece in channels.feed("", last=True):
+            told += piece.text + "".join(f"{call.name} {call.arguments} {call.id}" for call in piece.calls)
+        assert "WORD" in told, text[:at] + " WORD " + text[at:]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_words_behind_calls_that_no_mark_ends_are_text(live):
+    """As Mistral's models go on after a call."""
+    for between in (" Now the other: ", ""):
+        text = f'Look: [TOOL_CALLS]ls[ARGS]{{"a": "x"}}{between}[TOOL_CALLS]ls[ARGS]{{"n": 3}} Done.'
+        for step in (1, 10_000):
+            tokenizer, said, calls = marked("mistral"), "", []
+            channels = Channels(tokenizer, "", LS, live=live)
+            for letters in [text[at : at + step] for at in range(0, len(text), step)] + [""]:
+                for piece in channels.feed(letters, last=not letters):
+                    if piece.kind == "arguments":
+                        calls[-1] += piece.text
+                    else:
+                        said += piece.text
+                    calls += [call.arguments for call in piece.calls]
+            assert calls == ['{"a": "x"}', '{"n": 3}'] and said == f"Look: {between} Done."
