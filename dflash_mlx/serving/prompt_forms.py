@@ -169,6 +169,7 @@ def _forms(
     yield from orders
     calls = any("tool_calls" in message for message in messages)
     for order in orders if calls else ():
+        yield _ids_with_names(order)
         yield [_changed(message, text=True) for message in order]
         yield [_changed(message, null=True) for message in order]
         yield [_changed(message, text=True, null=True) for message in order]
@@ -279,6 +280,23 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
     if "tool_calls" not in message or not message["content"]:
         return [message]
     return [{key: value for key, value in message.items() if key != "tool_calls"}, {**message, "content": ""}]
+
+
+def _ids_with_names(messages: Messages) -> list[dict[str, Any]]:
+    """Calls and results with ids as Kimi K2 makes them, `functions.NAME:0` and so on: its template writes these and no names."""
+    found, count, ids = [], 0, {}
+    for message in messages:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                calls.append({**call, "id": f"functions.{call.get('function', call)['name']}:{count}"})
+                ids[call.get("id")] = calls[-1]["id"]
+                count += 1
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": ids.get(message.get("tool_call_id"), message.get("tool_call_id"))}
+        found.append(message)
+    return found
 
 
 def _results_within(messages: Messages) -> list[dict[str, Any]]:

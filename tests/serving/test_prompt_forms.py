@@ -66,6 +66,20 @@ def test_a_call_has_its_own_result_behind_it_where_one_is_taken_at_once(written)
     assert prompt == f"[user]{ASKED['content']}[assistant]Let me look.[assistant]{one}[assistant]{other}"
 
 
+def test_a_template_that_writes_ids_in_place_of_names_gets_ids_that_hold_them(written):
+    # As Kimi K2's: `functions.weather:0` is the name for its target, and clients send other ids.
+    kimi = "{% for m in messages %}[{{ m.role }}{{ ':' + m.tool_call_id if m.role == 'tool' }}]{{ m.content }}" + (
+        "{% for c in m.tool_calls %}<{{ c.id }}:{{ c.function.arguments | tojson }}>{% endfor %}{% endfor %}"
+    )
+    prompt = written(kimi, [ASKED, BOTH, *FOUND, ASKED, BOTH | {"tool_calls": [call("Bern", "3")]}])
+    oslo, rome = "functions.weather:0", "functions.weather:1"
+    assert f'<{oslo}:{{"city": "Oslo"}}><{rome}:{{"city": "Rome"}}>[tool:{rome}]20[tool:{oslo}]7' in prompt
+    assert prompt.endswith('<functions.weather:2:{"city": "Bern"}>')
+    # Its own ids are the same ones.
+    own = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call("Oslo", oslo)]}, FOUND[0] | {"tool_call_id": oslo}]
+    assert f'<{oslo}:{{"city": "Oslo"}}>[tool:{oslo}]20' in written(kimi, own)
+
+
 def test_two_equal_results_without_ids_both_stand_behind_their_calls(written):
     found = {"role": "tool", "content": "7"}
     prompt = written(LACKS["several calls"], [ASKED, BOTH, found, {**found}])
