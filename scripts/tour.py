@@ -1,10 +1,11 @@
-"""docs/tour.md: every command as it is seen in a terminal of 80 columns, with the built-in pair `tiny`.
+"""docs/tour.md (what every command prints) and docs/options.md (its --help), as a terminal of 80 columns shows them.
 
-    python scripts/tour.py            run all of them and write the page
-    python scripts/tour.py --pages    make only the pages of --help anew, in seconds
-    python scripts/tour.py --check    compare the page with a fresh run, up to figures; exit status 1: they differ
+    python scripts/tour.py            run all of them and write both pages
+    python scripts/tour.py --pages    make only docs/options.md, in seconds
+    python scripts/tour.py --check    compare both pages with a fresh run, up to figures; exit status 1: they differ
 
-Runs on the CPU, in an empty home directory, without a network. The page names neither the machine nor the user nor a path.
+Runs the built-in pair `tiny` on the CPU, in an empty home directory, without a network. The pages name neither the machine nor
+the user nor a path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +29,19 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 
 from screen import COMMAND, Screen  # noqa: E402
 
-PAGE = ROOT / "docs/tour.md"
+PAGE, OPTIONS = ROOT / "docs/tour.md", ROOT / "docs/options.md"
 COLUMNS = 80
 PAIR = "--model tiny --draft-model tiny"
 INTRO = """# A tour
 
 What each command says, in a terminal of 80 columns, with the built-in pair `tiny`: a toy that writes beginnings of Python, made
 for tests. It ran on a CPU, where its drafts are seldom worth their cost. `python scripts/tour.py` makes this page; a test
-compares it with a fresh run, up to figures.
+compares it with a fresh run, up to figures. All options: [options.md](options.md).
+"""
+OPTIONS_INTRO = """# Options
+
+What `--help` says, for every command. `python scripts/tour.py --pages` makes this page; a test compares it with the program.
+What the commands print when they run: [tour.md](tour.md).
 """
 # Title, what is said of it, the command.
 COMMANDS = [
@@ -121,12 +127,13 @@ def tour() -> Iterator[Shown]:
         )
         yield from _serve(folder)
         yield _shown("Cache", "", "cache", folder)
-        yield from help_pages(folder)
 
 
-def help_pages(folder: str) -> Iterator[Shown]:
-    for i, command in enumerate(HELP):
-        yield _shown("" if i else "Help", "", f"{command} --help".strip(), folder)
+def help_pages() -> Iterator[Shown]:
+    """The --help of every command."""
+    with tempfile.TemporaryDirectory() as folder:
+        for command in HELP:
+            yield _shown(f"dflash-mlx {command}".strip(), "", f"{command} --help".strip(), folder)
 
 
 def _alone(folder: str) -> list[str]:
@@ -187,7 +194,11 @@ def _serve(folder: str) -> Iterator[Shown]:
 
 def nameless(text: str, folder: str) -> str:
     """A screen without the machine: its paths, chip, system, wheels and commit."""
-    text = text.replace(os.path.realpath(folder), "~").replace(folder, "~")
+    text = (
+        text.replace(os.path.realpath(folder), "~")
+        .replace(folder, "~")
+        .replace("Usage: python -m dflash_mlx", "Usage: dflash-mlx")
+    )
     text = re.sub(r"^power .*\n( {12}.*\n)*", "", text, flags=re.MULTILINE)
     text = re.sub(r"^(machine|system|wheels)( +).*(\n {12}.*)*", r"\1\2(of this machine)", text, flags=re.MULTILINE)
     text = re.sub(r"(with tiny on )[^$]*?(,\s\d{4}-\d\d-\d\d)", r"\1(this machine)\2", text)
@@ -195,8 +206,8 @@ def nameless(text: str, folder: str) -> str:
     return re.sub(r",\s+commit\s+[0-9a-f]{12}(\s+and\s+changes)?", "", text)
 
 
-def page(shown: list[Shown]) -> str:
-    return INTRO + "".join(one.markdown() for one in shown)
+def page(intro: str, shown: Iterable[Shown]) -> str:
+    return intro + "".join(one.markdown() for one in shown)
 
 
 def without_figures(text: str) -> list[str]:
@@ -218,20 +229,18 @@ def without_figures(text: str) -> list[str]:
 def differences(committed: str, fresh: str) -> list[str]:
     """Lines of a diff; [] where both pages say the same up to figures."""
     a, b = without_figures(committed), without_figures(fresh)
-    return list(difflib.unified_diff(a, b, "docs/tour.md", "a fresh run", lineterm="", n=1))
+    return list(difflib.unified_diff(a, b, "the page", "a fresh run", lineterm="", n=1))
 
 
 def main() -> None:
-    if "--pages" in sys.argv[1:]:
-        before, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## Help\n")
-        with tempfile.TemporaryDirectory() as folder:
-            PAGE.write_text(before + "".join(one.markdown() for one in help_pages(folder)), encoding="utf-8")
-        return
-    fresh = page(list(tour()))
+    fresh = {OPTIONS: page(OPTIONS_INTRO, help_pages())}
+    if "--pages" not in sys.argv[1:]:
+        fresh[PAGE] = page(INTRO, tour())
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(fresh, encoding="utf-8")
-    elif found := differences(PAGE.read_text(encoding="utf-8"), fresh):
-        print(*found, "python scripts/tour.py makes the page anew.", sep="\n")
+        for file, text in fresh.items():
+            file.write_text(text, encoding="utf-8")
+    elif found := [line for file, text in fresh.items() for line in differences(file.read_text(encoding="utf-8"), text)]:
+        print(*found, "python scripts/tour.py makes the pages anew.", sep="\n")
         raise SystemExit(1)
 
 

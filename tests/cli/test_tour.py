@@ -1,4 +1,5 @@
-"""docs/tour.md: every command as a terminal of 80 columns shows it, in words that need no knowledge of this project."""
+"""docs/tour.md and docs/options.md: every command as a terminal of 80 columns shows it, in words that need no knowledge of this
+project."""
 
 import getpass
 import importlib.util
@@ -12,7 +13,7 @@ import pytest
 from screen import private_words
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/tour.md"
+PAGE, OPTIONS = ROOT / "docs/tour.md", ROOT / "docs/options.md"
 spec = importlib.util.spec_from_file_location("tour", ROOT / "scripts/tour.py")
 tour = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tour
@@ -33,7 +34,7 @@ def test_the_tour_shows_every_command_within_80_columns_and_in_no_words_of_ours(
 
     from dflash_mlx.cli.app import app
 
-    found = shown_of(PAGE.read_text(encoding="utf-8"))
+    found = [one for file in (PAGE, OPTIONS) for one in shown_of(file.read_text(encoding="utf-8"))]
     names = set(typer.main.get_command(app).commands)
     assert {command.split()[1] for command, _ in found if not command.endswith("--help")} == names
     assert {command.split()[1] for command, _ in found if command.endswith("--help")} >= names
@@ -44,14 +45,14 @@ def test_the_tour_shows_every_command_within_80_columns_and_in_no_words_of_ours(
 
 
 def test_the_tour_names_neither_machine_nor_user_nor_path():
-    text = PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8") + OPTIONS.read_text(encoding="utf-8")
     assert not re.findall(r"(?<![\w.])/(?:home|Users|root|tmp|private|var|work)/|\b[0-9a-f]{12}\b", text)
     given = [socket.gethostname(), getpass.getuser()]
     assert not [name for name in given if len(name) > 4 and re.search(rf"\b{re.escape(name)}\b", text)]
 
 
 def test_pages_are_the_same_up_to_figures_and_no_further():
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8") + OPTIONS.read_text(encoding="utf-8")
     other = re.sub(r"\d+\.\d+ tokens/s", "99.25 tokens/s", re.sub(r"(?<=\d) MB\b", " GB", page))
     assert other != page and not tour.differences(page, other)
     # What a first answer of a slower machine says besides.
@@ -66,8 +67,13 @@ def test_pages_are_the_same_up_to_figures_and_no_further():
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.skipif(mx.metal.is_available() or mx.cuda.is_available(), reason="the tour is a CPU's")
-def test_a_fresh_tour_says_what_the_page_says():
-    fresh = list(tour.tour())
+@pytest.mark.parametrize(
+    ("file", "intro", "made"),
+    [(PAGE, tour.INTRO, tour.tour), (OPTIONS, tour.OPTIONS_INTRO, tour.help_pages)],
+    ids=["tour", "options"],
+)
+def test_a_fresh_run_says_what_the_page_says(file, intro, made):
+    fresh = list(made())
     assert not [(one.command, one.over, one.torn) for one in fresh if one.over or one.torn]
-    found = tour.differences(PAGE.read_text(encoding="utf-8"), tour.page(fresh))
-    assert not found, "\n".join([*found, "python scripts/tour.py makes the page anew."])
+    found = tour.differences(file.read_text(encoding="utf-8"), tour.page(intro, fresh))
+    assert not found, "\n".join([*found, "python scripts/tour.py makes the pages anew."])
