@@ -88,19 +88,19 @@ class SamplingSettings:
         1.0, float, 0, _LARGEST, "refused", "Make tokens that have appeared less likely; 1 is off.", above=True
     )
     repetition_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="repetition_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens --repetition-penalty looks at.", needs="repetition_penalty"
     )
     presence_penalty: float = setting(
         0.0, float, -_LARGEST, _LARGEST, "off", "Subtract this from the logit of every token that has appeared."
     )
     presence_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="presence_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens --presence-penalty looks at.", needs="presence_penalty"
     )
     frequency_penalty: float = setting(
         0.0, float, -_LARGEST, _LARGEST, "off", "Subtract this from a token's logit once per time it has appeared."
     )
     frequency_context_size: int = setting(
-        20, int, 1, _LONGEST, "refused", "How many of the last tokens that penalty looks at.", needs="frequency_penalty"
+        20, int, 1, _LONGEST, "refused", "How many of the last tokens --frequency-penalty looks at.", needs="frequency_penalty"
     )
     seed: int | None = setting(
         None, int, 0, (1 << 32) - 1, "a seed as any other", "Same seed, same text, with or without a drafter.", needs="temp"

@@ -27,7 +27,7 @@ _TIMED_TOKENS = 16
 _OFF = 0.9
 
 
-@dataclass
+@dataclass(repr=False)
 class GenerationStats:
     """Filled during a run. Every response of the run holds the same object.
 
@@ -60,6 +60,12 @@ class GenerationStats:
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _drafter_s: float = 0.0
     _passes_s: float = 0.0
+
+    def __repr__(self) -> str:
+        """One line, for who prints it: the rounds alone would fill a screen."""
+        tau = "none" if self.tau is None else f"{self.tau:.2f}"
+        seconds = ", ".join(f"{name} {spent:.2f} s" for name, spent in self.seconds.items())
+        return f"GenerationStats(rounds: {self.n_rounds}, with drafts: {self.n_drafting}, tau: {tau}, {seconds})"
 
     @property
     def tau(self) -> float | None:

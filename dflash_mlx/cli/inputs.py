@@ -158,10 +158,21 @@ def load_pair(
         line.heed()
     if draft is None:
         why = "No --draft-model" if draft_model is None else "--draft-model none"
-        say(f"{why}: decoding without drafts.")
+        say(f"{why}: decoding without drafts.{_drafter_of(target) if draft_model is None else ''}")
     if trust_remote_code and not _brings_code(tokenizer):
         say(f"--trust-remote-code has no effect: no code comes with {target}'s tokenizer.")
     return target, drafter, lm, tokenizer, draft
+
+
+def _drafter_of(target: str) -> str:
+    """A sentence on the drafter that --draft-model auto would take; empty without one."""
+    from ..pairs.builtin import builtin_path
+    from ..pairs.published import published_drafter
+
+    if builtin_path(target, "drafter") is not None:
+        return f" --draft-model auto takes {target}'s own."
+    found = published_drafter(target)
+    return f" --draft-model auto takes {found.repo}." if found else ""
 
 
 def recommended_sampling(name: str, revision: str | None, model: Any) -> dict[str, Any]:

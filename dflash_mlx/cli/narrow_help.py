@@ -1,4 +1,5 @@
-"""--help below 100 columns: one option below the other, because the boxes of rich would cut names and words."""
+"""--help below 100 columns: one option below the other, because the boxes of rich would cut names and words. And what is said
+of a command that does not exist."""
 
 from __future__ import annotations
 
@@ -6,13 +7,25 @@ import inspect
 import shutil
 from typing import Any
 
-from typer import echo, style
+from typer import BadParameter, echo, style
 from typer.core import TyperCommand, TyperGroup
 
 from ..tools.columns import wrap
 
 # Columns from which rich's boxes have room.
 ROOM = 100
+# In a package of typer's own or in click, by its version.
+UsageError = BadParameter.__base__
+# What other programs call a command, and what does it here.
+_ELSEWHERE = {
+    ("run", "ask", "prompt", "complete"): 'dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p "..."',
+    ("pull", "download", "get", "install"): "generate, chat and serve download the model that --model names",
+    ("list", "ls", "ps", "show"): "dflash-mlx models lists models with a drafter, dflash-mlx cache what is on disk",
+    ("rm", "remove", "delete", "clean"): "dflash-mlx cache --delete NAME",
+    ("quantize", "quantise", "create"): "dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q",
+    ("help",): "dflash-mlx -h, or dflash-mlx COMMAND -h",
+    ("version",): "dflash-mlx --version",
+}
 
 
 class _Narrow:
@@ -28,7 +41,18 @@ class HelpfulCommand(_Narrow, TyperCommand):
 
 
 class HelpfulGroup(_Narrow, TyperGroup):
-    """A group of commands whose --help is readable at any width."""
+    """A group of commands whose --help is readable at any width, and which says what there is beside an unknown one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if "Did you mean" in error.message:
+                raise
+            meant = [said for names, said in _ELSEWHERE.items() if args[0].lower() in names and ctx.parent is None]
+            *others, last = (name for name in self.list_commands(ctx) if not self.get_command(ctx, name).hidden)
+            said = meant[0] if meant else f"the commands are {', '.join(others)} and {last}"
+            raise UsageError(f"{error.message.rstrip('.')}: {said}.", ctx) from None
 
 
 def text(command: Any, ctx: Any, width: int) -> str:

@@ -19,7 +19,7 @@ from .. import sampling_settings
 from ..chat_template import NO_VARIABLES
 from ..errors import GenerationError
 from ..sampling_settings import check
-from .narrow_help import HelpfulCommand
+from .narrow_help import HelpfulCommand, UsageError
 
 
 class Dtype(StrEnum):
@@ -94,7 +94,7 @@ DraftModel = Annotated[
         DRAFTING,
         callback=drafter_name,
         help="The model's DFlash drafter: 'auto' (the published one), a Hugging Face repo or a directory. "
-        "Without it a --model runs undrafted, as with 'none'.",
+        "A --model without this option runs without drafts, as with 'none'.",
     ),
 ]
 DraftBitsOption = Annotated[
@@ -108,7 +108,7 @@ DraftBitsOption = Annotated[
 Pipeline = Annotated[
     bool,
     option(
-        MODEL, "--pipeline", help="On several machines: each runs some of the layers, not a share of each. Without a drafter."
+        MODEL, "--pipeline", help="On several machines: give each some whole layers, not a part of every layer. No drafter then."
     ),
 ]
 LastTap = Annotated[
@@ -125,7 +125,7 @@ BlockSize = Annotated[
     option(
         DRAFTING,
         min=1,
-        help="Tokens per block, counting the last known one: N drafts N - 1 tokens at a time, 1 none. "
+        help="Tokens per block, counting the last known one: N drafts N - 1 tokens at a time; 1: no drafts. "
         "Default: measured on this machine.",
     ),
 ]
@@ -155,20 +155,27 @@ AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object on
 
 
 class CheckedCommand(HelpfulCommand):
-    """A command whose usage error names all missing options and an example; typer's names only the first. A command that does not
-    run over ranks is refused there."""
+    """A command whose usage error names all missing options, or the words that belong to no option, and an example; typer's gives
+    no example. A command that does not run over ranks is refused there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, list(args))
-        except _UsageError as error:
-            given, *_ = self.make_parser(ctx).parse_args(args=list(args))
-            missing = [one.opts[0] for one in self.get_params(ctx) if one.required and one.name not in given]
-            if not missing or type(error).__name__ != "MissingParameter":
+        except UsageError as error:
+            if type(error) is not UsageError and type(error).__name__ != "MissingParameter":
                 raise
-            *others, last = missing
-            named = f"{', '.join(others)} and {last}" if others else last
-            raise _UsageError(f"Give {named}, as in: {self.epilog.removeprefix(_EXAMPLE)}", ctx) from None
+            given, stray, _ = self.make_parser(ctx).parse_args(args=list(args))
+            as_in = f"as in: {self.epilog.removeprefix(_EXAMPLE)}"
+            missing = [one.opts[0] for one in self.get_params(ctx) if one.required and one.name not in given]
+            if missing:
+                *others, last = missing
+                named = f"{', '.join(others)} and {last}" if others else last
+                raise UsageError(f"Give {named}, {as_in}", ctx) from None
+            if stray:
+                words = " ".join(stray)
+                why = "each value follows the name of its option, and a text of several words is quoted"
+                raise UsageError(f"No option takes {words!r}: {why}, {as_in}", ctx) from None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         from .over_ranks import check_command
@@ -186,10 +193,6 @@ _EXAMPLE = "Example: "
 def example(command: str) -> str:
     """The last line of a command's --help."""
     return _EXAMPLE + command
-
-
-# In a package of typer's own or in click, by its version.
-_UsageError = typer.BadParameter.__base__
 
 
 def flag(name: str) -> str:
@@ -294,8 +297,11 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 def _parameter(one: Field) -> inspect.Parameter:
     """The option of one sampling setting."""
-    zero = f" 0: {one.metadata['zero']}." if one.metadata["zero"] not in ("refused", "") else ""
-    default = f" Default: {one.default:g}." if one.default is not None else ""
+    zero = one.metadata["zero"] if one.metadata["zero"] != "refused" else ""
+    if one.default == 0 and zero:
+        default, zero = f" Default: 0 ({zero}).", ""
+    else:
+        default, zero = f" Default: {one.default:g}." if one.default is not None else "", zero and f" 0: {zero}."
     kind = one.metadata["kind"]
     return _keyword(one.name, Annotated[kind | None, option(SAMPLING, help=f"{one.metadata['help']}{default}{zero}")])
 

@@ -230,7 +230,9 @@ BatchRows = Annotated[
         PLAN, help="Time several requests at once: their numbers, comma-separated, such as 1,4,8. --temp is then 0 by default."
     ),
 ]
-BenchExact = Annotated[bool, option(DRAFTING, "--exact", help="Draft with exact, and compare with its text without a drafter.")]
+BenchExact = Annotated[
+    bool, option(DRAFTING, "--exact", help="Draft as generate --exact does, and compare with its text without a drafter.")
+]
 
 
 @sampling_options(leave_out=("temp", "seed"))
@@ -329,7 +331,7 @@ def _check_bench(asked: SimpleNamespace, b: Any) -> None:
 
     refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
     if has_no_drafter(asked.model, asked.draft_model):
-        raise refuse("--draft-model", "give a drafter (or 'auto'): there is nothing to compare without")
+        raise refuse("--draft-model", "name the model's drafter, or auto: without one there is nothing to compare")
     if asked.draft_bits not in (None, "none") and asked.dense:
         raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")
     if asked.max_tokens is not None and asked.max_tokens < 2:

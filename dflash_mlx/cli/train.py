@@ -36,8 +36,8 @@ train_app = typer.Typer(
     cls=HelpfulGroup,
     no_args_is_help=True,
     help="Train a drafter for a model of your own: write text (data), train (run), measure (eval).",
-    epilog="dflash-mlx train data --model M --out DATA --minutes 30, then run --model M --data DATA --out DRAFTER --minutes 60, "
-    "then generate --model M --draft-model DRAFTER.",
+    epilog="In this order: dflash-mlx train data --model M --out DATA --minutes 30; dflash-mlx train run --model M --data DATA "
+    "--out DRAFTER --minutes 60; dflash-mlx generate --model M --draft-model DRAFTER.",
 )
 
 
@@ -233,6 +233,15 @@ PredecessorOption = Annotated[
 ]
 
 
+TotalVariation = Annotated[
+    float | None,
+    option(
+        TRAINING,
+        min=0,
+        max=1,
+        help="dflash2: weight of the total variation distance in the selector's loss; the rest is cross-entropy.",
+    ),
+]
 PlotPage = Annotated[str | None, option(OUTPUT, help="Draw loss and tokens a round here, as a page that needs no network.")]
 
 
@@ -253,19 +262,16 @@ def train_run(
     ] = None,
     taps: Annotated[str | None, option(DRAFTER, help="Tapped target layers, such as 1,8,14. Default: five, evenly.")] = None,
     mask_token_id: Annotated[
-        int | None, option(DRAFTER, min=0, help="Token of a draft not yet made. Default: an unused one.")
+        int | None, option(DRAFTER, min=0, help="Token that stands where a draft is still to be made. Default: an unused one.")
     ] = None,
-    batch: Annotated[int, option(TRAINING, min=1, help="Conversations a pass.")] = 24,
-    anchors: Annotated[int, option(TRAINING, min=1, help="Blocks a conversation.")] = 96,
-    accumulate: Annotated[int, option(TRAINING, min=1, help="Passes a step.")] = 1,
+    batch: Annotated[int, option(TRAINING, min=1, help="Conversations per pass.")] = 24,
+    anchors: Annotated[int, option(TRAINING, min=1, help="Blocks to learn per conversation.")] = 96,
+    accumulate: Annotated[int, option(TRAINING, min=1, help="Passes per training step.")] = 1,
     max_len: Annotated[int, option(TRAINING, min=64, help="Conversations are cut to this many tokens.")] = 512,
     lr: Annotated[float, option(TRAINING, min=0, help="Peak learning rate.")] = 1e-3,
     loss: Annotated[str, option(TRAINING, help="decay (the paper's weights) or dpace.")] = "dpace",
     learn_from: LearnFromOption = LearnFrom.text,
-    tv: Annotated[
-        float | None,
-        option(TRAINING, min=0, max=1, help="dflash2: share of total variation in what is learned from the target."),
-    ] = None,
+    tv: TotalVariation = None,
     predecessor: PredecessorOption = None,
     patience: Annotated[
         int, option(TRAINING, min=0, help="Stop after this many evaluations without a better drafter; 0: never.")
@@ -322,8 +328,8 @@ def train_eval(
     model: Target,
     draft_model: Annotated[str, option(MEASURED, help="Drafter trained for it.")],
     data: Data,
-    block_size: Annotated[list[int] | None, option(MEASURED, min=2, help="Block sizes; may be given again.")] = None,
-    limit: Annotated[int | None, option(MEASURED, min=1, help="Most held-out answers.")] = None,
+    block_size: Annotated[list[int] | None, option(MEASURED, min=2, help="Block size to measure; can be repeated.")] = None,
+    limit: Annotated[int | None, option(MEASURED, min=1, help="Measure on at most this many held-out answers.")] = None,
     adapter_path: AdapterPath = None,
     dtype: DtypeOption = None,
     draft_bits: DraftBitsOption = None,
@@ -331,7 +337,7 @@ def train_eval(
     dense: Dense = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure tokens a round on held-out text, by going through it again, beside three simpler sources of drafts."""
+    """Measure tokens a round on held-out text, with the drafter and with three simpler ways to draft."""
     with only_ours_on_stdout() as stdout, live(f"Loading {model}") as line:
         import numpy as np
 

@@ -16,7 +16,7 @@ from screen import Screen
 from typer.testing import CliRunner
 
 from dflash_mlx import load, requirements
-from dflash_mlx.cli import generate
+from dflash_mlx.cli import generate, inputs
 from dflash_mlx.cli.app import app, sentence
 from dflash_mlx.cli.options import DraftBits, Dtype
 from dflash_mlx.errors import CheckpointError
@@ -113,6 +113,28 @@ def test_a_command_without_its_options_names_all_of_them_and_gives_an_example(co
     assert f"Give {missing}, as in: dflash-mlx {' '.join(command.split(' --')[0].split())} --" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("run", "No such command 'run': dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p"),
+        ("pull qwen3", "download the model that --model names."),
+        ("list", "dflash-mlx models lists models with a drafter, dflash-mlx cache what is on disk."),
+        ("help serve", "dflash-mlx COMMAND -h."),
+        ("frobnicate", "the commands are generate, convert, chat, serve, doctor, bench, models, cache and train."),
+        ("train start", "No such command 'start': the commands are data, run and eval."),
+        ("train list", "the commands are data, run and eval."),
+        ("server", "Did you mean 'serve'?"),
+        ("generate hello", "No option takes 'hello': each value follows the name of its option, and a text of several words is"),
+        ("generate -p hello world", "No option takes 'world'"),
+        ("chat org/name --temp 0.5", "as in: dflash-mlx chat --model "),
+        ("cache clear", "as in: dflash-mlx cache --delete "),
+    ],
+)
+def test_a_guessed_command_or_a_stray_word_is_answered_with_what_there_is(command, said):
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "400"})
+    assert done.exit_code == 2 and not done.stdout and said in done.stderr, done.stderr
+
+
 def test_convert_takes_a_built_in_name(tmp_path):
     done = run("convert", "--hf-path", "tiny", "--mlx-path", str(tmp_path / "made"))
     assert done.returncode == 0, done.stderr
@@ -123,6 +145,9 @@ def test_draft_model_none_is_plain_decoding():
     plain, none = (run("generate", "--model", "tiny", "-p", "x", "-m", "4", *more) for more in ([], ["--draft-model", "none"]))
     assert none.returncode == 0 and none.stdout == plain.stdout
     assert "decoding without drafts" in none.stderr and "tau" not in none.stderr
+    assert "--draft-model auto takes tiny's own." in plain.stderr and "auto" not in none.stderr
+    assert inputs._drafter_of("mlx-community/Qwen3-8B-4bit") == " --draft-model auto takes z-lab/Qwen3-8B-DFlash-b16."
+    assert inputs._drafter_of("org/unknown") == ""
 
 
 def test_a_typo_is_answered_with_the_name_in_the_command_and_in_python():

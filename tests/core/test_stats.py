@@ -23,6 +23,13 @@ def test_tau_is_the_mean_of_accepted_plus_one_over_rounds_that_drafted():
     assert stats.tau == pytest.approx(8 / 3) and (stats.n_rounds, stats.n_drafting) == (4, 3)
 
 
+def test_printed_stats_are_one_short_line():
+    stats = make_stats(*ROUNDS * 100)
+    assert len(stats.rounds) == 400 and len(repr(stats)) < 150
+    assert repr(stats).startswith("GenerationStats(rounds: 400, with drafts: 300, tau: 2.67, draft 0.00 s, ")
+    assert "tau: none" in repr(make_stats())
+
+
 def test_tau_of_no_round_is_none():
     assert make_stats().tau is None and make_stats(([], 0, 7, 0)).tau is None
 
