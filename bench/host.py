@@ -3,6 +3,7 @@
     python bench/host.py                                     the built-in pair, block 16 or the drafter's
     python bench/host.py --model M --draft-model D --block-size 8 --tokens 256 --repeats 7 --out host.json
     python bench/host.py --built qwen3-8b                    what a config's 16-row pass and round cost to build
+    python bench/host.py --built qwen3-8b --rows 4 16 --before CHECKOUT --turns 3      beside an older checkout of this project
 
 The real loop (`stream_generate`, fixed block size) writes an answer. Then the same passes are made again without it: for every
 round one drafter pass over the same context rows and one target pass over the same block at the same position, head and argmax
@@ -14,7 +15,12 @@ and reading how sure the drafter is of them add to a round: as the width rule me
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +164,79 @@ def _untried(passes: CompiledPass, arrays: Any, filled: Any, cache: Any, place: 
     return passes._compiled(key, cache)
 
 
+# Run with an older checkout's package and bench/: its round as `Walk.timed` makes ours, in thread CPU ms.
+_BEFORE = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+import ledger
+from ledger_walk import _one_node_each, as_on_metal
+
+walk, rows, times = ledger.walk(sys.argv[2], 1024), int(sys.argv[3]), []
+for _ in range(25):
+    began, arrays = [0.0], walk.inputs(rows // 2 + 1)
+
+    def enter(stage):
+        began[0] = time.thread_time() if stage == "draft" else began[0]
+
+    with as_on_metal(lambda *_: None), _one_node_each():
+        walk._round(arrays, rows, rows // 2, rows // 2 + 1, enter)
+        times.append(time.thread_time() - began[0])
+print(json.dumps({"before": 1e3 * min(times[1:])}))
+"""
+
+
+def beside(name: str, rows: int, laid: str, checkout: Path, turns: int) -> dict[str, Any]:
+    """Medians of `built` and of an older state's round, each in `turns` processes of their own, by turns.
+
+    laid: folder of that state's package (`peers.laid_out`); checkout: what it was made of. Ratios are of one turn.
+    """
+    # -P: the package comes from the given path, not from the working directory.
+    sides = {
+        "now": ([str(Path(__file__)), "--built", name, "--rows", str(rows), "--json"], {}),
+        "before": (["-P", "-c", _BEFORE, str(checkout / "bench"), name, str(rows)], {"PYTHONPATH": laid}),
+    }
+    found = []
+    for turn in range(turns):
+        both: dict[str, Any] = {}
+        for side in list(sides)[:: (-1) ** turn]:
+            command, environ = sides[side]
+            done = subprocess.run(
+                [sys.executable, *command], env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True, check=True
+            )
+            both |= json.loads(done.stdout)
+        found.append(both | {f"{way} over before": both[way] / both["before"] for way in ("round", "traced_round")})
+    return (
+        {"config": name, "rows": rows}
+        | {way: statistics.median(one[way] for one in found) for way in found[0]}
+        | {"turns": found}
+    )
+
+
+def print_built(args: argparse.Namespace) -> None:
+    """What `--built` asks for; with `--out` into a record too, where it stands beside an older state."""
+    rows = [(name, n) for name in args.built for n in args.rows]
+    if args.before is None:
+        for name, n in rows:
+            found = built(name, n)
+            if args.json:
+                print(json.dumps(found))
+                continue
+            shown = {way: ms if isinstance(ms, str) else round(ms, 2) for way, ms in found.items()}
+            print(name, shown, f"ms of thread CPU at {n} rows")
+        return
+    import peers
+
+    record = {"what": "bench/host.py --built", "machine": bench.machine(), "versions": bench.versions(), "cells": []}
+    with tempfile.TemporaryDirectory() as folder:
+        laid = peers.laid_out(args.before, Path(folder) / "before")
+        for name, n in rows:
+            record["cells"].append(beside(name, n, laid, args.before, args.turns))
+            shown = {way: round(v, 2) for way, v in record["cells"][-1].items() if isinstance(v, float)}
+            print(name, f"{n} rows, medians of {args.turns} processes, ms of thread CPU:", shown, flush=True)
+            if args.out:
+                bench_record.write_record(record, args.out)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default=DEFAULT_PAIR)
@@ -169,16 +248,14 @@ def main() -> None:
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
     p.add_argument("--dense", action="store_true", help="write quantized layers of both models out first")
     p.add_argument("--out", type=Path)
-    p.add_argument("--built", nargs="+", metavar="CONFIG", help="of bench/ledger.py: only what 16 rows cost to build")
+    p.add_argument("--built", nargs="+", metavar="CONFIG", help="of bench/ledger.py: only what a pass and a round cost to build")
+    p.add_argument("--rows", nargs="+", type=int, default=[16], help="with --built: of the target's pass")
+    p.add_argument("--before", type=Path, help="with --built: an older checkout of this project, timed by turns with this one")
+    p.add_argument("--turns", type=int, default=3, help="with --before: processes of each")
+    p.add_argument("--json", action="store_true", help="with --built: for programs")
     args = p.parse_args()
     if args.built:
-        for name in args.built:
-            print(
-                name,
-                {way: ms if isinstance(ms, str) else round(ms, 2) for way, ms in built(name, 16).items()},
-                "ms of thread CPU at 16 rows",
-            )
-        return
+        return print_built(args)
     model, tokenizer = load(args.model, dtype=args.dtype)
     dtype = activation_dtype(model)
     model = dense(model, dtype) if args.dense else model

@@ -160,10 +160,14 @@ class Line:
         return ((mixed >> 16) & 0xFFFF) >= round(self.accept * 65536)
 
 
-def head_rows(model: nn.Module, ids: mx.array) -> mx.array:
-    """Rows [..., H] of the output head for token ids: what the head scores highest for that token."""
+def output_head(model: nn.Module) -> nn.Module:
+    """The module that scores tokens: `lm_head`, or the embedding where both are one."""
     heads = [m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head"]
-    head = heads[0] if heads else Target(model).embedding
+    return heads[0] if heads else Target(model).embedding
+
+
+def head_rows(head: nn.Module, ids: mx.array) -> mx.array:
+    """Rows [..., H] of the output head for token ids: what the head scores highest for that token."""
     if isinstance(head, (nn.Embedding, nn.QuantizedEmbedding)):
         return head(ids)
     if isinstance(head, nn.QuantizedLinear):
@@ -183,12 +187,13 @@ def planned_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> tuple[
         # One by one: the float32 they are drawn in is never there for all of them.
         mx.eval(array)
     model.eval()
-    backbone, line = Target(model).backbone, Line(Target(model).vocabulary)
+    # Found once: a walk over all modules in each pass would be timed.
+    backbone, line, head = Target(model).backbone, Line(Target(model).vocabulary), output_head(model)
 
     class Planned(type(backbone)):
         def __call__(self, inputs, *args, **kwargs):
             hidden = super().__call__(inputs, *args, **kwargs)
-            return mx.depends(head_rows(model, line.next(inputs)).astype(hidden.dtype), hidden)
+            return mx.depends(head_rows(head, line.next(inputs)).astype(hidden.dtype), hidden)
 
     backbone.__class__ = Planned
     return model, line

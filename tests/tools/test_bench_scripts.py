@@ -107,6 +107,51 @@ def test_planned_values_wait_for_every_pass():
     assert nodes(drafted, "Matmul") >= 5 * 7 + 1 and nodes(drafted, "ArgReduce") == 1
 
 
+def test_a_planned_pass_walks_no_modules(monkeypatch):
+    """Its head is known: looking for it in each pass would be timed as a part of it."""
+    model, _ = shapes.planned_target(HYBRID, 16, mx.float32)
+    monkeypatch.setattr(shapes.nn.Module, "named_modules", lambda _: pytest.fail("walked"))
+    mx.eval(model(mx.array([[1, 2, 3]])))
+
+
+def timed_run(tps, accept=None, block_size=None, widths=None):
+    about = {"accept": accept, "block_size": block_size, "plain": accept is None, "equal": True}
+    rounds = {"rounds": 10, "drafting_rounds": 5, "committed": 15, "decode_s": 1.0, "widths": widths or {}}
+    return about | rounds | {"decode_tps": tps}
+
+
+def test_a_speed_up_is_over_the_plain_runs_beside_it():
+    """The machine slows down to half of its speed; the policy gains a half throughout."""
+    plain, ours = [timed_run(tps) for tps in (100.0, 60.0, 40.0)], [timed_run(120.0, 0.5), timed_run(75.0, 0.5)]
+    assert shapes.speed_ups([plain[0], ours[0], plain[1], ours[1], plain[2]]) == [None, 1.5, None, 1.5, None]
+    # The last one was cut off before its second plain run.
+    assert shapes.speed_ups([plain[0], ours[0]]) == [None, 1.2]
+
+
+def test_the_summary_has_all_widths_that_the_policy_chose():
+    """One run from a file, with its widths as text, and one of this process."""
+    runs = [timed_run(100.0), timed_run(150.0, 0.5, widths={"7": 3, "0": 2}), timed_run(100.0)]
+    runs += [timed_run(50.0, 0.5, widths={7: 1, 15: 4}), timed_run(100.0)]
+    (cell,) = shapes.summarise(runs)["blocks"][0]["cells"]
+    assert cell["widths"] == {"7": 4, "0": 2, "15": 4} and (cell["low"], cell["speedup"], cell["high"]) == (0.5, 1.0, 1.5)
+
+
+@pytest.mark.full
+def test_a_record_that_ran_out_of_time_is_continued_where_it_stopped(tmp_path):
+    given = {"accept": [0.7], "block_size": [], "tokens": 9, "trials": 2, "out": tmp_path / "record.json"}
+    whole = shapes.measure(options("small", **given))
+    cut = whole | {"runs": whole["runs"][:4], "ended": "out of time"}
+    (tmp_path / "record.json").write_text(json.dumps(cut))
+    again = shapes.measure(options("small", **given))
+    assert [r["plain"] for r in again["runs"]] == [True, False, True] * 2 and again["ended"] == "complete"
+    assert again["runs"][:4] == json.loads(json.dumps(cut["runs"]))
+    # Nothing of a finished record, or of one with other settings.
+    (tmp_path / "record.json").write_text(json.dumps(cut | {"ended": "complete"}))
+    assert shapes.earlier_runs(again, tmp_path / "record.json") == []
+    (tmp_path / "record.json").write_text(json.dumps(cut | {"settings": {}}))
+    assert shapes.earlier_runs(again, tmp_path / "record.json") == []
+
+
 @pytest.mark.parametrize(
     ("cost", "width", "accept"), [(0.9, 3, 0.0), (4.1, 3, None), (1.5, 1, 0.5), (1.75, 2, 0.5), (4.0, 3, 1.0)]
 )
@@ -140,6 +185,34 @@ def test_the_passes_made_again_are_those_of_the_loop(pair, K):
     got = host.measure(model, tokenizer, drafter, tokenizer.encode("def test_"), K, tokens=24, repeats=1)
     assert got["block_size"] == K and got["rounds"] >= 24 // K and set(got["ms_a_round"]) == set(got["spread_ms"])
     assert got["host_share"] == pytest.approx(1 - got["ms_a_round"]["passes_with_waits"] / got["ms_a_round"]["loop"])
+
+
+def test_building_is_timed_beside_an_older_state_by_turns(tmp_path, monkeypatch):
+    """Stands in for both: each writes its name; the older one's clock goes on by one at each look, and its round looks twice."""
+    log = f"open({str(tmp_path / 'log')!r}, 'a').write"
+    (tmp_path / "now.py").write_text(f"import json; {log}('now '); print(json.dumps({{'round': 6.0, 'traced_round': 1.5}}))")
+    checkout, laid = tmp_path / "checkout", tmp_path / "laid"
+    (checkout / "bench").mkdir(parents=True)
+    (laid / "dflash_mlx").mkdir(parents=True)
+    (laid / "dflash_mlx" / "__init__.py").write_text("OLD = True")
+    (checkout / "bench" / "ledger_walk.py").write_text(
+        "import contextlib\nas_on_metal = lambda _: contextlib.nullcontext()\n_one_node_each = contextlib.nullcontext\n"
+    )
+    (checkout / "bench" / "ledger.py").write_text(
+        "import itertools, time, dflash_mlx\nassert dflash_mlx.OLD\nclock = itertools.count()\n"
+        "time.thread_time = lambda: next(clock) / 1000\n"
+        "class Walk:\n"
+        "    def inputs(self, pending): return [time.thread_time()] * pending\n"
+        "    def _round(self, arrays, rows, accepted, pending, enter):\n"
+        "        assert (len(arrays), rows, accepted, pending) == (3, 4, 2, 3)\n"
+        "        time.thread_time(), enter('draft'), time.thread_time(), enter('verify'), time.thread_time()\n"
+        f"def walk(name, context):\n    {log}(f'{{name}} {{context}} ')\n    return Walk()\n"
+    )
+    monkeypatch.setattr(host, "__file__", str(tmp_path / "now.py"))
+    found = host.beside("one", 4, str(laid), checkout, 2)
+    assert (tmp_path / "log").read_text().split() == ["now", "one", "1024", "one", "1024", "now"]
+    assert found["before"] == pytest.approx(3.0) and found["round over before"] == pytest.approx(2.0)
+    assert found["traced_round over before"] == pytest.approx(0.5) and len(found["turns"]) == 2
 
 
 def test_the_record_of_host_time_says_what_it_was_measured_with(monkeypatch, tmp_path, capsys):
