@@ -48,24 +48,44 @@ class Prompt:
 
 
 def read_messages(
-    messages: Any, tokenizer: Any, role_mapping: Mapping[str, str] | None = None, name: str = "messages"
+    messages: Any,
+    tokenizer: Any,
+    role_mapping: Mapping[str, str] | None = None,
+    name: str = "messages",
+    left_out: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Messages of a request in one form: known roles, content as text, arguments of calls as `Arguments`.
 
+    A part that is no text (an image) is refused in what the user asks now, who can take it out. In what a tool found and in
+    earlier messages a line says in its place that it is not shown: every later request of an agent has it again.
+
+    left_out: gets the kinds of such parts.
     Raises:
       DFlashError: names what is not a message.
     """
     if not isinstance(messages, list) or not messages:
         raise DFlashError(f"{name} is {shown(messages)}; it must be a list with at least one message", "Add one")
-    return [_read_message(message, tokenizer, role_mapping or {}) for message in messages]
+    kinds: list[str] = [] if left_out is None else left_out
+    asked = _asked_now(messages)
+    return [
+        _read_message(message, tokenizer, role_mapping or {}, None if place == asked else kinds)
+        for place, message in enumerate(messages)
+    ]
 
 
-def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str]) -> dict[str, Any]:
+def _asked_now(messages: Sequence[Any]) -> int | None:
+    """The place of the message with which the user asks; None if the last one answers, or comes with what a tool found."""
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    last = next((place for place in range(len(roles) - 1, -1, -1) if roles[place] in ("user", "assistant")), 0)
+    return last if roles[last] == "user" and roles[last - 1 : last] not in (["tool"], ["function"]) else None
+
+
+def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str], left_out: list[str] | None) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DFlashError(f"a message is {shown(message)}; every message must be an object with a role", "Add the role")
     read = {key: value for key, value in message.items() if value is not None and value != []}
     read["role"] = _role(message["role"], tokenizer, role_mapping)
-    read["content"] = _text(message.get("content"))
+    read["content"] = _text(message.get("content"), left_out)
     if called := read.pop("function_call", None):
         # OpenAI's older form of one call.
         read.setdefault("tool_calls", [{"type": "function", "function": called}])
@@ -109,24 +129,30 @@ def _template_roles(source: str) -> set[str]:
     return {name for names in asked for name in re.findall(r"""["']([^"']*)["']""", names)}
 
 
-def _text(content: Any) -> str:
-    """Content as one text: parts are joined, null is empty."""
+def _text(content: Any, left_out: list[str] | None) -> str:
+    """Content as one text: parts are joined, null is empty. A part that is no text is refused if left_out is None."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise DFlashError(f"content is {shown(content)}; it must be text or a list of parts", "Send it as text")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise DFlashError(f"a part of a message is {shown(part)}; it must be an object with a type", "Send text parts")
-        if kind not in _TEXT_PARTS:
+    return "".join(_text_of(part, left_out) for part in content)
+
+
+def _text_of(part: Any, left_out: list[str] | None) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise DFlashError(f"a part of a message is {shown(part)}; it must be an object with a type", "Send text parts")
+    if kind not in _TEXT_PARTS:
+        if left_out is None:
             raise DFlashError(f"a part of a message has type {shown(kind)}; this server reads text only", "Send text parts")
-        key = _TEXT_PARTS[kind]
-        if not isinstance(part.get(key), str):
-            raise DFlashError(f"{shown(key)} of a {kind} part is {shown(part.get(key))}; it must be text", "Send it as text")
-    return "".join(part[_TEXT_PARTS[part["type"]]] for part in content)
+        left_out.append(kind)
+        return f"\n[{kind.removeprefix('input_').removesuffix('_url')[:40]} not shown: this model reads text only]\n"
+    key = _TEXT_PARTS[kind]
+    if not isinstance(part.get(key), str):
+        raise DFlashError(f"{shown(key)} of a {kind} part is {shown(part.get(key))}; it must be text", "Send it as text")
+    return part[key]
 
 
 def _read_calls(calls: Any) -> list[dict[str, Any]]:

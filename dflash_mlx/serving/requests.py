@@ -161,7 +161,9 @@ def _read(
     count = _logprobs(body, chat)
     messages, tools, variables, demand = [], [], {}, read_answer(body)
     if chat:
-        messages = read_messages(body.get("messages"), pair.tokenizer, _role_mapping(body, pair))
+        kinds: list[str] = []
+        messages = read_messages(body.get("messages"), pair.tokenizer, _role_mapping(body, pair), left_out=kinds)
+        _ignore(ignored, api, *(f"messages: {kind[:40]}" for kind in dict.fromkeys(kinds)))
         tools = _tools(body, pair, api, ignored)
         demand = _held_calls(demand, body, tools, pair, api, ignored)
         asked = {**_template_args(body, pair), **_effort(body, pair, ignored)}

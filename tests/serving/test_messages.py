@@ -2,6 +2,7 @@
 
 import json
 import re
+from http.client import HTTPResponse
 
 import mlx.core as mx
 import pytest
@@ -386,3 +387,55 @@ def test_words_of_the_user_that_the_end_of_the_prompt_repeats_hide_no_opened_rea
 def test_a_part_that_is_no_text_is_refused_for_what_it_is(pair, part, said):
     with pytest.raises(DFlashError, match=f"^{re.escape(said)}"):
         read_messages([{"role": "user", "content": [part]}], pair[1])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+SEES = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}
+NOT_SHOWN = "\n[image not shown: this model reads text only]\n"
+
+
+def found_by_tools(*kinds):
+    """An agent's request whose tool found an image, and what should stand in the prompt for it."""
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a.png:"}, *({"type": k} for k in kinds)]}
+    return [*called("{}")[:2], result], "a.png:" + "".join(NOT_SHOWN.replace("image", k) for k in kinds)
+
+
+def test_an_image_that_a_tool_found_or_that_came_earlier_ends_no_conversation(written):
+    """As Claude Code, Codex and opencode send it with every later request."""
+    for messages, text in (
+        found_by_tools("image"),
+        found_by_tools("document", "audio"),
+        # opencode sends what a tool attached as a message of the user.
+        (
+            [*called("{}"), {"role": "user", "content": [{"type": "text", "text": "From the tool:"}, IMAGE]}],
+            "From the tool:" + NOT_SHOWN,
+        ),
+        # Another model answered it.
+        ([SEES, {"role": "assistant", "content": "A cat."}, *said(("user", "Sure?"))], "What is it?" + NOT_SHOWN),
+        ([SEES, *called("{}")[1:]], "What is it?" + NOT_SHOWN),
+        ([SEES, *said(("user", "Hm?"))], "What is it?" + NOT_SHOWN),
+    ):
+        assert text in written(PRINTS, messages)
+    for messages in ([SEES], [*said(("user", "x"), ("assistant", "y")), SEES], [SEES, *said(("system", "Be brief."))]):
+        with pytest.raises(DFlashError, match='type "image_url"; this server reads text only'):
+            written(PRINTS, messages)
+
+
+def test_what_is_not_shown_is_named_in_a_header(chatty):
+    messages = [*MESSAGES, *called("{}")[1:2], found_by_tools("image")[0][-1]]
+    with running(chatty[0], chatty[1]) as server:
+        body = {"messages": messages, "max_tokens": 1}
+        with server.send("/v1/chat/completions", body) as link:
+            answer = HTTPResponse(link)
+            answer.begin()
+            assert (answer.status, answer.getheader("x-ignored-fields")) == (200, "messages: image")
+        blocks = [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]}]
+        call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        turns = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": blocks}]
+        assert server.post("/v1/messages", {"messages": turns, "max_tokens": 1, "model": "served"})[0] == 200
+        items = [
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "x"}]},
+        ]
+        asked = {"input": [{"role": "user", "content": "x"}, *items], "max_output_tokens": 1}
+        assert server.post("/v1/responses", asked)[0] == 200
