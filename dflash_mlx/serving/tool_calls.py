@@ -165,18 +165,22 @@ def _pythonic(text: str, tools: Any) -> Any:
         raise ValueError("it is no list of calls with named values")
     if any(len({part.arg for part in call.keywords if part.arg}) < len(call.keywords) for call in calls):
         raise ValueError("two of its values have one name, or one has none")
-    return [
-        {"name": ast.unparse(call.func), "arguments": {part.arg: _python_value(part.value, text) for part in call.keywords}}
-        for call in calls
-    ]
+    read = []
+    for call in calls:
+        types = types_of(ast.unparse(call.func), tools)
+        values = {part.arg: _python_value(part.value, text, types.get(part.arg, set())) for part in call.keywords}
+        read.append({"name": ast.unparse(call.func), "arguments": values})
+    return read
 
 
-def _python_value(node: ast.expr, text: str) -> Any:
+def _python_value(node: ast.expr, text: str, types: set[str]) -> Any:
+    """A value. What a tool wants as an object may come as a text of it, as LFM2.5's template writes objects."""
     written = ast.get_source_segment(text, node)
     try:
-        return ast.literal_eval(JsonLiterals().visit(node))
+        value = ast.literal_eval(JsonLiterals().visit(node))
     except ValueError:
         return written
+    return read_as(value, types) if isinstance(value, str) and types and "string" not in types else value
 
 
 def _with_schemas(part: re.Pattern, text: str, tools: Any, rewrite: Callable[[re.Match, Types], str]) -> str:
@@ -304,7 +308,7 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
 def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, source: str) -> str:
     """Calls as a target would write them, for chat templates that write none.
 
-    They get the marks of a grammar of JSON, of OLMo's or of DeepSeek's. For any other grammar, or none, they are JSON alone.
+    They get the marks of a grammar of JSON, of Python or of DeepSeek's. For any other grammar, or none, they are JSON alone.
 
     calls: names and arguments as JSON; source: of the chat template, which tells DeepSeek's two spellings apart.
     """
@@ -316,9 +320,9 @@ def spell(calls: Sequence[tuple[str, str]], start: str, end: str, read: Reader, 
         return f"{start}{''.join(written)}{end}"
     if read is _single_key_calls:
         each = [f"{{{json.dumps(name, ensure_ascii=False)}: {arguments}}}" for name, arguments in calls]
-    if read is _python_lines:
-        lines = "\n".join(f"{name}({_python_values(arguments)})" for name, arguments in calls)
-        return f"{start}{lines}{end}"
+    if read in (_python_lines, _pythonic):
+        written = [f"{name}({_python_values(arguments)})" for name, arguments in calls]
+        return f"{start}[{', '.join(written)}]{end}" if read is _pythonic else "\n".join(written).join((start, end))
     if not is_json(read) or start in BARE:
         return "; ".join(each)
     if start == "<tool_call>":
@@ -431,7 +435,7 @@ def _read_each(read: Reader, text: str, tools: Any) -> Any:
 def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
     """A call's text in which letters that may begin a mark are replaced inside values; and the table that puts them back."""
     spare = (chr(n) for n in range(0xF0000, 0xFFFFE) if chr(n) not in text)
-    hidden = dict(zip("<[{}", spare, strict=False))
+    hidden = dict(zip("<{}", spare, strict=False))
 
     def hide(found: re.Match, letters: str) -> str:
         value, opening, closing = found[0], *_ends_of(found)
@@ -441,7 +445,7 @@ def _hide_marks(text: str) -> tuple[str, dict[int, str]]:
         return opening + value[len(opening) : end].translate(table) + value[end:]
 
     tagged = any(not found["quote"] for found in _VALUE.finditer(text))
-    letters = {"mark": "<{}", "quote": "" if tagged else "<["}
+    letters = {"mark": "<{}", "quote": "" if tagged else "<"}
     made = _VALUE.sub(lambda found: hide(found, next((letters[kind] for kind in letters if found[kind]), "<")), text)
     return made, {ord(other): letter for letter, other in hidden.items()}
 

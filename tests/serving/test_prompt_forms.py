@@ -203,6 +203,8 @@ MARKS = {
     "<|python_tag|>": '{"name": "weather", "parameters": {"city": "Oslo"}}',
     "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    # As mlx-lm knows LFM2's calls, whose first template drops them.
+    "<|tool_call_start|><|tool_call_end|>": '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
     "": '{"name": "weather", "arguments": {"city": "Oslo"}}',
 }
 

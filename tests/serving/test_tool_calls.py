@@ -166,6 +166,15 @@ def called(family, text, tools, step=1000, live=False):
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+@pytest.mark.parametrize("value", ['{"x": [1, {"y": null}], "<b>": "[c]"}', '{"x": [1, {"y": None}]}', "[broken", "3"])
+def test_an_object_that_is_written_as_text_in_python_is_an_object_where_the_tool_wants_one(value):
+    """As LFM2.5's template writes objects, and its model after it."""
+    text = f"<|tool_call_start|>[ls(o={value!r}, a={value!r})]<|tool_call_end|>"
+    (call,) = called(marked("pythonic"), text, LS)
+    wanted = {"{": {"x": [1, {"y": None}], **({"<b>": "[c]"} if "<b>" in value else {})}, "3": 3}.get(value[0], value)
+    assert call == ("ls", {"o": wanted, "a": value})
+
+
 OPTIONAL = [
     *((kind, value, read) for kind, value, read in (("integer", "42", 42), ("number", "2.5", 2.5), ("boolean", "true", True))),
     *(("array", value, json.loads(value)) for value in ("[]", '["a", true, null]')),
