@@ -33,9 +33,14 @@ def _functions(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 def types_of(name: str, tools: Sequence[dict[str, Any]] | None) -> Types:
     """The types that the schema of an offered function names for each of its parameters."""
-    root = next((function.get("parameters") for function in _functions(tools) if function.get("name") == name), None)
+    root = schema_of(name, tools)
     properties = root.get("properties") if isinstance(root, dict) else None
-    return {key: _named(schema, root) for key, schema in properties.items()} if isinstance(properties, dict) else {}
+    return {key: types_in(schema, root) for key, schema in properties.items()} if isinstance(properties, dict) else {}
+
+
+def schema_of(name: str, tools: Sequence[dict[str, Any]] | None) -> Any:
+    """The schema of an offered function's arguments; None if it has none."""
+    return next((function.get("parameters") for function in _functions(tools) if function.get("name") == name), None)
 
 
 # What some clients write for JSON Schema's names.
@@ -50,7 +55,7 @@ _OTHERS = {
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
 
 
-def _named(schema: Any, root: Any, seen: frozenset[str] = frozenset()) -> set[str]:
+def types_in(schema: Any, root: Any, seen: frozenset[str] = frozenset()) -> set[str]:
     """The types that a schema names; none where it names none. root: where its references lead."""
     if not isinstance(schema, dict):
         return set()
@@ -66,7 +71,7 @@ def _named(schema: Any, root: Any, seen: frozenset[str] = frozenset()) -> set[st
         for step in to.split("/")[1:]:
             place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
         parts.append(place)
-    return types.union(*(_named(part, root, seen) for part in parts))
+    return types.union(*(types_in(part, root, seen) for part in parts))
 
 
 def any_name(read: Reader) -> Reader:

@@ -18,6 +18,7 @@ from .scanning import Frame, JsonText, Scanner
 from .tool_calls import (
     BARE,
     CALLS,
+    TAKEN_FOR_OTHERS,
     Call,
     Reader,
     begins_bare,
@@ -124,14 +125,15 @@ _THINKING = (
     # Solar Open's; Granite 3.2's.
     ("<|think|>", "<|end|>"),
     ("Here is my thought process:", "Here is my response:"),
+    ("<mm:think>", "</mm:think>"),
     # Apriel's, whose prompts open it.
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     # mlx-lm's own, where they are not tokens but are spelled by the template.
     ("<think>", "</think>"),
 )
-SPECIAL_MARK = re.compile(r"(<\|[^|>]+\|>|｜[^｜]+｜)")
+SPECIAL_MARK = re.compile(r"(<\|[^|>]+\|>|｜[^｜]+｜|\]<\]\w+\[>\[)")
 # Marks round an answer that say nothing about its text: Cohere's, ERNIE's and Granite's, Hunyuan's, Solar Open's, GigaChat's,
-# Apriel's.
+# Apriel's, MiniMax-M3's.
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
@@ -141,6 +143,8 @@ _FRAMES = (
     ("<|begin|>assistant", "<|flush|>"),
     ("assistant<|role_sep|>", "<|message_sep|>"),
     ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    # MiniMax-M3's, whose answers begin with it where nothing is thought.
+    ("</mm:think>", "[e~["),
 )
 
 
@@ -176,6 +180,8 @@ def frames(tokenizer: Any) -> list[tuple[str, str]]:
 
 def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
     """The marks round this tokenizer's tool calls and what reads these; None where they are not known."""
+    if other := next((grammar for grammar in TAKEN_FOR_OTHERS if _is_token(tokenizer, grammar[0])), None):
+        return other
     if tokenizer.has_tool_calling:
         start, read = tokenizer.tool_call_start, tokenizer.tool_parser
         return start, tokenizer.tool_call_end or "", mended(start, read)

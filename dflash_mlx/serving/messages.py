@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.server import convert_chat
 
+from ..chat_template import template_variables
 from ..errors import DFlashError
 from ..text import common_start
 from .channels import call_spelling, has_reasoning, template_source
@@ -240,7 +242,9 @@ def render_chat(
         return tokenizer.apply_chat_template([*some], tokenize=False, **{**variables, **more})
 
     spell = call_spelling(tokenizer)
-    if variables["tools"]:
+    if other := _other_variables(tokenizer, variables, write):
+        variables |= other
+    elif variables["tools"]:
         messages = _with_tools(messages, variables["tools"], write, spell)
     end = {"add_generation_prompt": False, "continue_final_message": True} if continues else {"add_generation_prompt": True}
     written, rendered = best_form(messages, lambda some: write(some, **end), spell)
@@ -270,6 +274,32 @@ def _after_the_last(said: str, written: Sequence[dict[str, Any]], rendered: str,
     except Exception:  # noqa: BLE001, S110 - a template is a program and may raise anything; this one then tells nothing
         pass
     return rendered.rpartition(said)[2] if said else rendered
+
+
+def _other_variables(tokenizer: Any, variables: Mapping[str, Any], write: Callable[..., Rendered]) -> dict[str, Any]:
+    """Variables without which a template is incomplete: tools under another name (SmolLM3's, Firefunction's), and the day."""
+    known = (template_variables(tokenizer) or set()) & {"xml_tools", "functions", "datetime"} - variables.keys()
+    if not known:
+        return {}
+    tools = variables["tools"] or []
+    functions = [made for tool in tools if isinstance(made := tool.get("function", tool), dict)]
+    day = {"datetime": time.strftime("%Y-%m-%d")} if "datetime" in known else {}
+
+    def written(**more: Any) -> str | None:
+        try:
+            return str(write([{"role": "user", "content": "x"}], **more))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return None
+
+    plain = written()
+    if plain is not None and all(str(function.get("name")) in plain for function in functions):
+        return {}
+    listed = json.dumps(functions, ensure_ascii=False)
+    for more in ({"xml_tools": tools}, {"functions": listed}, {"functions": functions}):
+        text = written(**more, **day)
+        if text is not None and more.keys() <= known and all(str(function.get("name")) in text for function in functions):
+            return more | day
+    return {}
 
 
 def _with_tools(

@@ -46,6 +46,8 @@ from .call_texts import (
     verbatim,
 )
 from .gemma_calls import gemma_reader
+from .minimax_m3_calls import MARK as MINIMAX_M3
+from .minimax_m3_calls import minimax_m3_calls
 from .mistral_calls import end_of_mistrals, mistral_calls
 
 
@@ -88,6 +90,17 @@ def _python_lines(text: str, tools: Any) -> Any:
     """A call as Python writes it on each line."""
     calls = [_pythonic(f"[{line.strip()}]", tools) for line in text.splitlines() if line.strip()]
     return [call for one in calls for call in (one if isinstance(one, list) else [one])]
+
+
+def _functools_calls(text: str, tools: Any) -> Any:
+    """Firefunction's list, whose bracket is a part of its mark."""
+    return _json_calls(f"[{text}", tools)
+
+
+def _headed_call(text: str, tools: Any) -> Any:
+    """Functionary's: a name, and an object."""
+    name, _, arguments = text.partition(">")
+    return {"name": name, "arguments": arguments}
 
 
 def _single_key_calls(text: str, tools: Any) -> Any:
@@ -300,8 +313,16 @@ CALLS: tuple[tuple[str, str, Reader], ...] = (
     ("<|function_call|>", "<|message_sep|>", _json_calls),
     ("function call<|role_sep|>", "<|message_sep|>", _json_calls),
     ("<｜DSML｜", "", _dsml_calls),
+    ("functools[", "", _functools_calls),
+    ("<function=", "</function>", _headed_call),
     (BARE[0], "", _llama_calls),
     (BARE[1], "", _llama4_calls),
+)
+
+
+# Those whose marks mlx-lm takes for another family's.
+TAKEN_FOR_OTHERS: tuple[tuple[str, str, Reader], ...] = (
+    (f"{MINIMAX_M3}<tool_call>", f"{MINIMAX_M3}</tool_call>", minimax_m3_calls),
 )
 
 

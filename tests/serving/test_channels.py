@@ -193,6 +193,7 @@ def test_gpt_oss_channels_are_answer_reasoning_and_calls(text, options, pieces, 
         ("<reasoning>", "</reasoning>"),
         ("◁think▷", "◁/think▷"),
         ("<|think|>", "<|end|>"),
+        ("<mm:think>", "</mm:think>"),
         ("Here is my thought process:", "Here is my response:"),
         ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ],
@@ -295,6 +296,7 @@ def test_a_call_of_llamas_without_its_mark_is_the_whole_answer(step):
     assert channels.feed('{"a') == [] and channels.feed('": ')[0].text == '{"a": '
 
 
+M3 = "]<]minimax[>["
 # DeepSeek 3.2's, 4's and 4.1's: with other outer tags, and with a blank in each.
 DSML_TAGS = [("function_calls", ""), ("tool_calls", ""), ("calls", " ")]
 DSML = """<｜DSML｜|calls>
@@ -344,6 +346,10 @@ DSML = """<｜DSML｜|calls>
         (("<|python_start|>", "<|python_end|>"), "<|python_start|>[ls(a=1)]<|python_end|>"),
         (("<|python_start|>", "<|python_end|>"), '<|python_start|><|python_end|>{"name": "ls", "parameters": {"a": 1}}'),
         (("<|python_tag|>",), "<|python_tag|>[ls(a=1)]"),
+        # Firefunction's, Functionary's, MiniMax-M3's.
+        (("functools[",), 'functools[{"name": "ls", "arguments": {"a": 1}}]'),
+        (("<function=", "</function>", "<|python_tag|>"), '<function=ls>{"a": 1}</function>'),
+        ((M3,), f'{M3}<tool_call>\n{M3}<invoke name="ls">{M3}<a>1{M3}</a>{M3}</invoke>\n{M3}</tool_call>'),
         *((("｜DSML｜",), DSML.replace("calls", outer).replace("|", blank)) for outer, blank in DSML_TAGS),
         (("｜DSML｜",), '<｜DSML｜tool_calls><｜DSML｜invoke name="ls">{"a": 1}</｜DSML｜invoke></｜DSML｜tool_calls>'),
     ],
@@ -381,6 +387,29 @@ def test_apriels_answer_is_what_stands_behind_its_reasoning_and_before_its_last_
         (f"{thought}\ncut [END FI", "\ncut [END FI"),
     ):
         assert told(apriel, text, opened, step=step) == [("reasoning", "hm\n"), ("answer", answer)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_minimax_m3s_answers_and_calls_are_told_apart(step):
+    """mlx-lm takes its marks for those of calls in JSON."""
+
+    class Family(Hermes):
+        think_start, think_end = "<mm:think>", "</mm:think>"
+
+    family = Family(M3, "<mm:think>", "</mm:think>", "[e~[")
+    properties = {"o": {"type": "object"}, "l": {"type": "array", "items": {"type": "string"}}, "s": {"type": "string"}}
+    tools = [{"function": {"name": "ls", "parameters": {"properties": properties}}}]
+    inner = "<o><x><item>1</item><item><y>it's <b></y></item></x></o><l><item>2</item></l><s>3</s><e></e>"
+    marked = inner.replace("<", f"{M3}<").replace(f"{M3}<b>", "<b>")
+    call = f'{M3}<tool_call>\n{M3}<invoke name="ls">{marked}{M3}</invoke>\n{M3}</tool_call>'
+    read = {"o": {"x": [1, {"y": "it's <b>"}]}, "l": ["2"], "s": "3", "e": ""}
+    thought = told(family, f"<mm:think>hm</mm:think>Look: {call}", tools=tools, step=step)
+    assert thought == [("reasoning", "hm"), ("answer", "Look: "), ("call", [("ls", json.dumps(read))])]
+    # Where it thinks of nothing, its answer begins with the mark.
+    assert told(family, f"</mm:think>Hi{call}{call}", tools=tools, step=step)[0] == ("answer", "Hi")
+    for damaged in (call.replace("Look", ""), call.replace(f"{M3}</s>", ""), call.replace(f"{M3}<s>", f" words {M3}<s>")):
+        pieces = told(family, damaged, tools=tools, step=step)
+        assert pieces == ([("call", [("ls", json.dumps(read))])] if damaged == call else [("answer", damaged)])
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])

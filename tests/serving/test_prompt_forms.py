@@ -1,6 +1,7 @@
 """What a template does not read is written in a way that it does: no message, call, result or tool is lost without a word."""
 
 import json
+import re
 
 import pytest
 from channels_kit import Marked
@@ -234,6 +235,22 @@ def test_tools_reach_every_template(written, template, wanted):
     assert "Be brief." in written(template, [{"role": "system", "content": "Be brief."}, ASKED], WEATHER)
     if "<tool_call>" in template:
         assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
+
+
+# SmolLM3's reads tools under another name. Firefunction's cannot do without functions and a day.
+XML_TOOLS = "{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t | string }}{% endfor %}</tools>{% endif %}" + EACH
+FUNCTIONS = "{% set about = 'Functions: ' + functions + ' Today is ' + datetime + '.' %}{{ about }}" + EACH
+
+
+def test_what_a_template_reads_under_other_names_is_given_to_it(written):
+    assert written(XML_TOOLS, [ASKED], WEATHER).startswith("<tools>{'type': 'function', 'function': {'name': 'weather'")
+    assert written(XML_TOOLS, [ASKED]) == f"[user]{ASKED['content']}"
+    listed = json.dumps([tool["function"] for tool in WEATHER])
+    for tools, said in ((WEATHER, listed), (None, "[]")):
+        prompt = written(FUNCTIONS, [ASKED], tools)
+        assert re.fullmatch(re.escape(f"Functions: {said} Today is ") + r"\d{4}-\d\d-\d\d\.\[user\].*", prompt)
+    # A template that reads `tools` gets nothing twice.
+    assert written("{{ tools }}{{ functions }}" + EACH, [ASKED], WEATHER).count("weather") == 1
 
 
 def test_the_template_is_rendered_as_often_for_many_tools_as_for_one(tmp_path, monkeypatch):
