@@ -146,7 +146,7 @@ def _respond(run: Run, steps: Iterator[Step]) -> Generator[GenerationResponse, N
             response = responder.respond(step, steps.close)
             yield response
             if response.finish_reason:
-                run.drafter.model.pair.after_answer()
+                run.drafter_proposer.model.pair.after_answer()
                 return
     # The steps ended without a finish reason: a later call that reads this prompt cache has closed them (`PairCache.read`).
     raise GenerationError(

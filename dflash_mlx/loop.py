@@ -144,13 +144,13 @@ class Run:
     ):
         self.options, self.stream, self.quantization = options, options.stream, options.quantization
         self.target, self.cache, self.target_sampler, self.policy, self.stats = pair.target, cache, target_sampler, policy, stats
-        self.drafter = self.proposer_class(options.draft_model, pair.target, cache, target_sampler, policy)
+        self.drafter_proposer = self.proposer_class(options.draft_model, pair.target, cache, target_sampler, policy)
         self.proposers, self.rows, self.emitted = proposers, cache.rows, 0
         self.point = rollback_point(cache.target, cache.rows)
         # The draft source of the next round, and its width if `look_ahead` has already chosen it.
-        self.proposer: Proposer | DrafterProposer = self.drafter
+        self.proposer: Proposer | DrafterProposer = self.drafter_proposer
         self.next_width: int | None = None
-        self.counter = RoundCounter(stats, policy, self.drafter, not (options.logits_processors or options.constraint))
+        self.counter = RoundCounter(stats, policy, self.drafter_proposer, not (options.logits_processors or options.constraint))
         # Whether two single-token passes can be undone. In a full ring buffer they cannot: each overwrites a row.
         self._two_undoable = all(type(entry) in _UNDONE_TWICE for entry in leaves(cache.target))
         # Entries whose arrays must be evaluated after a rollback or a pass (`lazy`), and after a plain pass (`_recurrent`).
@@ -178,7 +178,7 @@ class Run:
 
     def next_draft_length(self) -> int:
         """How many drafts to verify next; 0: plain decoding, as for the first token. Sets `proposer`."""
-        self.proposer, n, self.next_width = self.drafter, self.next_width, None
+        self.proposer, n, self.next_width = self.drafter_proposer, self.next_width, None
         if not self.emitted:
             return 0
         n = self._draft_length() if n is None else n
@@ -191,17 +191,17 @@ class Run:
         """Draft tokens to follow the anchor; n of them will be verified. n = 0 drafts nothing."""
         began, most = time.perf_counter(), self.stats.block_size - 1
         with mx.stream(self.stream):
-            if n and self.proposer is self.drafter:
-                draft = self.drafter.propose(_row(anchor), most, n)
+            if n and self.proposer is self.drafter_proposer:
+                draft = self.drafter_proposer.propose(_row(anchor), most, n)
                 began += self.roll_back()  # these seconds count as rollback, not as draft
                 self._cut_by_confidence(draft, began)
             else:
                 draft = self.proposer.propose(_row(anchor), most) if n else Draft([])
                 check_draft(draft, self.target.vocabulary)
                 self.target_sampler.set_width(draft, n)
-                if self.drafter.context.pending.nbytes > _PENDING_BYTES:
-                    self.drafter.inject()
-                    self.drafter.mark_injected(self.rows)
+                if self.drafter_proposer.context.pending.nbytes > _PENDING_BYTES:
+                    self.drafter_proposer.inject()
+                    self.drafter_proposer.mark_injected(self.rows)
         draft.seconds = time.perf_counter() - began
         return draft
 
@@ -215,7 +215,7 @@ class Run:
             draft.confidence_cut, width = True, self._limit(self.policy.confidence_cut(draft.host_values[1]))
             if not self.target_sampler.set_width(draft, width):
                 # A plain pass follows. The drafter's pass has put the pending rows into its cache.
-                self.drafter.mark_injected(self.rows)
+                self.drafter_proposer.mark_injected(self.rows)
 
     def verify(self, anchor: int | mx.array, draft: Draft, lookahead: bool = False) -> PendingPass:
         """Enqueue the target's pass over [anchor, drafts...], and the comparison of its tokens with the drafts."""
@@ -244,7 +244,7 @@ class Run:
         token, read, may_be_nonfinite = self.target_sampler.enqueue(*args)
         if not draft.width:
             evaluate(self._recurrent)
-        sliding = self.drafter.sliding() if by_drafter else self.drafter.context.sliding
+        sliding = self.drafter_proposer.sliding() if by_drafter else self.drafter_proposer.context.sliding
         return PendingPass(anchor, draft, lookahead, self.point, output.features, token, read, sliding, may_be_nonfinite)
 
     def accept(self, output: PendingPass) -> Kept:
@@ -271,7 +271,7 @@ class Run:
             self.point = output.point
             if not output.draft.width:
                 self.rows -= 1  # `commit_row` kept its row before it was read
-                self.drafter.context.pending.drop()
+                self.drafter_proposer.context.pending.drop()
             rollback(self.cache.target, self.point, self.rows)
             self.point.rows = 0
             self.point.replays.clear()
@@ -282,7 +282,7 @@ class Run:
     def commit_row(self, output: PendingPass) -> None:
         """Keep the anchor's row of a plain pass, before the pass is read."""
         with mx.stream(self.stream):
-            self.drafter.context.pending.append(output.features)
+            self.drafter_proposer.context.pending.append(output.features)
         self.rows += 1
 
     def commit(self, kept: Kept) -> None:
@@ -339,7 +339,7 @@ class Run:
 
     def _draft_length(self) -> int:
         """How many of the drafter's drafts the policy wants to verify next."""
-        return self._limit(self.policy.next_length(self.rows - self.drafter.context.rows))
+        return self._limit(self.policy.next_length(self.rows - self.drafter_proposer.context.rows))
 
     def _best_source(self, n: int) -> tuple[Proposer | None, int]:
         """The draft source that beats n drafts of the drafter, and how many of its drafts to verify; 0: none does."""
@@ -363,7 +363,7 @@ class Run:
             rollback(cache.target, point, keep)
             if self.quantization:
                 self.quantization.apply(cache)
-            cache.features, cache.rows = self.drafter.settle(keep), keep
+            cache.features, cache.rows = self.drafter_proposer.settle(keep), keep
             cache.write()
             # Evaluate now: if another thread continues with the cache, it cannot evaluate this thread's arrays.
             mx.eval([entry.state for entry in cache.entries])
@@ -390,7 +390,7 @@ def begin_prefill(run: Run, prompt: list[int]) -> list[int]:
 def inject_chunk(run: Run, features: mx.array) -> list[Any]:
     """Give a chunk's features to the drafter. Returns: what must be evaluated before `keep_chunk`."""
     run.point.ended(0)  # a chunk is kept or undone as a whole
-    run.drafter.inject(features)
+    run.drafter_proposer.inject(features)
     if run.quantization:
         run.quantization.apply(run.cache)
     return [entry.state for entry in run.cache.entries[:-1]]
@@ -399,9 +399,9 @@ def inject_chunk(run: Run, features: mx.array) -> list[Any]:
 def keep_chunk(run: Run, chunk: list[int]) -> None:
     """Commit a chunk of the prompt, which both models have read."""
     run.cache.ids, done = run.cache.ids[: run.rows] + chunk, run.rows + len(chunk)
-    context, point = run.drafter.injected(done), rollback_point(run.cache.target, done)
+    context, point = run.drafter_proposer.injected(done), rollback_point(run.cache.target, done)
     # One statement, so that an interruption falls before or after it.
-    run.rows, run.prompt_end, run.drafter.context, run.point = done, done, context, point
+    run.rows, run.prompt_end, run.drafter_proposer.context, run.point = done, done, context, point
 
 
 def keep_rows(run: Run, kept: Kept) -> mx.array:
@@ -409,10 +409,10 @@ def keep_rows(run: Run, kept: Kept) -> mx.array:
     output, n = kept.output, kept.result.accepted + 1
     features, rows = output.features[:, :n], run.rows + n
     if output.draft.by_drafter:
-        run.rows, run.drafter.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
+        run.rows, run.drafter_proposer.context = rows, Context(run.rows, FeatureRows(features), output.sliding)
     else:
         # The drafter did not run: these rows are pending too.
-        run.drafter.context.pending.append(features)
+        run.drafter_proposer.context.pending.append(features)
         run.rows = rows
     return features
 

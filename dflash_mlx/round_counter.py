@@ -20,9 +20,9 @@ class RoundCounter:
     """
 
     def __init__(
-        self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, drafter: DrafterProposer, judges: bool
+        self, stats: GenerationStats, policy: DraftLengthPolicy | FixedDraftLength, proposer: DrafterProposer, judges: bool
     ):
-        self.stats, self.policy, self.drafter, self._judges = stats, policy, drafter, judges
+        self.stats, self.policy, self.drafter_proposer, self._judges = stats, policy, proposer, judges
         # The kind of the last round, and the number of drafter rounds in a row that accepted nothing.
         self._kind, self._refused = None, 0
 
@@ -35,7 +35,7 @@ class RoundCounter:
         if by_drafter and width:
             self._refused = 0 if result.accepted else self._refused + 1
             if self._refused == _REFUSED:
-                warn_of_overflow(self.drafter.model, self.drafter.context.pending.joined())
+                warn_of_overflow(self.drafter_proposer.model, self.drafter_proposer.context.pending.joined())
         kind = (draft.source, "confidence_cut" if draft.confidence_cut else width, output.lookahead)
         # The caller's own work is not counted while a pass that was enqueued ahead runs: plain decoding hides it.
         usual, self._kind = kind == self._kind, kind
@@ -47,4 +47,4 @@ class RoundCounter:
     def finish(self) -> None:
         """Call at the end of a run: count its rounds for the pair, and warn if the drafter is of no use."""
         if self._judges:
-            warn_of_few_accepted(self.drafter.model, **self.stats.sources["drafter"])
+            warn_of_few_accepted(self.drafter_proposer.model, **self.stats.sources["drafter"])

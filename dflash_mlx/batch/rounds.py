@@ -76,7 +76,7 @@ class Round:
 
     def __init__(self, target: BatchTarget, rows: Sequence[RowRound], ids: mx.array | None = None):
         self.target, self.rows, self.is_ahead, self._is_committed = target, rows, ids is not None, False
-        self.pair, self._of_run = rows[0].run.drafter.model.pair, {id(row.run): row for row in rows}
+        self.pair, self._of_run = rows[0].run.drafter_proposer.model.pair, {id(row.run): row for row in rows}
         self._passes = [_begin_pass(row) for row in rows]
         self._output = target(_ids(rows) if ids is None else ids, self._passes, eager=not self.is_ahead)
         self._spans, start = [], 0
@@ -122,7 +122,7 @@ class Round:
         """Commit the anchors of a plain round before it is read."""
         for row, span in zip(self.rows, self._spans, strict=True):
             if not row.is_gone:
-                row.run.drafter.context.pending.append(self._output.features[span])
+                row.run.drafter_proposer.context.pending.append(self._output.features[span])
                 row.run.rows += 1
         self._is_committed = True
 
@@ -196,7 +196,7 @@ class Round:
                 part, one = TargetOutput(hidden, features, logits), _OneRow(target, hidden, logits)
                 read = run.target_sampler.enqueue(one, part, draft.row, [], run.rows + 1, draft.confidence)[1]
                 result = self.pair.broadcast_result(read())
-            sliding = run.drafter.sliding() if draft.by_drafter else run.drafter.context.sliding
+            sliding = run.drafter_proposer.sliding() if draft.by_drafter else run.drafter_proposer.context.sliding
             anchor = mx.array([row.anchor], dtype=mx.int32)
             args = anchor, draft, self.is_ahead, run.point, features, None, lambda: result, sliding, False
             row.kept = Kept(PendingPass(*args), result)
@@ -225,8 +225,8 @@ def _propose(row: RowRound) -> None:
     """Choose the draft source. The drafter's own drafts are made later, by `_draft`."""
     run = row.run
     row.n = run.next_draft_length()
-    drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.drafter.model)
-    together = row.n and run.proposer is run.drafter and drafts
+    drafts = type(run.target_sampler).draft is TargetSampler.draft and can_draft_rows(run.drafter_proposer.model)
+    together = row.n and run.proposer is run.drafter_proposer and drafts
     row.draft = None if together else run.propose(row.anchor, row.n)
 
 
@@ -240,7 +240,7 @@ def _draft(rows: Sequence[RowRound]) -> None:
         asked = [_row_draft(row, size) for row in alike]
         needed = [row.run.policy.drafts_needed(row.n) for row in alike]
         n = None if None in needed else max(needed)
-        drafter = alike[0].run.drafter.model
+        drafter = alike[0].run.drafter_proposer.model
         drafted, confidences = draft_rows(drafter, asked, size, n)
         drafted = drafter.pair.broadcast_array(drafted)
         mx.async_eval(drafted, confidences)
@@ -253,9 +253,9 @@ def _draft(rows: Sequence[RowRound]) -> None:
 
 
 def _row_draft(row: RowRound, size: int) -> RowDraft:
-    drafter, sampler = row.run.drafter, row.run.target_sampler
-    features, held = drafter.context.pending.joined(), drafter.context.rows
-    asked = RowDraft(row.anchor, features, drafter.cache, held - drafter.skipped, seat=row.seat)
+    proposer, sampler = row.run.drafter_proposer, row.run.target_sampler
+    features, held = proposer.context.pending.joined(), proposer.context.rows
+    asked = RowDraft(row.anchor, features, proposer.cache, held - proposer.skipped, seat=row.seat)
     if isinstance(sampler.sampler, Distribution):
         position = held + features.shape[1] + 1
         asked.draw, asked.noise = sampler.sampler, sampler.noise.rows(position, size, row.run.target.vocabulary)[:-1]

@@ -40,7 +40,7 @@ class Row:
     def __init__(self, uid: int, run: Run, prompt: list[int]):
         self.uid, self.run, self.rest, self.anchor = uid, run, list(prompt), -1
         self.policy = RowPolicy(run.policy)
-        run.policy = run.drafter.policy = run.counter.policy = run.stats.rule = self.policy
+        run.policy = run.drafter_proposer.policy = run.counter.policy = run.stats.rule = self.policy
         options, self._tell = run.options, run.options.progress
         # The most tokens of a pass in which its prompt is read.
         self.step_size, self.prompt_tokens = options.prefill_step_size or 2048, len(prompt)
@@ -90,7 +90,7 @@ class Row:
         """Undo a pass over a chunk that was not kept."""
         run = self.run
         rollback(run.cache.target, run.point, run.rows)
-        run.drafter.settle(run.rows)
+        run.drafter_proposer.settle(run.rows)
         run.point = rollback_point(run.cache.target, run.rows)
 
     def alone(self) -> list[RowResponse]:
@@ -147,8 +147,8 @@ class Row:
         """Let the run continue from settled caches."""
         run = self.run
         run.rows, run.point = run.cache.rows, rollback_point(run.cache.target, run.cache.rows)
-        drafter = run.proposer_class(run.drafter.model, run.target, run.cache, run.target_sampler, run.policy)
-        run.drafter = run.proposer = run.counter.drafter = drafter
+        proposer = run.proposer_class(run.drafter_proposer.model, run.target, run.cache, run.target_sampler, run.policy)
+        run.drafter_proposer = run.proposer = run.counter.drafter_proposer = proposer
         run.next_width = None
 
     def emit(self, kept: Kept) -> list[RowResponse]:

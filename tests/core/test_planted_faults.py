@@ -37,7 +37,7 @@ FAULTS = {
         (PLAIN, SLIDING),
     ),
     "first context row of a prefill chunk dropped": (
-        (loop.Run, "prefill", "self.drafter.inject(features)", "self.drafter.inject(features[:, 1:])"),
+        (loop, "inject_chunk", "run.drafter_proposer.inject(features)", "run.drafter_proposer.inject(features[:, 1:])"),
         (PLAIN, SLIDING),
     ),
     "context row doubled": (
@@ -89,12 +89,17 @@ KEPT = {
         "keep = max(point.length, min(self.rows, len(cache.ids) - 1))",
         "keep = self.rows",
     ),
-    "anchor left out of the second turn": (loop.Run, "prefill", "feed = cache.ids[cache.rows :] + prompt", "feed = prompt"),
+    "anchor left out of the second turn": (
+        loop,
+        "begin_prefill",
+        "feed = run.cache.ids[run.cache.rows :] + prompt",
+        "feed = prompt",
+    ),
     "anchor fed twice in the second turn": (
-        loop.Run,
-        "prefill",
-        "feed = cache.ids[cache.rows :] + prompt",
-        "feed = cache.ids[-1:] * 2 + prompt",
+        loop,
+        "begin_prefill",
+        "feed = run.cache.ids[run.cache.rows :] + prompt",
+        "feed = run.cache.ids[-1:] * 2 + prompt",
     ),
 }
 
