@@ -60,17 +60,35 @@ def loop_cuts(ids: np.ndarray, answer: np.ndarray, max_period: int = 96, least: 
       - [B] int each: number of ids to keep without the repetition, and with three rounds of it
     """
     B, T = ids.shape
-    once, cut = np.full(B, T), np.full(B, T)
-    place = np.arange(T)
+    once, cut, place = np.full(B, T), np.full(B, T), np.arange(T)
+    # What is no answer equals nothing.
+    said = np.where(answer, ids, -1 - place)
+    columns = np.ascontiguousarray(said.T)
     for period in range(1, min(max_period, T - 1) + 1):
-        same = np.zeros((B, T), bool)
-        same[:, period:] = (ids[:, period:] == ids[:, :-period]) & answer[:, period:] & answer[:, :-period]
+        long = max(2 * period, least)
+        rows = np.flatnonzero(_may_repeat(columns, period, long, cut))
+        same = np.zeros((len(rows), T), bool)
+        same[:, period:] = said[rows, period:] == said[rows, :-period]
         run = place - np.maximum.accumulate(np.where(same, -1, place), axis=1)
-        over = run >= max(2 * period, least)
-        found = np.where(over.any(1), over.argmax(1) + 1, T)
-        first = np.where(over.any(1), found - run[np.arange(B), over.argmax(1)], T)
-        once, cut = np.where(found < cut, first, once), np.minimum(cut, found)
+        for row, lengths in zip(rows, run, strict=True):
+            ends = np.flatnonzero(lengths >= long)
+            if len(ends) and ends[0] + 1 < cut[row]:
+                once[row], cut[row] = ends[0] + 1 - lengths[ends[0]], ends[0] + 1
     return once, cut
+
+
+def _may_repeat(columns: np.ndarray, period: int, long: int, before: np.ndarray) -> np.ndarray:
+    """Rows that may have a run of `long` ids equal to those `period` before: four of them are looked at, a quarter of it apart.
+
+    Shapes:
+      - columns: [T, B] ids; before: [B] int, where the run must have ended
+    Returns:
+      - [B] bool; False where there is no such run
+    """
+    step = long // 4
+    same = columns[period::step] == columns[:-period:step]
+    same &= np.arange(period, len(columns), step)[:, None] < before
+    return (same[3:] & same[2:-1] & same[1:-2] & same[:-3]).any(0)
 
 
 def _repeated(ids: np.ndarray, n: int = 4) -> float:

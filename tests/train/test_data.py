@@ -96,6 +96,37 @@ def test_loops_are_found_and_cut_behind_the_third_round():
     assert in_loop(tail).tolist() == [True, False]
 
 
+def plain_cuts(ids, answer, max_period=96, least=24):
+    """`loop_cuts` of one row, by its definition: each period and each id in turn."""
+    once = cut = len(ids)
+    for period in range(1, min(max_period, len(ids) - 1) + 1):
+        run = 0
+        for at in range(period, len(ids)):
+            run = run + 1 if ids[at] == ids[at - period] and answer[at] and answer[at - period] else 0
+            if run >= max(2 * period, least):
+                if at + 1 < cut:
+                    once, cut = at + 1 - run, at + 1
+                break
+    return once, cut
+
+
+def test_the_first_loop_of_every_row_is_found_wherever_it_starts_and_however_long_a_round_is():
+    rng, found = np.random.default_rng(4), set()
+    ids, answer = rng.integers(0, 12, (80, 170)), np.ones((80, 170), bool)
+    for row, said in zip(ids, answer, strict=True):
+        for _ in range(2):
+            period, start, rounds = int(rng.integers(1, 60)), int(rng.integers(0, 110)), int(rng.integers(2, 5))
+            part = row[start : start + period * rounds]
+            part[:] = np.resize(row[start : start + period], len(part))
+        row[rng.integers(0, 170, 2)] = 12
+        start = int(rng.integers(0, 170))
+        said[start : start + int(rng.integers(0, 12))] = False
+    for row, said, once, cut in zip(ids, answer, *loop_cuts(ids, answer), strict=True):
+        assert (once, cut) == plain_cuts(row.tolist(), said.tolist())
+        found.add(cut < 170)
+    assert found == {True, False}
+
+
 def test_the_frame_is_read_off_the_chat_template():
     t = Chars()
     frame = make_frame(t)
