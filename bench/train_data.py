@@ -4,8 +4,9 @@
         [--seconds 20] [--turns 3]
 
 All processes load the target and write one part each first, which also makes their held-out text; then the one and the several
-take turns, the order turned round each time, while the others wait. Under CUDA start NVIDIA's MPS before
-(`nvidia-cuda-mps-control -d`), or the several take turns on the device too.
+take turns, the order turned round each time, while the others wait. A process that waits goes on where it was: no turn pays for
+a start or an end, and turns of one process hold different parts of a shard, so rates are means over all turns. Under CUDA start
+NVIDIA's MPS before (`nvidia-cuda-mps-control -d`), or the several take turns on the device too.
 
 Tokens are those of answers, as written, before the filter. `cpu`: CPU seconds a second of a process, of all its threads; `main`:
 of the one that launches kernels. A process whose main thread is busy all the time is bound by the host.
@@ -20,15 +21,41 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 
+class Turns:
+    """Listens to the progress of writing, and holds it up between the turns: a turn begins when a line of seconds comes in, and
+    ends with a line of JSON at the first progress after them."""
+
+    def __init__(self):
+        self.until: float | None = None
+
+    def __call__(self, what: str, done: float | None, total: float | None, unit: str) -> None:
+        if what != "Writing text":
+            return
+        if self.until is not None:
+            if time.monotonic() < self.until:
+                return
+            took, cpu, main = (now - then for now, then in zip(self.clocks(), self.begun, strict=True))
+            shares = {"cpu": round(cpu / took, 3), "main": round(main / took, 3)}
+            print(json.dumps({"tokens_per_s": (done - self.done) / took, "seconds": took} | shares), flush=True)
+        self.until = float(sys.stdin.readline() or sys.exit())
+        self.begun, self.done = self.clocks(), done
+        self.until += self.begun[0]
+
+    @staticmethod
+    def clocks() -> tuple[float, float, float]:
+        return time.monotonic(), time.process_time(), time.thread_time()
+
+
 def work(args: argparse.Namespace) -> None:
-    """One process: writes when a line of seconds comes in, and answers with a line of JSON."""
+    """One process: writes by turns until nobody asks any more."""
     import mlx.core as mx
 
     from dflash_mlx import load
+    from dflash_mlx.progress import listening
     from dflash_mlx.train.data import DataConfig, make_data
     from dflash_mlx.train.start import dense
 
@@ -36,19 +63,11 @@ def work(args: argparse.Namespace) -> None:
     if args.dense:
         model = dense(model, mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16)
     config = DataConfig(rows=args.rows, max_len=args.max_len, held_out_per_kind=1, seed=args.seed)
-
-    def write(**until: Any) -> dict[str, float]:
-        begun, main = time.process_time(), time.thread_time()
-        made = make_data(model, tokenizer, args.out, config, **until)
-        spent = {"cpu": time.process_time() - begun, "main": time.thread_time() - main}
-        shares = {name: round(value / made["seconds"], 3) for name, value in spent.items()}
-        return {"tokens_per_s": made["answer_tps"], "seconds": made["seconds"]} | shares
-
     # As many shards as come before the held-out text: none of it falls into a turn.
-    write(answer_tokens=1)
+    make_data(model, tokenizer, args.out, config, answer_tokens=1)
     print(json.dumps({"memory_gb": mx.get_peak_memory() / 1e9}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(write(seconds=float(line))), flush=True)
+    with listening(Turns()):
+        make_data(model, tokenizer, args.out, config, answer_tokens=10**12)
 
 
 def start(args: argparse.Namespace, folder: Path, rows: int, seed: int) -> subprocess.Popen:
@@ -79,11 +98,10 @@ def turn(workers: list[subprocess.Popen], seconds: float) -> dict[str, Any]:
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of both ways, and of the one over the several, turn by turn."""
+    """Means of both ways over all turns, and the one over the several; turn by turn too."""
     one, several = ([t["tokens_per_s"] for t in turns if (t["processes"] == 1) is alone] for alone in (True, False))
-    over = [a / b for a, b in zip(one, several, strict=True)]
-    rates = {"one": round(median(one), 1), "several": round(median(several), 1)}
-    return rates | {"over": round(median(over), 3), "by_turn": [round(value, 3) for value in over]}
+    rates = {"one": round(mean(one), 1), "several": round(mean(several), 1), "over": round(mean(one) / mean(several), 3)}
+    return rates | {"by_turn": [round(a / b, 3) for a, b in zip(one, several, strict=True)]}
 
 
 def main() -> None:

@@ -254,7 +254,23 @@ def test_train_data_compares_one_process_with_several_turn_by_turn():
     turns = [
         {"processes": n, "tokens_per_s": rate} for n, rate in ((1, 80.0), (4, 100.0), (4, 50.0), (1, 45.0), (1, 30.0), (4, 60.0))
     ]
-    assert train_data.summary(turns) == {"one": 45.0, "several": 60.0, "over": 0.8, "by_turn": [0.8, 0.9, 0.5]}
+    assert train_data.summary(turns) == {"one": 51.7, "several": 70.0, "over": 0.738, "by_turn": [0.8, 0.9, 0.5]}
+
+
+def test_a_turn_of_train_data_counts_what_was_written_between_its_line_and_its_answer(monkeypatch, capsys):
+    turns, now = train_data.Turns(), [0.0]
+    monkeypatch.setattr(turns, "clocks", lambda: (now[0], now[0] / 2, now[0] / 4))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n3\n"))
+    for now[0], done in ((10, 100), (11, 150), (12.5, 220), (13, 230), (15, 300)):
+        monkeypatch.setattr(train_data.time, "monotonic", lambda: now[0])
+        turns("Writing text", done, 1000, "tokens of answers")
+        turns("Writing held-out text at temperature 1", 7, 100, "%")
+    now[0] = 16
+    with pytest.raises(SystemExit):
+        turns("Writing text", 500, 1000, "tokens of answers")
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"tokens_per_s": 120 / 2.5, "seconds": 2.5, "cpu": 0.5, "main": 0.25}
+    assert second == {"tokens_per_s": 280 / 3.5, "seconds": 3.5, "cpu": 0.5, "main": 0.25}
 
 
 @pytest.mark.full
