@@ -130,6 +130,16 @@ class Attention(KernelRoute):
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
+class ManyTexts(Attention):
+    """A handler of a module that attends from one row in each of many texts, without padding."""
+
+    def _attend(self, queries, keys, values, cache, scale, mask, sinks=None):
+        plain = mask is None and sinks is None and isinstance(keys, mx.array)
+        if plain and small_batch.serves_many_texts(queries, keys, values):
+            return small_batch.gqa_folded_attention(queries, keys, values, None, scale)
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+
+
 def _recurrence_plan(*given: mx.array) -> Launch | None:
     return gated_delta_plan(*given) if autotune.may_run() else None
 

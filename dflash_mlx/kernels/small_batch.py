@@ -9,6 +9,8 @@ makes a plan first: 84 ms a pass of 16 rows, 13 at a known length, 14 without cu
     gqa_folded_attention   Q[HQ, M, D], K, V[HK]     the HQ / HK heads that share keys, and the rows, as rows of one product; the
                                                  mask comes with it, made once a pass
 
+The second also serves one row in each of many texts (`serves_many_texts`), where `train data` writes.
+
 A 16-row pass of SmolLM2-135M in bfloat16 took 12.0 ms, 10.1 with the first, 9.7 with the second, 8.0 with both (H100, mlx
 0.32.4, without cuDNN; bench/results/few-rows-smollm2-bf16-H100.json, by hand, not yet by this code). Weights are read M
 times, so large ones gain nothing: like a kernel, each runs where a trial on the machine found it right and faster. Neither needs
@@ -39,6 +41,10 @@ MOST_PRODUCT_ROWS = 2 * MAX_ROWS
 # MLX has a kernel on CUDA for the attention of up to 3 rows.
 LEAST_ATTENTION_ROWS = 4
 TRIAL_KEYS = 512
+# MLX hands attention of one row to cuDNN from so many keys on. Its own kernel, for fewer, reads keys once for each query head
+# and gets slower with each: a layer of 2,048 texts took 438 us at 128 keys, folded 121; 579 at 200, folded 165; with cuDNN 186 at
+# 260, folded 422 (SmolLM2-135M's 9 heads and 3 of keys, bfloat16, H200, mlx 0.32.4).
+CUDNN_KEYS, MANY_TEXTS, HALF = 256, 64, (mx.float16, mx.bfloat16)
 # MLX reads this once a process, at its first attention on CUDA.
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 
@@ -156,20 +162,27 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
     """Attention in three operations; on Metal in MLX's one.
 
     Shapes:
-      - queries: [1, HQ, M, D]; keys: [1, HK, S, D]; values: [1, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]; None: each
+      - queries: [B, HQ, M, D]; keys: [B, HK, S, D]; values: [B, HK, S, E]; mask: of `folded_mask`, [HQ / HK * M, S]; None: each
         row sees all keys
     Returns:
-      - [1, HQ, M, E]
+      - [B, HQ, M, E]
     """
-    _, hq, m, d = queries.shape
+    b, hq, m, d = queries.shape
     hk = keys.shape[1]
-    folded = mx.reshape(queries, (1, hk, hq // hk * m, d))
+    folded = mx.reshape(queries, (b, hk, hq // hk * m, d))
     if not mx.cuda.is_available():
         out = mx.fast.scaled_dot_product_attention(folded, keys, values, scale=scale, mask=mask)
-        return out.reshape(1, hq, m, values.shape[3])
+        return out.reshape(b, hq, m, values.shape[3])
     keys = keys.swapaxes(-1, -2)
     scores = (folded * scale) @ keys if mask is None else mx.addmm(mask, folded, keys, alpha=scale)
-    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(1, hq, m, values.shape[3])
+    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(b, hq, m, values.shape[3])
+
+
+def serves_many_texts(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """Whether `gqa_folded_attention` is to serve one row in each of many texts, all of which see all of their keys."""
+    (b, hq, m, d), (_, hk, s, _), dtype = queries.shape, keys.shape, queries.dtype
+    many = m == 1 and b >= MANY_TEXTS and hq > hk and dtype in HALF
+    return many and (s < CUDNN_KEYS or not _cudnn_takes(dtype, d, values.shape[3])) and autotune.allowed(FOLDED)
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:

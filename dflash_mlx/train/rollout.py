@@ -21,6 +21,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..kernels import small_batch
+from ..kernels.routing import ManyTexts, attention_calls
+from ..models.intercept import intercept, own_class
+
 # Phases of a row. Script phases are pointers into the table glue + again and lie at 0 and above.
 _USER, _ANSWER, _DONE = -1, -2, -3
 
@@ -160,6 +164,7 @@ class _Rollout:
         self.length = np.full(len(rows), max_len)
         self.ids_out[:, :shortest] = given[:, :shortest]
         self.cache = make_prompt_cache(model)
+        self.calls = attention_calls(model, own_class, route=ManyTexts) if small_batch.here() else []
         phase = mx.array([_USER if rows[i].user else _ANSWER for i in order], mx.int32)
         turns = mx.array([rows[i].turns for i in order], mx.int32)
         temp = mx.array([rows[i].temp for i in order], mx.float32)
@@ -183,7 +188,8 @@ class _Rollout:
     def step(self, take, position: int) -> tuple[mx.array, mx.array]:
         """One position for all active rows, enqueued: ids and whether each belongs to an answer."""
         before = self.ids
-        logits = self.model(before[:, None], cache=self.cache)[:, -1]
+        with intercept(self.calls):
+            logits = self.model(before[:, None], cache=self.cache)[:, -1]
         phase, used, turns, temp, limit = self.state
         self.ids, is_answer, phase, used, turns, self.key = take(
             logits, self.given[:, position], phase, used, turns, temp, limit, self.key

@@ -78,6 +78,30 @@ def test_attention_is_the_softmax_of_its_definition(kind, hq, hk, d, e, m, s, cu
     assert mx.allclose(got, mx.softmax(scores, axis=-1) @ values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("hq, hk, s", [(6, 2, 9), (4, 1, 40)])
+def test_attention_of_one_row_in_each_of_many_texts_is_mlxs(hq, hk, s, cuda, monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    q, buffers = normal(5, hq, 1, 16), [normal(5, hk, 64, 16, seed=seed) for seed in (1, 2)]
+    k, v = (buffer[..., :s, :] for buffer in buffers)
+    got = gqa_folded_attention(q, k, v, None, 0.3)
+    assert got.shape == (5, hq, 1, 16)
+    assert mx.allclose(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3), rtol=1e-5, atol=1e-5)
+
+
+def test_many_texts_are_served_where_mlx_has_no_cudnn_for_one_row(cuda, monkeypatch):
+    def served(b=64, hq=6, hk=2, m=1, s=255, d=64, dtype=mx.bfloat16):
+        return small_batch.serves_many_texts(*(mx.zeros((b, *shape, d), dtype) for shape in ((hq, m), (hk, s), (hk, s))))
+
+    monkeypatch.setenv(small_batch.CUDNN, "1")
+    assert served() and served(dtype=mx.float16, s=1) and served(d=136, s=256)
+    assert not any(served(**other) for other in ({"b": 63}, {"hk": 6}, {"m": 2}, {"s": 256}, {"dtype": mx.float32}))
+    monkeypatch.setenv(small_batch.CUDNN, "0")
+    assert served(s=256)
+    monkeypatch.setenv(autotune.VARIABLE, "off")
+    assert not served()
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_trials_pass_and_a_wrong_form_fails_its_own(cuda, dtype, monkeypatch):
     small_batch.matmul_as_gemv_plan(normal(1, 4, 48, dtype=dtype), normal(24, 48, dtype=dtype))

@@ -8,6 +8,7 @@ import pytest
 from kit import greedy_ids, tiny_qwen3, tiny_target
 
 from dflash_mlx.errors import CheckpointError, ConfigError
+from dflash_mlx.kernels import small_batch
 from dflash_mlx.progress import listening
 from dflash_mlx.train.data import DataConfig, loop_cuts, make_data
 from dflash_mlx.train.docs import Docs, load_docs
@@ -51,6 +52,24 @@ def test_greedy_rows_of_any_length_equal_plain_greedy_decoding(make):
         # A row that loops may leave the batch before the end.
         assert got == want[: len(got)] and len(got) >= min(len(want), 30) and w.ids[: len(prompt)].tolist() == prompt
         assert w.answer.tolist() == [False] * len(prompt) + [True] * len(got)
+
+
+@pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
+def test_rows_of_many_texts_attend_by_products_on_cuda_and_say_the_same(make, monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(small_batch, "here", lambda: True)
+    monkeypatch.setattr(small_batch, "HALF", (mx.float32,))  # sums of products in half types may choose other ids
+    monkeypatch.setattr(small_batch, "MANY_TEXTS", 3)
+    monkeypatch.setattr(small_batch.autotune, "allowed", lambda form: form is small_batch.FOLDED)
+    keys, form = [], small_batch.gqa_folded_attention
+    monkeypatch.setattr(small_batch, "gqa_folded_attention", lambda *given: keys.append(given[1].shape[2]) or form(*given))
+    model, prompts = make(), [[9, 8, 7], [5], [11, 12, 13]]
+    written = write_rows(model, [Row(p, user=False) for p in prompts], Frame((5,), (), (), (60,)), 30)
+    assert keys == [n for n in range(1, 30) for _ in model.layers] and type(model.layers[0].self_attn).__name__ == "Attention"
+    for prompt, w in zip(prompts, written, strict=True):
+        want = greedy_ids(model, prompt, 30 - len(prompt))
+        got = w.ids[len(prompt) :].tolist()
+        assert got == want[: len(got)] and (len(got) == len(want) or got[-1] == 60)
 
 
 def test_self_made_rows_follow_their_script():
