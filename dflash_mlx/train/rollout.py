@@ -80,7 +80,9 @@ def in_loop(tail: np.ndarray, max_period: int = 32) -> np.ndarray:
     tail = tail[:, -96:]
     found = np.zeros(len(tail), bool)
     for period in range(1, max_period + 1):
-        found |= (tail[:, period:] == tail[:, :-period]).all(1)
+        # Few rows end like this, and only those are looked at.
+        rows = np.flatnonzero((tail[:, -1] == tail[:, -1 - period]) & ~found)
+        found[rows] = (tail[rows, period:] == tail[rows, :-period]).all(1)
     return found
 
 
@@ -110,12 +112,13 @@ def _step(frame: Frame, noisy: bool, min_p: float):
 
     @partial(mx.compile)
     def step(logits, given, phase, used, turns, temp, limit, key):
-        logits = logits.astype(mx.float32)
+        # Maxima are taken in the model's own type: float32 copies of all logits would be written and read again.
         if noisy:
             key, now = mx.random.split(key)
             in_user = phase == _USER
             # min-p keeps a sampled question readable without the sort that top-p needs.
-            floor = logits.max(-1, keepdims=True) + mx.log(mx.array(min_p))
+            floor = logits.max(-1, keepdims=True).astype(mx.float32) + mx.log(mx.array(min_p))
+            logits = logits.astype(mx.float32)
             logits = mx.where(in_user[:, None] & (logits < floor), -mx.inf, logits)
             heat = mx.where(in_user, 1.0, temp)[:, None]
             logits = logits + heat * mx.random.gumbel(logits.shape, key=now)
@@ -211,8 +214,8 @@ class _Rollout:
         phases, long = np.array(self.state[0]), position - self.shortest >= 96
         done = phases == _DONE
         if long:
-            tail = self.answer_out[self.index, position - 96 : position].all(1)
-            done |= (phases == _ANSWER) & in_loop(self.ids_out[self.index, :position]) & tail
+            last = slice(position - 96, position)
+            done |= (phases == _ANSWER) & self.answer_out[self.index, last].all(1) & in_loop(self.ids_out[self.index, last])
         self.length[self.index[done]] = position
         left = self.index[~done]
         self.noisy = bool((phases[~done] != _ANSWER).any() or self.hot[left].any() or self.state[2].max().item() > 1)
@@ -231,11 +234,10 @@ class _Rollout:
     def written(self) -> list[Written]:
         """What the rows became, in the order given."""
         result: list[Written | None] = [None] * len(self.rows)
-        eos = np.array(self.frame.eos)
         for at, i in enumerate(self.order):
             answers = np.flatnonzero(self.answer_out[at, : self.length[at]])
             end = int(answers[-1]) + 1 if len(answers) else int(self.length[at])
-            whole = bool(len(answers)) and bool(np.isin(self.ids_out[at, end - 1], eos))
+            whole = bool(len(answers)) and int(self.ids_out[at, end - 1]) in self.frame.eos
             result[i] = Written(self.ids_out[at, :end].copy(), self.answer_out[at, :end].copy(), self.rows[i], whole)
         return result
 
