@@ -5,6 +5,7 @@ Knows the hub and its cache's layout. Reads nothing of what it finds.
 """
 
 import errno
+import os
 import re
 from pathlib import Path
 
@@ -151,8 +152,8 @@ def _download(name: str, revision: str | None) -> Path:
             f"Check the name, and for a private repository set HF_TOKEN ({page})",
         ) from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
-        if full := _full_disk(error):
-            raise CheckpointError(*full) from None
+        if fault := _disk_fault(error):
+            raise CheckpointError(*fault) from None
         offline = isinstance(error, hub.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
         found = "HF_HUB_OFFLINE is set" if offline else "Hugging Face cannot be reached"
         todo = "Unset HF_HUB_OFFLINE and connect once" if offline else "Connect once (behind a proxy, set HTTPS_PROXY)"
@@ -169,21 +170,29 @@ def _download(name: str, revision: str | None) -> Path:
             f"{repo}{at} could not be downloaded; Hugging Face answered {status}", f"Try again later: {page}"
         ) from None
     except (OSError, hub.HFValidationError) as error:
-        if full := _full_disk(error):
-            raise CheckpointError(*full) from None
+        if fault := _disk_fault(error):
+            raise CheckpointError(*fault) from None
         raise CheckpointError(
             f"{repo}{at} could not be fetched from Hugging Face or its cache: {one_line(error)}",
             "Check the name and the connection, or give the path of a downloaded directory",
         ) from None
 
 
-def _full_disk(error: BaseException | None) -> tuple[str, str] | None:
-    """(problem, remedy) where a full disk lies behind a failed download."""
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            from huggingface_hub import constants
+# What a file system answers where a directory is a file, or may not be written.
+_UNUSABLE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
+
+def _disk_fault(error: BaseException | None) -> tuple[str, str] | None:
+    """(problem, remedy) where a full disk, or a hub cache that cannot be used, lies behind a failed download."""
+    from huggingface_hub import constants
+
+    while error is not None:
+        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+        if number in (errno.ENOSPC, errno.EDQUOT):
             problem = f"the disk of the hub cache ({constants.HF_HUB_CACHE}) is full"
             return problem, "Free some space and start again: what was fetched is kept; or move the cache with HF_HOME"
+        if number in _UNUSABLE and file is not None:
+            problem = f"the hub cache ({constants.HF_HUB_CACHE}) cannot be used: {os.fsdecode(file)}: {error.strerror}"
+            return problem, "Set HF_HOME to a directory that can be written"
         error = error.__cause__ or error.__context__
     return None

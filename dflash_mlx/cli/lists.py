@@ -60,11 +60,11 @@ def _fits(memory_gb: float, is_whole: bool, limit_gb: float) -> str:
 
 
 def _built_in() -> list[dict[str, Any]]:
-    from ..pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR, builtin_path
+    from ..pairs.builtin import BUILTIN_PAIRS, DEFAULT_PAIR, packaged
 
     rows = []
     for name, pair in BUILTIN_PAIRS.items():
-        drafter = builtin_path(name, "drafter")
+        drafter = packaged(name, "drafter")
         size = sum(f.stat().st_size for f in drafter.glob("*.safetensors")) / 1e9
         note = f"built in{', the default' if name == DEFAULT_PAIR else ''}"
         sizes = {"target_gb": pair.target_gb, "drafter_gb": size, "memory_gb": pair.target_gb + size}

