@@ -12,7 +12,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -23,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from . import memory
 from .checkpoint import Checkpoint, inspect_checkpoint
-from .config import LAST_TAPS, DrafterConfig
+from .config import DrafterConfig
 from .errors import CheckpointError, ConfigError, PairError, TapError, one_line
 from .machine import limit_bytes, machine_bytes, on_metal, size_text
 from .memory import Needs, RunSize, cache_bytes, check_weights, entries_after_rows, model_bytes, trial_bytes
@@ -32,7 +31,7 @@ from .models.drafter import Drafter
 from .models.head_scale import finish_head
 from .models.target import Target
 from .pair import DFlashPair
-from .pair_checks import check_finite, check_own_head, check_pair, mask_row_fault
+from .pair_checks import check_finite, check_own_head, check_pair, mask_row_fault, with_last_tap
 from .pairs.builtin import builtin_path
 from .pairs.published import stated_thinking
 from .progress import tell
@@ -376,7 +375,7 @@ def load_drafter(
     _, checkpoint = _find(path_or_hf_repo, "drafter", revision)
     read = read_drafter(checkpoint)
     if last_tap is not None:
-        read.config = with_last_tap(read.config, last_tap)
+        read.config = with_last_tap(read.config, last_tap, len(Target(model).layers))
     prepare(model, read.config.windows)
     held = held_bits(read.weights, checkpoint.source, bits)
     dtype = activation_dtype(model)
@@ -390,17 +389,6 @@ def load_drafter(
     drafter.stated_thinking = stated_thinking(str(path_or_hf_repo), checkpoint.path, read.raw)
     DFlashPair.of(drafter)
     return drafter
-
-
-def with_last_tap(config: DrafterConfig, last_tap: str) -> DrafterConfig:
-    """The config with the last layer's tap taken before or after the final norm.
-
-    Raises:
-      ConfigError: neither of the two.
-    """
-    if last_tap not in LAST_TAPS:
-        raise ConfigError(f"the last tap is {last_tap!r}; it must be {' or '.join(LAST_TAPS)}", "Leave it out for the default")
-    return replace(config, last_tap=last_tap)
 
 
 def _held_sentence(bits: int, own: int, floats: int, left_float: list[str]) -> str:

@@ -7,17 +7,35 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import DrafterConfig
-from .errors import PairError, TapError
+from .config import LAST_TAPS, DrafterConfig
+from .errors import ConfigError, PairError, TapError
 from .models.drafter import Drafter
 from .models.target import Target
 
 # Rows by which publishers pad an embedding; vocabularies of two models differ by more.
 _MOST_PADDING = 2048
+
+
+def with_last_tap(config: DrafterConfig, last_tap: str, layers: int) -> DrafterConfig:
+    """The config with the last layer's tap taken before or after the final norm. layers: of the target; a warning says if the
+    last is not tapped.
+
+    Raises:
+      ConfigError: neither of the two.
+    """
+    if last_tap not in LAST_TAPS:
+        raise ConfigError(f"the last tap is {last_tap!r}; it must be {' or '.join(LAST_TAPS)}", "Leave it out for the default")
+    if layers - 1 not in config.target_layer_ids:
+        taps = list(config.target_layer_ids)
+        warnings.warn(
+            f"last_tap={last_tap!r} has no effect: the drafter reads layers {taps}, not the last ({layers - 1})", stacklevel=3
+        )
+    return replace(config, last_tap=last_tap)
 
 
 def check_pair(config: DrafterConfig, target: Target, drafter: Drafter | None = None) -> None:

@@ -151,6 +151,16 @@ def test_the_last_tap_can_be_said_where_it_is_loaded(tmp_path):
         DrafterConfig.from_dict(raw | {"last_tap": "middle"})
 
 
+def test_the_last_tap_is_said_to_have_no_effect_where_the_last_layer_is_not_read(tmp_path):
+    model, raw = tiny_target(), raw_config(H, V, taps=(0, 2))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors(raw))
+    with pytest.warns(
+        UserWarning, match=r"last_tap='before' has no effect: the drafter reads layers \[0, 2\], not the last \(3\)"
+    ):
+        load_drafter(str(tmp_path), model, last_tap="before")
+
+
 def test_speculators_and_laguna_take_the_last_layer_before_its_norm():
     raw = {**raw_config(H, V), "model_type": "laguna"}
     packed = {k: v for k, v in raw.items() if k not in ("architectures", "dflash_config", "block_size", "model_type")}
