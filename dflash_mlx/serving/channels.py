@@ -31,6 +31,7 @@ from .tool_calls import (
     open_value,
     parse_xml_call,
     read_whole,
+    shows_its_end,
     spell,
     tried,
 )
@@ -311,7 +312,7 @@ class _Marked:
             self.state, self.scanner.held = self.before, behind + self.scanner.held
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
-        whole = not value or value[0] != "<" and not (mark and mark in text)
+        whole = (end or shows_its_end(self.mark, read)) and (not value or value[0] != "<" and not (mark and mark in text))
         calls = tried(lambda: read_whole(read, text, self.tools), text, self.tools) if whole else []
         if calls and (self.mark or offered(calls, self.tools)):
             self._end_reasoning()
@@ -512,7 +513,9 @@ class _Harmony:
 
     def _closed(self, end: str) -> Piece:
         name, body = self._called(), self.body
-        calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if self.tools else []
+        # Without any letter of its object it was cut off.
+        whole = self.tools and (end or body.strip())
+        calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if whole else []
         written = f"{self.header}<|message|>{body}{end}"
         if self.live.begun:
             return Piece("call")

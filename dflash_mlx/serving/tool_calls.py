@@ -287,6 +287,11 @@ def end_of_calls(read: Reader, text: str) -> int:
     return end_of_mistrals(text) if read is mistral_calls else 0
 
 
+def shows_its_end(start: str, read: Reader) -> bool:
+    """Whether a call's own text shows that it is whole. Otherwise only the mark behind it does, as GLM's."""
+    return read is not _glm_call and start not in ("<longcat_tool_call>", "<function name=")
+
+
 def is_json(read: Reader) -> bool:
     """Whether calls are JSON; of Llama's also calls as Python writes them (`begins_python`)."""
     return read in (_json_calls, _single_key_calls, _llama_calls, json_tools.parse_tool_call)

@@ -108,6 +108,7 @@ TWO_PARTS = {
     "mistral": '[TOOL_CALLS]ls[ARGS]{"a": "x"}[TOOL_CALLS]ls[CALL_ID]abcdefghi[ARGS]{"n": 3}',
     "json_tools": '<tool_call>\n{"name": "ls", "arguments": {"a": "x"}}\n{"name": "ls", "arguments": {}}\n</tool_call>',
 }
+GPT_OSS = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a": "x"}<|call|>'
 OWN_MARKS = {
     ("<TOOLCALL>", "</TOOLCALL>"): '<TOOLCALL>[{"name": "ls", "arguments": {"a": "x"}}]</TOOLCALL>',
     ("<|python_tag|>",): '<|python_tag|>{"name": "ls", "parameters": {"a": "x"}}; {"name": "ls", "parameters": {}}',
@@ -135,6 +136,21 @@ def test_a_word_that_is_written_anywhere_in_a_call_never_disappears(family, live
         for piece in channels.feed("", last=True):
             told += piece.text + "".join(f"{call.name} {call.arguments} {call.id}" for call in piece.calls)
         assert "WORD" in told, text[:at] + " WORD " + text[at:]
+
+
+@pytest.mark.parametrize("family", [*TWO_PARTS, *OWN_MARKS, "gpt-oss"], ids=str)
+def test_a_call_that_is_cut_off_is_none_with_fewer_arguments(family):
+    """As the length limit cuts it. An agent would write a file without its text."""
+    tokenizer, text = (HARMONY, GPT_OSS) if family == "gpt-oss" else (None, "")
+    if tokenizer is None:
+        tokenizer, text = (marked(family), TWO_PARTS[family]) if family in TWO_PARTS else (Marked(*family), OWN_MARKS[family])
+
+    def called(written):
+        pieces = Channels(tokenizer, "", LS).feed(written, last=True)
+        return [(call.name, call.arguments) for piece in pieces for call in piece.calls]
+
+    whole = called(text)
+    assert whole and all(called(text[:at]) == whole[: len(called(text[:at]))] for at in range(len(text)))
 
 
 @pytest.mark.parametrize("live", [False, True])
