@@ -31,7 +31,7 @@ def make_sampler(options: RunOptions, proposers: list[Proposer]) -> tuple[Target
     """The sampler of a run and its draft sources, these and what its constraint forces.
 
     Raises:
-      GenerationError: the acceptance rule is unknown, or does not go with what was given; the constraint cannot be held to.
+      GenerationError: the acceptance rule is unknown, or does not go with what was given; the constraint cannot be enforced.
     """
     processors = options.logits_processors or ()
     if options.constraint is None:

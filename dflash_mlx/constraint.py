@@ -42,7 +42,7 @@ _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 
 
 class ConstraintError(GenerationError):
-    """A grammar or a schema that answers cannot be held to."""
+    """A grammar or a schema that cannot be enforced."""
 
 
 class UnsupportedError(ConstraintError):
@@ -83,7 +83,7 @@ class Grammar:
         """A constraint at its start, for one run with this tokenizer (mlx-lm's wrapper). A tokenizer's first takes up to 1 s.
 
         Raises:
-          ConstraintError: the grammar cannot be held to; ImportError: llguidance is not installed.
+          ConstraintError: the grammar cannot be enforced; ImportError: llguidance is not installed.
         """
         words = _words(tokenizer)
         with self._lock:
@@ -99,8 +99,8 @@ class Grammar:
             raise self._error(messages[0])
 
     def _error(self, told: str) -> ConstraintError:
-        remedy = "Leave out of it what is named" if "schema" in self.what else "Correct it"
-        return ConstraintError(f"{self.what} cannot be held to: {_sentence(told)}", remedy)
+        remedy = "Remove what is named here from it" if "schema" in self.what else "Correct it"
+        return ConstraintError(f"{self.what} cannot be enforced: {_sentence(told)}", remedy)
 
     def _compile(self, words: Any) -> Any:
         matcher = _llguidance().LLMatcher(words, self.lark, log_level=0)
@@ -247,7 +247,7 @@ def begin_constraint(constraint: Grammar | Constraint, tokenizer: Any) -> Constr
     """The constraint of one run, from the argument `constraint`.
 
     Raises:
-      ConstraintError: it is neither a grammar nor a constraint, or the grammar cannot be held to.
+      ConstraintError: it is neither a grammar nor a constraint, or the grammar cannot be enforced.
     """
     if isinstance(constraint, Grammar):
         return constraint.begin(tokenizer)
@@ -276,7 +276,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> Grammar:
     Its own `x-guidance` may say another layout: `item_separator`, `key_separator`, `whitespace_flexible`, `whitespace_pattern`.
 
     Raises:
-      ConstraintError: it is no schema, or has a keyword that answers cannot be held to; names it.
+      ConstraintError: it is no schema, or has a keyword that cannot be enforced; names it.
     """
     return lark(f"start: {json_rule(schema)}\n", "the JSON schema")
 
@@ -318,7 +318,7 @@ def _readied(schema: Any) -> Any:
         if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
             value = {key: _readied(part) for key, part in value.items()}
         elif name in _DROPPED:
-            raise ConstraintError(f"the JSON schema has {name!r}, which answers cannot be held to", "Leave it out")
+            raise ConstraintError(f"the JSON schema has {name!r}, which cannot be enforced", "Leave it out")
         elif name == "minProperties" and isinstance(value, int) and value > max(1, len(schema.get("required", []))):
             problem = f"minProperties of the JSON schema is {value}; a name that stands twice would count twice"
             raise ConstraintError(problem, "Leave it out, or name those that are required")
@@ -359,7 +359,7 @@ def _llguidance() -> Any:
         import llguidance.hf  # noqa: F401 - used by name
     except ImportError:
         raise UnsupportedError(
-            "answers are held to a schema or a grammar by llguidance, which is not installed",
+            "schemas and grammars are enforced by llguidance, which is not installed",
             "Install it: pip install llguidance",
         ) from None
     return llguidance
@@ -379,7 +379,8 @@ def _words(tokenizer: Any) -> Any:
             try:
                 found = library.hf.from_tokenizer(inner, eos_token=eos)
             except ValueError as error:
-                raise ConstraintError(f"answers of this tokenizer cannot be held to a grammar: {error}") from None
+                problem = f"no grammar can be enforced with this model's tokenizer: {error}"
+                raise ConstraintError(problem, "Leave the schema or grammar out") from None
             _WORDS[tokenizer] = found
         return found
 

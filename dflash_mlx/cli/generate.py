@@ -220,7 +220,9 @@ def _check_usage(asked: SimpleNamespace) -> None:
     if asked.prefill_response == "":
         raise refuse("--prefill-response", "it is empty; give some text")
     if asked.json_schema is not None and asked.prefill_response is not None:
-        raise refuse("--json-schema", "--prefill-response begins the answer, and all of the answer is held to the schema")
+        raise refuse(
+            "--json-schema", "it applies to the whole answer, whose beginning --prefill-response writes; give one of the two"
+        )
     if asked.stop and "" in asked.stop:
         raise refuse("--stop", "it needs a text")
     if asked.stop and asked.show_drafts:

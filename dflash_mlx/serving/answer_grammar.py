@@ -30,7 +30,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True)
 class Demand:
-    """What an answer is held to.
+    """What an answer has to match.
 
     answer: rules of a grammar that begins with `answer`; "" where text is free. what: names it in errors.
     tools: those that may be called; some: others are offered too; forced: at least one is; many: more than one may be.
@@ -153,7 +153,7 @@ def grammar_of(demand: Demand, tokenizer: Any, name: str, before: str | None = "
     name: the target's, for errors. before: the end of the prompt, which may have opened the reasoning; None: of a text that is
     continued, without any marks.
     Raises:
-      ConstraintError: the target writes calls in a way that cannot be held to; names it.
+      ConstraintError: the target writes calls in a way that cannot be enforced; names it.
     """
     if not demand.holds:
         return None
@@ -228,7 +228,8 @@ def _thinking(rules: Rules, tokenizer: Any, before: str) -> str:
 def _harmony(demand: Demand, rules: Rules, before: str) -> str:
     """gpt-oss: messages of analysis, then one of the final channel or a call."""
     if "<|channel|>" in before.rpartition("<|start|>")[2]:
-        raise ConstraintError("the prompt has chosen a channel; an answer is held to a grammar from its header on")
+        problem = "the prompt already opens one of the answer's channels; a grammar has to begin before that"
+        raise ConstraintError(problem, "Leave that beginning of the answer or the grammar out")
     channel, message, end, begin = map(rules.mark, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
     text = rules.add(_TEXT, terminal=True)
     aside = rules.add(f'{channel} ("analysis" | "commentary") {message} {text} {end} {begin} "assistant"')

@@ -1,4 +1,4 @@
-"""Tool calls as rules of a grammar: each family's own way to write them, so that a target can be held to it.
+"""Tool calls as rules of a grammar: each family's own way to write them, so that they can be enforced.
 
 `tool_calls` reads what is written here. Knows no requests and no models. Families: JSON, Qwen3-Coder's XML, Mistral's names with
 JSON, calls as Python writes them, gpt-oss's channels; any other is refused by name.
@@ -19,14 +19,14 @@ from .tool_calls import BARE, is_json
 
 # A value of its own in text: not the end of it, and not what the reader takes for null.
 _XML_TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/?parameter(?s:.*)/ & ~/(?i:null)/"
-# Keywords of a text that text as it stands is not held to.
+# Keywords of a text that are not enforced where the text stands without quotes.
 _LIMITS = {"pattern", "format", "minLength", "maxLength", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
 _PYTHON_ESCAPES = 'nrbtf\\"'
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called. schema: of its arguments, as JSON; strict: they must be held to it."""
+    """A function that may be called. schema: of its arguments, as JSON; strict: they must match it."""
 
     name: str
     schema: str
@@ -89,7 +89,7 @@ def format_of(tokenizer: Any, name: str) -> CallFormat | None:
     """How the target of this tokenizer writes calls; None: in gpt-oss's channels.
 
     Raises:
-      ConstraintError: in a way that answers cannot be held to here.
+      UnsupportedError: in a way that cannot be enforced here.
     """
     if is_harmony(tokenizer):
         return None
@@ -112,14 +112,13 @@ def format_of(tokenizer: Any, name: str) -> CallFormat | None:
     if start == "[TOOL_CALLS]" or read is not None and is_json(read):
         call = _LISTED.get(start, _json_call)
         return CallFormat(start, "[", call, [", "], ["]", end] if end else ["]"])
-    held = "calls in JSON, to Qwen3-Coder's XML, to Python calls and to gpt-oss's channels"
-    raise UnsupportedError(
-        f"calls of {name} begin with {start!r}; answers can be held to {held}", 'Send tool_choice "auto", without strict'
-    )
+    problem = f"calls of {name} begin with {start!r}, and calls of that form cannot be enforced"
+    known = "JSON, Qwen3-Coder's XML, Python calls and gpt-oss's channels can"
+    raise UnsupportedError(f"{problem}; {known}", 'Send tool_choice "auto", without strict')
 
 
 def _schema(tool: Tool) -> str:
-    """The arguments' schema in a rule. One that is not strict and cannot be held to is any object."""
+    """The arguments' schema in a rule. One that is not strict and cannot be enforced is any object."""
     try:
         rule = json_rule(tool.parameters)
         if not tool.strict:
@@ -190,7 +189,7 @@ def _xml_value(tool: Tool, key: str, schema: dict[str, Any], rules: Rules) -> st
         problem = f"{where} has no single type; this target's calls tell no number from a text"
         raise ConstraintError(problem, "Give it one type, or do not send strict")
     if tool.strict and (limits := sorted(schema.keys() & _LIMITS)):
-        problem = f"{limits[0]!r} of {where} cannot be held to in this target's calls"
+        problem = f"{limits[0]!r} of {where} cannot be enforced in this target's form of calls"
         raise ConstraintError(problem, "Leave it out, or do not send strict")
     # It ends as soon as its end stands there.
     return rules.add(f"{rules.add(_XML_TEXT, terminal=True)} {end}", options="[lazy]")
@@ -222,7 +221,7 @@ def _properties(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "title", "description"}
     wrong = sorted(schema.keys() - known)
     if wrong and tool.strict:
-        problem = f"the parameters of {tool.name!r} have {wrong[0]!r}, which cannot be held to in this target's calls"
+        problem = f"the parameters of {tool.name!r} have {wrong[0]!r}, which cannot be enforced in this target's form of calls"
         raise ConstraintError(problem, "Leave it out, or do not send strict")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     required = schema.get("required", [])

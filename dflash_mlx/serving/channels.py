@@ -56,7 +56,7 @@ class Channels:
       before: the end of the prompt, after the last message: it may have opened the reasoning.
       tools: what the client offered. Without tools a call stays text, with its marks; so does a call that cannot be read.
       live: report calls while they are written, where `live_calls` knows the grammar.
-      marked: calls come with their marks, as an answer that is held to a grammar writes them.
+      marked: calls come with their marks, as an answer under a grammar writes them.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ _HELD = {
     "json_schema": "as `guided_json`",
     "grammar": "as `guided_grammar`",
 }
-_FORMAT = "text, json_object or json_schema; [the answer is constrained to it](server.md#answers-held-to-a-schema)"
+_FORMAT = "text, json_object or json_schema; [the answer is constrained to it](server.md#answers-that-match-a-schema)"
 _DRAFTS = "[`drafts` of a choice](server.md#where-tokens-come-from) says where each token came from"
 HONOURED: dict[str, dict[str, str]] = {
     CHAT: {

@@ -171,7 +171,7 @@ def _read(
     # Only in Anthropic's API does the answer always continue a last message of the assistant.
     continues = api == MESSAGES and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and demand.holds:
-        problem = "messages ends with one of the assistant; an answer that it begins cannot be held to a format"
+        problem = "messages ends with one of the assistant; where an answer continues it, no format can be enforced"
         raise RequestError(problem, "Leave one of the two out")
     return CompletionRequest(
         api=api,
@@ -434,7 +434,7 @@ def _held_calls(
 ) -> Demand:
     """Add to a demand which calls may or must come, how many, and whose arguments must follow their schema.
 
-    tools: changed if this target's calls cannot be held to a grammar: tools that `tool_choice` rules out are removed from it.
+    tools: changed if this target's calls cannot be enforced: tools that `tool_choice` rules out are removed from it.
     """
     one = "parallel_tool_calls" in body and not _flag(body, "parallel_tool_calls")
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]

@@ -1,4 +1,4 @@
-"""Answers that are held to something: grammars in each family's own marks, and what clients ask for and get."""
+"""Answers that have to match something: grammars in each family's own marks, and what clients ask for and get."""
 
 import json
 import re
@@ -231,10 +231,11 @@ def asked(tokenizer, api=CHAT, **body):
     return read_request({**base, **body}, api, pair, Options())
 
 
-def test_a_family_whose_calls_cannot_be_held_to_is_refused_by_name_where_calls_are_forced():
+def test_a_family_whose_calls_cannot_be_enforced_is_refused_by_name_where_calls_are_forced():
     tokenizer = family("<tool_call>", "</tool_call>", parser=glm47)
     with pytest.raises(
-        Exception, match=r"tool_choice: calls of served begin with '<tool_call>'; answers can be held to calls in JSON"
+        Exception,
+        match=r"tool_choice: calls of served begin with '<tool_call>', and calls of that form cannot be enforced; JSON, Qwen3",
     ):
         asked(tokenizer, tools=OFFERED, tool_choice="required")
     # Sent by default: an agent could offer no tool at all.

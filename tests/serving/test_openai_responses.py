@@ -100,7 +100,7 @@ def test_a_round_of_tools_is_the_conversation_that_a_chat_has(served):
         ({"max_output_tokens": 0}, "max_output_tokens is 0; it must be"),
         ({"truncation": "auto"}, 'truncation is "auto"; this server leaves nothing out'),
         ({"text": {"format": {"type": "yaml"}}}, "text.format is"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format: the JSON schema cannot be held to"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format: the JSON schema cannot be enforced"),
         ({"reasoning": {"effort": "huge"}}, 'reasoning.effort is "huge"'),
         ({"background": True}, "background is true; this server cannot do that"),
         ({"tool_choice": "required"}, "tools offers no such function"),
