@@ -61,11 +61,12 @@ class GroupPass:
     """Some rows of a group in a pass.
 
     slots: the rows' slots, in order; ends: the tokens that each slot holds when it attends; sizes: how many of these attend.
+    n: query places of a slot; None: as many as the largest size.
     """
 
-    def __init__(self, group: Group, slots: Sequence[int], ends: Sequence[int], sizes: Sequence[int]):
+    def __init__(self, group: Group, slots: Sequence[int], ends: Sequence[int], sizes: Sequence[int], n: int | None = None):
         self.group, self.slots, self.ends, self.sizes = group, slots, ends, sizes
-        self._n, self._in_use = max(sizes), range(len(group.seats))
+        self._n, self._in_use = n or max(sizes), range(len(group.seats))
         self._length = min(-(-max(ends) // _STEP) * _STEP, group.capacity)
         # Every slot in use has a row here, and all rows have the same number of tokens: queries need no rearranging.
         self._is_even = min(sizes) == self._n and [*slots] == [*self._in_use]

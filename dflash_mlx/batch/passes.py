@@ -144,7 +144,9 @@ class _Layout:
             slots, sizes = [row.seat.slot for row in some], [row.size for row in some]
             ends = [row.point.length + row.size for row in some]
             span = self.spans[first][0], self.spans[last - 1][1]
-            yield _GroupShare(first, GroupPass(some[0].seat.group, slots, ends, sizes), span)
+            # A power of two: each number of places has kernels of its own. On an H200 a round with a new one took 54 ms for 13.
+            n = 1 << (max(sizes) - 1).bit_length()
+            yield _GroupShare(first, GroupPass(some[0].seat.group, slots, ends, sizes, n), span)
         yield from self._single[end:]
 
     def shares(self, entries: list[Any]) -> list[_OneShare | _GroupShare]:
