@@ -219,8 +219,9 @@ class BatchGenerator:
         if current is not None:
             self._ahead = current.read(self._look_ahead(current, rows))
             current.commit(seconds := self.pair.clock() - began)
-            # The time of a round that started ahead cannot be told if a prompt was read meanwhile, or if no round follows.
-            is_alike = is_alike and not (current.is_ahead and (has_read or self._ahead is None))
+            # The time of a round that started ahead cannot be told if a prompt was read meanwhile, or if no round follows. That
+            # of any other round cannot be told if the next one was started in it.
+            is_alike = is_alike and current.is_ahead == (self._ahead is not None) and not (current.is_ahead and has_read)
         found = self._hand_out(done)
         if is_alike and all(response.error is None for response in found):
             self.policy.observe([row.policy for row in done], width, seconds)

@@ -7,9 +7,10 @@ Knows numbers only. For a row that runs alone its own policy chooses (`draft_len
 
 The width with the largest value is taken; 0 is plain batching. The drafts of a row add time to the round. If they bring less than
 half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
-are taken from the nearest number of rows. A width that never ran is tried once, if it would pay at the cost that it has for one
-row. All rows draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Drafting is compared
-with plain rounds: a few come first, and then one now and then while rows draft.
+are taken from the nearest number of rows. A width that never ran is tried twice, since the first round may have to prepare its
+kernels, if it would pay at the cost that it has for one row; where other widths cost more than that, so does this one. All rows
+draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Drafting is compared with plain
+rounds: a few come first, and then one now and then while rows draft.
 
 A request may ask for a width of its own. Such a row drafts in every round; what the others do beside it has costs of its own.
 """
@@ -27,8 +28,9 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 # After this many rounds the second best width is timed again, if its value is at least this share of the best one's. After this
 # many rounds a row that does not draft is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
-# The first rounds of a kind, which also is how many plain rounds come before rows may draft; drafting rounds between plain ones.
-_FEW, _PLAIN_AGAIN = 3, 48
+# The first rounds of a kind, which also is how many plain rounds come before rows may draft; rounds with which a width is tried;
+# drafting rounds between plain ones.
+_FEW, _TRIED, _PLAIN_AGAIN = 3, 2, 48
 # Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
 # How far one round moves an estimate; how many times the estimate an unusual round counts for at most; the fixed part of a pass
@@ -64,12 +66,18 @@ class RoundCosts:
             self._pace *= moved
 
     def seconds(self, rows: int, width: int) -> float | None:
-        """None if no round of this width was ever measured. Never more than for a larger number of rows."""
-        same = {b: share * self._pace for (b, w), share in self._shares.items() if w == width}
+        """None if no round of this width was ever measured. Never more than for a larger number of rows. Numbers of rows that ran
+        once count only where no other did."""
+        least = _TRIED if self.is_tried(width) else 1
+        same = {b: share * self._pace for (b, w), share in self._shares.items() if w == width and self.rounds[b, w] >= least}
         if rows not in same and same:
             near = min(same, key=lambda b: abs(b - rows))
             same[rows] = same[near] * (_FIXED + rows) / (_FIXED + near)
         return min((s for b, s in same.items() if b >= rows), default=None)
+
+    def is_tried(self, width: int) -> bool:
+        """Whether what this width costs is known for some number of rows."""
+        return any(w == width and n >= _TRIED for (_, w), n in self.rounds.items())
 
     def is_known(self, rows: int, width: int) -> bool:
         """Whether a few rounds of this width ran with as many rows or more. A batch that rows leave need not measure again."""
@@ -125,12 +133,12 @@ class BatchPolicy:
         plain = costs.seconds(B, 0)
         if plain is None or not costs.is_known(B, 0):
             return {0: 1.0}
-        found = {}
-        for w in widths:
-            known = costs.seconds(B, w)
-            if known is None:
-                known = plain * max(alone.round(w) / alone.plain(), 1.0) if alone is not None else plain
-            found[w] = known
+        as_one = {w: max(alone.round(w) / alone.plain(), 1.0) if alone is not None and w else 1.0 for w in widths}
+        tried = [w for w in widths if w and costs.is_tried(w)]
+        found = {w: costs.seconds(B, w) for w in (0, *tried)}
+        for w in (w for w in widths if w not in found):
+            near = min(tried, key=lambda other: abs(other - w), default=0)
+            found[w] = max(plain, found[near] * as_one[w] / as_one[near])
         return found
 
     @staticmethod

@@ -71,6 +71,26 @@ def test_where_a_pass_costs_the_same_every_row_drafts_as_much_as_pays():
     assert play([row(0.8) for _ in range(8)], by_pass)[-11:] == [[7] * 8] * 11
 
 
+def test_the_first_round_of_a_width_which_prepares_its_kernels_does_not_decide():
+    begun = set()
+
+    def seconds(B, tokens, drafts):
+        first = (B, tokens) not in begun
+        begun.add((B, tokens))
+        return by_pass(B, tokens, drafts) + 5 * first
+
+    policy, rows = BatchPolicy(MOST), [row(0.8) for _ in range(9)]
+    for B in (8, 9, 4):
+        assert play(rows[:B], seconds, 30, policy)[-11:] == [[7] * B] * 11
+
+
+def test_a_width_is_not_tried_if_another_one_costs_far_more_with_many_rows_than_with_one():
+    rows = [row(0.6, CostModel(1.0, 0.2, 0.0, {1: 1.0, 3: 1.05, 7: 1.1})) for _ in range(8)]
+    seen = [drafts[0] for drafts in play(rows, lambda B, tokens, drafts: 1 + 9 * drafts)]
+    # Twice, as the first round may have prepared kernels.
+    assert seen.count(7) == 2 and not {1, 3} & {*seen}
+
+
 def test_a_row_whose_drafts_are_refused_drafts_nothing_beside_others_that_gain():
     def seconds(B, tokens, drafts):
         return 1.0 + tokens / 16

@@ -11,12 +11,13 @@ import schedules
 from kit import ids_of, letters, tiny_drafter, tiny_target
 
 from dflash_mlx import BatchGenerator, stream_generate
-from dflash_mlx.batch import group_pass
+from dflash_mlx.batch import group_pass, passes
 from dflash_mlx.batch.groups import Seat
 from dflash_mlx.batch.policy import BatchPolicy
 from dflash_mlx.batch.rounds import Round
 from dflash_mlx.kernels.autotune import NotFiniteError
 from dflash_mlx.models.target import Target
+from dflash_mlx.pair import DFlashPair
 from dflash_mlx.proposers import Draft
 from dflash_mlx.sampling import Distribution
 
@@ -239,6 +240,34 @@ def test_only_rounds_of_the_drafter_and_plain_ones_say_what_a_width_costs(monkey
     assert all(draft.by_drafter if width else not draft.width for width, draft in drafts)
     assert {bool(width) for width, _ in noted} == {False, True}
     assert sum(row.draft.source == "sure" for one in rounds for row in one.rows) > len(rounds)
+
+
+def test_a_plain_round_in_which_the_next_one_is_started_is_not_charged_with_both(pair, monkeypatch):
+    clock, noted, init = [0.0], [], Round.__init__
+
+    def begins(self, *about):
+        clock[0] += 1.0
+        init(self, *about)
+
+    monkeypatch.setattr(Round, "__init__", begins)
+    monkeypatch.setattr(DFlashPair.of(pair[1]), "clock", lambda: clock[0])
+    batch = plain_batch(*pair, PROMPTS)
+    batch.policy.observe = lambda rows, width, seconds: noted.append(seconds)
+    run(batch)
+    assert len(noted) >= 10 and {*noted} == {1.0}
+
+
+@pytest.mark.rows_equal
+@pytest.mark.parametrize(("block", "places"), [(2, 2), (3, 4), (5, 8)])
+def test_a_pass_has_one_two_four_or_eight_places_for_the_tokens_of_a_row(pair, monkeypatch, block, places):
+    """Each number of places has kernels of its own on a GPU."""
+    made, pair = [], without_windows(pair[0])
+    monkeypatch.setattr(passes, "GroupPass", lambda *about: made.append(group_pass.GroupPass(*about)) or made[-1])
+    batch = BatchGenerator(pair[0], letters(), pair[1])
+    for prompt in PROMPTS[:3]:
+        batch.insert(prompt, max_tokens=12, block_size=block)
+    assert run(batch) == {i: alone(pair, p, 12) for i, p in enumerate(PROMPTS[:3])}
+    assert {one._n for one in made if max(one.sizes) == block} == {places}
 
 
 def test_rounds_beside_a_row_of_fixed_width_say_what_they_cost(monkeypatch):
