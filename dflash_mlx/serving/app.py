@@ -268,7 +268,7 @@ async def _prepared(request: Request, api: str) -> tuple[CompletionRequest, list
 
 
 def _prepare(raw: bytes, api: str, engine: Engine, store: Store) -> tuple[CompletionRequest, list[Prompt]]:
-    request = read_request(parse_body(raw), api, engine.pair, engine.options, store.messages)
+    request = read_request(parse_body(raw), api, engine.pair, engine.options, store.messages, store.item)
     try:
         prompts = request.render(engine.pair.tokenizer)
         for grammar in {request.grammar(engine.pair, prompt) for prompt in prompts} - {None}:

@@ -84,7 +84,7 @@ HONOURED: dict[str, dict[str, str]] = {
         **_OURS,
     },
     RESPONSES: {
-        "input": "a text, or a list of items: messages, tool calls and their outputs, reasoning",
+        "input": "a text, or a list of items: messages, tool calls and their outputs, reasoning, `item_reference`",
         "instructions": "put before the input as a system message",
         "max_output_tokens": "",
         "previous_response_id": "one of the last 256 stored answers, until the server ends",

@@ -41,6 +41,14 @@ class Store:
         """Raises: RequestError for an id that is not kept."""
         return self._find(name, 404)[0]
 
+    def item(self, name: Any) -> dict[str, Any]:
+        """An item of a kept response. Raises: RequestError for an id that is not kept."""
+        for body, *_ in reversed(self._kept.values()):
+            for item in body["output"]:
+                if item["id"] == name:
+                    return item
+        raise RequestError(f"the item {shown(name)} is not kept", "Send the item itself")
+
     def drop(self, name: str) -> None:
         """Raises: RequestError for an id that is not kept."""
         self._letters -= self._find(name, 404)[2]

@@ -130,18 +130,18 @@ def _finite(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def read_request(
-    body: Any, api: str, pair: LoadedPair, options: Options, earlier: Callable[[str], list[Any]] = lambda name: []
-) -> CompletionRequest:
+def read_request(body: Any, api: str, pair: LoadedPair, options: Options, *kept: Callable[[Any], Any]) -> CompletionRequest:
     """A body as a request. Fields that it leaves out have the server's defaults.
 
-    earlier: the messages after a `previous_response_id`.
+    kept: what `of_responses` asks for of earlier responses.
     Raises:
       RequestError: names the field that is wrong or cannot be honoured.
     """
     own, ignored = sort_fields(body, api)
     try:
-        body = of_responses(own, earlier) if api == RESPONSES else of_messages(own) if api == MESSAGES else own
+        body = (
+            of_responses(own, *(kept or (lambda name: [],))) if api == RESPONSES else of_messages(own) if api == MESSAGES else own
+        )
         return _read(body, api, pair, options, ignored, own)
     except DFlashError as error:
         # The field has another name in this API.
@@ -441,7 +441,7 @@ def _held_calls(
     choice = body.get("tool_choice", "auto")
     names, forced = _chosen(choice, {str(function.get("name")) for function in functions})
     if forced and not functions:
-        raise RequestError(f"tool_choice is {shown(choice)}, and tools offers no such function", "Offer it")
+        raise RequestError(f"tool_choice is {shown(choice)}, and tools offers no function", "Offer one")
     chosen = [function for function in functions if names is None or function.get("name") in names]
     many, some = not one and _named(choice) is None, len(chosen) < len(functions)
     calls = replace(demand, tools=tuple(map(read_tool, chosen)), forced=forced, many=many, some=some)

@@ -30,10 +30,16 @@ _SYSTEM = ((str, list), "text or a list of text parts")
 _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
-def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> dict[str, Any]:
+def _no_item(name: Any) -> dict[str, Any]:
+    raise RequestError(f"the item {shown(name)} is not kept", "Send the item itself")
+
+
+def of_responses(
+    body: dict[str, Any], earlier: Callable[[str], list[Any]], item: Callable[[Any], dict[str, Any]] = _no_item
+) -> dict[str, Any]:
     """A body of `/v1/responses` as one of a chat completion.
 
-    earlier: the messages after a `previous_response_id`.
+    earlier: the messages after a `previous_response_id`. item: the item of an earlier response that an `item_reference` names.
     Raises:
       RequestError: names what cannot be read.
     """
@@ -48,7 +54,7 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
         given = [{"role": "user", "content": given}]
     elif not isinstance(given, list):
         raise RequestError(f"input is {shown(given)}; it must be text or a list of items", "Send text")
-    chat["messages"] = messages + _messages_of_items(given)
+    chat["messages"] = messages + _messages_of_items([item(one.get("id")) if _is_reference(one) else one for one in given])
     if body.get("truncation", "disabled") != "disabled":
         raise RequestError(f"truncation is {shown(body['truncation'])}; this server leaves nothing out", 'Send "disabled"')
     reasoning = _object(body, "reasoning")
@@ -62,6 +68,11 @@ def of_responses(body: dict[str, Any], earlier: Callable[[str], list[Any]]) -> d
         chat["response_format"] = {"type": "json_schema", "json_schema": form} if flat else form
     _read_tools(chat, _tool_of_responses)
     return chat
+
+
+def _is_reference(item: Any) -> bool:
+    """Whether an item is the id of another one. Its type may be left out."""
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
 def _check_type(body: dict[str, Any], name: str, kind: Any, wanted: str) -> None:
@@ -162,7 +173,9 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     if choice:
         named = {"type": "function", "name": choice.get("name")}
         kinds = {"auto": "auto", "none": "none", "any": "required", "tool": named}
-        chat["tool_choice"] = kinds.get(str(choice.get("type")), choice)
+        if choice.get("type") not in kinds:
+            raise RequestError(f'tool_choice is {shown(choice)}; its type must be "auto", "none", "any" or "tool"')
+        chat["tool_choice"] = kinds[choice["type"]]
         if choice.get("disable_parallel_tool_use") is True:
             chat["parallel_tool_calls"] = False
     thinking = _object(body, "thinking")

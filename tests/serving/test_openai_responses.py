@@ -56,6 +56,18 @@ def test_reasoning_is_an_item_and_is_sent_back_to_the_template(thinker):
     assert got.output[0].type == "reasoning" and got.usage.output_tokens_details.reasoning_tokens > 0
 
 
+def test_items_that_are_sent_back_as_references_are_those_of_the_responses_that_are_kept(served):
+    """As the AI SDK sends an answer back where `store` is left out."""
+    create, text = served.client.responses.create, MESSAGES[0]["content"]
+    first = create(model="served", input=text, max_output_tokens=8)
+    whole = [{"role": "user", "content": text}, first.output[0].model_dump(), {"role": "user", "content": "More"}]
+    for reference in ({"type": "item_reference", "id": first.output[0].id}, {"id": first.output[0].id}):
+        again = create(model="served", input=[whole[0], reference, whole[2]], max_output_tokens=4)
+        assert again.usage.input_tokens == create(model="served", input=whole, max_output_tokens=4).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match='the item "msg_x" is not kept. Send the item itself'):
+        create(model="served", input=[whole[0], {"type": "item_reference", "id": "msg_x"}], max_output_tokens=4)
+
+
 def test_a_previous_response_is_gone_on_with_and_its_instructions_are_not(served):
     create, text = served.client.responses.create, MESSAGES[0]["content"]
     first = create(model="served", instructions="Short.", input=text, max_output_tokens=4)
@@ -96,14 +108,14 @@ def test_a_round_of_tools_is_the_conversation_that_a_chat_has(served):
     [
         ({"input": 3}, "input is 3; it must be text or a list of items"),
         ({"input": []}, "input is []; it must be a list with at least one message"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of input is"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "an item of input is"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0; it must be"),
         ({"truncation": "auto"}, 'truncation is "auto"; this server leaves nothing out'),
         ({"text": {"format": {"type": "yaml"}}}, "text.format is"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format: the JSON schema cannot be enforced"),
         ({"reasoning": {"effort": "huge"}}, 'reasoning.effort is "huge"'),
         ({"background": True}, "background is true; this server cannot do that"),
-        ({"tool_choice": "required"}, "tools offers no such function"),
+        ({"tool_choice": "required"}, "tools offers no function. Offer one"),
         ({"conversation": "c"}, "conversation is"),
         ({"instructions": 5}, "instructions is 5; it must be text or a list of text parts"),
         ({"store": "no"}, 'store is "no"; it must be true or false'),
