@@ -32,9 +32,7 @@ def with_last_tap(config: DrafterConfig, last_tap: str, layers: int) -> DrafterC
         raise ConfigError(f"the last tap is {last_tap!r}; it must be {' or '.join(LAST_TAPS)}", "Leave it out for the default")
     if layers - 1 not in config.target_layer_ids:
         taps = list(config.target_layer_ids)
-        warnings.warn(
-            f"last_tap={last_tap!r} has no effect: the drafter reads layers {taps}, not the last ({layers - 1})", stacklevel=3
-        )
+        warnings.warn(f"the last tap has no effect: the drafter reads layers {taps}, not the last ({layers - 1})", stacklevel=3)
     return replace(config, last_tap=last_tap)
 
 

@@ -252,11 +252,8 @@ def encode_prompt(
     messages.append({"role": "user", "content": prompt})
     if prefill is not None:
         messages.append({"role": "assistant", "content": prefill})
-    extra = {} if thinking is None else {"enable_thinking": thinking}
-    if without_effect(tokenizer, extra):
-        say(f"--{'' if thinking else 'no-'}thinking has no effect: this chat template does not read enable_thinking.")
-    say_unread_template_args(tokenizer, template_args or {})
-    extra |= template_args or {}
+    extra = ({} if thinking is None else {"enable_thinking": thinking}) | (template_args or {})
+    say_unread_template_args(tokenizer, extra, thinking)
     return render_chat(tokenizer, read_messages(messages, tokenizer), template_args=extra, continues=prefill is not None).ids
 
 
@@ -270,8 +267,11 @@ def is_written_out(model: Any, dense: bool | None, *, default: bool) -> bool:
     return default if dense is None else dense
 
 
-def say_unread_template_args(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Name the variables of --chat-template-args that the chat template does not read."""
+def say_unread_template_args(tokenizer: Any, arguments: Mapping[str, Any], thinking: bool | None = None) -> None:
+    """Name the variables that the chat template does not read, with the flag that set them. thinking: of --thinking."""
     for name in without_effect(tokenizer, arguments):
-        why = "this chat template does not read it" if tokenizer.has_chat_template else "this tokenizer has no chat template"
-        say(f"{name} of --chat-template-args has no effect: {why}.")
+        given = f"{name} of --chat-template-args"
+        if thinking is not None and name == "enable_thinking":
+            given = "--thinking" if thinking else "--no-thinking"
+        why = f"this chat template does not read {name}" if tokenizer.has_chat_template else "this tokenizer has no chat template"
+        say(f"{given} has no effect: {why}.")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from .options import OUTPUT, gathered_options, option, refuse
 
 SERVER, API_KEY = "Server", "DFLASH_API_KEY"
+PREFILL_SHARE = 0.5
 Level = Literal["debug", "info", "warning", "error"]
 # name -> (type, default)
 _OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -39,7 +40,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
             float,
             option(SERVER, min=0.05, max=0.95, help="Share of the time spent on new prompts while other answers run."),
         ],
-        0.5,
+        PREFILL_SHARE,
     ),
     "unload_after": (
         Annotated[

@@ -41,7 +41,7 @@ from .options import (
     thinking_args,
 )
 from .output import only_ours_on_stdout, say
-from .server_options import API_KEY, SERVER, server_options
+from .server_options import API_KEY, PREFILL_SHARE, SERVER, server_options
 
 
 def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
@@ -49,7 +49,11 @@ def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model:
         raise refuse("--block-size", "it needs a drafter")
 
 
-def _refuse_vain_batch(max_batch: int | None, exact: bool, model: str | None, draft_model: str | None) -> None:
+def _refuse_vain_batch(server: dict[str, Any], exact: bool, model: str | None, draft_model: str | None) -> None:
+    max_batch = server["max_batch"]
+    if server["prefill_share"] != PREFILL_SHARE and (max_batch == 1 or exact or has_no_drafter(model, draft_model)):
+        why = "requests run together only with a drafter, without --exact and with more than --max-batch 1"
+        raise refuse("--prefill-share", f"it has no effect here: {why}")
     if (max_batch or 1) == 1:
         return
     if has_no_drafter(model, draft_model):
@@ -106,7 +110,7 @@ PromptCacheDirGb = Annotated[
     float,
     option(MEMORY, min=0.001, help="Maximum size of that directory, in GB; the least recently used file is deleted first."),
 ]
-DIRECTORY_GB = 20.0
+DIRECTORY_GB, KEPT_PROMPTS = 20.0, 10
 Session = Annotated[
     str | None,
     option(OUTPUT, help="Load and save the conversation under this name; 'last' continues the last chat."),
@@ -263,7 +267,7 @@ def serve(
     last_tap: LastTap = None,
     block_size: BlockSize = None,
     caches: Any = None,
-    prompt_cache_size: PromptCacheSize = 10,
+    prompt_cache_size: PromptCacheSize = KEPT_PROMPTS,
     prompt_cache_gb: PromptCacheGb = None,
     prompt_cache_dir: PromptCacheDir = None,
     prompt_cache_dir_gb: PromptCacheDirGb = DIRECTORY_GB,
@@ -277,8 +281,10 @@ def serve(
     refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
     _refuse_lonely_block(block_size, model, draft_model)
     checked_max_tokens(max_tokens)
-    _refuse_vain_batch(server["max_batch"], caches["exact"], model, draft_model)
+    _refuse_vain_batch(server, caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
+    if prompt_cache_gb == 0 and prompt_cache_size != KEPT_PROMPTS:
+        raise refuse("--prompt-cache-size", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
     if pipeline and prompt_cache_gb:
         why = "with --pipeline a prompt has another size on each machine; use --prompt-cache-size"
         raise refuse("--prompt-cache-gb", why)
@@ -307,7 +313,7 @@ def serve(
     def open_pair() -> tuple[str, str | None, Any, Any, Any]:
         how = (dtype, draft_bits, revision, trust_remote_code, size, adapter_path, last_tap, pipeline)
         pair = inputs.load_pair(model, draft_model, *how)
-        inputs.say_unread_template_args(pair[3], variables)
+        inputs.say_unread_template_args(pair[3], variables, thinking)
         name, _, lm, _, drafter = pair
         options.recommended = inputs.use_recommended(name, inputs.recommended_sampling(name, revision, lm), sampling, drafter)
         return pair

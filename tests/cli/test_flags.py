@@ -402,6 +402,10 @@ def test_every_flag_changes_something(outcome, command, flag):
         (["bench", "--temp", "0", "--top-k", "3"], "no effect at temperature 0"),
         (["bench", "--batch", "4", "--top-p", "0.9"], "no effect at temperature 0; give --temp"),
         (["serve", "--draft-model", "none", "--max-batch", "4"], "requests run together with one only"),
+        (["serve", "--draft-model", "none", "--prefill-share", "0.3"], "--prefill-share: it has no effect here"),
+        (["serve", *BASE["serve"], "--max-batch", "1", "--prefill-share", "0.3"], "--prefill-share: it has no effect here"),
+        (["serve", *BASE["serve"], "--exact", "--prefill-share", "0.3"], "--prefill-share: it has no effect here"),
+        (["serve", "--prompt-cache-gb", "0", "--prompt-cache-size", "3"], "no effect with --prompt-cache-gb 0"),
         (["bench", "--compare", "A", "B", "--trials", "3"], "no effect with --compare"),
         (["bench", "--compare", "A", "B", "--json"], "no effect with --compare"),
         (["convert", "--hf-path", "M", "--q-bits", "4"], "no effect without --quantize"),
@@ -465,13 +469,17 @@ def test_an_adapter_belongs_to_the_model_of_the_session_that_is_continued(outcom
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thinking_is_said_to_have_no_effect_where_the_template_does_not_read_it(tmp_path, capsys, thinking):
-    from dflash_mlx.cli.inputs import encode_prompt
+    from dflash_mlx.cli.inputs import encode_prompt, say_unread_template_args
 
     for template, silent in ((TEMPLATE, True), (TEMPLATE.partition("{% if enable")[0], False)):
         tokenizer = load(with_template(tmp_path, template))[1]
         encode_prompt(tokenizer, "x", None, False, thinking)
         flag = "--thinking" if thinking else "--no-thinking"
         assert (f"{flag} has no effect" in capsys.readouterr().err) is not silent
+        # What a server says once, of its own flags.
+        say_unread_template_args(tokenizer, {"enable_thinking": thinking, "other": 1}, thinking)
+        said = capsys.readouterr().err
+        assert (f"{flag} has no effect" in said) is not silent and "other of --chat-template-args has no effect" in said
 
 
 def test_what_came_to_nothing_is_said_below_the_text():
