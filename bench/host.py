@@ -39,7 +39,8 @@ from dflash_mlx.prompt_cache import PairCache
 from dflash_mlx.rollback import rollback, rollback_point
 from dflash_mlx.tools import bench, bench_record
 from dflash_mlx.traced import buffers
-from dflash_mlx.traced.compiled import CompiledPair, CompiledPass
+from dflash_mlx.traced.compiled import CompiledPass
+from dflash_mlx.traced.compiled_pair import CompiledPair
 from dflash_mlx.train.start import dense
 from dflash_mlx.verify import logprobs, verify_block
 

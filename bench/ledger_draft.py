@@ -26,7 +26,7 @@ from ledger_walk import Walk, as_on_metal
 from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.kernels.launch import Kernel
 from dflash_mlx.models.drafter import Drafter
-from dflash_mlx.traced import buffers, compiled, fusion
+from dflash_mlx.traced import buffers, compiled, compiled_pair, fusion
 
 fusion_weights = fusion.weights_of
 CONTEXT, GPU = 1024, Gpu(15, "s")
@@ -84,7 +84,7 @@ def launches(block: int, traced: bool) -> list[Launch]:
         walk = Walk(drafter, CONTEXT, kernels=traced)
         walk.widen(buffers.capacity_for(CONTEXT + 4 * block))
         if traced:
-            walk.pair.target.accelerator = compiled.CompiledPair(walk.pair.target, drafter, True)
+            walk.pair.target.accelerator = compiled_pair.CompiledPair(walk.pair.target, drafter, True)
             # Fused weights are copies of what the drafter has now, not of what stands for it in a walk.
             with as_on_metal(lambda *_: None, True), walk._stood_in(walk.tags.scalars()):
                 walk._round(walk.inputs(block // 2 + 1), block, block // 2, block // 2 + 1, lambda _: None)

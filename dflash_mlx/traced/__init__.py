@@ -119,7 +119,7 @@ def accelerate(pair: Pair, beside: Accelerator | None = None) -> Accelerator | N
     """
     if not may_accelerate():
         return None
-    from .compiled import CompiledPair
+    from .compiled_pair import CompiledPair
 
     always = setting() == "on"
     if isinstance(pair.accelerator, CompiledPair) and pair.accelerator.holds_for(pair.target, pair.drafter, always):

@@ -1,5 +1,5 @@
-"""Passes over blocks, of the target and the drafter, that are traced once and run again. With a small model the host needs longer
-to build a pass than the GPU needs to run it.
+"""A pass over blocks that is traced once and run again. With a small model the host needs longer to build a pass than the GPU
+needs to run it. `compiled_verify` and `compiled_draft` have the two passes that are compiled, and `compiled_pair` joins them.
 
     DFLASH_MLX_COMPILE   unset, auto   on a GPU: the widths at which a trial on this machine found it faster; on Metal from the
                                        second answer on
@@ -19,44 +19,31 @@ A weight of zero hides only finite values, and a draft that was rolled back may 
 always read after a compiled pass of the target (`Target.finite_flag`). If a value was not finite, the pass runs again as an
 ordinary one, and this target runs no more compiled passes.
 
-The states of a recurrent layer go in and come out as they are. Rows without meaning would change them, so blocks of such a model
-are traced at their own widths. The pass also returns the inputs of each recurrence and convolution. From these, one more trace
-computes the states after the first n rows (`Form`).
-
 Capacities come in few sizes, so that there are few traces. Only models are tried whose entries are all plain `KVCache`s or
 states of a gated delta rule. Each width and each capacity is compared with the ordinary pass, on copies, before it is used. If a
 model does something that cannot be traced (Python numbers made of the offset, code that looks into entries), it is not compiled.
 Weights are constants of a trace: a weight that is replaced, as adapters do, is used from the next answer on; one that is changed
 in place (`weight *= 2`) is not noticed.
 
-Knows both models; `buffers` knows cache entries in traces. Knows nothing of acceptance or the loop.
+Knows trials and traces; `buffers` knows cache entries in traces. Knows neither of the models, nothing of acceptance or the loop.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
 
 from ..errors import DFlashError
 from ..kernels import autotune, block_linear
-from ..kernels.exact_routes import ExactRoutes
-from ..kernels.routing import Dense, kernel_calls
-from ..models.drafter import Drafter
-from ..models.intercept import intercept
-from ..models.recurrent import Form, recorded
-from ..models.target import Target, TargetOutput
-from ..rollback import RollbackPoint
+from ..kernels.routing import kernel_calls
 from .buffers import (
     Pass,
     Place,
@@ -68,23 +55,17 @@ from .buffers import (
     may_trace,
     rows_of,
     run_traced,
-    states_of,
     traceable,
     widen,
 )
-from .draft_attention import attention_calls
 from .fusion import Call, fused_bytes, fused_linears
 
 # Blocks are filled up to a multiple of this: it keeps traces few, and rows cost little in a compiled pass.
 ROWS = 4
 # MLX's kernels for several rows on CUDA need a multiple of this many columns of a quantized product; others are slower.
 TILE = 128
-# The most new context rows of a drafter, in blocks: after looked-up drafts there are more than one block's.
-MOST_BLOCKS = 4
 # How many traces are kept, by width and capacity; each takes some hundred kilobytes.
 _KEPT = 32
-# The same for traces that compute the states after the first n rows of a pass, one for each n.
-_STATES_KEPT = 64
 # How far the two passes may differ, in units of the type's precision and relative to the norm: roundings of a few dozen layers.
 # A row that is seen and should not be, or the other way round, differs by far more.
 _ROUNDINGS = {mx.float32: 1000, mx.float16: 32, mx.bfloat16: 16}
@@ -97,55 +78,10 @@ _FASTER = 0.97
 _log = logging.getLogger("dflash_mlx.traced.compiled")
 
 
-class CompiledPair:
-    """The compiled passes of a pair: an `Accelerator`.
-
-    always: use every pass that is right, faster or not. prepares: whether passes are tried before the first answer; else from the
-    second one on. drafts: the drafter's, if another pair of its has made them.
-    """
-
-    def __init__(
-        self, target: Target, drafter: Drafter, always: bool, prepares: bool = True, drafts: CompiledDraft | None = None
-    ):
-        kind = ExactVerify if isinstance(target.routes, ExactRoutes) else CompiledVerify
-        verify, new = kind(target, _parts(target.model), always), drafts is None
-        drafts = CompiledDraft(drafter, _parts(drafter), always) if new else drafts
-        self.always, self.passes, self.prepares = always, (verify, drafts), prepares
-        self.verify, self.draft = verify.verify, drafts.draft
-        for run in (verify, drafts) if new else (verify,):
-            run.waits = not prepares
-
-    def begin(self) -> CompiledPair:
-        """Another answer begins: what had to wait for the end of the first one may start."""
-        for run in self.passes:
-            run.waits = False
-        return self
-
-    def holds_for(self, target: Target, drafter: Drafter, always: bool) -> bool:
-        """Whether the models still hold the objects that were traced. An adapter loaded since is another array."""
-        return self.drafts_for(drafter, always) is not None and _same(self.passes[0].parts, _parts(target.model))
-
-    def drafts_for(self, drafter: Drafter, always: bool) -> CompiledDraft | None:
-        """The drafter's passes, if it still holds the objects that were traced."""
-        return self.passes[1] if self.always == always and _same(self.passes[1].parts, _parts(drafter)) else None
-
-    def refuse(self, reason: str) -> None:
-        # A pass of another answer may have been refused while this one was running.
-        if not self.passes[0].refused:
-            self.passes[0].refuse(reason)
-
-    def findings(self) -> list[dict[str, Any]]:
-        return [p.findings() for p in self.passes]
-
-
-def _parts(model: nn.Module) -> list[Any]:
+def model_parts(model: nn.Module) -> list[Any]:
     """All constants of a trace: the arrays, numbers and modules of a model, but nothing that others attach to it."""
     values = (value for module in model.modules() for value in (*module.values(), *vars(module).values()))
     return [value for value in values if isinstance(value, (mx.array, nn.Module, bool, int, float, str))]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 class TraceError(DFlashError, ValueError):
@@ -346,196 +282,11 @@ class CompiledPass:
             calls, taken = self._attention(arrays) if fused else ([], [])
             return [*calls, *fused_linears(self._model(), run, self.kernels, columns, fused, self.own, taken)]
         finally:
-            self.parts = _parts(self._model()) if self.own else self.parts
+            self.parts = model_parts(self._model()) if self.own else self.parts
 
     def _attention(self, arrays: Sequence[mx.array]) -> tuple[list[Call], list[nn.Module]]:
         """Calls of attention layers in a trace, and the modules that these make unnecessary."""
         return [], []
-
-
-@dataclass
-class _States:
-    """For a target with recurrent layers. modules: those that change a state, as the caller's target has found them; forms: how
-    to compute the states after the first rows from a pass's output."""
-
-    modules: list[nn.Module] | None = None
-    forms: list[Form] = field(default_factory=list)
-
-
-class CompiledVerify(CompiledPass):
-    """A target's passes over blocks and single rows: `Accelerator.verify`.
-
-    alone: whether single rows are compiled before any block was.
-    """
-
-    alone = False
-
-    def __init__(self, target: Target, parts: list[Any], always: bool):
-        # From a copy of the target: the target holds this object.
-        clone, name = target.clone().clone, target.family
-        known = self._states_known = _States()
-        # (rows of a pass, rows kept) -> the function that computes the states after the kept ones.
-        self._first: dict[tuple[int, int], Callable[[list[mx.array]], list[list[mx.array]]]] = {}
-
-        def passes(fused: list[Call]) -> Pass:
-            # Not the caller's target: notes that its handlers take during a trace must not reach its own passes.
-            target = clone()
-            target.fused = fused
-
-            def run(arrays: Sequence[mx.array], entries: Sequence[Any], _: int | mx.array) -> tuple[mx.array, ...]:
-                target.states.found = known.modules
-                point = RollbackPoint(0, []) if states_of(entries) and arrays[0].shape[1] > 1 else None
-                output = target(*arrays, entries, point, kernels=True)
-                kept = recorded(entries, point) if point else []
-                if kept is None:
-                    raise TraceError(f"{name} has recurrent layers that are no gated delta rule")
-                known.forms = [of.form for of in kept] or known.forms
-                return output.hidden, output.features, *(a for of in kept for a in of.given)
-
-            return run
-
-        super().__init__(name, passes([]), passes, target.model, parts, always)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._first = {}
-
-    def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
-        """The pass `target(ids, cache, point, kernels=True)`, compiled; None: run that instead.
-
-        Shapes:
-          - ids: [1, w] int32; the output is as of `Target.__call__`, `compiled` and without logits
-        """
-        w, states = ids.shape[1], states_of(cache)
-        self._states_known.modules = target.states.found
-        if w == 1 and not (self.alone or self._right[0]) or states and target.states.found is None:
-            # The first token does not wait for a trial, nor does a run that never drafts.
-            return None
-        # A token that the device chose has another type, which would need another trace.
-        ids, more = ids.astype(mx.int32), 0 if states else -w % ROWS
-        if target.positions is not None and cache[0].offset + w + more > target.positions:
-            more = 0
-        filled = mx.concatenate([ids, *([ids[:, -1:]] * more)], axis=1) if more else ids
-        if (out := self.run([ids], [filled], cache, 0, 0, w + more, w)) is None:
-            return None
-        hidden, features, *given = out
-        if given:
-            self._record(point, states, w, given)
-        point.ended(w)
-        hidden, features = (array[:, :w] for array in (hidden, features)) if more else (hidden, features)
-        return TargetOutput(hidden, features, compiled=True)
-
-    def _record(self, point: RollbackPoint, states: Sequence[ArraysCache], rows: int, given: list[mx.array]) -> None:
-        """Store in `point` how to compute the states after the first n rows of a pass, in one call for all layers."""
-        found: dict[int, list[list[mx.array]]] = {}
-
-        def replay(n: int, i: int, entry: ArraysCache) -> None:
-            if n not in found:
-                found[n] = self._states(rows, n)(given)
-            entry.cache = list(found[n][i])
-
-        for i, entry in enumerate(states):
-            point.replays[id(entry)] = [functools.partial(replay, i=i, entry=entry)]
-
-    def _states(self, rows: int, n: int) -> Callable[[list[mx.array]], list[list[mx.array]]]:
-        """A function from the output of a pass of `rows` rows to each entry's arrays after the first n rows."""
-        if (run := self._first.get((rows, n))) is None:
-            forms = self._states_known.forms
-
-            def states(given: list[mx.array]) -> list[list[mx.array]]:
-                left = iter(given)
-                return [form.states(n, [*itertools.islice(left, form.takes)]) for form in forms]
-
-            run = self._first[rows, n] = mx.compile(states)
-            while len(self._first) > _STATES_KEPT:
-                del self._first[next(iter(self._first))]
-        return run
-
-
-class ExactVerify(CompiledVerify):
-    """The passes of a target in an exact run: each layer takes its exact route, and a trace is used only if no value differs from
-    the ordinary pass. So it does not matter which of the two runs. A run without a drafter only has blocks of one row.
-    """
-
-    joins, alone, roundings = False, True, {}
-
-    def verify(self, target: Target, ids: mx.array, cache: Sequence[Any], point: RollbackPoint) -> TargetOutput | None:
-        # A trial does not compare the states after only some of a pass's rows.
-        return None if states_of(cache) else super().verify(target, ids, cache, point)
-
-
-def _draft_calls(model: nn.Module) -> list[tuple]:
-    """The calls of a drafter's layers that take another route. Its finite flag is not read: an error costs drafts, never text.
-
-    On CUDA only those of `kernel_calls` that are MLX's own operations: kernels for products are compiled again in each process.
-    """
-    return [call for call in kernel_calls(model) if isinstance(call[1], Dense) or not mx.cuda.is_available()]
-
-
-class CompiledDraft(CompiledPass):
-    """A drafter's passes: `Accelerator.draft`."""
-
-    kernels, windows = staticmethod(_draft_calls), True
-
-    @property
-    def fused(self) -> bool:
-        """True except on CUDA, where kernels for products are compiled again in each process."""
-        return not mx.cuda.is_available()
-
-    # The drafter was loaded by us. On CUDA its fused weights are filled up, so they are copies.
-    own = fused
-
-    def __init__(self, drafter: Drafter, parts: list[Any], always: bool):
-        # The drafter holds this object.
-        held = weakref.ref(drafter)
-
-        def passes(fused: list[Call]) -> Pass:
-            def run(arrays: Sequence[mx.array], entries: Sequence[Any], start: int | mx.array) -> tuple[mx.array]:
-                (ids, features), drafter = arrays, held()
-                with intercept([*(calls() if autotune.may_run() else []), *fused]):
-                    return (drafter.mask_rows(ids, features, entries, start),)
-
-            return run
-
-        calls = functools.cache(lambda: _draft_calls(held()))
-        self._calls, self._routed = calls, passes([])
-        super().__init__("the drafter", self._routed, passes, drafter, parts, always)
-
-    def _attention(self, arrays: Sequence[mx.array]) -> tuple[list[Call], list[nn.Module]]:
-        ids, features = arrays
-        return attention_calls(self._model(), self.kernels, ids.shape[1], features.shape[1])
-
-    def draft(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """`Drafter.mask_rows`, compiled, or on Metal with kernels; None: run that instead."""
-        if (out := self._filled_up(ids, features, cache, start)) is not None:
-            return out
-        if mx.cuda.is_available() or not autotune.may_run() or not self._calls():
-            return None
-        return self._routed([ids, features], cache, start)[0]
-
-    def _filled_up(self, ids: mx.array, features: mx.array, cache: Sequence[Any], start: int) -> mx.array | None:
-        """The compiled pass. New context rows are filled up to one block's or a few."""
-        S, K = features.shape[1], ids.shape[1]
-        if cache[0].offset != start:
-            return None
-        most = MOST_BLOCKS * K
-        if S > most and self.serves(K) and may_trace(cache, S + K):
-            # Context from plain decoding, or a prompt. Its keys and values need no attention, whose length would be a new one.
-            # Few lengths are used, since a product of a new shape has to be planned first.
-            n = (S - 1) // most * most
-            self._model().inject(features[:, :n], cache, start)
-            features, start, S = features[:, n:], start + n, S - n
-        # Filled up at the front, so that all later rows keep their distances.
-        spare = -S % K
-        rows = mx.take(features, _filled_rows(spare, S), axis=1) if spare else features
-        out = self.run([ids, features], [ids, rows], cache, spare, S, K, S)
-        return None if out is None else out[0]
-
-
-@functools.lru_cache(64)
-def _filled_rows(spare: int, S: int) -> mx.array:
-    """[spare + S] int32: the first of S rows in place of rows without meaning, then all of them. Made once: see `Place.of`."""
-    return mx.array([*[0] * spare, *range(S)], dtype=mx.int32)
 
 
 def _least_s(passes: Sequence[tuple[Callable[[], Sequence[mx.array]], Sequence[Any]]], keeps: int) -> list[float]:

@@ -8,7 +8,7 @@ import dflash_mlx
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback_point
 from dflash_mlx.traced import buffers, compiled
-from dflash_mlx.traced.compiled import CompiledVerify
+from dflash_mlx.traced.compiled_verify import CompiledVerify
 from dflash_mlx.verify import verify_block
 
 PROMPT = [5, 9, 33, 7, 12, 40, 2]
@@ -17,7 +17,7 @@ BLOCK = [20, 41, 3, 17, 8]
 
 def blocks_of(model, layer_ids=(0, 2), always=True):
     target = Target(model, layer_ids)
-    target.accelerator = CompiledVerify(target, compiled._parts(model), always)
+    target.accelerator = CompiledVerify(target, compiled.model_parts(model), always)
     return target
 
 

@@ -25,8 +25,9 @@ from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
 from dflash_mlx.prompt_cache import PairCache, trim_prompt_cache
 from dflash_mlx.rollback import rollback, rollback_point
-from dflash_mlx.traced import CompileError, buffers, compiled
-from dflash_mlx.traced.compiled import CompiledDraft, capacity_for
+from dflash_mlx.traced import CompileError, buffers, compiled, compiled_draft
+from dflash_mlx.traced.compiled import capacity_for
+from dflash_mlx.traced.compiled_draft import CompiledDraft
 
 
 @pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
@@ -448,7 +449,7 @@ def test_an_interruption_between_the_entries_of_a_compiled_pass_leaves_the_cache
 
 
 def drafts_of(drafter, always=True):
-    passes = CompiledDraft(drafter, compiled._parts(drafter), always)
+    passes = CompiledDraft(drafter, compiled.model_parts(drafter), always)
     # As its runs draft.
     drafter.pair, drafter.slots = SimpleNamespace(accelerator=passes), partial(drafter.slots, accelerator=passes)
     return drafter
@@ -613,7 +614,7 @@ def test_kernels_serve_a_drafters_products_but_on_cuda(cuda, monkeypatch):
     for layer in drafter.layers:
         nn.quantize(layer, 32, 4)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
-    calls = compiled._draft_calls(drafter)
+    calls = compiled_draft._draft_calls(drafter)
     assert [type(handler) for _, handler, _ in calls] == ([] if cuda else [Linear] * 7 * len(drafter.layers))
 
 

@@ -16,7 +16,7 @@ from dflash_mlx.kernels import autotune, block_linear
 from dflash_mlx.loading import make_drafter
 from dflash_mlx.models.dflash2 import DFlash2Drafter
 from dflash_mlx.models.drafter import Attention, DecoderLayer
-from dflash_mlx.traced import buffers, compiled, draft_attention
+from dflash_mlx.traced import buffers, compiled, compiled_draft, draft_attention
 
 FULL = {"layer_types": None, "sliding_window": None}
 
@@ -38,7 +38,7 @@ def names(device):
 def drafts(drafter, K=6, rounds=((0, 9), (4, 2), (5, 6))):
     """Hidden rows of passes one after the other, by the modules and traced: rounds of (drafted before, kept) context rows."""
     H, taps = drafter.config.target_hidden_size, len(drafter.config.target_layer_ids)
-    passes = compiled.CompiledDraft(drafter, compiled._parts(drafter), True)
+    passes = compiled_draft.CompiledDraft(drafter, compiled.model_parts(drafter), True)
     plain, ours, start, out = drafter.make_cache(), drafter.make_cache(), 0, []
     for i, (_, rows) in enumerate(rounds):
         ids = mx.random.randint(0, 40, (1, K), key=mx.random.key(i)).astype(mx.int32)
@@ -167,7 +167,7 @@ def address(array):
 
 
 def left_alone(drafter):
-    return draft_attention.attention_calls(drafter, compiled._draft_calls, 6, 6) == ([], [])
+    return draft_attention.attention_calls(drafter, compiled_draft._draft_calls, 6, 6) == ([], [])
 
 
 def test_what_attends_in_another_way_is_left_to_itself(device):
@@ -231,7 +231,7 @@ def test_where_the_text_is_off_attention_is_as_before(device, monkeypatch):
 
 def test_a_text_that_is_switched_off_between_answers_is_traced_out(device):
     drafter = tiny_drafter(tiny_target(hidden=32), hidden_size=32, head_dim=16, **FULL)
-    passes = compiled.CompiledDraft(drafter, compiled._parts(drafter), True)
+    passes = compiled_draft.CompiledDraft(drafter, compiled.model_parts(drafter), True)
     cache = drafter.make_cache()
     ids, features = mx.array([[4, 3, 3, 3, 3, 3]]), mx.random.normal((1, 6, 64))
     mx.eval(drafter.mask_rows(ids, features, cache, 0))

@@ -18,7 +18,7 @@ from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.models.intercept import intercept
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback_point
-from dflash_mlx.traced import compiled, fusion
+from dflash_mlx.traced import compiled, compiled_verify, fusion
 from dflash_mlx.traced.fusion import fused_linears
 
 
@@ -411,7 +411,7 @@ def test_a_traced_pass_rotates_once_a_layer_unless_norms_are_between(make, per_l
         monkeypatch.setattr(compiled, "fused_linears", found)
         target, cache = Target(model), make_prompt_cache(model)
         target(mx.array([[1, 2, 3]]), cache)
-        blocks = compiled.CompiledVerify(target, compiled._parts(model), True)
+        blocks = compiled_verify.CompiledVerify(target, compiled.model_parts(model), True)
         assert blocks.verify(target, mx.array([[4, 5, 6, 7]]), cache, rollback_point(cache, 3)) is not None
     (once, casts), (twice, most) = traced
     assert (once, twice) == (per_layer * len(model.layers), 2 * len(model.layers))

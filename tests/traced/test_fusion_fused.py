@@ -17,7 +17,7 @@ from dflash_mlx.kernels import autotune, block_linear, trials
 from dflash_mlx.kernels.block_linear import block_linear_ops
 from dflash_mlx.kernels.verdicts import Measured
 from dflash_mlx.models.intercept import intercept
-from dflash_mlx.traced import compiled
+from dflash_mlx.traced import compiled, compiled_draft
 from dflash_mlx.traced.fusion import fused_linears
 
 
@@ -220,7 +220,7 @@ def test_ids_of_compiled_passes_are_plain_decodings_and_the_drafter_launches_too
 ):
     metal = columns == 1
     for name in ("fused", "own"):
-        monkeypatch.setattr(compiled.CompiledDraft, name, metal)
+        monkeypatch.setattr(compiled_draft.CompiledDraft, name, metal)
     monkeypatch.setattr(
         compiled, "fused_linears", lambda m, run, kernels, _, *more: fused_linears(m, run, kernels, columns, *more)
     )

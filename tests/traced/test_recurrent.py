@@ -14,7 +14,7 @@ from dflash_mlx.kernels import autotune
 from dflash_mlx.models import recurrent
 from dflash_mlx.models.target import Target
 from dflash_mlx.rollback import rollback
-from dflash_mlx.traced import buffers, compiled
+from dflash_mlx.traced import buffers, compiled, compiled_verify
 
 # Gated delta rules beside attention: experts, decays of a head and of each column, one convolution a layer and three.
 HYBRIDS = ("qwen3_next", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
@@ -79,9 +79,9 @@ def test_ids_and_drafts_of_compiled_passes_are_those_of_ordinary_ones(name, qual
 
 
 FAULTS = {
-    "states of one row less": (compiled.CompiledVerify, "_states", "form.states(n,", "form.states(max(n - 1, 1),"),
-    "states of the pass, not of its rows": (compiled.CompiledVerify, "_record", "entry.cache = list(found[n][i])", "pass"),
-    "one entry's states for the next": (compiled.CompiledVerify, "_record", "list(found[n][i])", "list(found[n][i - 1])"),
+    "states of one row less": (compiled_verify.CompiledVerify, "_states", "form.states(n,", "form.states(max(n - 1, 1),"),
+    "states of the pass, not of its rows": (compiled_verify.CompiledVerify, "_record", "entry.cache = list(found[n][i])", "pass"),
+    "one entry's states for the next": (compiled_verify.CompiledVerify, "_record", "list(found[n][i])", "list(found[n][i - 1])"),
 }
 
 
@@ -123,7 +123,7 @@ def test_widths_are_timed_for_their_neighbours_and_compared_each(monkeypatch):
 
 
 def test_traces_of_first_rows_are_few_and_forgotten_with_the_others(monkeypatch):
-    monkeypatch.setattr(compiled, "_STATES_KEPT", 3)
+    monkeypatch.setattr(compiled_verify, "_STATES_KEPT", 3)
     model = model_of("qwen3_next")
     ours = blocks_of(model)
     cache = filled(model, ours)
