@@ -42,11 +42,11 @@ _STACKED = {name: (name,) for name in ("gate_proj", "up_proj", "down_proj")} | {
 _JOINED = re.compile(rf"^(?P<module>.*\.experts\.({'|'.join(_STACKED)}))_(?P<part>weight_\w+|qweight|qzeros|g_idx)$")
 # formats of GPTQ's packing that store zero points as they are, not one less (AutoRound has two)
 _ZEROS_AS_MEANT = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
-# what compressed-tensors rotates while the model runs; rotations of weights are already in their values
+# what compressed-tensors rotates while the model runs; weights are stored rotated
 _ROTATED_IN_RUNS = ("input", "output", "q_attn", "k_cache")
 # scales for activations and caches, which stay float here
 _CALIBRATION = re.compile(r"\.(((input|output)_(scale|zero_point|global_scale))|[qkv]_(scale|zero_point)|kv_scale)$")
-# what stays beside a weight that was written back as floats
+# tensors that remain beside a weight that was written back as floats
 _LEFT_OVER = PARTS - {"weight", "weight_packed", "scale", "scales", "meta", "qweight"}
 # integers that are not quantized weights: maps between vocabularies, positions, counters
 _INDEX = re.compile(r"(^|\.)(t2d|d2t|\w*position_ids|num_batches_tracked|tid2eid)$")
@@ -105,8 +105,8 @@ class Record:
         return {}
 
     def _own_of(self, name: str) -> Mapping:
-        """What is stated for one module alone: AutoRound's `extra_config` by name or by a pattern found in it, GPTQModel's
-        `dynamic` by a pattern of its beginning (behind "+:", or bare)."""
+        """The settings of one module alone. AutoRound's `extra_config` gives its name, or a pattern that occurs in the name;
+        GPTQModel's `dynamic` gives a pattern that the name begins with, with or without "+:" before it."""
         extra, dynamic = (self.settings.get(key) for key in ("extra_config", "dynamic"))
         extra, dynamic = (rules if isinstance(rules, Mapping) else {} for rules in (extra, dynamic))
         named = [own for target, own in extra.items() if _matches(target, name)]
@@ -237,8 +237,8 @@ def _decode_packed(
 
 
 def _floats_of(checkpoint: Checkpoint) -> mx.Dtype:
-    """The half type of a checkpoint's own floats, in which matrices are that MLX has no mode for: one other type among them would
-    have everything computed in float32."""
+    """The half type of most of a checkpoint's own floats. Matrices that no mode of MLX can hold are written in it: with two half
+    types in one model, MLX would compute everything in float32."""
     own = [t for t in checkpoint.tensors.values() if t.dtype in _HALF and "scale" not in t.name.rpartition(".")[2]]
     sizes = Counter()
     for tensor in own:
@@ -283,7 +283,7 @@ def _experts_of(whole: Packed) -> list[tuple[tuple[str, ...], Packed]]:
 
 
 def types_of_scales(model: nn.Module, checkpoint: Checkpoint) -> dict[str, mx.Dtype]:
-    """Scales and biases that are float32 because a zero point times its scale needs it -> the type of the files' scales.
+    """The scales and biases that became float32 because a zero point times its scale needs that -> the type of the files' scales.
 
     Activations take the widest type of a layer, so float32 scales would make everything run in float32. A layer whose scale is
     float32 in the files keeps it. Only for checkpoints of other tools: MLX's own files hold scales in the intended type.
@@ -311,7 +311,7 @@ def _quantization(packed: Mapping[str, Mapping]) -> dict:
 
 
 def _without_calibration(weights: Weights) -> tuple[Weights, list[str]]:
-    """The weights without scales for activations, and without scales beside weights that are float already."""
+    """Remove scales for activations, and scales of weights that are float already."""
     leftover = [name for name in weights if _CALIBRATION.search(name)]
     for name in weights:
         module, _, part = name.rpartition(".")
@@ -351,7 +351,7 @@ def _decode_fp8(weights: Weights, checkpoint: Checkpoint, floats: mx.Dtype, *, d
     fp8 = [name for name, dtype in headers.items() if dtype == "F8_E4M3"]
     if declared:
         fp8 += [n for n, dtype in headers.items() if dtype == "U8" and n.endswith(".weight") and _scale_of(n, weights)]
-    # packed again by now: another type than in the file
+    # leave out those that are packed again by now: their type is no longer the file's
     fp8 = [name for name in fp8 if weights[name].dtype == mx.uint8 and not name.endswith("_scale")]
     if not fp8:
         return weights, []

@@ -139,7 +139,7 @@ def _config(raw: dict, checkpoint: Checkpoint) -> DrafterConfig:
 
 
 def _spread(weights: Weights, config: DrafterConfig) -> Weights:
-    """`qkv_proj` matrices, as Laguna's drafters store them, as three: rows of q, then of k, then of v; gated queries as two."""
+    """Split fused projections: `qkv_proj` (Laguna's drafters: rows of q, then k, then v) into three, gated queries into two."""
     heads = (config.num_attention_heads, 2, config.head_dim)
     gated = config.architecture == QWEN35_DSPARK
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -148,7 +148,7 @@ def _spread(weights: Weights, config: DrafterConfig) -> Weights:
         if ".qkv_proj." in name and value.shape[0] == q + 2 * kv:
             out.update(zip(_spread_names(name), mx.split(value, [q, q + kv]), strict=True))
         elif gated and ".q_proj." in name and value.shape[0] == 2 * q:
-            # For each head its queries, then its gates.
+            # The rows of each head are its queries, then its gates.
             parts = value.reshape(*heads, *value.shape[1:])
             out[name], out[name.replace(".q_proj.", ".q_gate.")] = (parts[:, i].reshape(q, *value.shape[1:]) for i in (0, 1))
         else:
@@ -157,7 +157,7 @@ def _spread(weights: Weights, config: DrafterConfig) -> Weights:
 
 
 def _spread_names(name: str) -> list[str]:
-    """The three names for which a fused projection's name (or that of one of its tensors) stands; any other name unchanged."""
+    """The three names that replace the name of a fused projection or of one of its tensors; any other name unchanged."""
     return [name.replace(".qkv_proj", f".{part}_proj") for part in "qkv"] if ".qkv_proj" in name else [name]
 
 
@@ -200,8 +200,8 @@ def is_target_copy(name: str) -> bool:
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a drafter's tensor is a matrix that can be quantized: of a layer, or a selector's codebook. Matrices of one row (a
-    confidence head) would save nothing; those for a noise level stay as published."""
+    """Whether to quantize a drafter's tensor: matrices of layers, and a selector's codebooks. Not matrices of one row (a
+    confidence head), which would save nothing, nor those for a noise level, which stay as published."""
     return not name.startswith("log_snr_embed.") and name.endswith((".weight", "_codebook")) and len(shape) == 2 and shape[0] > 1
 
 

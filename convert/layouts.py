@@ -38,7 +38,7 @@ _STACKED = re.compile(
 )
 _PER_EXPERT = re.compile(r"^(?P<base>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<kind>weight|bias|scales|biases)$")
 
-# tensors that change the result: a family whose `sanitize` drops one of these, not zero, computes something else
+# tensors that change the result: if a family's `sanitize` drops one that is not zero, the model computes something else
 NEEDED = re.compile(r"e_score_correction_bias$|_proj\.bias$|router\.bias$")
 
 # prefixes under which multimodal wrappers keep the text model -> its own
@@ -130,7 +130,7 @@ def layouts(model_type: str, weights: Weights) -> Iterator[Layout]:
 
 
 def without_zero_biases(weights: Weights, expected: Collection[str]) -> Weights:
-    """The weights without biases of zeros for layers that have none: AutoGPTQ writes one for every matrix.
+    """Remove biases of zeros where the layer has no bias: AutoGPTQ writes one for every matrix.
 
     Args:
       expected: names of the model's parameters.

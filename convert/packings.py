@@ -144,7 +144,7 @@ class _Integers:
             has = f"has zero points for {list(self.zeros.shape)} rows and groups, and scales for {list(self.scales.shape)}"
             raise parts.refuse(has, "Download the checkpoint again")
         group = _group(parts, self.columns, self.scales.shape[-1])
-        # A short last group has a whole number of them too.
+        # MLX's groups must also fit into a short last group.
         shared = math.gcd(group, self.columns)
         size = next((size for size in sorted(GROUP_SIZES, reverse=True) if shared % size == 0), None)
         if size is None:
@@ -280,7 +280,7 @@ def _gptq(parts: Packed) -> Matrix:
     columns = qweight.shape[0] * 32 // bits
     _check_order(parts, "g_idx", columns, groups)
     zeros = unpack(qzeros.view(mx.uint32), bits, rows).astype(mx.int32)
-    # half the range everywhere: a symmetric matrix with zero points stored as they are, whatever the record says
+    # All zero points are half the range, so the matrix is symmetric and they are stored as they are, whatever the record says.
     if not mx.all(zeros == 1 << (bits - 1)).item():
         zeros = zeros + int(parts.stated.get("zeros_minus_one", True))
     words = mx.contiguous(qweight.T).view(mx.uint32)

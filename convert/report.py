@@ -101,7 +101,7 @@ def drafter_outputs(config: DrafterConfig, weights: dict[str, mx.array], fill: C
     drafter.set_dtype(mx.float32)
     keys = mx.random.split(mx.random.key(7), 2)
     features = mx.random.normal((1, _POSITIONS, len(config.target_layer_ids) * config.target_hidden_size), key=keys[0])
-    # As in a real block: one anchor, then equal mask rows, which are small beside what the layers add.
+    # As in a real block: one anchor, then equal mask rows. Both are small, so what the layers add dominates.
     anchor, mask = 0.1 * mx.random.normal((2, 1, 1, config.hidden_size), key=keys[1])
     block = mx.concatenate([anchor, mx.repeat(mask, config.block_size - 1, axis=1)], axis=1)
     hidden = drafter(block, features, drafter.make_cache(), 0)[0]

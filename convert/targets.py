@@ -96,7 +96,7 @@ def read_target(checkpoint: Checkpoint) -> LoadedTarget:
 
         source = read_gguf(checkpoint.path)
         loaded = build_target(source.config, gguf_weights(source), str(checkpoint.path))
-        # by the names in the file: its reader did more to each tensor than to rename it
+        # by the names in the file, because its reader does more to a tensor than rename it
         loaded.fates = dict(source.fates)
         return loaded
     require_target(checkpoint)

@@ -122,7 +122,7 @@ class Question:
 
     @property
     def about(self) -> tuple[str, ...]:
-        """The key of what is known of it: another text or plan is another question."""
+        """The key under which results are kept. With another source text or plan it is another question."""
         return (self.shape, *(f"{c.name} {_digest(c.kernel.text)}" for c in self.candidates))
 
     @property
@@ -218,7 +218,7 @@ def choose(question: Question, rows: int) -> Candidate | None:
         _survey.note(question)
         return None
     table = _table(question)
-    # None is off, or forced ones are off, which is reported below.
+    # Try only if no forced kernel is off; that is reported below.
     trying = len(_on(question)) == len(asked) if forced else bool(_on(question))
     if trying and not _is_shared and (missing := [count for count in question.rows if count not in table]):
         if forced or mx.cuda.is_available():

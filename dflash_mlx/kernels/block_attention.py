@@ -238,7 +238,7 @@ def layout(rows: int, head_dim: int, simdgroups: int | None = None) -> tuple[int
         each = -(-rows // few)
         if each <= most:
             return few, each, 1
-    # Not 512 threads or more: at head size 256 an M1 or M2 refuses to launch so many of this text.
+    # Fewer than 512 threads: at head size 256 an M1 or M2 refuses to launch more of this kernel.
     return (0, 0, 0) if mx.cuda.is_available() else (few, most, -(-rows // (few * most)))
 
 
@@ -418,7 +418,7 @@ def _plan(
     question = autotune.Question(about, ways, made, nbytes=2 * hk * length * d * dtype.size)
     chosen = autotune.choose(question, m)
     if chosen and chosen.kernel is FOLDED:
-        # MLX has more kernels for one row, which a trial at this length does not see.
+        # For one row MLX has other kernels at other lengths, which a trial at this length says nothing about.
         return Folded(scale) if m > 1 else None
     return prepare(shape, dtype, hk, scale, causal, window, has_sinks, **dict(chosen.options)) if chosen else None
 

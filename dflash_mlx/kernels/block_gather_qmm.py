@@ -172,7 +172,7 @@ def prepare(
             ("T", dtype),
             ("BITS", bits),
             ("GROUP", group_size),
-            # More where more are to be expected.
+            # Larger tiles where each expert is expected to get more rows.
             ("ROWS", tile or (4 if 2 * pairs <= e else 8)),
             ("COLS", columns),
             ("SIMDGROUPS", SIMDGROUPS),

@@ -24,7 +24,7 @@ from .block_qmm import MAX_ROWS, TOLERANCE, TYPES
 from .launch import Kernel
 from .trials import lazy
 
-# A norm and a rotation, each of which rounds.
+# A norm and a rotation round once each.
 _ROUNDINGS = 2
 
 _HEADER = """
@@ -96,8 +96,8 @@ class Heads(NamedTuple):
 
 
 def turns_of(rotation: Rotation, heads: Heads, rows: int, offset: int | mx.array) -> mx.array:
-    """[1, 1, rows, dims] float32: what positions offset, offset + 1, ... turn by: the cosine where a pair's first number stands,
-    the sine where its second one does."""
+    """[1, 1, rows, dims] float32: the rotations of positions offset, offset + 1, ... The cosine stands at a pair's first number,
+    the sine at its second one."""
     firsts = np.arange(heads.dims) % 2 == 0 if heads.traditional else np.arange(heads.dims) < heads.dims // 2
     ones = mx.array(np.tile(firsts.astype(np.float32), (1, 1, rows, 1)))
     return rotation(ones, offset=offset)
@@ -224,7 +224,7 @@ def made(dtype: mx.Dtype, heads: Heads) -> tuple[mx.array, mx.array, mx.array, m
 
 
 def trials(dtype: mx.Dtype, heads: Heads, ways: Sequence[autotune.Candidate]) -> Callable[[int], autotune.Trial]:
-    """Comparisons with MLX's operations on made-up values, for a row count of the block; as many rows of a context."""
+    """For a row count of the block: a comparison with MLX's operations on made-up values, with as many rows of context."""
     y, context, first, q_weight, k_weight, rotation = made(dtype, heads)
     number = first.item()
 

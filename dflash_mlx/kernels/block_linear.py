@@ -35,7 +35,7 @@ from .trials import lazy
 KERNEL = tile_product("block_linear", quantized=True)
 # Row counts at which it is tried: traced passes are filled up to at least 4.
 _ROWS = (4, MAX_ROWS)
-# A norm before and a gate after, each of which rounds.
+# A norm before the product and a gate after it round once each.
 _ROUNDINGS = 2
 
 Launch = Callable[..., mx.array]

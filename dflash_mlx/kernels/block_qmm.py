@@ -255,8 +255,8 @@ def tile_sizes(
       ValueError: for rows outside 1..16.
     """
     words = group_size * bits // 128
-    # More columns read x less often, fewer make more threadgroups; a lane's words and sums stay in registers, of which an Apple
-    # GPU has 128 a thread. Not timed on a Mac. Results do not depend on it.
+    # With more columns x is read less often; with fewer there are more threadgroups. A lane keeps its words and sums in
+    # registers, and an Apple GPU has 128 per thread. Not timed on a Mac. Results do not depend on it.
     widest = 64 if n >= 8192 and mx.cuda.is_available() else 32 if n >= 2048 else 16
     columns = columns or min(widest, max(16, 128 // words))
     # With few threadgroups, more threads in each keep an H100's memory busy, if all find room in its registers: tests/
@@ -323,7 +323,7 @@ def _plan(
 
 
 def candidate(rows: int, dtype: mx.Dtype, n: int, k: int, group_size: int, bits: int) -> autotune.Candidate | None:
-    """Which text serves an eligible product, in which plan; None: stock MLX."""
+    """The kernel and plan that serve an eligible product; None: stock MLX."""
     made = partial(trials, min(n, TRIAL_COLUMNS), k, group_size, bits, dtype)
     about = f"product {dtype} {bits} bit group {group_size} N {n} K {k}"
     ways = candidates(dtype, n, group_size, bits)

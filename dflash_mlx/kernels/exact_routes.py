@@ -257,7 +257,7 @@ def _said(mask: Any) -> str:
 
 
 class ExactRecurrence(Recurrence):
-    """A module with a gated delta rule: gated_delta, or mlx-lm's code a step a row; never its kernel, which takes chunks."""
+    """A module with a gated delta rule: `gated_delta`, or mlx-lm's code row by row; never mlx-lm's kernel, which takes chunks."""
 
     @staticmethod
     def plan(*given: mx.array) -> Any:

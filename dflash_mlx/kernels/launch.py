@@ -116,7 +116,8 @@ _METAL_PRELUDE = """
 METAL_FUNC float times(float a, float b) { return a * b; }
 """
 
-# After every use of __device__, which is a macro for __attribute__((device)): hence a helper in `header` takes values only.
+# These come after every use of __device__, a macro for __attribute__((device)), which the define below would break. So a helper
+# in `header` takes values only.
 _CUDA_WORDS = """
 #define device
 #define constant const

@@ -36,14 +36,14 @@ from .launch import Form
 
 PRODUCTS = Form("matmul_as_gemv")
 FOLDED = Form("gqa_folded_attention")
-# A drafter's keys are those of a block and of as many new rows.
+# A drafter computes keys for a block and for as many new context rows.
 MOST_PRODUCT_ROWS = 2 * MAX_ROWS
 # MLX has a kernel on CUDA for the attention of up to 3 rows.
 LEAST_ATTENTION_ROWS = 4
 TRIAL_KEYS = 512
-# MLX hands attention of one row to cuDNN from so many keys on. Its own kernel, for fewer, reads keys once for each query head
-# and gets slower with each: a layer of 2,048 texts took 438 us at 128 keys, folded 121; 579 at 200, folded 165; with cuDNN 186 at
-# 260, folded 422 (SmolLM2-135M's 9 heads and 3 of keys, bfloat16, H200, mlx 0.32.4).
+# From this many keys on, MLX hands attention of one row to cuDNN. Its own kernel, for fewer keys, reads them once for each query
+# head and gets slower with each: a layer of 2,048 texts took 438 us at 128 keys, folded 121; 579 at 200, folded 165; with cuDNN
+# 186 at 260, folded 422 (SmolLM2-135M's 9 heads and 3 of keys, bfloat16, H200, mlx 0.32.4).
 CUDNN_KEYS, MANY_TEXTS, HALF = 256, 64, (mx.float16, mx.bfloat16)
 # MLX reads this once a process, at its first attention on CUDA.
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
@@ -70,7 +70,7 @@ def choose_cudnn(few_lengths: bool) -> None:
 
 
 def _cudnn_takes(dtype: mx.Dtype, *sizes: int) -> bool:
-    """Whether MLX hands attention of several rows to cuDNN: in one operation, which is planned anew for each number of keys.
+    """Whether MLX hands attention of several rows to cuDNN: in one operation, but each new number of keys needs a new plan.
 
     Source: supports_sdpa_cudnn in MLX's scaled_dot_product_attention.cpp.
     """
@@ -128,7 +128,7 @@ def _products(shape: tuple[int, ...], dtype: mx.Dtype, w_shape: tuple[int, ...],
 
 
 def product_trials(n: int, k: int, dtype: mx.Dtype, ways: Sequence[autotune.Candidate]) -> Callable[[int], autotune.Trial]:
-    """Comparisons with MLX's product, over as many matrices as a cache does not hold; for a row count."""
+    """For a row count: a comparison with MLX's product, over more matrices than fit into the GPU's cache."""
     keys = mx.random.split(mx.random.key(0), 2)
     first = mx.random.normal((n, k), dtype=dtype, key=keys[0])
     weights = [first, *(first + 0 for _ in range(min(15, TRIAL_BYTES // first.nbytes)))]
@@ -179,7 +179,7 @@ def gqa_folded_attention(queries: mx.array, keys: mx.array, values: mx.array, ma
 
 
 def serves_many_texts(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
-    """Whether `gqa_folded_attention` is to serve one row in each of many texts, all of which see all of their keys."""
+    """Whether `gqa_folded_attention` is to serve one row in each of many texts, where every row sees all keys of its text."""
     (b, hq, m, d), (_, hk, s, _), dtype = queries.shape, keys.shape, queries.dtype
     many = m == 1 and b >= MANY_TEXTS and hq > hk and dtype in HALF
     return many and (s < CUDNN_KEYS or not _cudnn_takes(dtype, d, values.shape[3])) and autotune.allowed(FOLDED)

@@ -288,7 +288,7 @@ def kernel_of(
     gated: bool,
     heads: bool,
 ) -> Kernel:
-    """A text of a product with what may stand around it, in one form. form: what MLX is to know it by besides."""
+    """The source of a product, with or without a norm before it and a sum or gate after it. form: added to MLX's name of it."""
     given = {"scales": quantized, "biases": quantized, "weight": norm, "residual": residual}
     forms = {"NORM": norm, "RESIDUAL": residual, "GATED": gated, "HEADS": heads}
     said = "".join(f"    constexpr bool {form} = {str(value).lower()};\n" for form, value in forms.items())

@@ -26,13 +26,14 @@ from ..models.intercept import own_class
 from . import fusion
 from .fusion import Call, Handler
 
-# Up to so many rows MLX's attention on Metal writes its output head by head; of more, row by row, where side by side is a view.
+# Up to this many rows, MLX's attention on Metal writes its output head by head. With more it writes row by row, where all heads
+# of a row lie side by side already.
 BY_HEADS = 8
 
 
 def attention_calls(drafter: Drafter, kernels: Callable, K: int, S: int) -> tuple[list[Call], list[nn.Module]]:
-    """Calls of the drafter's attention layers in a trace, and what `fused_linears` is to take as done; two empty lists where
-    `block_heads` does not serve them at these numbers of rows.
+    """Calls of the drafter's attention layers in a trace, and the modules that these calls make unnecessary for `fused_linears`.
+    Two empty lists if `block_heads` does not serve the layers at these numbers of rows.
 
     Args:
       kernels: as in `fused_linears`; K, S: rows of a block and of its new context.
@@ -83,7 +84,7 @@ def _plan(layer: Attention, heads: Heads, K: int, S: int, *types: mx.Dtype) -> C
 
 
 class _Pass:
-    """The attention layers of a pass, and what they share in it: the context's product and what positions turn by.
+    """The attention layers of a pass, and what they share in it: the context's product and the cosines and sines of positions.
 
     blocks: each layer's [Wq; Wk; Wv]; context: [Wk; Wv] of one layer after the other.
     """
@@ -98,13 +99,13 @@ class _Pass:
     ):
         self._layers, self._heads, self._context = layers, heads, context
         self._make = [_maker(whole, kernels) for whole in (*blocks, context)]
-        # Layers whose positions turn alike, by what these are seen to turn by: the same number.
+        # Layers with equal cosines and sines get the same number.
         seen: dict[bytes, int] = {}
         self._alike = [seen.setdefault(np.array(_turns(*of)).tobytes(), len(seen)) for of in zip(layers, heads, strict=True)]
         widths = [2 * of.kv_heads * of.D for of in heads]
         self._first = [mx.array([sum(widths[:i])], dtype=mx.int32) for i in range(len(layers))]
         mx.eval(self._first)
-        # A context, its product, and turns by `_alike`; nothing between two passes.
+        # A context, its product, and cosines and sines by the numbers of `_alike`; None between two passes.
         self._shared: tuple[mx.array, mx.array, dict[int, mx.array]] | None = None
 
     def calls(self) -> list[Call]:

@@ -131,7 +131,7 @@ class _Seen:
         return bool(self.products[id(module)].last)
 
     def followed(self, module: nn.Module) -> bool:
-        """Whether later operations can use where the product came from. Otherwise it is not noted, since noting costs a cast."""
+        """Whether a later operation can use the product as a whole. Else its origin is not noted, because noting costs a cast."""
         product = self.products[id(module)]
         return product.turned or product.added or id(module) in self.gated
 
@@ -288,7 +288,7 @@ def product_maker(
 
 
 class _Product:
-    """A product y of layers (by id), and its last rotation. Only the parts that calls received hold it, so it is freed with them.
+    """One product y of several layers (by id), and its last rotation. It lives as long as a part that was handed to a caller.
 
     made: its values, perhaps in another shape: a reshape is an operation too, so it is made once for all uses.
     ends: where each layer's columns end; columns of no layer may follow.

@@ -49,7 +49,7 @@ def decay_weights(K: int, gamma: float) -> mx.array:
 
 
 def adaptive_weights(ce: mx.array, counts: mx.array, alpha: float = 0.5) -> mx.array:
-    """D-PACE: a slot weighs what the slots from it on can still win, given how likely the slots before it pass.
+    """D-PACE: a slot's weight is what it and the later slots can still win, given how likely the slots before it are to pass.
 
         w_j = sum over m >= j of the product over i <= m of ((1 - alpha) exp(-ce_i) + alpha)
 
@@ -68,9 +68,9 @@ class Wanted:
 
     Shapes:
       - labels: [R, N] int32; counts: [R, N] bool, both as from `labels_of`; anchor: [R] the token before slot 1
-      - heat: [R] the temperature that a block's drafts are judged at, on the host; None: 1
-      - rows: [P, N] which of the target's rows chose the slot's token; teacher: such row numbers [M] to the target's logits
-        [M, V]. The first P blocks learn from the target's probabilities at `heat`, the rest from labels.
+      - heat: [R] the temperature at which a block's drafts are judged (NumPy, not on the device); None: 1
+      - rows: [P, N] the target's row that chose each slot's token; teacher: takes such row numbers [M] and returns the target's
+        logits [M, V]. The first P blocks learn from the target's probabilities at `heat`, the rest from labels.
     """
 
     labels: mx.array
@@ -81,14 +81,15 @@ class Wanted:
     rows: mx.array | None = None
 
     def part(self, start: int, stop: int) -> Wanted:
-        """The blocks from one of `cuts`."""
+        """The blocks start..stop, a pair from `cuts`."""
         soft = stop <= self.soft
         rest = (self.teacher, self.rows[start:stop]) if soft else (None, None)
         heat = None if self.heat is None else self.heat[start:stop]
         return Wanted(self.labels[start:stop], self.counts[start:stop], self.anchor[start:stop], heat, *rest)
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
-        """Where parts of at most `size` blocks start and stop. All of a part learn from probabilities or none, at one heat."""
+        """Starts and stops of parts of at most `size` blocks. In a part all blocks have one heat, and all or none learn from
+        probabilities."""
         ends = {0, self.soft, len(self.labels)}
         if self.heat is not None:
             ends |= set((np.flatnonzero(np.diff(self.heat)) + 1).tolist())
@@ -131,13 +132,13 @@ class _Chunk:
 
 
 def _add_at(rows: mx.array, ids: mx.array, more: mx.array) -> mx.array:
-    """rows [..., V] with more [..., k] added at ids [..., k], no two of a row equal."""
+    """rows [..., V] with more [..., k] added at the columns ids [..., k], which differ within a row."""
     sums = mx.take_along_axis(rows, ids, axis=-1) + more
     return mx.put_along_axis(rows, ids, sums.astype(rows.dtype), axis=-1)
 
 
-# Compiled, or each step of these is a pass over the whole vocabulary. No columns [M, 1] beside it: MLX's elementwise kernels on
-# CUDA work out where a column's value lies for every number (15.5 ms a chunk of 7,680 rows of 49,152 on an H200, these 9.4).
+# Compiled, because each step would otherwise be a pass over the whole vocabulary. The factor is a scalar, no column [M, 1]: with
+# a column, MLX's kernels on CUDA compute an index for every number (7,680 rows of 49,152 on an H200: 15.5 ms, these 9.4).
 @mx.compile
 def _scaled(rows: mx.array, by: mx.array) -> mx.array:
     return (rows.astype(mx.float32) * by).astype(rows.dtype)
@@ -154,7 +155,7 @@ def _less(q: mx.array, p: mx.array, like: mx.array) -> mx.array:
 
 
 class _SlotRows:
-    """Distributions of the slots of some blocks of one heat, and what each should be, by kernels that go over whole rows.
+    """The distributions of the slots of some blocks with one heat, and the wanted ones, over whole rows of the vocabulary.
 
     Those that learn from text stay in the logits' type; those that learn from probabilities are float32.
 
@@ -191,11 +192,11 @@ class _SlotRows:
         return self.label_ce() if self.p is None else self._back(self.lse[:, 0] - (self.p * self.z).sum(-1))
 
     def passes(self) -> mx.array:
-        """[R, N]: how likely a slot passes: its label's probability, or what the two distributions share."""
+        """[R, N]: the probability that a slot passes: that of its label, or the overlap of the two distributions."""
         return mx.exp(-self.label_ce()) if self.p is None else self._back(mx.minimum(self.q, self.p).sum(-1))
 
     def p_at(self, ids: mx.array) -> mx.array:
-        """[R, N, k] ids to what their probabilities should be."""
+        """The wanted probabilities of ids [R, N, k]."""
         if self.p is None:
             return (ids == self.want.labels[..., None]).astype(mx.float32)
         return self._back(mx.take_along_axis(self.p, ids.flatten(0, 1), axis=-1))
@@ -204,7 +205,7 @@ class _SlotRows:
         """Derivative of the sum of weight [R, N] times `ce` by the logits, and `more` [R, N, k] at the ids `at`; `more` is 0
         where weight is.
 
-        Returns: [R, N, V] in the logits' type, and [R, N, 1] float32 that each row of it is still to be multiplied by
+        Returns: [R, N, V] in the logits' type, and a factor [R, N, 1] float32 that its rows have not been multiplied by yet
         """
         scale = weight.reshape(-1, 1) / self.heat
         if self.p is not None:
@@ -219,7 +220,7 @@ class _SlotRows:
 def _selector_loss(
     selector: CandidateSelector, config: LossConfig, want: Wanted, candidates: mx.array, p: mx.array
 ) -> Callable[..., tuple[mx.array, tuple]]:
-    """A function of (hidden [R, N, H], unary [R, N, k], selector weights) to (sum of weighted losses, what was seen).
+    """A function that takes (hidden [R, N, H], unary [R, N, k], selector weights) and returns (sum of weighted losses, seen).
 
     p: [R, N, k] what the candidates' probabilities should be.
     Seen: weights [R, N] of the slots, hits [R, N], whether the label is a candidate [R, N].
@@ -239,7 +240,7 @@ def _selector_loss(
         if config.own:
             reached = mx.cumprod(mx.concatenate([mx.ones(hits[:, :1].shape), hits[:, :-1].astype(mx.float32)], axis=1), axis=1)
             counts = counts & (reached > 0)
-        # A label outside the candidates is the backbone's to learn alone: p is then zero at all of them.
+        # If the label is no candidate, p is zero at all candidates, and only the backbone learns it.
         passes = mx.stop_gradient(mx.minimum(p, q).sum(-1))
         weight = slot_weights(-mx.log(mx.maximum(passes, 1e-9)), counts, config.gamma)
         slot = -(p * logq).sum(-1)
@@ -251,8 +252,8 @@ def _selector_loss(
 
 
 def _markov_term(markov: MarkovHead, want: Wanted, like: mx.array) -> Callable[..., mx.array]:
-    """A function of (hidden [R, N, H], Markov head's weights) to what slots' logits [R, N, V], `like` these, get of the text's
-    token before them; of rows times `scale` [R, N, 1], if that is given."""
+    """A function that takes (hidden [R, N, H], Markov head's weights) and returns what the text's token before each slot adds to
+    the slot's logits: [R, N, V] in the type of `like`. scale [R, N, 1]: factors of the rows."""
 
     def term(hidden: mx.array, weights: Any, scale: mx.array | float = 1.0) -> mx.array:
         markov.update(weights)
@@ -269,7 +270,7 @@ def _markov_term(markov: MarkovHead, want: Wanted, like: mx.array) -> Callable[.
 
 
 def slot_weights(ce: mx.array, counts: mx.array, gamma: float | None) -> mx.array:
-    """[R, N]: the paper's decay, or D-PACE's weights without a gamma; 0 where a slot does not count."""
+    """[R, N]: the paper's decay with a gamma, D-PACE's weights without one; 0 where a slot does not count."""
     return adaptive_weights(ce, counts) if gamma is None else decay_weights(ce.shape[-1] + 1, gamma) * counts
 
 
@@ -281,7 +282,7 @@ def _chunk_loss(
     selector: CandidateSelector | MarkovHead | None,
     weights: Any,
 ) -> _Chunk:
-    """Loss and slopes of some blocks: hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
+    """Loss and slopes of some blocks, hidden [R, N, H]. The head is frozen: its logits' slope goes straight to hidden."""
     logits = head(hidden)
     term = _markov_term(selector, want, logits) if isinstance(selector, MarkovHead) else None
     if term is not None:
@@ -305,12 +306,12 @@ def _chunk_loss(
         unary = mx.take_along_axis(logits, candidates, axis=-1).astype(mx.float32)
         run = mx.value_and_grad(_selector_loss(selector, config, want, candidates, rows.p_at(candidates)), argnums=(0, 1, 2))
         (loss, (own_weight, hits, held)), (by_hidden, by_unary, by_weights) = run(hidden, unary, weights)
-        # The backbone learns every slot of the text, reached or not.
+        # The backbone learns every counted slot, whether or not the selector's own picks reach it.
         weight = own_weight if not config.own else slot_weights(label_ce, want.counts, config.gamma)
         chunk = _Chunk(loss, by_hidden.astype(mx.float32), [g for _, g in sorted(tree_flatten(by_weights))])
         metrics["held"] = held.sum(0)
         slope, scale = rows.slope(share * weight, candidates, by_unary)
-    # Divided by the number of blocks behind the head: in float16 these slopes must not get smaller than they are.
+    # The division by the number of blocks comes after the head: before it, these slopes could underflow in float16.
     by_logits = mx.vjp(head, [hidden], [slope])[1][0].astype(mx.float32)
     chunk.hidden_slope = chunk.hidden_slope.astype(mx.float32) + by_logits * scale
     chunk.loss = chunk.loss + share * (weight * rows.ce()).sum()
@@ -325,10 +326,10 @@ def block_loss(
     config: LossConfig = LossConfig(),  # noqa: B008 (frozen)
     selector: CandidateSelector | MarkovHead | None = None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """Weighted loss of drafted slots; memory is that of one chunk of logits, whatever the number of blocks.
+    """Weighted loss of drafted slots. It holds one chunk of logits at a time, whatever the number of blocks.
 
-    The gradient of each chunk's logits is formed while they exist. The value returned carries it: its derivative is the
-    loss's, its number is the loss.
+    The gradient of each chunk's logits is computed while they exist. The array returned has the loss as its value and these
+    gradients as its derivative.
 
     Shapes:
       - hidden: [R, N, H] rows of slots 1 ..
@@ -349,7 +350,7 @@ def block_loss(
     for start, stop in want.cuts(config.chunk_blocks):
         h = mx.stop_gradient(hidden[start:stop])
         if done is not None:
-            # Chunks run one after the other, so that one chunk of logits is alive at a time.
+            # One chunk after the other, so that only one chunk of logits is alive.
             h = mx.depends([h], [done])[0]
         chunk = _chunk_loss(head, h, want.part(start, stop), config, selector, weights)
         done = mx.stop_gradient(chunk.hidden_slope)
