@@ -135,13 +135,13 @@ class PairCache:
             )
         _end_stream(entries[-1])
         ids, features, layout = entries[-1].cache
-        n_target, rows = layout[0, 2:].tolist()
+        n_target, rows = layout.tolist()[0][2:]
         if rows == _AT_WORK:
             raise CacheError(
                 "this prompt cache was copied or saved while a stream was writing to it; its parts do not belong together",
                 "Read the stream to its end or close() it, then copy or save the cache",
             )
-        pair = cls(entries, n_target, [] if ids is None else ids[0].tolist(), rows, features)
+        pair = cls(entries, n_target, [] if ids is None else ids.tolist()[0], rows, features)
         # An entry that the model does not use stays empty.
         moved = [e for e in leaves(pair.target) if type(e) is not ArraysCache and e.offset not in (0, rows)]
         if moved:
@@ -202,7 +202,8 @@ def is_pair_cache(entries: Sequence[Any]) -> bool:
     if not isinstance(last, ArraysCache) or len(last.cache) != 3 or last.cache[2] is None:
         return False
     layout = last.cache[2]
-    return layout.dtype == mx.int32 and layout.shape == (1, 4) and layout[0, :2].tolist() == [_MAGIC, _VERSION]
+    # The whole array: an operation, such as a slice, would wait for everything that the device has to do.
+    return layout.dtype == mx.int32 and layout.shape == (1, 4) and layout.tolist()[0][:2] == [_MAGIC, _VERSION]
 
 
 def can_trim_prompt_cache(entries: list[Any]) -> bool:

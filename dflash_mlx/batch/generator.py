@@ -22,6 +22,7 @@ from ..errors import GenerationError
 from ..generation import stream_generate
 from ..machine import open_stream, wired_limit
 from ..models.drafter import Drafter
+from ..models.target import Target
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..stats import GenerationStats
@@ -99,6 +100,8 @@ class BatchGenerator:
         self._ahead: Round | None = None
         self._has_read = False
         self._uid, self._target = 0, None
+        # The target for requests that are inserted before the next step.
+        self._prepared: Target | None = None
         # Seconds spent on prompts and on answers, counted while there is work of both kinds.
         self._spent = [0.0, 0.0]
 
@@ -110,7 +113,10 @@ class BatchGenerator:
         made = options_of(
             self.model, self.tokenizer, prompt, **{**options, "draft_model": self.draft_model, "stream": self.stream}
         )
-        row = make_row(self._uid, made, self.pair)
+        made.check_drafter()
+        # Looking for modules that were replaced takes 3 ms for a model of 30 layers: once for requests that come together.
+        self._prepared = self._prepared or self.pair.prepare_target()
+        row = make_row(self._uid, made, self.pair, self._prepared)
         self._uid += 1
         self.waiting.append(row)
         return row.uid
@@ -145,6 +151,7 @@ class BatchGenerator:
 
         A request's last response has its finish_reason and its prompt cache.
         """
+        self._prepared = None
         with mx.stream(self.stream):
             found = self._step()
         # The last slot first: where several rows end, those that stay then move least.

@@ -12,6 +12,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache
 
 from ..loop import Kept, Run, Step, begin_prefill, generate_steps, keep_chunk, make_run
+from ..models.target import Target
 from ..options import RunOptions
 from ..pair import DFlashPair
 from ..responses import GenerationResponse, Responder
@@ -190,14 +191,13 @@ class Row:
             self.seat = None
 
 
-def make_row(uid: int, options: RunOptions, pair: DFlashPair) -> Row:
-    """Make a row that has not started. Refuses what cannot be done.
+def make_row(uid: int, options: RunOptions, pair: DFlashPair, target: Target) -> Row:
+    """Make a row that has not started. target: from `pair.prepare_target`. Refuses what cannot be done.
 
     Raises:
       GenerationError, CacheError, PairError, ValueError: as `stream_generate`.
     """
-    options.check_drafter()
-    target, prompt = pair.prepare_target(), options.prompt_ids
+    prompt = options.prompt_ids
     cache = pair.open_cache(options.prompt_cache, options.max_kv_size)
     options.check_prompt(target, cache)
     run = make_run(options, pair, cache)
