@@ -87,7 +87,9 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str],
         raise DFlashError(f"a message is {shown(message)}; every message must be an object with a role", "Add the role")
     read = {key: value for key, value in message.items() if value is not None and value != []}
     read["role"] = _role(message["role"], tokenizer, role_mapping)
-    read["content"] = _text(message.get("content"), left_out)
+    thoughts = _thoughts(message.get("content")) if read["role"] == "assistant" else []
+    shown_parts = [part for part in message["content"] if not _is_thought(part)] if thoughts else message.get("content")
+    read["content"] = _text(shown_parts, left_out)
     if called := read.pop("function_call", None):
         # OpenAI's older form of one call.
         read.setdefault("tool_calls", [{"type": "function", "function": called}])
@@ -95,12 +97,22 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str],
         read["tool_calls"] = _read_calls(read["tool_calls"])
     if _WANTS_SHORT_IDS.search(template_source(tokenizer)):
         _shorten_ids(read)
-    thought = next((read[key] for key in REASONING if isinstance(read.get(key), str)), None)
+    thought = next((read[key] for key in REASONING if isinstance(read.get(key), str)), "\n".join(thoughts) or None)
     for key in REASONING:
         read.pop(key, None)
     if thought is not None:
         read |= dict.fromkeys(_reasoning_names(tokenizer), thought)
     return read
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
+
+
+def _thoughts(content: Any) -> list[str]:
+    """Reasoning that comes as parts of the content, as in Mistral's own API: each a text, or parts with texts."""
+    found = [part.get("thinking", part.get("text")) for part in content if _is_thought(part)] if isinstance(content, list) else []
+    return [_text(thought, []) for thought in found]
 
 
 def _shorten_ids(message: dict[str, Any]) -> None:

@@ -42,6 +42,9 @@ def best_form(messages: Messages, write: Callable[[Messages], Rendered], spell: 
     Raises:
       DFlashError: it refuses every form; says why it refused the first.
     """
+    if any(map(_thought_of, messages)) and _reads_thoughts_within(write):
+        as_given = write
+        write = lambda some: as_given([_thought_within(message) for message in some])  # noqa: E731
     late = any(one["role"] != "system" == two["role"] for one, two in pairwise(messages))
     front = late and _names_late_systems_alone(write)
     within = any(message["role"] == "tool" for message in messages) and _reads_results_within(write)
@@ -140,6 +143,35 @@ def _reads_results_within(write: Callable[[Messages], Rendered]) -> bool:
         return False
     as_tool, as_any = (written(calls, {"role": role, "content": word}) for role in ("tool", "zqrole"))
     return as_any.replace("zqrole", "tool") == as_tool
+
+
+def _thought_of(message: dict[str, Any]) -> str:
+    return next((message[name] for name in REASONING if message.get(name)), "")
+
+
+def _thought_within(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning is a part of its content."""
+    thought, content = _thought_of(message), message["content"]
+    if not thought:
+        return message
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    rest = {key: value for key, value in message.items() if key not in REASONING}
+    return {**rest, "content": [{"type": "thinking", "thinking": thought}, *parts]}
+
+
+def _reads_thoughts_within(write: Callable[[Messages], Rendered]) -> bool:
+    """Whether the template reads earlier reasoning as a part of the content, and under no name of its own (Ministral 3)."""
+
+    def wrote(change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+        said = {"role": "assistant", "content": "y", **dict.fromkeys(REASONING, "zqtq")}
+        try:
+            text = str(write([{"role": "user", "content": "x"}, change(said)]))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return False
+        # Not the list itself, as Python or JSON writes it.
+        return "zqtq" in text and not any(f"type{quote}: " in text for quote in "'\"")
+
+    return wrote(_thought_within) and not wrote(dict)
 
 
 def _roles_of_results(write: Callable[[Messages], Rendered]) -> list[str]:

@@ -237,6 +237,33 @@ def test_tools_reach_every_template(written, template, wanted):
         assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
 
 
+# As Ministral 3's: earlier reasoning is a part of the content.
+THINKS_WITHIN = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]{% elif part.type == 'text' %}{{ part.text }}{% else %}"
+    "{{ raise_exception('only text and thinking') }}{% endif %}{% endfor %}{% endif %}" + CALLS + "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "part"])
+def test_earlier_reasoning_reaches_a_template_that_reads_it_within_the_content(written, key):
+    def thinks(message):
+        if key != "part":
+            return {**message, key: "Hm."}
+        inner = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        return {**message, "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, *inner]}
+
+    calls = {"role": "assistant", "content": None, "tool_calls": [call("Oslo", "1")]}
+    prompt = written(THINKS_WITHIN, [ASKED, thinks(calls), FOUND[1], thinks(ROME), ASKED])
+    asked, one = f"[user]{ASKED['content']}", '<weather:{"city": "Oslo"}>'
+    assert prompt == f"{asked}[assistant][THINK]Hm.[/THINK]{one}[tool]7[assistant][THINK]Hm.[/THINK]Rome.{asked}"
+    # A template that has a name for it, or none, gets texts.
+    for reads in ("m.reasoning_content", "m.reasoning", ""):
+        named = EACH.replace("{{ m.content }}", "{{ %s }}{{ m.content }}" % (reads or "''"))
+        prompt = written(named, [ASKED, thinks(ROME), ASKED])
+        assert prompt == f"{asked}[assistant]{'Hm.' if reads else ''}Rome.{asked}"
+
+
 # SmolLM3's reads tools under another name. Firefunction's cannot do without functions and a day.
 XML_TOOLS = "{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t | string }}{% endfor %}</tools>{% endif %}" + EACH
 FUNCTIONS = "{% set about = 'Functions: ' + functions + ' Today is ' + datetime + '.' %}{{ about }}" + EACH
