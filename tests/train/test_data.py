@@ -13,7 +13,7 @@ from dflash_mlx.progress import listening
 from dflash_mlx.train.data import DataConfig, loop_cuts, make_data
 from dflash_mlx.train.docs import Docs, load_docs
 from dflash_mlx.train.prompts import FAMILIES, KINDS, Pools, chat_ids, make_frame, read_prompts
-from dflash_mlx.train.rollout import Frame, Row, Written, in_loop, write_rows
+from dflash_mlx.train.rollout import Frame, Row, Written, _rows_of, in_loop, write_rows
 
 
 class Chars:
@@ -52,6 +52,14 @@ def test_greedy_rows_of_any_length_equal_plain_greedy_decoding(make):
         # A row that loops may leave the batch before the end.
         assert got == want[: len(got)] and len(got) >= min(len(want), 30) and w.ids[: len(prompt)].tolist() == prompt
         assert w.answer.tolist() == [False] * len(prompt) + [True] * len(got)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint8])
+@pytest.mark.parametrize("shape", [(5, 2, 3, 8), (5, 1, 3, 1), (5, 7)])
+def test_rows_that_stay_are_moved_whole_whatever_their_bytes(shape, dtype):
+    a = (100 * mx.random.normal(shape, key=mx.random.key(2))).astype(mx.int32).astype(dtype)
+    rows = mx.array([0, 3, 4])
+    assert mx.array_equal(_rows_of(a, rows), a[rows]) and _rows_of(a, rows).dtype == dtype
 
 
 @pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
