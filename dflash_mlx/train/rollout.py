@@ -186,6 +186,8 @@ class _Rollout:
         self.hot = np.array([rows[i].temp > 0 for i in order])
         self.noisy = True
         self.given, self.ids = mx.array(given), mx.array(given[:, shortest - 1])
+        # What the first half of the layers made of the last ids.
+        self.half = self.ids
 
     def prefill(self) -> None:
         """Read the ids that all rows were given and share a length for in one pass, in slices that bound the memory."""
@@ -198,15 +200,24 @@ class _Rollout:
 
     def step(self, take, position: int) -> tuple[mx.array, mx.array]:
         """One position for all active rows, enqueued: ids and whether each belongs to an answer."""
-        before = self.ids
-        with intercept(self.calls):
+        before, half_before, layers = self.ids, self.half, self.model.layers
+
+        # Not a method that `self.calls` holds: in a circle the caches would outlive the rows.
+        def note_half(inner, args, kwargs):
+            self.half = args[0]
+            return inner(*args, **kwargs)
+
+        with intercept([(layers[len(layers) // 2], note_half), *self.calls]):
             logits = self.model(before[:, None], cache=self.cache)[:, -1]
         phase, used, turns, temp, limit = self.state
         self.ids, is_answer, phase, used, turns, self.key = take(
             logits, self.given[:, position], phase, used, turns, temp, limit, self.key
         )
         self.state = (phase, used, turns, temp, limit)
-        # A cache takes its new row in place only if no pass under way still reads it: else MLX copies the whole cache.
+        # A cache takes its new row in place only if no pass under way still reads it: else MLX copies the whole cache. So each
+        # half of the layers waits for its half of the step before, and the device has one while the host enqueues the other.
+        mx.eval(half_before)
+        mx.async_eval(self.half)
         mx.eval(before)
         mx.async_eval(self.ids, is_answer, phase)
         return self.ids, is_answer

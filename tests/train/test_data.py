@@ -1,6 +1,9 @@
 """Training text: rows decoded in step, the chat frame, questions, filters, storage and resuming."""
 
+import gc
+import itertools
 import json
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +13,7 @@ from kit import greedy_ids, tiny_qwen3, tiny_target
 from dflash_mlx.errors import CheckpointError, ConfigError
 from dflash_mlx.kernels import small_batch
 from dflash_mlx.progress import listening
+from dflash_mlx.train import rollout
 from dflash_mlx.train.data import DataConfig, loop_cuts, make_data
 from dflash_mlx.train.docs import Docs, load_docs
 from dflash_mlx.train.prompts import FAMILIES, KINDS, Pools, chat_ids, make_frame, read_prompts
@@ -52,6 +56,41 @@ def test_greedy_rows_of_any_length_equal_plain_greedy_decoding(make):
         # A row that loops may leave the batch before the end.
         assert got == want[: len(got)] and len(got) >= min(len(want), 30) and w.ids[: len(prompt)].tolist() == prompt
         assert w.answer.tolist() == [False] * len(prompt) + [True] * len(got)
+
+
+def test_each_half_of_a_step_waits_for_its_own_half_of_the_step_before(monkeypatch):
+    model, rows, seen, made = tiny_target(), [Row([9, 8, 7], user=False), Row([5, 4, 3], user=False)], [], []
+    middle, wait, enqueue = len(model.layers) // 2, mx.eval, mx.async_eval
+    call = type(model.layers[middle]).__call__
+
+    def noting(layer, x, *given, **named):
+        if layer is model.layers[middle] and x.shape[1] == 1:
+            made.append(x)
+        return call(layer, x, *given, **named)
+
+    monkeypatch.setattr(type(model.layers[middle]), "__call__", noting)
+    monkeypatch.setattr(mx, "eval", lambda *given: (seen.append(("wait", given)), wait(*given))[1])
+    monkeypatch.setattr(mx, "async_eval", lambda *given: (seen.append(("enqueue", given)), enqueue(*given))[1])
+    write_rows(model, rows, Frame((5,), (), (), (60,)), 9)
+    # Steps with what each waits for: nothing is under way before the first.
+    first = next(i for i, (what, _) in enumerate(seen) if what == "enqueue") - 1
+    steps = [seen[i : i + 4] for i in range(first, first + 4 * 6, 4)]
+    assert len(made) == 6 and all([what for what, _ in step] == ["wait", "enqueue"] * 2 for step in steps)
+    for step, half in zip(steps, made, strict=True):
+        assert step[1][1][0] is half and step[3][1][0].shape == (2,)
+    for before, step in itertools.pairwise(steps):
+        assert step[0][1][0] is before[1][1][0] and step[2][1][0] is before[3][1][0]
+
+
+def test_rows_that_are_written_leave_no_circle_that_holds_their_caches(monkeypatch):
+    alive, begin = weakref.WeakSet(), rollout._Rollout.__init__
+    monkeypatch.setattr(rollout._Rollout, "__init__", lambda run, *given: (begin(run, *given), alive.add(run))[0])
+    gc.disable()
+    try:
+        write_rows(tiny_target(), [Row([9, 8, 7], user=False)], Frame((5,), (), (), (60,)), 9)
+        assert not alive
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint8])
