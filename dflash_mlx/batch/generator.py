@@ -90,6 +90,8 @@ class BatchGenerator:
             raise GenerationError(f"prefill_share is {prefill_share!r}; it must lie between 0 and 1")
         self.model, self.tokenizer, self.draft_model, self.stream = model, tokenizer, draft_model, stream
         self.max_batch, self.prefill_share = max_batch, prefill_share
+        # Whether a new cache that a request was given is returned at its end, which copies it.
+        self.keeps_caches = True
         self.pair = DFlashPair.of(draft_model)
         self.pair.round_costs = self.pair.round_costs or RoundCosts()
         self.policy = BatchPolicy(draft_model.config.block_size - 1, self.pair.round_costs)
@@ -135,7 +137,7 @@ class BatchGenerator:
             return None
         (self.rows if row in self.rows else self.waiting).remove(row)
         with mx.stream(self.stream):
-            return row.end()
+            return row.end(self.keeps_caches or row.options.prompt_cache is not None)
 
     @property
     def reason(self) -> str | None:
@@ -352,6 +354,7 @@ def batch_generate(
     most = list(max_tokens) if several else [max_tokens] * n
     rows = [_Collected() for _ in range(n)]
     batch = BatchGenerator(model, tokenizer, draft_model, max_batch=max_batch, prefill_share=prefill_share)
+    batch.keeps_caches = return_prompt_caches
     began, done = time.perf_counter(), 0
     with batch.open():
         places = {}

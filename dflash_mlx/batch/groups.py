@@ -96,13 +96,13 @@ class Seat:
     def slot(self) -> int:
         return self.entries[0].slot
 
-    def leave(self) -> None:
-        """Turn the row's entries into ordinary ones, with arrays of their own."""
+    def leave(self, keep: bool = True) -> None:
+        """Turn the row's entries into ordinary ones, with own arrays. keep: False copies nothing; they are useless then."""
         if (group := self.group) is None:
             return
-        for some in group.pieces(1):
+        for some in group.pieces(1) if keep else ():
             entries = [self.entries[index] for index in some if type(self.entries[index]) is SlotKV]
-            copies = [(mx.contiguous(entry.keys), mx.contiguous(entry.values)) for entry in entries]
+            copies = [[mx.contiguous(held) for held in group.held(e.index, [e.slot], e.offset)] for e in entries]
             mx.eval(copies)
             for entry, (keys, values) in zip(entries, copies, strict=True):
                 entry.__class__ = KVCache

@@ -172,22 +172,22 @@ class Row:
         counts = {"prompt_tokens": self.prompt_tokens, "generation_tokens": self.responder.n, "generation_tps": 0.0}
         return RowResponse(**none, **counts, finish_reason="error", stats=self.run.stats, uid=self.uid, error=error)
 
-    def end(self) -> list[Any]:
-        """Leave the batch. Returns: the prompt cache, which holds exactly the tokens handed out."""
-        self._settle()
+    def end(self, keep: bool = True) -> list[Any] | None:
+        """Leave the batch. Returns: the prompt cache, which holds exactly the tokens handed out; None if it is not kept."""
+        self._settle(keep)
         self.run.counter.finish()
-        return self.run.cache.entries
+        return self.run.cache.entries if keep else None
 
-    def _settle(self) -> None:
-        """Leave the caches with exactly the tokens handed out, in arrays of their own."""
+    def _settle(self, keep: bool = True) -> None:
+        """Leave the caches with exactly the tokens handed out, in arrays of their own; keep: False leaves them useless."""
         if self.round is not None:
             self.round.is_gone, self.round = True, None
         if self._steps is not None:
             self._steps.close()
-        else:
+        elif keep:
             self.run.settle()
         if self.seat is not None:
-            self.seat.leave()
+            self.seat.leave(keep)
             self.seat = None
 
 

@@ -18,6 +18,7 @@ from dflash_mlx.batch.groups import MOST, MOST_TOKENS, SlotKV
 from dflash_mlx.batch.passes import BatchTarget
 from dflash_mlx.batch.row import Row
 from dflash_mlx.errors import GenerationError
+from dflash_mlx.loop import Run
 from dflash_mlx.memory import entries_after_rows
 from dflash_mlx.models.target import Target
 from dflash_mlx.pair import DFlashPair
@@ -73,6 +74,20 @@ def test_a_request_that_goes_on_takes_its_cache_along(pairs):
         model, letters(), [[6], PROMPTS[1]], [first.caches[0], make_prompt_cache(model, drafter)], max_tokens=5, **options
     )
     assert second.token_ids[0] == alone(model, drafter, [*PROMPTS[0], *first.token_ids[0], 6], 5)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_caches_are_settled_only_for_who_gets_them(pairs, monkeypatch, returns):
+    settled, settle = [], Run.settle
+    monkeypatch.setattr(Run, "settle", lambda self: (settled.append(self), settle(self))[1])
+    given = [None, make_prompt_cache(*pairs), None]
+    asked = {"draft_model": pairs[1], "block_size": 5, "return_token_ids": True, "return_prompt_caches": returns}
+    # All end in the same round, so that none is alone at last.
+    got = batch_generate(pairs[0], letters(), PROMPTS[:3], given, max_tokens=1, **asked)
+    assert len(settled) == (3 if returns else 1)
+    assert got.token_ids == [alone(*pairs, p, 1) for p in PROMPTS[:3]]
+    assert PairCache.read(given[1]).ids == [*PROMPTS[1], *got.token_ids[1]]
+    assert got.caches is None if not returns else [PairCache.read(cache).rows for cache in got.caches] == [4, 30, 2]
 
 
 def test_a_processor_that_fails_ends_its_own_request_only(pairs):
@@ -290,7 +305,7 @@ def test_what_rounds_took_is_known_to_the_next_batch(pairs):
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_batch_that_requests_join_and_leave_holds_no_more_as_it_goes_on(monkeypatch, leaks):
     kept, end = [], Row.end
-    monkeypatch.setattr(Row, "end", lambda self: (leaks and kept.append(self.run.cache.entries), end(self))[1])
+    monkeypatch.setattr(Row, "end", lambda self, keep: (leaks and kept.append(self.run.cache.entries), end(self, keep))[1])
     assert schedules.is_flat(schedules.soak(320, 5, told=lambda *about, **named: None)) != leaks
 
 

@@ -150,7 +150,7 @@ def python_calls(batch):
 
 def test_rows_that_end_together_leave_from_the_last_slot_on_so_that_none_moves(pair, monkeypatch):
     slots, leave = [], Seat.leave
-    monkeypatch.setattr(Seat, "leave", lambda self: (slots.append(self.slot), leave(self))[1])
+    monkeypatch.setattr(Seat, "leave", lambda self, keep: (slots.append(self.slot), leave(self, keep))[1])
     batch = plain_batch(*pair, PROMPTS, 12)
     for row in batch.waiting:
         row.options.max_tokens = 12
