@@ -169,7 +169,7 @@ def _reads_thoughts_within(write: Callable[[Messages], Rendered]) -> bool:
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything
             return False
         # Not the list itself, as Python or JSON writes it.
-        return "zqtq" in text and not any(f"type{quote}: " in text for quote in "'\"")
+        return "zqtq" in text and not any(f"{quote}thinking{quote}, {quote}thinking" in text for quote in "'\"")
 
     return wrote(_thought_within) and not wrote(dict)
 

@@ -254,9 +254,12 @@ def test_earlier_reasoning_reaches_a_template_that_reads_it_within_the_content(w
         return {**message, "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, *inner]}
 
     calls = {"role": "assistant", "content": None, "tool_calls": [call("Oslo", "1")]}
-    prompt = written(THINKS_WITHIN, [ASKED, thinks(calls), FOUND[1], thinks(ROME), ASKED])
+    prompt = written("{{ tools | tojson }}" + THINKS_WITHIN, [ASKED, thinks(calls), FOUND[1], thinks(ROME), ASKED], WEATHER)
     asked, one = f"[user]{ASKED['content']}", '<weather:{"city": "Oslo"}>'
-    assert prompt == f"{asked}[assistant][THINK]Hm.[/THINK]{one}[tool]7[assistant][THINK]Hm.[/THINK]Rome.{asked}"
+    assert (
+        prompt
+        == f"{json.dumps(WEATHER)}{asked}[assistant][THINK]Hm.[/THINK]{one}[tool]7[assistant][THINK]Hm.[/THINK]Rome.{asked}"
+    )
     # A template that has a name for it, or none, gets texts.
     for reads in ("m.reasoning_content", "m.reasoning", ""):
         named = EACH.replace("{{ m.content }}", "{{ %s }}{{ m.content }}" % (reads or "''"))
