@@ -94,6 +94,14 @@ def _refuse_lonely_directory(directory: str | None, limit_gb: float, kept_gb: fl
         raise refuse("--prompt-cache-dir", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
 
 
+def _refuse_vain_prompt_limits(size: int, kept_gb: float | None, pipeline: bool) -> None:
+    if kept_gb == 0 and size != KEPT_PROMPTS:
+        raise refuse("--prompt-cache-size", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
+    if pipeline and kept_gb:
+        why = "with --pipeline a prompt has another size on each machine; use --prompt-cache-size"
+        raise refuse("--prompt-cache-gb", why)
+
+
 PromptCacheSize = Annotated[
     int,
     option(MEMORY, min=1, help="How many earlier prompts to keep in memory, so that they need not be read again."),
@@ -283,11 +291,7 @@ def serve(
     checked_max_tokens(max_tokens)
     _refuse_vain_batch(server, caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
-    if prompt_cache_gb == 0 and prompt_cache_size != KEPT_PROMPTS:
-        raise refuse("--prompt-cache-size", "it has no effect with --prompt-cache-gb 0, which keeps no prompts")
-    if pipeline and prompt_cache_gb:
-        why = "with --pipeline a prompt has another size on each machine; use --prompt-cache-size"
-        raise refuse("--prompt-cache-gb", why)
+    _refuse_vain_prompt_limits(prompt_cache_size, prompt_cache_gb, pipeline)
     names = {"adapter_path": adapter_path, "prompt_cache_dir": prompt_cache_dir, "exact": caches["exact"]}
     ranks = over_ranks.begin(pipeline, draft_model, model, **names, unload_after=server["unload_after_s"])
     variables = thinking_args(thinking, chat_template_args)
