@@ -42,6 +42,8 @@ def marked(path: Path) -> Iterator[Marker]:
         exit unseen  a later start finds "trying" in a file that nobody locks: the process died, or the GPU hung
 
     After a crash the shape is off for `OFF_STARTS` starts, after each further one for as many more; then it is tried again.
+    A thread other than the main one cannot see a SIGTERM that nobody handles: it writes "unwatched" too, and the first end of
+    such a trial is forgiven, for it may be the user's.
     """
     with contextlib.ExitStack() as open_files:
         file, marker = _locked(path, open_files), Marker()
@@ -50,8 +52,10 @@ def marked(path: Path) -> Iterator[Marker]:
             return
         marker.locked = True
         before = _marker_state(file.read())
-        if before["trying"]:
-            before = {"trying": False, "crashes": before["crashes"] + 1, "skipped": 0}
+        if before["trying"] and before["unwatched"] and not before["forgiven"]:
+            before |= {"trying": False, "forgiven": True}
+        elif before["trying"]:
+            before |= {"trying": False, "crashes": before["crashes"] + 1, "skipped": 0}
         if before["crashes"] and before["skipped"] < OFF_STARTS * before["crashes"]:
             before["skipped"] += 1
             left, times = OFF_STARTS * before["crashes"] - before["skipped"] + 1, before["crashes"]
@@ -66,7 +70,7 @@ def marked(path: Path) -> Iterator[Marker]:
         _under_way.append(forget)
         try:
             with _signals_first(forget):
-                _write_marker(path, file, {**before, "trying": not _ending.is_set()})
+                _write_marker(path, file, {**before, "trying": not _ending.is_set(), "unwatched": _is_unwatched()})
                 yield marker
         finally:
             _under_way.remove(forget)
@@ -112,7 +116,7 @@ def _locked(path: Path, open_files: contextlib.ExitStack) -> IO[str] | None:
 
 def _marker_state(text: str) -> dict[str, Any]:
     """What a marker says; one that cannot be read was left by a crash."""
-    state = {"trying": bool(text), "crashes": 0, "skipped": 0}
+    state = {"trying": bool(text), "crashes": 0, "skipped": 0, "unwatched": False, "forgiven": False}
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         state |= {name: type(state[name])(value) for name, value in json.loads(text).items() if name in state}
     return state
@@ -122,11 +126,21 @@ def _write_marker(path: Path, file: IO[str], state: dict[str, Any] | None) -> No
     """Write a locked marker. One that says nothing is removed: emptied too, for another process may have opened it already."""
     with contextlib.suppress(OSError):
         file.truncate(0)
-        if state and (state["trying"] or state["crashes"]):
+        if state and (state["trying"] or state["crashes"] or state["forgiven"]):
             file.write(json.dumps(state))
             file.flush()
         else:
             path.unlink()
+
+
+# Signals that end a process which does not handle them.
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def _is_unwatched() -> bool:
+    """Whether SIGTERM would end the process unseen: `_signals_first` watches from the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    return not main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @contextlib.contextmanager
@@ -136,11 +150,7 @@ def _signals_first(then: Callable[[], None]) -> Iterator[None]:
     Only the main thread may ask for that.
     """
     main = threading.current_thread() is threading.main_thread()
-    ours = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        if main and signal.getsignal(number) == signal.SIG_DFL
-    ]
+    ours = [number for number in _ENDING if main and signal.getsignal(number) == signal.SIG_DFL]
 
     def handler(number: int, frame: Any) -> None:
         then()

@@ -239,6 +239,21 @@ def test_a_program_that_ends_while_another_thread_is_in_a_trial_leaves_nothing_b
     assert not list(tmp_path.iterdir()), done.stderr
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_one_end_that_another_thread_cannot_see_is_forgiven_and_the_second_is_a_crash(name, tmp_path):
+    end = f"os.kill(os.getpid(), signal.{name}); time.sleep(20)"
+    for is_off in (False, True):
+        done = subprocess.run([sys.executable, "-c", LEAVES + end, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == -getattr(signal, name), done.stderr
+        with crash_marker.marked(tmp_path / "s.trying") as marker:
+            assert bool(marker.crash) == is_off
+    # A trial that came to its end forgets both.
+    for _ in range(crash_marker.OFF_STARTS):
+        with crash_marker.marked(tmp_path / "s.trying") as marker:
+            marker.done = not marker.crash
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_child_of_a_fork_that_ends_takes_no_marker_of_its_parent_away(tmp_path):
     end = (
         "child = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\n"
@@ -306,7 +321,8 @@ def test_a_shape_is_off_for_some_starts_after_a_process_was_killed_in_its_trial(
     with pytest.raises(KeyboardInterrupt):
         # An interrupted new trial is no crash, and what was counted is not forgotten.
         should_use(KERNEL, "s", lambda rows: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert json.loads(marker.read_text()) == {"trying": False, "crashes": 2, "skipped": 2 * crash_marker.OFF_STARTS}
+    kept = json.loads(marker.read_text())
+    assert (kept["trying"], kept["crashes"], kept["skipped"]) == (False, 2, 2 * crash_marker.OFF_STARTS)
     restart()
     assert should_use(KERNEL, "s", trial()) and not marker.exists()
 
