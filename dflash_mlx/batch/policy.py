@@ -33,6 +33,8 @@ _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
 _FEW, _TRIED, _PLAIN_AGAIN = 3, 2, 48
 # Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
+# A width that never ran must gain this much over one that did: its first round may have to prepare kernels.
+_NEW = 1.1
 # How far one round moves an estimate; how many times the estimate an unusual round counts for at most; the fixed part of a pass
 # (reading weights), in rows.
 _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
@@ -138,7 +140,7 @@ class BatchPolicy:
         found = {w: costs.seconds(B, w) for w in (0, *tried)}
         for w in (w for w in widths if w not in found):
             near = min(tried, key=lambda other: abs(other - w), default=0)
-            found[w] = max(plain, found[near] * as_one[w] / as_one[near])
+            found[w] = max(plain, found[near] * as_one[w] / as_one[near]) * (_NEW if tried else 1.0)
         return found
 
     @staticmethod

@@ -91,6 +91,18 @@ def test_a_width_is_not_tried_if_another_one_costs_far_more_with_many_rows_than_
     assert seen.count(7) == 2 and not {1, 3} & {*seen}
 
 
+@pytest.mark.parametrize(("rate", "is_tried"), [(0.62, False), (0.8, True)])
+def test_a_width_that_never_ran_is_not_tried_for_a_few_hundredths(rate, is_tried):
+    """At 0.62 seven drafts promise 1.02 times what three do, at 0.8 1.26 times."""
+    policy, alone = BatchPolicy(MOST), CostModel(1.0, 0.2, 0.0, {1: 1.02, 3: 1.05, 7: 1.2})
+
+    def seconds(B, tokens, drafts):
+        return {0: 1.0, 1: 1.22, 3: 1.25, 7: 1.4}[tokens // B - 1]
+
+    assert [3] * 8 in play([row(0.5, alone) for _ in range(8)], seconds, 20, policy)
+    assert ([7] * 8 in play([row(rate, alone) for _ in range(8)], seconds, 20, policy)) == is_tried
+
+
 def test_a_row_whose_drafts_are_refused_drafts_nothing_beside_others_that_gain():
     def seconds(B, tokens, drafts):
         return 1.0 + tokens / 16
