@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,7 @@ _EXPECTED_TAU = {"tiny": 2.3, "smollm2": 2.0}
 # A random drafter's: on average it accepts next to nothing.
 _RANDOM_TAU = 1 + FEW_ACCEPTED
 _TOKENS = 32
+_COUNTING = "Counting which drafts are accepted"
 # The timed answers: how long, how often each, and the least that can be timed; the smallest gain that is reported.
 _TIMED_TOKENS, _TURNS, _LEAST_TOKENS = 48, 3, 8
 # Names of the self-tests in the report.
@@ -114,7 +115,6 @@ def diagnose(
         _context(report, suspicions)
         if fault := mask_row_fault(draft):
             suspicions.append(fault)
-        tell("Counting which drafts are accepted")
         report["acceptance"] = _attempt(faults, lambda: _acceptance(lm, tokenizer, draft, model, suspicions))
         if report["acceptance"] and len(lm.layers) - 1 in draft.config.target_layer_ids:
             tau = report["acceptance"]["tau"]
@@ -349,8 +349,8 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
     # A suspicion below says what a warning would.
     draft.pair.judged["said"] = 1
     # Every round drafts: acceptance is to be seen, whether it pays here or not.
-    got = list(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size))
-    plain = [r.token for r in stream_generate(lm, tokenizer, prompt, _TOKENS)]
+    got = list(_counted(stream_generate(lm, tokenizer, prompt, _TOKENS, draft, block_size=draft.config.block_size), 0))
+    plain = [r.token for r in _counted(stream_generate(lm, tokenizer, prompt, _TOKENS), _TOKENS)]
     stats, expected = got[-1].stats, _EXPECTED_TAU.get(model)
     same = [r.token for r in got] == plain
     if not same:
@@ -373,6 +373,14 @@ def _acceptance(lm: Any, tokenizer: Any, draft: Any, model: str, suspicions: lis
     }
 
 
+def _counted(responses: Iterable[Any], before: int) -> Iterator[Any]:
+    """The responses of one of the two answers, each told as progress. before: tokens of the other answer that are done."""
+    tell(_COUNTING, before, 2 * _TOKENS, "tokens")
+    for done, response in enumerate(responses, before + 1):
+        tell(_COUNTING, done, 2 * _TOKENS, "tokens")
+        yield response
+
+
 def _last_taps(
     lm: Any, tokenizer: Any, draft: Any, again: Callable[[str], Any], model: str, tau: float | None, suspicions: list[str]
 ) -> dict[str, float | None]:
@@ -382,6 +390,7 @@ def _last_taps(
     """
     mine = draft.config.tapped_last
     other = next(way for way in LAST_TAPS if way != mine)
+    tell("Reading the last layer the other way")
     second, (_, prompt) = again(other), _prompt(tokenizer, draft, model)
     last = list(stream_generate(lm, tokenizer, prompt, _TOKENS, second, block_size=draft.config.block_size))[-1]
     theirs = last.stats.tau

@@ -12,6 +12,7 @@ from kit import TINY, plant
 from dflash_mlx import load, load_drafter, loading, stream_generate
 from dflash_mlx import rollback as cache_module
 from dflash_mlx.kernels import autotune
+from dflash_mlx.progress import listening
 from dflash_mlx.tools import doctor
 from dflash_mlx.tools.doctor import diagnose, render
 
@@ -19,6 +20,15 @@ from dflash_mlx.tools.doctor import diagnose, render
 @pytest.fixture(scope="module")
 def sound():
     return diagnose("tiny", "tiny", mx.float32)
+
+
+def test_counting_accepted_drafts_says_how_far_it_is():
+    model, tokenizer = load("tiny")
+    drafter, told, suspicions = load_drafter("tiny", model), [], []
+    with listening(lambda what, done, total, unit: told.append((what, done, total, unit))):
+        doctor._acceptance(model, tokenizer, drafter, "tiny", suspicions)
+    counted = [(done, total, unit) for what, done, total, unit in told if what == "Counting which drafts are accepted"]
+    assert sorted(set(counted)) == [(done, 64, "tokens") for done in range(65)] and counted == sorted(counted)
 
 
 @pytest.fixture(autouse=True)
