@@ -63,6 +63,7 @@ def convert(
         option(
             MODEL,
             "--hf-path",
+            "--model",
             help="Model or drafter to convert: a Hugging Face repo, a directory, a GGUF file or a built-in name.",
         ),
     ],

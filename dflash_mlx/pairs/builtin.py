@@ -129,7 +129,7 @@ def _refuse_typo(name: str) -> None:
     if what := _WORDS.get(name.lower()):
         raise CheckpointError(
             f"{name} is no model: it is what --draft-model takes {what}",
-            "Name a directory, a Hugging Face repo or a built-in pair; without a drafter leave load_drafter out",
+            "Name a directory, a Hugging Face repo or a built-in pair",
         )
     near = difflib.get_close_matches(name.lower(), BUILTIN_PAIRS, n=1, cutoff=0.75)
     if near and "/" not in name and os.sep not in name:

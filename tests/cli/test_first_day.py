@@ -135,8 +135,10 @@ def test_a_guessed_command_or_a_stray_word_is_answered_with_what_there_is(comman
     assert done.exit_code == 2 and not done.stdout and said in done.stderr, done.stderr
 
 
-def test_convert_takes_a_built_in_name(tmp_path):
-    done = run("convert", "--hf-path", "tiny", "--mlx-path", str(tmp_path / "made"))
+# As mlx-lm's takes it.
+@pytest.mark.parametrize("flag", ["--hf-path", "--model"])
+def test_convert_takes_a_built_in_name(tmp_path, flag):
+    done = run("convert", flag, "tiny", "--mlx-path", str(tmp_path / "made"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "made" / "config.json").exists()
 
