@@ -247,11 +247,6 @@ def test_one_end_that_another_thread_cannot_see_is_forgiven_and_the_second_is_a_
         assert done.returncode == -getattr(signal, name), done.stderr
         with crash_marker.marked(tmp_path / "s.trying") as marker:
             assert bool(marker.crash) == is_off
-    # A trial that came to its end forgets both.
-    for _ in range(crash_marker.OFF_STARTS):
-        with crash_marker.marked(tmp_path / "s.trying") as marker:
-            marker.done = not marker.crash
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_child_of_a_fork_that_ends_takes_no_marker_of_its_parent_away(tmp_path):
@@ -321,8 +316,8 @@ def test_a_shape_is_off_for_some_starts_after_a_process_was_killed_in_its_trial(
     with pytest.raises(KeyboardInterrupt):
         # An interrupted new trial is no crash, and what was counted is not forgotten.
         should_use(KERNEL, "s", lambda rows: (_ for _ in ()).throw(KeyboardInterrupt))
-    kept = json.loads(marker.read_text())
-    assert (kept["trying"], kept["crashes"], kept["skipped"]) == (False, 2, 2 * crash_marker.OFF_STARTS)
+    counted = {"trying": False, "crashes": 2, "skipped": 2 * crash_marker.OFF_STARTS}
+    assert counted.items() <= json.loads(marker.read_text()).items()
     restart()
     assert should_use(KERNEL, "s", trial()) and not marker.exists()
 
