@@ -26,8 +26,9 @@ def choose_chunks(rows: Sequence[Row], most: int | None) -> list[tuple[Row, list
     """The chunks of these prompts that the next pass reads, in order. most: its tokens; None: what each row's step allows."""
     found, taken = [], 0
     for row in rows:
-        room = min(most or row.step_size, row.step_size) - taken
-        if room <= 0:
+        # No row is in a pass of more tokens than its own step allows.
+        most = min(most or row.step_size, row.step_size)
+        if (room := most - taken) <= 0:
             break
         chunk, is_last = row.next_chunk(room)
         if found and not is_last and room < _LEAST:

@@ -332,6 +332,16 @@ def test_prompts_that_come_together_are_read_together_a_chunk_at_most(pairs, mon
     batch.close()
 
 
+@pytest.mark.parametrize("steps", [(8, None), (None, 8)])
+def test_a_prompt_is_read_in_no_pass_of_more_tokens_than_its_step(pairs, steps):
+    batch = BatchGenerator(pairs[0], letters(), pairs[1])
+    for prompt, step in zip(([7] * 6, [3] * 30), steps, strict=True):
+        batch.insert(prompt, max_tokens=4, block_size=5, prefill_step_size=step)
+    batch.next()
+    assert [row.run.rows for row in batch.rows] == [5, 0]
+    batch.close()
+
+
 @pytest.mark.rows_equal
 @pytest.mark.parametrize("name", ["llama, mixed windows", "lfm2", "deepseek_v3"])
 def test_a_pass_over_several_prompts_that_fails_is_undone_and_each_is_read_alone(name, monkeypatch):
