@@ -76,8 +76,7 @@ def convert(
         option(
             QUANTIZING,
             metavar="<type>",
-            help="Number type of weights that are not quantized: float32, float16, bfloat16 or auto. Default: "
-            "as in the checkpoint.",
+            help="Number type of weights that are not quantized: float32, float16, bfloat16 or auto. Default: the file's.",
         ),
     ] = None,
     q_mode: Annotated[
