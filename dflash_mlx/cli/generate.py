@@ -202,7 +202,7 @@ def _check_usage(asked: SimpleNamespace) -> None:
         new = "--prompt-lookup" if asked.copy else "--no-prompt-lookup"
         say(f"--{'' if asked.copy else 'no-'}copy is now {new}; the old name will go with the next release.")
         asked.prompt_lookup = asked.copy if asked.prompt_lookup is None else asked.prompt_lookup
-    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
+    refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap, asked.block_size)
     checked_max_tokens(asked.max_tokens)
     if asked.show_drafts and asked.as_json:
         raise refuse("--show-drafts", "--json already holds every draft under 'rounds'")

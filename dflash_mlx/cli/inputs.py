@@ -216,6 +216,10 @@ def _brings_code(tokenizer: Any) -> bool:
     return "auto_map" in getattr(inner, "init_kwargs", {}) or type(inner).__module__.startswith("transformers_modules")
 
 
+def _thinking_flag(thinking: bool | None) -> str:
+    return "--thinking" if thinking else "--no-thinking"
+
+
 def refuse_without_template(given: Mapping[str, Any]) -> None:
     """Raises DFlashError for the first given option if the tokenizer has no chat template."""
     for name, value in given.items():
@@ -242,7 +246,7 @@ def encode_prompt(
             say("--raw has no effect: this tokenizer has no chat template.")
         return prompt
     if not tokenizer.has_chat_template:
-        needed = {"--system": system, "--thinking": thinking, "--chat-template-args": template_args or None}
+        needed = {"--system": system, _thinking_flag(thinking): thinking, "--chat-template-args": template_args or None}
         refuse_without_template({**needed, "--prefill-response": prefill})
         say("This model has no chat template: it continues the prompt as plain text.")
         return prompt
@@ -272,6 +276,6 @@ def say_unread_template_args(tokenizer: Any, arguments: Mapping[str, Any], think
     for name in without_effect(tokenizer, arguments):
         given = f"{name} of --chat-template-args"
         if thinking is not None and name == "enable_thinking":
-            given = "--thinking" if thinking else "--no-thinking"
+            given = _thinking_flag(thinking)
         why = f"this chat template does not read {name}" if tokenizer.has_chat_template else "this tokenizer has no chat template"
         say(f"{given} has no effect: {why}.")

@@ -372,12 +372,16 @@ def has_no_drafter(model: str | None, draft_model: str | None) -> bool:
 
 
 def refuse_lonely_drafter(
-    model: str | None, draft_model: str | None, draft_bits: DraftBits | None = None, last_tap: LastTapKind | None = None
+    model: str | None,
+    draft_model: str | None,
+    draft_bits: DraftBits | None = None,
+    last_tap: LastTapKind | None = None,
+    block_size: int | None = None,
 ) -> None:
     """Usage errors for a drafter without a target, and for options of a drafter when there is none."""
     if has_no_drafter(model, draft_model):
-        for name, given in (("--draft-bits", draft_bits), ("--last-tap", last_tap)):
+        for name, given in (("--draft-bits", draft_bits), ("--last-tap", last_tap), ("--block-size", block_size)):
             if given:
-                raise refuse(name, "it needs a drafter")
+                raise refuse(name, "it needs a drafter; name one with --draft-model, or auto to look for it")
     if draft_model and draft_model != "none" and not model:
         raise refuse("--draft-model", "it needs --model, the target it was trained for")

@@ -44,11 +44,6 @@ from .output import only_ours_on_stdout, say
 from .server_options import API_KEY, PREFILL_SHARE, SERVER, server_options
 
 
-def _refuse_lonely_block(block_size: int | None, model: str | None, draft_model: str | None) -> None:
-    if block_size is not None and has_no_drafter(model, draft_model):
-        raise refuse("--block-size", "it needs a drafter")
-
-
 def _refuse_vain_batch(server: dict[str, Any], exact: bool, model: str | None, draft_model: str | None) -> None:
     max_batch = server["max_batch"]
     if server["prefill_share"] != PREFILL_SHARE and (max_batch == 1 or exact or has_no_drafter(model, draft_model)):
@@ -164,8 +159,7 @@ def chat(
     own |= {"draft_model": draft_model, "draft_bits": draft_bits, "last_tap": last_tap, "block_size": block_size}
     own |= {**caches, "prompt_cache_dir": prompt_cache_dir}
     _refuse_with_url(url, own)
-    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
-    _refuse_lonely_block(block_size, model, draft_model)
+    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap, block_size)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb)
     checked_max_tokens(max_tokens)
     # Seconds of imports, in the sight of the user.
@@ -286,8 +280,7 @@ def serve(
 
     Sampling options and --max-tokens are defaults for requests that do not set their own.
     """
-    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap)
-    _refuse_lonely_block(block_size, model, draft_model)
+    refuse_lonely_drafter(model, draft_model, draft_bits, last_tap, block_size)
     checked_max_tokens(max_tokens)
     _refuse_vain_batch(server, caches["exact"], model, draft_model)
     _refuse_lonely_directory(prompt_cache_dir, prompt_cache_dir_gb, prompt_cache_gb)
