@@ -187,7 +187,30 @@ def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
         start, read = tokenizer.tool_call_start, tokenizer.tool_parser
         return start, tokenizer.tool_call_end or "", mended(start, read)
     spelled = _spelled(tokenizer)
-    return next(((start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))), None)
+    found = [(start, end, read) for start, end, read in CALLS if spelled(start) and (not end or spelled(end))]
+    if len({start for start, *_ in found}) > 1:
+        # A template may name the marks of another family too (Apriel 1.5). Those round the calls that it writes are its own.
+        written = _written_call(tokenizer)
+        found = [grammar for grammar in found if grammar[0] in written] or found
+    return found[0] if found else None
+
+
+def _written_call(tokenizer: Any) -> str:
+    """What the chat template writes for a call of an earlier answer; "" if it writes none, or fails."""
+    asked = {"role": "user", "content": "x"}
+
+    def write(arguments: Any) -> str:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before, whole = (str(tokenizer.apply_chat_template(some, tokenize=False)) for some in ([asked], [asked, answer]))
+        return whole.removeprefix(before)
+
+    for arguments in ({}, "{}"):
+        try:
+            return write(arguments)
+        except Exception:  # noqa: BLE001, S112 - a template is a program and may raise anything
+            continue
+    return ""
 
 
 def call_spelling(tokenizer: Any) -> Callable[[Sequence[tuple[str, str]]], str]:

@@ -7,8 +7,9 @@ import json
 import mlx_lm.server
 import pytest
 from channels_kit import HARMONY, Hermes, Marked, marked, told
-from kit import scripted, text_of
+from kit import scripted, text_of, with_template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, WEATHER, ask, running
 
 from dflash_mlx import stream_generate
@@ -374,6 +375,24 @@ def test_solar_opens_frames_reach_nobody():
     assert told(Marked(*marks), text + "<|end|>") == [("reasoning", "hm"), ("answer", "Hi <b>")]
     # Another family's answers may hold one of these.
     assert told(Marked("<|end|>"), "Hi<|content|>") == [("answer", "Hi<|content|>")]
+
+
+def test_of_several_grammars_that_a_template_names_the_one_that_it_writes_is_its_own(tmp_path):
+    """Apriel 1.5's names the marks of one call in its words about tools, and writes those of several."""
+    template = (
+        "{# within <tool_call></tool_call> tags, as: #}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}"
+        "<tool_calls>[{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]</tool_calls>{% endif %}{% endfor %}"
+    )
+    call, tools = '[{"name": "ls", "arguments": {"a": 1}}]', [{"type": "function", "function": {"name": "ls"}}]
+    for own, other in (("<tool_calls>", "<tool_call>"), ("<tool_call>", "<tool_calls>")):
+        written = (
+            template if own == "<tool_calls>" else template.replace("tool_calls>", "tool_c>").replace("tool_call>", "tool_calls>")
+        )
+        tokenizer = load_tokenizer(with_template(tmp_path, written.replace("tool_c>", "tool_call>")) and tmp_path)
+        text = f"{own}{call}{own.replace('<', '</')}"
+        assert told(tokenizer, text, tools=tools) == [("call", [("ls", '{"a": 1}')])]
+        text = text.replace(own[1:], other[1:])
+        assert told(tokenizer, text, tools=tools) == [("answer", text)]
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
