@@ -54,6 +54,8 @@ To = Annotated[
         help="mlx, or gguf: a drafter as drafter.gguf for llama.cpp; -q is then Q4_0 or Q8_0. Default: mlx.",
     ),
 ]
+# Its names in mlx-lm's converter.
+HF_PATH = ("--hf-path", "--model")
 Vocab = Annotated[str | None, option(OUTPUT, metavar="FILE", help="GGUF file of the target, whose vocabulary llama.cpp wants.")]
 
 
@@ -62,8 +64,7 @@ def convert(
         str,
         option(
             MODEL,
-            "--hf-path",
-            "--model",
+            *HF_PATH,
             help="Model or drafter to convert: a Hugging Face repo, a directory, a GGUF file or a built-in name.",
         ),
     ],

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_lm.chat_templates import muse_spark
+
 from .live_calls import HeadedCalls, LiveCalls, Part, live_calls
 from .scanning import Frame, JsonText, Scanner
 from .tool_calls import (
@@ -179,6 +181,18 @@ def frames(tokenizer: Any) -> list[tuple[str, str]]:
     return [(start, end) for start, end in _FRAMES if spelled(start) and spelled(end)]
 
 
+# A header of Muse's messages, which reaches nobody: `<|start|>assistant to=NAME<|message|>`.
+_MUSE_HEADER = re.compile(r"\s*(?:<\|start\|>\s*\w*)?\s*(?:to?|to=[^\s<]*)?(?:<\|message\|>\s*)?(?:<[|\w]*)?")
+_LONGEST_HEADER = 400
+
+
+def _response_format(tokenizer: Any) -> tuple[dict[str, list[tuple[str, str]]], str | None]:
+    """The transitions of a format of whole responses, and its first state: mlx-lm's, also for Muse Glimmer, where it has none."""
+    if not tokenizer.response_transitions and "to=self<|message|>" in template_source(tokenizer):
+        return muse_spark.RESPONSE_FORMAT["transitions"], muse_spark.RESPONSE_FORMAT["initial_state"]
+    return tokenizer.response_transitions, tokenizer.response_initial_state
+
+
 def call_grammar(tokenizer: Any) -> tuple[str, str, Reader] | None:
     """The marks round this tokenizer's tool calls and what reads these; None where they are not known."""
     if other := next((grammar for grammar in TAKEN_FOR_OTHERS if _is_token(tokenizer, grammar[0])), None):
@@ -240,7 +254,7 @@ class _Marked:
         thinking = thinking_marks(tokenizer)
         self.edges = self._transitions(tokenizer, thinking)
         self.state = "reasoning" if opens_reasoning(tokenizer, before) else "normal"
-        self.state = tokenizer.response_initial_state or self.state
+        self.state = _response_format(tokenizer)[1] or self.state
         # Reasoning that the prompt opened may begin with its mark once more.
         self.again = thinking[0] if self.state == "reasoning" and thinking else ""
         spelled = [frame for frame in frames(tokenizer) if not all(_is_token(tokenizer, mark) for mark in frame)]
@@ -250,12 +264,12 @@ class _Marked:
         # Of the call that is being read: the state before it, its opening mark, its text, and whether that can still be JSON;
         # head: the mark, if it is a part of the call.
         self.before, self.mark, self.call, self.json, self.head = self.state, "", "", JsonText(), ""
-        self.live = LiveCalls(())
+        self.live, self.held_header = LiveCalls(()), ""
 
     def _transitions(self, tokenizer: Any, thinking: tuple[str, str] | None) -> dict[str, list[tuple[str, str]]]:
         """state -> [(mark, next state)], as mlx-lm's `make_text_state_machine`; without tools no mark opens a call."""
         edges: dict[str, list[tuple[str, str]]] = {"normal": [], "reasoning": [], "tool": []}
-        formats = tokenizer.response_transitions
+        formats = _response_format(tokenizer)[0]
         if thinking:
             edges["normal"].append((thinking[0], "reasoning"))
             edges["reasoning"].append((thinking[1], "normal"))
@@ -319,7 +333,19 @@ class _Marked:
         """A piece of text in the present state. ends: text of another kind follows, or none."""
         if self.state == "reasoning":
             return Piece("reasoning", text)
+        if self.state == "header":
+            return self._header(text, ends)
         return Piece("answer", self.frame.feed(text, ends) if self.frame else text)
+
+    def _header(self, text: str, ends: bool) -> Piece:
+        """Of text before a message what is no header. It is held until it ends, unless it can be none any more."""
+        held = self.held_header = self.held_header + text
+        known = _MUSE_HEADER.fullmatch(held) and (not ends or not held.strip() or "<" in held or "=" in held)
+        if known and len(held) < _LONGEST_HEADER:
+            self.held_header = "" if ends else held
+            return Piece("answer")
+        self.state, self.held_header = "normal", ""
+        return Piece("answer", held)
 
     def _closed(self, end: str, pieces: list[Piece]) -> bool:
         """Read the call at an end mark (end; "": the answer ends). Returns: whether there is a call.
@@ -398,7 +424,6 @@ class _Harmony:
     _HEADER = re.compile(
         r"\s*(?:<\|start\|>)?[^<]{0,160}(?:<\|channel\|>[^<]{0,160})?(?:<\|constrain\|>[^<]{0,40})?<\|message\|>"
     )
-    _LONGEST_HEADER = 400
     # The beginning of a header.
     _CUT = re.compile(
         r"\s*(?:<\|start\|>\s*\w*)?\s*(?:to=\S*)?\s*(?:<\|channel\|>\s*\w*(?:\s+to=\S*)?(?:\s+\w+)?)?"
@@ -532,7 +557,7 @@ class _Harmony:
             cut = not start and mark in self._ENDS or start and any(words.startswith(start) for words in follows)
             return not within and bool(cut or start.startswith(follows))
         waits = start.startswith(follows) or any(words.startswith(start) for words in follows)
-        return None if waits and len(after) <= self._LONGEST_HEADER else False
+        return None if waits and len(after) <= _LONGEST_HEADER else False
 
     def _closed(self, end: str) -> Piece:
         name, body = self._called(), self.body

@@ -8,6 +8,7 @@ import mlx_lm.server
 import pytest
 from channels_kit import HARMONY, Hermes, Marked, marked, told
 from kit import scripted, text_of, with_template
+from mlx_lm.chat_templates import muse_spark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving_kit import MESSAGES, WEATHER, ask, running
@@ -375,6 +376,34 @@ def test_solar_opens_frames_reach_nobody():
     assert told(Marked(*marks), text + "<|end|>") == [("reasoning", "hm"), ("answer", "Hi <b>")]
     # Another family's answers may hold one of these.
     assert told(Marked("<|end|>"), "Hi<|content|>") == [("answer", "Hi<|content|>")]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("known", [False, True])
+def test_headers_of_muses_messages_reach_nobody(known, step):
+    """mlx-lm knows the format of Muse Spark, and of Muse Glimmer its calls alone."""
+    muse, tools = marked("muse_spark"), [{"type": "function", "function": {"name": "ls"}}]
+    muse.has_thinking = False
+    if known:
+        muse.response_transitions = muse_spark.RESPONSE_FORMAT["transitions"]
+        muse.response_initial_state = muse_spark.RESPONSE_FORMAT["initial_state"]
+    else:
+        muse.chat_template = "<|start|>assistant to=self<|message|>"
+    thought, head = " to=self<|message|>hm<|eom|>", "<|start|>assistant"
+    call = '<atem:function_calls>\n<atem:invoke name="ls">\n</atem:invoke>\n</atem:function_calls>'
+    hm, one = ("reasoning", "hm"), ("call", [("ls", "{}")])
+    for text, pieces in (
+        (" to=user<|message|>Hi to=you", [("answer", "Hi to=you")]),
+        (f"{thought}{head} to=user<|message|>Hi", [hm, ("answer", "Hi")]),
+        (f"{thought}{head} to=ls<|message|>{call}", [hm, one]),
+        (f" to=user<|message|>Look.<|eom|>{head} to=ls<|message|>{call}<|eom|>{head} to=ls<|message|>{call}", None),
+        # What is no header is text.
+        ("to be, or not", [("answer", "to be, or not")]),
+        (f"{thought}{head} is my role.", [hm, ("answer", f"{head} is my role.")]),
+        (f"{thought}{head} to=us", [hm]),
+    ):
+        got = [piece for piece in told(muse, text, tools=tools, step=step) if piece[1]]
+        assert got == (pieces or [("answer", "Look."), one, one]), text
 
 
 def test_of_several_grammars_that_a_template_names_the_one_that_it_writes_is_its_own(tmp_path):
