@@ -18,13 +18,13 @@ ROOM = 100
 UsageError = BadParameter.__base__
 # What other programs call a command, and what does it here.
 _ELSEWHERE = {
-    ("run", "ask", "prompt", "complete"): 'dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p "..."',
+    ("run", "ask", "prompt", "complete"): 'use dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p "..."',
     ("pull", "download", "get", "install"): "generate, chat and serve download the model that --model names",
     ("list", "ls", "ps", "show"): "dflash-mlx models lists models with a drafter, dflash-mlx cache what is on disk",
-    ("rm", "remove", "delete", "clean"): "dflash-mlx cache --delete NAME",
-    ("quantize", "quantise", "create"): "dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q",
-    ("help",): "dflash-mlx -h, or dflash-mlx COMMAND -h",
-    ("version",): "dflash-mlx --version",
+    ("rm", "remove", "delete", "clean"): "use dflash-mlx cache --delete NAME",
+    ("quantize", "quantise", "create"): "use dflash-mlx convert --hf-path MODEL --mlx-path DIRECTORY -q",
+    ("help",): "use dflash-mlx -h, or dflash-mlx COMMAND -h",
+    ("version",): "use dflash-mlx --version",
 }
 
 

@@ -116,7 +116,7 @@ def test_a_command_without_its_options_names_all_of_them_and_gives_an_example(co
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("run", "No such command 'run': dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p"),
+        ("run", "No such command 'run': use dflash-mlx chat --model MODEL, or dflash-mlx generate --model MODEL -p"),
         ("pull qwen3", "download the model that --model names."),
         ("list", "dflash-mlx models lists models with a drafter, dflash-mlx cache what is on disk."),
         ("help serve", "dflash-mlx COMMAND -h."),
